@@ -1,0 +1,41 @@
+"""Block summaries: what a method may know of a block without reading it.
+
+``cuboid`` is ArkVale's cuboid-mean, PSA's metadata: with c = (max + min) / 2 and u = mean_i |c - k_i| per channel, parts
+(hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound of every dot product. ``mean`` is the mean key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+
+if TYPE_CHECKING:
+    from saccade.kv.view import KVView
+
+KINDS = ("cuboid", "minmax", "mean")
+
+
+def summarize(keys: Tensor, kind: str) -> Tensor:
+    """Summarize ``keys`` [..., block, head_dim] over the block axis: fp32 [parts, ..., head_dim]."""
+    keys = keys.float()
+    if kind == "mean":
+        return keys.mean(-2)[None]
+    low, high = keys.amin(-2), keys.amax(-2)
+    if kind == "minmax":
+        return torch.stack([high, low])
+    if kind == "cuboid":
+        center = (high + low) / 2
+        spread = (center.unsqueeze(-2) - keys).abs().mean(-2)
+        return torch.stack([center + spread, center - spread])
+    raise SaccadeError(f"unknown block summary {kind!r}; known: {', '.join(KINDS)}")
+
+
+def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: int) -> Tensor:
+    """Summaries of full blocks ``first .. last - 1`` of a view: fp32 [last - first, parts, kv_heads, head_dim]."""
+    keys = view.keys(first * block_size, last * block_size)  # [G, m * block, d]
+    parts = summarize(keys.unflatten(1, (last - first, block_size)), kind)  # [parts, G, m, d]
+    return parts.permute(2, 0, 1, 3).contiguous()

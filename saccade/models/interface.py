@@ -1,0 +1,77 @@
+"""What passes between the layer loop and whoever supplies attention: rows, segments, and the attention context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a checkpoint as the engine needs it. ``windows[i]`` is layer i's sliding window in tokens, or None."""
+
+    family: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    dtype: torch.dtype
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows ``start .. start + length - 1`` of a packed batch belong to one sequence.
+
+    ``rope_length`` is the sequence length that decides length-dependent rotary factors (longrope): the whole prompt's
+    while prefilling, the current length while decoding. It never depends on what else is in the batch.
+    """
+
+    start: int
+    length: int
+    rope_length: int
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What a layer asks of its attention beyond q, k and v."""
+
+    scale: float
+    window: int | None = None  # sliding window in tokens: row p reads keys p - window + 1 .. p
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+    sinks: Tensor | None = None  # [heads] extra logits that take part in the softmax and carry no value
+
+
+class AttentionContext(Protocol):
+    """Supplied by the engine for one packed forward pass."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        """Store the new rows' ``k``, ``v`` [kv_heads, rows, head_dim] and attend for ``q`` [heads, rows, head_dim].
+
+        All are post-RoPE, rows of all segments packed in order. Returns [heads, rows, head_dim] in q's dtype.
+        """
+        ...
+
+
+class Runner(Protocol):
+    """Runs packed rows of many sequences through the model's layers."""
+
+    spec: ModelSpec
+
+    def run(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        *,
+        segments: Sequence[Segment],
+        logit_rows: Tensor,
+    ) -> Tensor:
+        """``token_ids``, ``positions`` int64 [rows]; returns float32 logits [len(logit_rows), vocab_size]."""
+        ...
