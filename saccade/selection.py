@@ -59,9 +59,9 @@ class Shape:
         first, last = self.q_start + 1, self.q_start + self.q_len
         return (first + last) * self.q_len // 2
 
-    def causal_mask(self) -> Tensor:
-        """bool [q_len, k_len]."""
-        return torch.arange(self.k_len)[None, :] <= self.rows[:, None]
+    def causal_mask(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """bool [stop - start, k_len]: the causal mask of rows ``start .. stop - 1``, by default of all rows."""
+        return torch.arange(self.k_len)[None, :] <= self.rows[start:stop, None]
 
 
 class Selection:
@@ -73,9 +73,13 @@ class Selection:
     def units(self) -> int:
         return 1
 
-    def unit_mask(self) -> Tensor:
-        """bool [units, q_len, k_len], causal. For tests and pictures: it is as large as it looks."""
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        """bool [stop - start, k_len], causal: what rows ``start .. stop - 1`` of one unit may read."""
         raise NotImplementedError
+
+    def unit_mask(self) -> Tensor:
+        """bool [units, q_len, k_len]. For tests and pictures: it is as large as it looks."""
+        return torch.stack([self.row_mask(unit, 0, self.shape.q_len) for unit in range(self.units)])
 
     def unit_pairs(self) -> Tensor:
         """int64 [units]: number of (row, key) pairs each unit attends to."""
@@ -117,8 +121,8 @@ class Dense(Selection):
 
     shape: Shape
 
-    def unit_mask(self) -> Tensor:
-        return self.shape.causal_mask()[None]
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        return self.shape.causal_mask(start, stop)
 
     def unit_pairs(self) -> Tensor:
         return torch.tensor([self.shape.causal_pairs])
@@ -137,9 +141,9 @@ class Band(Selection):
         if self.window < 1 or self.sinks < 0:
             raise SaccadeError(f"a band needs window >= 1 and sinks >= 0, got window={self.window}, sinks={self.sinks}")
 
-    def unit_mask(self) -> Tensor:
-        keys, rows = torch.arange(self.shape.k_len)[None, :], self.shape.rows[:, None]
-        return (((keys < self.sinks) | (rows - keys < self.window)) & (keys <= rows))[None]
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        keys, rows = torch.arange(self.shape.k_len)[None, :], self.shape.rows[start:stop, None]
+        return ((keys < self.sinks) | (rows - keys < self.window)) & (keys <= rows)
 
     def unit_pairs(self) -> Tensor:
         visible = self.shape.rows + 1
@@ -200,10 +204,15 @@ class Blocks(Selection):
         mask[_list_ids(self.offsets), self.indices.long()] = True
         return mask.view(self.units, self.q_blocks, k_blocks)
 
-    def unit_mask(self) -> Tensor:
-        keys = torch.arange(self.shape.k_len) // self.block_size
-        rows = self.shape.rows // self.block_size - self.first_q_block
-        return self.block_mask()[:, rows][:, :, keys] & self.shape.causal_mask()
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        k_blocks = -(-self.shape.k_len // self.block_size)
+        q_block = self.shape.rows[start:stop] // self.block_size - self.first_q_block
+        chosen = torch.zeros(self.q_blocks, k_blocks, dtype=torch.bool)
+        for j in range(int(q_block[0]), int(q_block[-1]) + 1):
+            at = unit * self.q_blocks + j
+            chosen[j, self.indices[self.offsets[at] : self.offsets[at + 1]].long()] = True
+        tokens = chosen[q_block].repeat_interleave(self.block_size, 1)[:, : self.shape.k_len]
+        return tokens & self.shape.causal_mask(start, stop)
 
     def unit_pairs(self) -> Tensor:
         size, shape = self.block_size, self.shape
@@ -272,18 +281,16 @@ class Lines(Selection):
         distances = self.distances[self.s_offsets[unit] : self.s_offsets[unit + 1]].long()
         return columns, distances
 
-    def unit_mask(self) -> Tensor:
-        rows = self.shape.rows[:, None]
-        distance = (rows - torch.arange(self.shape.k_len)[None, :]).clamp(min=-1)  # -1 (acausal) hits the spare last slot
-        masks = []
-        for unit in range(self.units):
-            columns, distances = self.unit_lines(unit)
-            is_column = torch.zeros(self.shape.k_len, dtype=torch.bool)
-            is_column[columns] = True
-            is_distance = torch.zeros(self.shape.k_len + 1, dtype=torch.bool)
-            is_distance[distances] = True
-            masks.append((is_column[None, :] & (distance >= 0)) | is_distance[distance])
-        return torch.stack(masks)
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        # Acausal entries get distance -1, which indexes the spare last slot of is_distance.
+        rows = self.shape.rows[start:stop, None]
+        distance = (rows - torch.arange(self.shape.k_len)[None, :]).clamp(min=-1)
+        columns, distances = self.unit_lines(unit)
+        is_column = torch.zeros(self.shape.k_len, dtype=torch.bool)
+        is_column[columns] = True
+        is_distance = torch.zeros(self.shape.k_len + 1, dtype=torch.bool)
+        is_distance[distances] = True
+        return (is_column[None, :] & (distance >= 0)) | is_distance[distance]
 
     def unit_pairs(self) -> Tensor:
         first, last = self.shape.q_start, self.shape.q_start + self.shape.q_len - 1
@@ -345,10 +352,12 @@ class Tokens(Selection):
         """``units * q_len`` int32 tensors of positions."""
         return [self.indices[a:b] for a, b in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist())]
 
-    def unit_mask(self) -> Tensor:
-        mask = torch.zeros(self.offsets.numel() - 1, self.shape.k_len, dtype=torch.bool)
-        mask[_list_ids(self.offsets), self.indices.long()] = True
-        return mask.view(self.units, self.shape.q_len, self.shape.k_len)
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        first = unit * self.shape.q_len + start
+        offsets = self.offsets[first : first + stop - start + 1]
+        mask = torch.zeros(stop - start, self.shape.k_len, dtype=torch.bool)
+        mask[_list_ids(offsets), self.indices[offsets[0] : offsets[-1]].long()] = True
+        return mask
 
     def unit_pairs(self) -> Tensor:
         return self.offsets.diff().view(self.units, self.shape.q_len).sum(1)
@@ -392,8 +401,8 @@ class Ranking(Selection):
         lists = [torch.cat([self.always[u], self.order[u, : used[u]]]) for u in range(self.units)]
         return Blocks.from_lists(self.shape, self.block_size, lists)
 
-    def unit_mask(self) -> Tensor:
-        return self.as_blocks().unit_mask()
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        return self.as_blocks().row_mask(unit, start, stop)
 
     def unit_pairs(self) -> Tensor:
         return self.as_blocks().unit_pairs()

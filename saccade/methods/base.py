@@ -1,0 +1,127 @@
+"""What every method is: a frozen dataclass of its paper's hyper-parameters with hooks for the phases of inference.
+
+A method decides which keys. It holds no storage and runs no attention: hooks get a chunk (queries and a view of the keys) and
+return a selection. Everything that changes lives in the state its ``begin`` returns, one per sequence and layer.
+
+The simplest method is one ``return``::
+
+    @dataclass(frozen=True)
+    class LastHalf(Method):
+        name = "last_half"
+        phases = ("prefill", "decode")
+
+        def select_prefill(self, chunk):
+            return Band(chunk.shape, window=max(1, chunk.shape.k_len // 2))
+
+        def select_decode(self, query, state):
+            return Band(query.shape, window=max(1, query.shape.k_len // 2))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from saccade.errors import PolicyError
+from saccade.kv.view import KVView
+from saccade.selection import Dense, Selection, Shape
+
+
+@dataclass
+class Cost:
+    """What a selection cost, counted from work done. Units: (query, key) dot products per query head."""
+
+    scored: int = 0  # exact logits computed to decide
+    estimated: int = 0  # scores against block summaries or other stand-ins for keys
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Appended rows of one sequence at one layer; their keys are stored already.
+
+    ``q`` [heads, q_len, head_dim], post-RoPE, storage dtype. ``layer`` counts from 0.
+    """
+
+    q: Tensor
+    kv: KVView
+    shape: Shape
+    scale: float
+    softcap: float | None = None
+    layer: int = 0
+    layers: int = 1
+    cost: Cost = field(default_factory=Cost)
+
+    @classmethod
+    def of(cls, q: Tensor, kv: KVView, scale: float | None = None, **rest: Any) -> Chunk:
+        """A chunk whose rows are the last of the stored keys; ``scale`` defaults to 1 / sqrt(head_dim)."""
+        shape = Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], kv.length)
+        return cls(q, kv, shape, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, **rest)
+
+
+@dataclass(frozen=True, eq=False)
+class Query(Chunk):
+    """The row of one decode step. ``step`` counts the decode steps of this turn from 0."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods. Hooks default to dense."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    phases: ClassVar[tuple[str, ...]] = ()
+    tail_rows: ClassVar[int] = 0  # last prefill queries that `begin` wants to see
+
+    def select_prefill(self, chunk: Chunk) -> Selection:
+        """Which keys the rows of an appended chunk read (q_len <= k_len)."""
+        return Dense(chunk.shape)
+
+    def begin(self, segment: Chunk) -> Any:
+        """State for decoding after a prefill; ``segment`` holds the turn's last ``tail_rows`` queries (at least one)."""
+        return None
+
+    def select_decode(self, query: Query, state: Any) -> Selection:
+        """Which keys one decode step reads: a selection, or a Ranking whose stopping rule the op runs."""
+        return Dense(query.shape)
+
+    def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
+        """Called after the step with what was really read."""
+
+    @property
+    def text(self) -> str:
+        """The method as policy text, options that differ from their defaults spelt out."""
+        options = [
+            f"{f.name}={_literal(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}({', '.join(options)})" if options else self.name
+
+
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def require(ok: bool, name: str, value: Any, allowed: str) -> None:
+    """Raise PolicyError naming the option, its value and the allowed range unless ``ok``."""
+    if not ok:
+        raise PolicyError(f"{name}={value} is out of range: {allowed}")
+
+
+def require_whole(name: str, value: Any, least: int) -> None:
+    """Raise PolicyError unless ``value`` is an integer of at least ``least``."""
+    require(isinstance(value, int) and not isinstance(value, bool) and value >= least, name, value, f"an integer >= {least}")
+
+
+def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise PolicyError unless ``value`` is one of ``allowed``."""
+    require(value in allowed, name, value, "one of " + ", ".join(map(str, allowed)))
+
+
+def require_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise PolicyError unless ``low <= value <= high`` and value is a number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    require(is_number and low <= value <= high, name, value, f"a number from {low} to {high}")

@@ -1,0 +1,182 @@
+"""Policies: which method each phase of a request uses, and their text form.
+
+``psa(epsilon=0.98)`` names a method with options; it serves the phases it knows and the others run dense. ``a + b``
+combines methods: ``flexprefill + psa(epsilon=0.98)``. The same text is read in Python, on the command line, in YAML and in a
+request. Explicit assignment works too: ``prefill=streaming, decode=psa`` (as text or as a mapping).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from saccade.errors import PolicyError
+from saccade.methods.base import Method
+from saccade.methods.dense import DenseMethod
+from saccade.methods.registry import METHODS
+
+PHASES = ("prefill", "decode")
+PRESETS: dict[str, str] = {}  # names for whole policies; every method's own name is one already
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One request's choice: a method for prefill and one for decode."""
+
+    prefill: Method = field(default_factory=DenseMethod)
+    decode: Method = field(default_factory=DenseMethod)
+
+    def __post_init__(self) -> None:
+        for phase in PHASES:
+            method = getattr(self, phase)
+            if not isinstance(method, Method):
+                raise PolicyError(f"{phase}={method!r} is not a method; known: {_known()}")
+            if phase not in method.phases:
+                raise PolicyError(f"method '{method.name}' does not select in {phase}, only in {', '.join(method.phases)}")
+
+    @classmethod
+    def parse(cls, policy: Policy | Method | str | Mapping[str, Any] | None) -> Policy:
+        """Read a policy from text, a mapping with keys prefill and decode, a method, or a policy.
+
+        Raises PolicyError naming the unknown method or option and listing the known ones.
+        """
+        if policy is None:
+            return cls()
+        if isinstance(policy, Policy):
+            return policy
+        if isinstance(policy, Method):
+            return _combine([policy], policy.name)
+        if isinstance(policy, Mapping):
+            return _assign({str(phase): value for phase, value in policy.items()}, str(dict(policy)))
+        if not isinstance(policy, str) or not policy.strip():
+            raise PolicyError(f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {policy!r}; known: {_known()}")
+        return _from_text(policy.strip())
+
+    @property
+    def text(self) -> str:
+        """Canonical text; ``Policy.parse(p.text) == p``."""
+        if self.prefill == self.decode:
+            return self.prefill.text
+        for phase, other in (("prefill", self.decode), ("decode", self.prefill)):
+            method = getattr(self, phase)
+            if isinstance(other, DenseMethod) and method.phases == (phase,):
+                return method.text
+        if self.prefill.phases == ("prefill",) and self.decode.phases == ("decode",):
+            return f"{self.prefill.text}+{self.decode.text}"
+        return f"prefill={self.prefill.text}, decode={self.decode.text}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_method(text: str) -> Method:
+    """``name`` or ``name(option=value, ...)`` with literal values."""
+    text = text.strip()
+    name, bracket, rest = text.partition("(")
+    name = name.strip()
+    if bracket and not rest.endswith(")"):
+        raise PolicyError(f"policy '{text}' lacks its closing bracket")
+    if name not in METHODS:
+        raise PolicyError(f"unknown method '{name}'{_hint(name, METHODS)}; known: {_known()}")
+    method = METHODS[name]
+    known = {f.name for f in fields(method)}
+    options = _options(text, rest[:-1]) if bracket else {}
+    for option in options:
+        if option not in known:
+            allowed = ", ".join(sorted(known)) or "none"
+            raise PolicyError(f"method '{name}' has no option '{option}'{_hint(option, known)}; known: {allowed}")
+    try:
+        return method(**options)
+    except PolicyError as error:
+        raise PolicyError(f"policy '{text}': {error}") from None
+
+
+def _from_text(text: str) -> Policy:
+    if text in PRESETS:
+        return _from_text(PRESETS[text])
+    assignments = _split(text, ",;")
+    if all(part.partition("=")[0].strip() in PHASES for part in assignments):
+        pairs = [part.partition("=") for part in assignments]
+        phases = [phase.strip() for phase, _, _ in pairs]
+        if len(set(phases)) < len(phases):
+            raise PolicyError(f"policy '{text}' assigns a phase twice")
+        return _assign({phase.strip(): value for phase, _, value in pairs}, text)
+    return _combine([parse_method(part) for part in _split(text, "+")], text)
+
+
+def _assign(phases: dict[str, Any], text: str) -> Policy:
+    for phase in phases:
+        if phase not in PHASES:
+            raise PolicyError(f"policy '{text}' names the phase '{phase}'; known: {', '.join(PHASES)}")
+    methods = {p: m if isinstance(m, Method) else parse_method(str(m)) for p, m in phases.items() if m is not None}
+    return Policy(**methods)
+
+
+def _combine(methods: list[Method], text: str) -> Policy:
+    """Methods that know one phase take it; those that know both share what is left, in order."""
+    chosen: dict[str, Method] = {}
+    flexible = [method for method in methods if len(method.phases) > 1]
+    for method in [*(m for m in methods if len(m.phases) == 1), *flexible]:
+        free = [phase for phase in method.phases if phase not in chosen]
+        if not free:
+            taken = ", ".join(f"{phase} is taken by '{chosen[phase].name}'" for phase in method.phases)
+            raise PolicyError(f"policy '{text}': nothing is left for '{method.name}' ({taken})")
+        for phase in free if len(flexible) == 1 else free[:1]:
+            chosen[phase] = method
+    return Policy(**chosen)
+
+
+def _options(text: str, inside: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({inside})", mode="eval").body
+    except SyntaxError:
+        raise PolicyError(f"policy '{text}' cannot be read; write options as name=value, ...") from None
+    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        raise PolicyError(f"policy '{text}': options are written name=value")
+    options: dict[str, Any] = {}
+    for keyword in call.keywords:
+        assert keyword.arg is not None
+        if keyword.arg in options:
+            raise PolicyError(f"policy '{text}' gives the option '{keyword.arg}' twice")
+        options[keyword.arg] = _value(text, keyword.arg, keyword.value)
+    return options
+
+
+def _value(text: str, option: str, node: ast.expr) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if isinstance(node, ast.Name):  # a bare word: unit=kv_head
+        return words.get(node.id.lower(), node.id)
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        value = ...
+    if not isinstance(value, (int, float, str, bool, type(None))):
+        raise PolicyError(f"policy '{text}': the value of '{option}' must be a number, a word, true, false or none")
+    return value
+
+
+def _split(text: str, separators: str) -> list[str]:
+    """Split at separators outside brackets."""
+    parts, depth = [""], 0
+    for at, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        # The sign of an exponent (1e+3) stands inside brackets, so a bare + always separates.
+        if char in separators and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += text[at]
+    if any(not part.strip() for part in parts):
+        raise PolicyError(f"policy '{text}' has an empty part")
+    return parts
+
+
+def _known() -> str:
+    return ", ".join(sorted({*METHODS, *PRESETS}))
+
+
+def _hint(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,73 @@
+"""PSA: progressive sparse attention in decode (algorithms.md section 4).
+
+Blocks are read in order of criticality until the weight still unread cannot matter; the op runs the stopping rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
+from saccade.ops.scores import cuboid_scores
+from saccade.selection import Dense, Ranking, Selection
+
+SINK_BLOCKS = 2  # always read, with the last full and the partial block (algorithms.md 4.5 P2)
+
+
+@dataclass(frozen=True)
+class PSA(Method):
+    """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
+
+    Criticality is ArkVale's cuboid-mean score, averaged over the unit's query heads. ``unit`` is ``kv_head``, or
+    ``layer`` as in the paper. ``rest="min"`` is Alg. 1's estimate of the unread blocks; ``"last_max"`` is safer when the
+    ranking errs. ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
+    """
+
+    name: ClassVar[str] = "psa"
+    paper: ClassVar[str] = "PSA, progressive sparse attention"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    epsilon: float = 0.95
+    block_size: int = 32
+    microbatch: int = 4
+    unit: str = "kv_head"
+    rest: str = "min"
+    stop: str = "all"
+
+    def __post_init__(self) -> None:
+        require_number("epsilon", self.epsilon, 0.0, 1.0)
+        require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
+        require_whole("microbatch", self.microbatch, 1)
+        require_choice("unit", self.unit, ("kv_head", "layer"))
+        require_choice("rest", self.rest, ("min", "last_max"))
+        require_choice("stop", self.stop, ("all", "mean"))
+
+    def select_decode(self, query: Query, state: Any) -> Selection:
+        shape, size = query.shape, self.block_size
+        full, partial = divmod(shape.k_len, size)
+        always = [*range(min(SINK_BLOCKS, full)), *([full - 1] if full > SINK_BLOCKS else []), *([full] if partial else [])]
+        if shape.k_len <= (len(always) + self.microbatch) * size:
+            return Dense(shape)
+        scores = cuboid_scores(query.q[:, 0], query.kv.summary("cuboid", size))  # [H, full]
+        query.cost.estimated += full
+        units = shape.kv_heads if self.unit == "kv_head" else 1
+        ranked = scores.unflatten(0, (units, -1)).mean(1)[:, SINK_BLOCKS : full - 1]
+        order = torch.sort(ranked, dim=1, descending=True, stable=True).indices + SINK_BLOCKS
+        return Ranking(
+            shape,
+            size,
+            _rows(always, units),
+            order.to(torch.int32),
+            epsilon=self.epsilon,
+            microbatch=self.microbatch,
+            rest=self.rest,
+            stop=self.stop,
+        )
+
+
+def _rows(blocks: list[int], units: int) -> Tensor:
+    return torch.tensor(blocks, dtype=torch.int32).expand(units, -1)

@@ -1,0 +1,21 @@
+"""The registry of methods. Adding one: its file, one line here, one row of the test matrix, one line of docs."""
+
+from __future__ import annotations
+
+from saccade.methods.base import Method
+from saccade.methods.dense import DenseMethod
+from saccade.methods.flexprefill import FlexPrefill
+from saccade.methods.psa import PSA
+from saccade.methods.streaming import Streaming
+from saccade.methods.topk import TopK
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        DenseMethod,
+        FlexPrefill,
+        PSA,
+        Streaming,
+        TopK,
+    )
+}

@@ -1,0 +1,77 @@
+"""Exact top-k: the oracle that every other selector is measured against (algorithms.md 6.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_whole
+from saccade.ops.scores import row_logits
+from saccade.selection import Dense, Selection, Tokens
+
+
+@dataclass(frozen=True)
+class TopK(Method):
+    """The ``k`` keys of highest exact logit, ties to the lower index.
+
+    ``k`` is a number of keys, or a fraction of the visible ones when below 1; it counts forced keys (``sinks`` first keys
+    and ``local`` last ones), which win when they already exceed it. ``unit="kv_head"`` takes one set per KV head by the
+    group's mean softmax weight. It scores every key, so it saves reads of values, never scores; ``prefill=true`` applies
+    it to prefill rows too.
+    """
+
+    name: ClassVar[str] = "topk"
+    paper: ClassVar[str] = "oracle"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    k: float = 1024
+    sinks: int = 0
+    local: int = 0
+    unit: str = "q_head"
+    prefill: bool = False
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
+        fraction = isinstance(self.k, float) and 0 < self.k < 1
+        require(whole or fraction, "k", self.k, "an integer >= 1 (keys), or a fraction between 0 and 1 of the visible keys")
+        require_whole("sinks", self.sinks, 0)
+        require_whole("local", self.local, 0)
+        require_choice("unit", self.unit, ("q_head", "kv_head"))
+        require_choice("prefill", self.prefill, (False, True))
+        if self.prefill:
+            object.__setattr__(self, "phases", ("prefill", "decode"))
+
+    def budget(self, visible: int) -> int:
+        """Keys one row with ``visible`` keys attends to."""
+        wanted = int(self.k) if self.k >= 1 else max(1, -int(-self.k * visible // 1))
+        return min(visible, max(wanted, min(visible, self.sinks + self.local)))
+
+    def select_prefill(self, chunk: Chunk) -> Selection:
+        return self._select(chunk) if self.prefill else Dense(chunk.shape)
+
+    def select_decode(self, query: Query, state: Any) -> Selection:
+        return self._select(query)
+
+    def _select(self, chunk: Chunk) -> Selection:
+        shape = chunk.shape
+        if self.budget(shape.k_len) >= shape.k_len:
+            return Dense(shape)
+        chunk.cost.scored += shape.causal_pairs
+        lists: list[list[torch.Tensor]] = []  # [kv head][unit within][row]
+        for kv_head in range(shape.kv_heads):
+            units: list[list[torch.Tensor]] = [[] for _ in range(shape.group if self.unit == "q_head" else 1)]
+            for row in range(shape.q_len):
+                scores = row_logits(chunk.q, chunk.kv, shape, kv_head, row, row + 1, chunk.scale, chunk.softcap)[:, 0]
+                visible = shape.q_start + row + 1
+                scores = scores[:, :visible]
+                if self.unit == "kv_head":
+                    scores = torch.softmax(scores, -1).mean(0, keepdim=True)
+                scores[:, : self.sinks] = torch.inf
+                scores[:, max(0, visible - self.local) :] = torch.inf
+                order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+                for unit, chosen in enumerate(order[:, : self.budget(visible)]):
+                    units[unit].append(chosen)
+            lists.extend(units)
+        return Tokens.from_lists(shape, [row for unit in lists for row in unit])

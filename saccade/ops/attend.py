@@ -1,0 +1,122 @@
+"""The front door of ops: ``attend(q, kv, selection) -> (out, lse)`` on the best backend that can do it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.kv.view import KVView
+from saccade.ops import cpu, reference
+from saccade.ops.progressive import attend_ranking
+from saccade.selection import Dense, Ranking, Selection, Shape
+
+BACKENDS = ("auto", "reference", "cpu")
+
+
+@dataclass
+class Trace:
+    """Filled in by ``attend``: which backend ran and which selection was really read (a Ranking ends as Blocks)."""
+
+    backend: str = ""
+    used: Selection | None = None
+
+
+def attend(
+    q: Tensor,
+    kv: KVView | tuple[Tensor, Tensor] | Sequence[KVView],
+    selection: Selection | Sequence[Selection] | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+    threads: int | None = None,
+    trace: Trace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of ``q`` over the selected keys.
+
+    ``q`` [heads, q_len, head_dim] with ``kv`` a KVView, or a pair of tensors [kv_heads, k_len, head_dim]. A batch is
+    ``q`` [batch, heads, q_len, head_dim] with a list of views or a pair of 4-D tensors, and one selection for all or a list.
+    ``selection=None`` is dense causal attention with the rows at the end of the keys. ``scale`` defaults to
+    1 / sqrt(head_dim). Returns ``out`` like q and ``lse`` float32 of q's shape without its last axis; a row without keys
+    gives ``(0, -inf)``.
+
+    Raises SaccadeError for shapes that do not fit and for ``backend="cpu"`` where the C++ kernels cannot serve the call.
+    """
+    if q.dim() == 4:
+        return _attend_batch(q, kv, selection, scale, softcap, backend, threads)
+    if q.dim() != 3:
+        raise SaccadeError(f"q must be [heads, q_len, head_dim] or [batch, ...], got shape {tuple(q.shape)}")
+    view = kv if isinstance(kv, KVView) else KVView.from_tensors(*_pair(kv))
+    if selection is None:
+        selection = Dense(Shape.suffix(q.shape[0], view.kv_heads, q.shape[1], view.length))
+    if isinstance(selection, Sequence):
+        raise SaccadeError("one sequence takes one selection, got a list")
+    _check(q, view, selection)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if backend not in BACKENDS:
+        raise SaccadeError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    trace = trace if trace is not None else Trace()
+    trace.used = selection
+    if isinstance(selection, Ranking) and backend != "cpu":
+        trace.backend = "reference"
+        out, lse, trace.used = attend_ranking(q, view, selection, scale=scale, softcap=softcap)
+        return out, lse
+    if backend != "reference" and cpu.available() and cpu.supports(q, view, selection):
+        trace.backend = f"cpu/{cpu.isa()}"
+        return cpu.attend(q, view, selection, scale=scale, softcap=softcap, threads=threads)
+    if backend == "cpu":
+        why = "it has no kernel for this call" if cpu.available() else cpu.why_unavailable()
+        raise SaccadeError(
+            f"backend 'cpu' cannot run {type(selection).__name__} in {q.dtype} with head_dim {q.shape[-1]}: {why}; "
+            f"use backend='auto'"
+        )
+    trace.backend = "reference"
+    return reference.attend(q, view, selection, scale=scale, softcap=softcap)
+
+
+def _attend_batch(
+    q: Tensor,
+    kv: KVView | tuple[Tensor, Tensor] | Sequence[KVView],
+    selection: Selection | Sequence[Selection] | None,
+    scale: float | None,
+    softcap: float | None,
+    backend: str,
+    threads: int | None,
+) -> tuple[Tensor, Tensor]:
+    if isinstance(kv, KVView):
+        raise SaccadeError("a batched q takes a list of views or a pair of tensors [batch, kv_heads, k_len, head_dim]")
+    if isinstance(kv, tuple) and isinstance(kv[0], Tensor):
+        views = [KVView.from_tensors(k, v) for k, v in zip(*_pair(kv))]
+    else:
+        views = [view for view in kv if isinstance(view, KVView)]
+    if len(views) != q.shape[0]:
+        raise SaccadeError(f"q has a batch of {q.shape[0]} but {len(views)} KV sequences were given")
+    chosen = list(selection) if isinstance(selection, Sequence) else [selection] * len(views)
+    if len(chosen) != len(views):
+        raise SaccadeError(f"{len(views)} sequences but {len(chosen)} selections")
+    parts = [
+        attend(row, view, one, scale=scale, softcap=softcap, backend=backend, threads=threads)
+        for row, view, one in zip(q, views, chosen)
+    ]
+    return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+
+
+def _pair(kv: object) -> tuple[Tensor, Tensor]:
+    if isinstance(kv, tuple) and len(kv) == 2 and all(isinstance(part, Tensor) for part in kv):
+        return kv[0], kv[1]
+    raise SaccadeError(f"kv must be a KVView or a pair of tensors (k, v), got {type(kv).__name__}")
+
+
+def _check(q: Tensor, view: KVView, selection: Selection) -> None:
+    shape = selection.shape
+    expected = (shape.heads, shape.q_len, view.head_dim)
+    if tuple(q.shape) != expected or shape.kv_heads != view.kv_heads or shape.k_len != view.length:
+        raise SaccadeError(
+            f"q {tuple(q.shape)} and kv [{view.kv_heads}, {view.length}, {view.head_dim}] do not fit a selection of "
+            f"{shape.heads} heads, {shape.kv_heads} KV heads, {shape.q_len} rows and {shape.k_len} keys"
+        )

@@ -1,0 +1,68 @@
+"""The arithmetic that selections rest on: exact rows, pooled blocks, line sums, block criticality. Indices are methods' work."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.kv.view import KVView
+from saccade.ops.reference import logits
+from saccade.selection import Shape
+
+
+def row_logits(
+    q: Tensor, kv: KVView, shape: Shape, kv_head: int, start: int, stop: int, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Exact logits of rows ``start .. stop - 1`` for one KV head's group: fp32 [group, rows, k_len], acausal entries -inf."""
+    heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
+    visible = shape.q_start + stop
+    k, _ = kv.take(torch.arange(visible), kv_head)
+    scores = logits(q[heads, start:stop].float(), k.float(), scale, softcap)
+    scores = scores.masked_fill(~shape.causal_mask(start, stop)[:, :visible], -torch.inf)
+    if visible < shape.k_len:
+        scores = torch.nn.functional.pad(scores, (0, shape.k_len - visible), value=-torch.inf)
+    return scores
+
+
+def block_sums(weights: Tensor, block_size: int) -> Tensor:
+    """Sum ``weights`` [..., n] over blocks of keys: [..., ceil(n / block_size)]."""
+    n = weights.shape[-1]
+    padded = torch.nn.functional.pad(weights, (0, -n % block_size))
+    return padded.unflatten(-1, (-1, block_size)).sum(-1)
+
+
+def slash_sums(weights: Tensor, first_row: int) -> Tensor:
+    """Sum ``weights`` [g, r, n] along diagonals: fp32 [g, n] by distance ``row position - key``.
+
+    Row ``j`` stands at position ``first_row + j`` = n - r + j (the rows are the last ones), acausal entries must be 0.
+    """
+    g, r, n = weights.shape
+    if first_row + r != n:
+        raise ValueError("slash_sums needs the rows to be the last positions")
+    # Key axis flipped: row j holds distance o at column o + r - 1 - j, so that a row stride one short lines distances up.
+    width = n + r
+    flat = torch.nn.functional.pad(weights.flip(-1), (0, r)).contiguous()
+    skewed = torch.as_strided(flat, (g, r, n), (r * width, width - 1, 1), r - 1)
+    return skewed.sum(1)
+
+
+def mean_keys(kv: KVView, block_size: int) -> Tensor:
+    """Mean key of every block, the partial last one over its real keys: fp32 [kv_heads, ceil(n / block_size), head_dim]."""
+    full = kv.length // block_size
+    means = kv.summary("mean", block_size)[:full, 0].transpose(0, 1)
+    if kv.length % block_size:
+        tail = kv.keys(full * block_size).float().mean(1, keepdim=True)
+        means = torch.cat([means, tail], 1)
+    return means
+
+
+def cuboid_scores(q: Tensor, summary: Tensor) -> Tensor:
+    """ArkVale's block criticality sum_d max(q_d hi_d, q_d lo_d), unscaled (algorithms.md 4.2).
+
+    ``q`` [heads, d], ``summary`` fp32 [blocks, 2, kv_heads, d] -> [heads, blocks].
+    """
+    group = q.shape[0] // summary.shape[2]
+    grouped = q.float().unflatten(0, (-1, group))  # [G, g, d]
+    hi, lo = summary[:, 0].transpose(0, 1), summary[:, 1].transpose(0, 1)  # [G, blocks, d]
+    scores = grouped.clamp(min=0) @ hi.transpose(1, 2) + grouped.clamp(max=0) @ lo.transpose(1, 2)
+    return scores.flatten(0, 1)
