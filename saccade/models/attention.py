@@ -1,0 +1,81 @@
+"""The attention function transformers' layers call: it hands q, k, v and the layer's wishes to the engine's context.
+
+transformers looks an attention implementation up by name and calls it from inside each attention layer, after RoPE:
+``fn(module, q, k, v, mask, dropout=, scaling=, **extras)`` -> ``([batch, rows, heads, head_dim], None)``. Ours is
+registered as ``"saccade"``. It is deliberately absent from the mask registry: no mask is ever built, so whatever a
+model wants to say with a mask has to arrive here as a keyword. An extra we do not know is therefore an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from saccade.errors import ModelError
+from saccade.models.interface import AttentionContext, LayerAttention
+
+ATTENTION_NAME = "saccade"
+
+# Keywords that transformers' layers pass along and that say nothing about which keys a row may read.
+_INERT = frozenset({"position_ids", "use_cache", "dropout", "output_attentions", "output_router_logits"})
+
+
+class MissingContextError(RuntimeError):
+    """A layer ran outside our layer loop: a programming error, not bad input."""
+
+
+def layer_attention(module: nn.Module, scaling: float | None, extras: dict[str, Any], head_dim: int) -> LayerAttention:
+    """Translate a layer's attention keywords into a ``LayerAttention``.
+
+    Raises ModelError for a keyword that carries meaning we do not implement (fail closed: ignoring it would run the
+    model wrongly).
+    """
+    window = extras.pop("sliding_window", None)
+    softcap = extras.pop("softcap", None)
+    sinks = extras.pop("s_aux", None)
+    unknown = sorted(name for name, value in extras.items() if name not in _INERT and value is not None)
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which is not supported "
+            "(known: scaling, sliding_window, softcap, s_aux)"
+        )
+    return LayerAttention(
+        scale=head_dim**-0.5 if scaling is None else float(scaling),
+        window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap),
+        sinks=sinks,
+    )
+
+
+def saccade_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, rows, head_dim], post-RoPE
+    key: Tensor,  # [1, kv_heads, rows, head_dim], post-RoPE, the new rows only
+    value: Tensor,  # [1, kv_heads, rows, head_dim]
+    attention_mask: Tensor | None,
+    *,
+    saccade: AttentionContext | None = None,
+    scaling: float | None = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """Attend through ``saccade`` (the context our layer loop passes down); returns ``([1, rows, heads, head_dim], None)``."""
+    if saccade is None:
+        raise MissingContextError(
+            "this model was loaded for saccade's layer loop; run it through HFRunner.run, not model.forward or "
+            "model.generate"
+        )
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} passed an attention mask; masks are not supported")
+    if query.shape[0] != 1:
+        raise ValueError(f"expected packed rows in a batch of 1, got a batch of {query.shape[0]}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    spec = layer_attention(module, scaling, extras, query.shape[-1])
+    out = saccade.attend(layer, query[0], key[0], value[0], spec)  # [heads, rows, head_dim]
+    return out.transpose(0, 1).unsqueeze(0), None
+
+
+def register() -> None:
+    """Make ``attn_implementation="saccade"`` known to transformers. Safe to call more than once."""
+    AttentionInterface.register(ATTENTION_NAME, saccade_attention)

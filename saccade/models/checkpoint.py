@@ -1,0 +1,141 @@
+"""What is in a checkpoint folder: its config as written and its safetensors headers, checked before transformers sees it.
+
+Everything here fails with a one-line ModelError that names the file and the way out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from saccade.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Storage types that hold weights as plain numbers. Anything else (8-bit, 4-bit packed) is a quantised checkpoint.
+_FLOAT_STORAGE = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked folder: ``config`` is config.json as written; ``stored_dtype`` the dtype most parameters are stored in."""
+
+    path: Path
+    config: dict[str, Any]
+    stored_dtype: torch.dtype
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Check the folder's files and read its config; raises ModelError for anything missing, broken or quantised."""
+    folder = check_folder(path)
+    return Checkpoint(folder, read_config(folder), stored_dtype(weight_files(folder)))
+
+
+def check_folder(path: str | Path) -> Path:
+    """``path`` as a folder that looks like a checkpoint, or a ModelError."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        raise ModelError(
+            f"model folder {folder} does not exist; give a local folder holding config.json and safetensors "
+            "(models are never downloaded)"
+        )
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(f"{folder} holds a PEFT adapter, which is not supported; merge it into its base model first")
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dict with a ``model_type``, or a ModelError."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+    config = _read_json(file)
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is not a JSON object")
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+        raise ModelError(f"{file} names no model_type, so the model's family is unknown")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files to load, in transformers' order of preference; ModelError if there are none or one is absent."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if index.is_file():
+        shards = _shards(index)
+        absent = [name for name in shards if not (folder / name).is_file()]
+        if absent:
+            raise ModelError(f"{index} lists {_some(absent)}, not found in the folder; download the checkpoint again")
+        return [folder / name for name in shards]
+    other = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5") for p in folder.glob(pattern))
+    if other:
+        raise ModelError(
+            f"{folder} has no {SINGLE_FILE}, only {_some(other)}; only safetensors are loaded: convert it with "
+            "save_pretrained (safe_serialization is the default)"
+        )
+    raise ModelError(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}; there are no weights to load")
+
+
+def stored_dtype(files: list[Path]) -> torch.dtype:
+    """The dtype most stored parameters have. ModelError for an unreadable file or one that holds quantised storage."""
+    sizes: Counter[torch.dtype] = Counter()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    part = tensors.get_slice(name)
+                    kind = part.get_dtype()
+                    if kind not in _FLOAT_STORAGE:
+                        raise ModelError(
+                            f"{file}: {name} is stored as {kind}; quantised weights are not supported, give a "
+                            "float32, bfloat16 or float16 checkpoint"
+                        )
+                    sizes[_FLOAT_STORAGE[kind]] += torch.Size(part.get_shape()).numel()
+        except ModelError:
+            raise
+        except Exception as error:  # safetensors raises its own type, OSError or ValueError
+            raise ModelError(
+                f"{file} cannot be read: {first_line(error)}; it is truncated or corrupt, download it again"
+            ) from error
+    if not sizes:
+        raise ModelError(f"{files[0].parent} holds no tensors")
+    return sizes.most_common(1)[0][0]
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message as one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _shards(index: Path) -> list[str]:
+    table = _read_json(index)
+    weights = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
+        raise ModelError(f"{index} has no weight_map")
+    return sorted(set(weights.values()))
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError covers broken JSON and broken UTF-8
+        raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

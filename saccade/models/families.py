@@ -1,0 +1,97 @@
+"""The checked model families: one line of data each, saying what the layer loop must know beyond the common shape.
+
+The common shape is Llama's: embed, rotary, decoder layers, final norm, head. A family enters this table only with a
+row in the test matrix that holds its logits against ``model.forward``; whatever is not here is refused at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+# Where a family's sliding windows come from: nowhere, one window for every layer, or config.layer_types.
+Windows = Literal["none", "every_layer", "layer_types"]
+
+
+def _plain(logits: Tensor, config: Any) -> Tensor:
+    return logits
+
+
+def _softcapped(logits: Tensor, config: Any) -> Tensor:
+    cap = config.final_logit_softcapping
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _divided(logits: Tensor, config: Any) -> Tensor:
+    return logits / config.logits_scaling
+
+
+def _multiplied(logits: Tensor, config: Any) -> Tensor:
+    return logits * config.logit_scale
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family departs from Llama's layer loop.
+
+    ``scale_embedding`` names the config field the embeddings are multiplied by (Gemma's square-root factor sits
+    inside its embedding module and needs nothing here). ``finish_logits`` runs on the head's output, in its dtype.
+    """
+
+    model_type: str
+    causal_lm: str  # the class in config.architectures
+    windows: Windows = "none"
+    rotary_per_layer_type: bool = False
+    final_norm: str = "norm"
+    scale_embedding: str | None = None
+    finish_logits: Callable[[Tensor, Any], Tensor] = _plain
+
+
+_CHECKED = (
+    Family("llama", "LlamaForCausalLM"),
+    Family("mistral", "MistralForCausalLM", windows="every_layer"),
+    Family("qwen2", "Qwen2ForCausalLM", windows="layer_types"),
+    Family("qwen3", "Qwen3ForCausalLM", windows="layer_types"),
+    Family("phi3", "Phi3ForCausalLM", windows="every_layer"),
+    Family("mixtral", "MixtralForCausalLM", windows="every_layer"),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", windows="every_layer"),
+    Family("glm4", "Glm4ForCausalLM"),
+    Family("smollm3", "SmolLM3ForCausalLM", windows="layer_types"),
+    Family("granite", "GraniteForCausalLM", scale_embedding="embedding_multiplier", finish_logits=_divided),
+    Family("gemma", "GemmaForCausalLM"),
+    Family("gemma2", "Gemma2ForCausalLM", windows="layer_types", finish_logits=_softcapped),
+    Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        windows="layer_types",
+        rotary_per_layer_type=True,
+        finish_logits=_softcapped,
+    ),
+    Family("phi", "PhiForCausalLM", final_norm="final_layernorm"),
+    Family("gpt_oss", "GptOssForCausalLM", windows="layer_types"),
+    Family("cohere", "CohereForCausalLM", finish_logits=_multiplied),
+    Family("cohere2", "Cohere2ForCausalLM", windows="layer_types", finish_logits=_multiplied),
+    Family("olmo2", "Olmo2ForCausalLM"),
+    Family("olmo3", "Olmo3ForCausalLM", windows="layer_types", rotary_per_layer_type=True),
+    Family("glm4_moe", "Glm4MoeForCausalLM"),
+    Family("granitemoe", "GraniteMoeForCausalLM", scale_embedding="embedding_multiplier", finish_logits=_divided),
+    Family("ministral", "MinistralForCausalLM", windows="layer_types"),
+    Family("ministral3", "Ministral3ForCausalLM", windows="every_layer"),
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _CHECKED}
+
+
+def configured_windows(family: Family, config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window in tokens as the config states it, or None: what HF's masks would have encoded."""
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    if family.windows == "none" or window is None:
+        return (None,) * layers
+    if family.windows == "every_layer":
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)

@@ -1,0 +1,244 @@
+"""Load a local Hugging Face checkpoint folder into a runner, or refuse it with one line that says why.
+
+Weights, config and modules come from transformers; nothing is downloaded, no code from the folder is run. transformers
+fills in missing tensors at random and drops tensors it has no place for: both are refused here.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as hf_logging
+
+from saccade.errors import ModelError
+from saccade.models import attention
+from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
+from saccade.models.families import FAMILIES, Family
+from saccade.models.interface import ModelSpec
+from saccade.models.probe import probe_layers
+from saccade.models.refusals import refuse_unsupported
+from saccade.models.runner import HFRunner
+from saccade.models.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Tensors old checkpoints carry that hold nothing but what the config already says.
+_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint ready to run. ``notes`` are plain sentences about what differs from what the folder or caller said."""
+
+    path: Path
+    spec: ModelSpec
+    runner: HFRunner
+    tokenizer: Tokenizer
+    config: Any  # transformers' config of the model
+    generation_config: GenerationConfig
+    eos_token_ids: tuple[int, ...]
+    device: torch.device
+    notes: tuple[str, ...]
+
+
+def load_model(
+    path: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu"
+) -> LoadedModel:
+    """Load the checkpoint in folder ``path``.
+
+    ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On a
+    CPU float16 becomes float32 (exact) with a note. Raises ModelError, always one line, for a folder that is missing or
+    broken, and for a family or feature that cannot be run correctly.
+    """
+    checkpoint = open_checkpoint(path)
+    refuse_unsupported(checkpoint.config, str(checkpoint.path))
+    family = FAMILIES[checkpoint.config["model_type"]]
+    target = _device(device)
+    run_dtype, notes = _run_dtype(checkpoint, dtype, target)
+    with _quiet_transformers():
+        config = _read_hf_config(checkpoint)
+        model = _load_weights(checkpoint, config, run_dtype)
+        tokenizer = load_tokenizer(checkpoint.path)
+    model.to(target)
+    model.eval()
+    spec = _spec(model, family, run_dtype)
+    generation_config = model.generation_config
+    notes += _config_notes(config)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return LoadedModel(
+        path=checkpoint.path,
+        spec=spec,
+        runner=HFRunner(model, family, spec),
+        tokenizer=tokenizer,
+        config=model.config,
+        generation_config=generation_config,
+        eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
+        device=target,
+        notes=tuple(notes),
+    )
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
+    if target.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {str(target)!r} is not supported; use cpu, cuda or cuda:N")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda' was asked for but torch sees no GPU; use device='cpu'")
+    return target
+
+
+def _run_dtype(
+    checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.device
+) -> tuple[torch.dtype, list[str]]:
+    allowed = f"'auto', {', '.join(repr(name) for name in DTYPES)}"
+    if isinstance(asked, torch.dtype):
+        dtype = asked
+    elif asked == "auto":
+        dtype = _own_dtype(checkpoint)
+    elif asked in DTYPES:
+        dtype = DTYPES[asked]
+    else:
+        raise ModelError(f"unknown dtype {asked!r}; use one of {allowed}")
+    if dtype == torch.float64 and asked == "auto":
+        return torch.float32, ["the checkpoint is float64; it runs in float32"]
+    if dtype not in DTYPES.values():
+        raise ModelError(f"dtype {dtype} is not supported; use one of {allowed}")
+    if dtype == torch.float16 and device.type == "cpu":
+        return torch.float32, [
+            "float16 does not run on a CPU: the model runs in float32, which is exact and takes twice the memory; "
+            "pass dtype='bfloat16' to halve it"
+        ]
+    return dtype, []
+
+
+def _own_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    # A config without a dtype (or with one we do not know) leaves the choice to what the tensors are stored in.
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return {**DTYPES, "float64": torch.float64}.get(str(named).removeprefix("torch."), checkpoint.stored_dtype)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars or load tables: what matters in them is raised as an error or kept as a note."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(hf_logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _read_hf_config(checkpoint: Checkpoint) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the config classes raise many kinds
+        raise ModelError(
+            f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: {first_line(error)}"
+        ) from error
+    _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)
+    return config
+
+
+def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:
+    # transformers would ignore the window in the layers yet cut its cache to it; neither meaning is certain.
+    if family.windows == "none" and getattr(config, "sliding_window", None) is not None:
+        raise ModelError(
+            f"{path}: config.json sets sliding_window={config.sliding_window}, which {family.model_type} models do not "
+            "use; remove it from config.json if the model attends to its whole context"
+        )
+
+
+def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    attention.register()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers and safetensors raise many kinds
+        raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
+    _refuse_partial_load(checkpoint.path, info)
+    return model
+
+
+def _refuse_partial_load(path: Path, info: dict[str, Any]) -> None:
+    mismatched = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info["mismatched_keys"])
+    if mismatched:
+        raise ModelError(f"{path}: {_count(mismatched)} a shape that config.json does not describe")
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{path}: {_count(missing)} no weights in the checkpoint; it is incomplete, download it again")
+    extra = sorted(key for key in info["unexpected_keys"] if not _HARMLESS_EXTRA.search(key))
+    if extra:
+        raise ModelError(
+            f"{path}: {_count(extra)} no place in the model config.json describes (wrong config, or weights of an "
+            "unsupported kind such as a quantised or extended model)"
+        )
+    if info["error_msgs"]:
+        raise ModelError(f"{path} cannot be loaded: {' '.join(str(info['error_msgs'][0]).split())[:300]}")
+
+
+def _count(names: list[str]) -> str:
+    return f"tensor {names[0]} has" if len(names) == 1 else f"{len(names)} tensors ({names[0]}, ...) have"
+
+
+def _spec(model: Any, family: Family, dtype: torch.dtype) -> ModelSpec:
+    config = model.config
+    layers = probe_layers(model, family)
+    return ModelSpec(
+        family=family.model_type,
+        layers=config.num_hidden_layers,
+        heads=layers.heads,
+        kv_heads=layers.kv_heads,
+        head_dim=layers.head_dim,
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        max_position=max_position(config),
+        dtype=dtype,
+        windows=layers.windows,
+    )
+
+
+def max_position(config: Any) -> int:
+    """The longest sequence the config allows for, in tokens, with its rope scaling counted in."""
+    longest = config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, kind = rope.get("factor"), rope.get("rope_type")
+    # These scale from the trained length; llama3 and longrope checkpoints already state the extended length.
+    if factor and kind in ("linear", "dynamic"):
+        return int(longest * factor)
+    if factor and kind == "yarn":
+        return max(longest, int((rope.get("original_max_position_embeddings") or longest) * factor))
+    return int(longest)
+
+
+def _config_notes(config: Any) -> list[str]:
+    if getattr(config, "dual_chunk_attention_config", None):
+        return ["dual_chunk_attention_config is ignored: beyond the trained length answers may degrade"]
+    return []
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)

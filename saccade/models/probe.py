@@ -1,0 +1,73 @@
+"""Ask every layer once what it will ask of attention: the shapes and windows the engine plans its store by.
+
+One token is run through the model at load with a context that only records. It catches what no config says reliably:
+a layer that never calls attention (recurrent), calls it twice, caches something that is not a key and a value of one
+shape (latent attention), or passes a window other than the one its mask would have had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.errors import ModelError
+from saccade.models.families import Family, configured_windows
+from saccade.models.interface import LayerAttention, ModelSpec, Segment
+from saccade.models.runner import HFRunner
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """What all layers agree on, and each layer's sliding window."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+
+
+class _Recorder:
+    """An attention context that notes each call and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[int, int, int, int], LayerAttention]] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        self.calls.append((layer, (q.shape[0], k.shape[0], k.shape[-1], v.shape[-1]), spec))
+        if not q.shape[-1] == k.shape[-1] == v.shape[-1] or k.shape[0] != v.shape[0]:
+            raise ModelError(
+                f"layer {layer} has keys of shape {tuple(k.shape)} and values of {tuple(v.shape)}; only equal shapes "
+                "are supported"
+            )
+        return torch.zeros_like(q)
+
+
+def probe_layers(model: Any, family: Family) -> LayerShapes:
+    """Run one token through ``model`` and return what its layers ask for; ModelError where they disagree."""
+    config = model.config
+    recorder = _Recorder()
+    layers = config.num_hidden_layers
+    blank = ModelSpec(family.model_type, layers, 0, 0, 0, 0, 0, torch.float32, (None,) * layers)
+    zero = torch.zeros(1, dtype=torch.int64)
+    HFRunner(model, family, blank).run(zero, zero, recorder, segments=[Segment(0, 1, 1)], logit_rows=zero)
+    if [layer for layer, _, _ in recorder.calls] != list(range(layers)):
+        raise ModelError(f"{family.model_type}: not every layer attends exactly once over its own keys and values")
+    shapes = {shape for _, shape, _ in recorder.calls}
+    if len(shapes) != 1:
+        raise ModelError(f"{family.model_type}: heads, kv heads or head_dim differ between layers, which is not supported")
+    windows = tuple(spec.window for _, _, spec in recorder.calls)
+    expected = configured_windows(family, config)
+    if windows != expected:
+        layer = next(i for i in range(layers) if windows[i] != expected[i])
+        raise ModelError(
+            f"{family.model_type}: layer {layer} runs with sliding window {windows[layer]} but config.json implies "
+            f"{expected[layer]}; make use_sliding_window, sliding_window and layer_types agree"
+        )
+    for layer, module in enumerate(model.get_decoder().layers):
+        if any(getattr(part, "is_causal", True) is False for part in module.modules()):
+            raise ModelError(f"{family.model_type}: layer {layer} is not causal, which is not supported")
+    (heads, kv_heads, head_dim, _) = shapes.pop()
+    return LayerShapes(heads, kv_heads, head_dim, windows)

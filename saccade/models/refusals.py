@@ -1,0 +1,130 @@
+"""What this engine cannot run correctly, found in config.json before any weight is read. Each refusal names the feature.
+
+The order matters only for the message: a model with several of these is refused for the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from saccade.errors import ModelError
+from saccade.models.families import FAMILIES
+
+Config = dict[str, Any]
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "global"}
+_ENCODER_DECODER = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "led", "marian", "m2m_100", "whisper", "t5gemma")
+_ENCODERS = ("bert", "roberta", "distilbert", "electra", "deberta", "modernbert", "albert", "xlm-roberta", "camembert")
+_RECURRENT = (
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "falcon_h1",
+    "nemotron_h", "granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "minimax", "lfm2", "lfm2_moe", "xlstm",
+    "kimi_linear", "olmo_hybrid", "bitnet_mamba",
+)  # fmt: skip
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
+_SHARED_KV = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified")
+_ALIBI = ("bloom", "mpt")
+_OTHER_MODALITIES = ("vision_config", "audio_config", "speech_config", "text_config", "thinker_config")
+
+
+def _type_in(*names: str) -> Callable[[Config], bool]:
+    return lambda config: config["model_type"] in names
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 0
+
+
+def _odd_layer_types(config: Config) -> list[str]:
+    kinds = config.get("layer_types")
+    return sorted({str(kind) for kind in kinds} - _KNOWN_LAYER_TYPES) if isinstance(kinds, list) else []
+
+
+def _says_recurrent(config: Config) -> bool:
+    marks = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
+    return _type_in(*_RECURRENT)(config) or any(mark in kind for kind in _odd_layer_types(config) for mark in marks)
+
+
+_FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
+    (
+        lambda c: any(c.get(key) for key in ("quantization_config", "compression_config", "quantization")),
+        "quantised weights (quantization_config); give a float32, bfloat16 or float16 checkpoint",
+    ),
+    (
+        lambda c: any(isinstance(c.get(key), dict) for key in _OTHER_MODALITIES),
+        "a multimodal or nested config (vision, audio or text_config); give a text-only causal language model",
+    ),
+    (
+        lambda c: bool(c.get("is_encoder_decoder")) or _type_in(*_ENCODER_DECODER)(c) or bool(c.get("is_cross_attn")),
+        "encoder-decoder; give a decoder-only causal language model",
+    ),
+    (lambda c: bool(c.get("add_cross_attention")), "cross-attention; give a decoder-only causal language model"),
+    (_type_in(*_ENCODERS), "an encoder; give a decoder-only causal language model"),
+    (
+        lambda c: _type_in(*_LATENT)(c) or _positive(c.get("kv_lora_rank")),
+        "multi-head latent attention (MLA), which caches latents instead of keys and values",
+    ),
+    (
+        lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
+        "keys and values shared between layers",
+    ),
+    (_says_recurrent, "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values"),
+    (
+        lambda c: _type_in("llama4", "llama4_text")(c)
+        or _positive(c.get("attention_chunk_size"))
+        or "chunked_attention" in _odd_layer_types(c),
+        "chunked attention",
+    ),
+    (lambda c: bool(_odd_layer_types(c)), "layer_types other than full_attention and sliding_attention"),
+    (
+        lambda c: bool(c.get("use_bidirectional_attention")) or c.get("is_causal") is False or bool(c.get("prefix_lm")),
+        "attention that is not causal (a mask that carries meaning: bidirectional or prefix-LM)",
+    ),
+    (
+        lambda c: bool(c.get("alibi")) or c.get("position_embedding_type") == "alibi" or _type_in(*_ALIBI)(c),
+        "ALiBi position biases",
+    ),
+)  # fmt: skip
+
+
+def refuse_unsupported(config: Config, where: str) -> None:
+    """Raise ModelError if ``config`` (as written in config.json) is of a family or has a feature we cannot run."""
+    model_type = config["model_type"]
+    for present, feature in _FEATURES:
+        if present(config):
+            raise ModelError(f"{where} ({model_type}) is not supported: it has {_article(feature)}")
+    if model_type not in FAMILIES:
+        raise ModelError(f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    _refuse_other_head(config, where)
+    _refuse_odd_heads(config, where)
+
+
+def _article(feature: str) -> str:
+    return feature if not feature.startswith("encoder-decoder") else f"an {feature}"
+
+
+def _refuse_other_head(config: Config, where: str) -> None:
+    expected = FAMILIES[config["model_type"]].causal_lm
+    given = config.get("architectures")
+    if given and expected not in given:
+        raise ModelError(
+            f"{where} holds {', '.join(map(str, given))}, not a causal language model; give a {expected} checkpoint"
+        )
+
+
+def _refuse_odd_heads(config: Config, where: str) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        value = config.get(key)
+        if isinstance(value, list):
+            raise ModelError(f"{where}: {key} differs between layers, which is not supported")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ModelError(f"{where}: {key} must be a positive whole number, got {value!r}")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    hidden = config.get("hidden_size")
+    if heads and not config.get("head_dim") and isinstance(hidden, int) and hidden % heads:
+        raise ModelError(f"{where}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
+    window = config.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ModelError(f"{where}: sliding_window must be a positive whole number or null, got {window!r}")

@@ -1,0 +1,148 @@
+"""Text to token ids and back: a thin face over the checkpoint's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from saccade.errors import ModelError, RequestError
+from saccade.models.checkpoint import first_line
+
+# Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+Message = dict[str, Any]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The folder's tokenizer; one that only knows token ids if it holds none; ModelError if it is broken."""
+    if not any((folder / name).is_file() for name in (*_FILES, *(p.name for p in folder.glob("*.tiktoken")))):
+        return Tokenizer(None)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers and transformers raise many kinds
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+    # The engine checks lengths against the model; the tokenizer's own limit would only warn.
+    tokenizer.model_max_length = int(1e30)
+    return Tokenizer(tokenizer)
+
+
+class Tokenizer:
+    """``hf`` is transformers' tokenizer, or None for a checkpoint without one: then only token-id prompts work."""
+
+    def __init__(self, hf: Any | None) -> None:
+        self.hf = hf
+        self._special: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
+
+    @property
+    def available(self) -> bool:
+        """False if the checkpoint has no tokenizer; then ``decode`` and streams give empty text."""
+        return self.hf is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids the tokenizer knows, added tokens included (the model's may be padded to more)."""
+        return len(self.hf) if self.hf is not None else 0
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-sequence id, if any; ``LoadedModel.eos_token_ids`` adds the generation config's."""
+        eos = None if self.hf is None else self.hf.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if ``apply_chat_template`` can work."""
+        return self.hf is not None and bool(self.hf.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the special tokens the tokenizer adds by default. RequestError if it cannot."""
+        return self._encode(text, add_special_tokens=True)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; half a UTF-8 character reads as U+FFFD. Empty if there is no tokenizer."""
+        if self.hf is None:
+            return ""
+        return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation through the checkpoint's chat template.
+
+        Each message is a dict with a ``role`` and a ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
+        RequestError if there is no template, the messages are malformed, or the template rejects them.
+        """
+        hf = self._require("chat needs one")
+        if not hf.chat_template:
+            raise RequestError("this model has no chat template; give a plain prompt instead of messages")
+        conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
+        try:
+            text = hf.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # jinja's own, or whatever the template raises
+            raise RequestError(f"the chat template rejects these messages: {first_line(error)}") from error
+        return self._encode(text, add_special_tokens=False)  # templates write their own special tokens
+
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
+        """A fresh incremental detokeniser for one sequence of output tokens."""
+        return TextStream(self, skip_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        hf = self._require("give token ids instead of text")
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt must be text, got {type(text).__name__}")
+        try:
+            return list(hf.encode(text, add_special_tokens=add_special_tokens))
+        except (UnicodeError, TypeError) as error:  # lone surrogates cannot be encoded as UTF-8
+            raise RequestError(f"the prompt is not valid Unicode text: {first_line(error)}") from error
+
+    def _require(self, way_out: str) -> Any:
+        if self.hf is None:
+            raise RequestError(f"this checkpoint has no tokenizer; {way_out}")
+        return self.hf
+
+
+class TextStream:
+    """Turns tokens into text as they come, never half a character, with the spaces a whole decode would give.
+
+    A token's text can depend on the one before it (leading spaces) and bytes of one character can span tokens. So each
+    step decodes a short window, from the last tokens that produced text, and emits what is new once it is complete.
+    The pieces of ``step`` and ``flush`` together equal ``decode`` of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []  # tokens still needed
+        self._emitted = 0  # how many of them have been emitted
+        self._emitted_text = ""  # the decoded text of those
+
+    def step(self, token_id: int) -> str:
+        """Text that ``token_id`` completes; empty while a character is unfinished or for a skipped special token."""
+        if not self._tokenizer.available or (self._skip and token_id in self._tokenizer._special):
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if len(text) <= len(self._emitted_text) or (text.endswith("�") and not self._hopeless()):
+            return ""
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character reads as U+FFFD."""
+        text = self._decode(self._window) if self._window else ""
+        return self._emit(text) if len(text) > len(self._emitted_text) else ""
+
+    def _hopeless(self) -> bool:
+        # A character has at most 4 bytes and a token at least one, so this tail is no character; do not let it grow.
+        return len(self._window) - self._emitted >= 32
+
+    def _emit(self, text: str) -> str:
+        new = text[len(self._emitted_text) :]
+        self._window = self._window[self._emitted :]
+        self._emitted = len(self._window)
+        self._emitted_text = self._decode(self._window)
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
