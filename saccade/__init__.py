@@ -1,0 +1,43 @@
+"""Saccade: long-context LLM inference that looks only where it must.
+
+>>> from saccade import LLM, SamplingParams
+>>> llm = LLM("retriever", policy="flexprefill+psa(epsilon=0.98)")  # doctest: +SKIP
+>>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from saccade.engine.params import SamplingParams
+    from saccade.errors import SaccadeError
+    from saccade.llm import LLM, CompletionOutput, RequestOutput, Session
+    from saccade.methods.policy import Policy
+
+__all__ = ["LLM", "CompletionOutput", "Policy", "RequestOutput", "SaccadeError", "SamplingParams", "Session"]
+
+try:
+    __version__ = version("saccade")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+source"
+
+_HOME = {
+    "LLM": "llm",
+    "Session": "llm",
+    "RequestOutput": "llm",
+    "CompletionOutput": "llm",
+    "SamplingParams": "engine.params",
+    "Policy": "methods.policy",
+    "SaccadeError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: torch and transformers take seconds, and ``saccade --help`` should not."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'saccade' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"saccade.{_HOME[name]}"), name)

@@ -113,7 +113,8 @@ class _Summary:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
             if full > self.buffer.shape[0]:
                 grown = torch.empty(max(full, 2 * self.filled, 16), *fresh.shape[1:])
-                grown[: self.filled] = self.buffer[: self.filled]
+                if self.filled:
+                    grown[: self.filled] = self.buffer[: self.filled]
                 self.buffer = grown
             self.buffer[self.filled : full] = fresh
             self.filled = full

@@ -1,0 +1,189 @@
+"""The engine: takes requests, runs steps, hands out tokens. One thread drives it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from saccade.engine.executor import Executor
+from saccade.engine.params import SamplingParams
+from saccade.engine.request import Request, Sequence, StepOutput, TokenLogprob, Work
+from saccade.engine.sampler import Sampler, top_logprobs
+from saccade.engine.scheduler import Scheduler
+from saccade.engine.stopping import StopText
+from saccade.errors import CapacityError, RequestError
+from saccade.kv.pool import BlockPool
+from saccade.methods.policy import Policy
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
+
+
+class Engine:
+    """Continuous batching over one model and one KV pool."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: BlockPool,
+        *,
+        max_model_len: int,
+        chunk: int = 2048,
+        max_requests: int = 64,
+        backend: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.max_model_len = max_model_len
+        self.layers = model.spec.layers
+        self.scheduler = Scheduler(
+            pool, self.layers, chunk=chunk, max_batch_rows=chunk + max_requests, max_requests=max_requests
+        )
+        self.executor = Executor(model.runner, backend, threads)
+
+    def new_sequence(self) -> Sequence:
+        return Sequence(self.pool, self.layers)
+
+    def check(self, prompt: list[int], before: int = 0) -> None:
+        """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab = self.model.spec.vocab_size
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(f"token id {token!r} is not an integer from 0 to {vocab - 1}")
+        total = before + len(prompt)
+        if total >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {total} tokens but max_model_len is {self.max_model_len}, one of them for the answer; "
+                "shorten it or raise max_model_len"
+            )
+        if not self.scheduler.fits(total + 1):
+            size = self.pool.block_size
+            room = self.pool.num_blocks // self.layers * size
+            raise CapacityError(
+                f"the prompt has {total} tokens but the KV pool holds {room} at most; shorten it or raise kv_memory"
+            )
+
+    def add(
+        self, prompt: list[int], params: SamplingParams, policy: Policy, sequence: Sequence | None = None
+    ) -> Request:
+        """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards."""
+        self.check(prompt, len(sequence.tokens) if sequence is not None else 0)
+        if sequence is not None and sequence.tokens:
+            regime = self.model.runner.rope_regime
+            if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
+                sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
+        request = Request(
+            sequence if sequence is not None else self.new_sequence(),
+            prompt,
+            params,
+            policy,
+            self.max_model_len,
+            self.layers,
+        )
+        request.keep_kv = sequence is not None
+        request.sampler = Sampler(params)
+        request.detokenizer = self.model.tokenizer.stream()
+        request.stopper = StopText(params.stop or ())
+        self.scheduler.add(request)
+        return request
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def cancel(self, request: Request) -> None:
+        """End a request now. A session goes back to where it stood before the turn; other requests are unaffected."""
+        if request.finished:
+            return
+        self._finish(request, "cancelled")
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop an idle session's sequence and give its blocks back."""
+        self.scheduler.idle.pop(id(sequence), None)
+        sequence.truncate(0)
+
+    def step(self) -> list[StepOutput]:
+        """Run one step and return what it did for every request in it."""
+        batch = self.scheduler.schedule()
+        outputs = [self._starved(request) for request in self.scheduler.running if request.finished]
+        if not batch:
+            return outputs
+        began = time.perf_counter()
+        for work in batch:
+            if not work.request.report.prefill.tokens and not work.request.report.decode.tokens:
+                work.request.report.queue_seconds = began - work.request.arrived
+        logits = self.executor.run(batch)
+        seconds = time.perf_counter() - began
+        return outputs + [self._settle(work, logits.get(work.request.id), seconds) for work in batch]
+
+    def _starved(self, request: Request) -> StepOutput:
+        """A request that the scheduler ended because the pool is full: what it has is its answer."""
+        assert request.finish_reason is not None
+        reason, request.finish_reason = request.finish_reason, None
+        self._finish(request, reason)
+        return StepOutput(request, new_text=request.stopper.release(final=True))
+
+    def _settle(self, work: Work, logits: Tensor | None, seconds: float) -> StepOutput:
+        request = work.request
+        stats = request.report.phase(work.phase)
+        method = getattr(work.policy, work.phase).text
+        if method not in stats.policies:
+            stats.policies.append(method)
+        stats.tokens += work.length
+        stats.seconds += seconds
+        output = StepOutput(request, prefilled=min(work.stop, request.output_start), prefill_total=request.output_start)
+        if request.error is not None:
+            self._finish(request, "error")
+        elif logits is not None:
+            self._take_token(request, logits, output)
+        return output
+
+    def _take_token(self, request: Request, logits: Tensor, output: StepOutput) -> None:
+        params, sequence = request.params, request.sequence
+        token = request.sampler.sample(sequence.tokens, logits)
+        if params.logprobs is not None:
+            self._record_logprobs(request, logits, token)
+        sequence.extend([token], "decode", request.policy)
+        output.new_tokens.append(token)
+        ended = not params.ignore_eos and token in self.model.eos_token_ids
+        reason = "stop" if ended or token in params.stop_token_ids else None
+        stopper = request.stopper
+        if stopper.add(request.detokenizer.step(token)):
+            reason = "stop"
+        elif reason is None and len(request.output_ids) >= request.max_tokens:
+            reason = "length"
+        if reason is not None and not stopper.stopped:
+            stopper.add(request.detokenizer.flush())
+        output.new_text = stopper.release(final=reason is not None)
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _record_logprobs(self, request: Request, logits: Tensor, token: int) -> None:
+        decode = self.model.tokenizer.decode
+        entries = top_logprobs(logits, token, request.params.logprobs or 0)
+        request.cumulative_logprob += entries[token][0]
+        request.logprobs.append(
+            {
+                other: TokenLogprob(logprob, rank, decode([other], skip_special_tokens=False))
+                for other, (logprob, rank) in entries.items()
+            }
+        )
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        request.text = request.stopper.text
+        request.final_ids = list(request.output_ids)
+        request.report.output_tokens = len(request.final_ids)
+        self.scheduler.remove(request)
+        sequence = request.sequence
+        if not request.keep_kv:
+            sequence.kv.free()
+            return
+        if reason in ("cancelled", "error"):
+            sequence.truncate(*request.rollback)
+        self.scheduler.park(sequence)

@@ -1,0 +1,76 @@
+"""What a request may ask of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from saccade.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. ``temperature=0`` is greedy.
+
+    ``logprobs=k`` returns, for every token, the log-probabilities of the ``k`` likeliest tokens and of the chosen one,
+    from the model's distribution before any processing. ``stop`` strings end generation and are not part of the text.
+    ``max_tokens=None`` means up to the model's length. Raises RequestError for values out of range.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = field(default_factory=tuple)
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, 128)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+        _number("temperature", self.temperature, 0.0, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        if self.top_k == -1:  # vLLM's spelling of "all"
+            object.__setattr__(self, "top_k", 0)
+        _whole("top_k", self.top_k, 0, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, 2**63 - 1)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, 100)
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if any(not isinstance(stop, str) or not stop for stop in stops):
+            raise RequestError(f"stop={self.stop!r} must be one or more non-empty strings")
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def for_sample(self, index: int) -> SamplingParams:
+        """Parameters of sample ``index`` of ``n``: samples of one seed differ, and sample 0 equals the n=1 run."""
+        return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not fits:
+        allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        raise RequestError(f"{name}={value!r} must be {allowed}")
+
+
+def _number(name: str, value: object, low: float, high: float | None, open_low: bool = False) -> None:
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > low if open_low else value >= low)
+    if fits and high is not None:
+        fits = value <= high  # type: ignore[operator]
+    if not fits or value != value or value == float("inf"):
+        left = f"above {low:g}" if open_low else f"at least {low:g}"
+        raise RequestError(f"{name}={value!r} must be a number {left}" + ("" if high is None else f" and at most {high:g}"))

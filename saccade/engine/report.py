@@ -1,0 +1,109 @@
+"""What a request really did, counted from work done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from saccade.methods.base import Cost
+from saccade.selection import Selection
+
+
+@dataclass
+class LayerStats:
+    """Counts of one phase at one layer. Pairs are (query row, key) pairs."""
+
+    calls: int = 0
+    causal: int = 0  # pairs the causal mask allows, per query head
+    attended: Tensor | None = None  # int64 [heads]
+    scored: int = 0
+    estimated: int = 0
+
+    def add(self, used: Selection, cost: Cost) -> None:
+        pairs = used.pairs()
+        if pairs.numel() == 1:
+            pairs = pairs.expand(used.shape.heads)
+        self.attended = pairs.clone() if self.attended is None else self.attended + pairs
+        self.calls += 1
+        self.causal += used.shape.causal_pairs
+        self.scored += cost.scored
+        self.estimated += cost.estimated
+
+
+@dataclass
+class PhaseStats:
+    """One phase (prefill or decode) of one request."""
+
+    layers: list[LayerStats]
+    policies: list[str] = field(default_factory=list)  # method texts that were asked for, in order of first use
+    kinds: dict[str, int] = field(default_factory=dict)  # selection kind -> calls
+    backends: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
+        active = [layer for layer in self.layers if layer.attended is not None and layer.causal]
+        per_head = [[float(pairs) / layer.causal for pairs in layer.attended.tolist()] for layer in active]  # type: ignore[union-attr]
+        per_layer = [sum(heads) / len(heads) for heads in per_head]
+        rows = max(1, self.tokens) * max(1, len(active))
+        attended = sum(float(layer.attended.double().mean()) for layer in active)  # type: ignore[union-attr]
+        return {
+            "policy": "+".join(self.policies) if self.policies else None,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 6),
+            "tokens_per_second": round(self.tokens / self.seconds, 3) if self.seconds > 0 else None,
+            "density": sum(per_layer) / len(per_layer) if per_layer else None,
+            "keys_attended": round(attended),
+            "keys_causal": sum(layer.causal for layer in active),
+            "keys_scored": sum(layer.scored for layer in active),
+            "keys_estimated": sum(layer.estimated for layer in active),
+            "keys_attended_per_row": round(attended / rows, 2),
+            "density_per_layer": [round(value, 6) for value in per_layer],
+            "density_per_head": [[round(value, 6) for value in heads] for heads in per_head],
+            "selections": dict(self.kinds),
+            "backends": dict(self.backends),
+        }
+
+
+class Report:
+    """Per request: what ran in prefill and decode, and anything that ran otherwise than asked."""
+
+    def __init__(self, policy: str, layers: int) -> None:
+        self.policy = policy
+        self.prefill = PhaseStats([LayerStats() for _ in range(layers)])
+        self.decode = PhaseStats([LayerStats() for _ in range(layers)])
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.preemptions = 0
+        self.queue_seconds = 0.0
+        self.notes: list[str] = []
+
+    def phase(self, name: str) -> PhaseStats:
+        return self.prefill if name == "prefill" else self.decode
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "policy": self.policy,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "preemptions": self.preemptions,
+            "queue_seconds": round(self.queue_seconds, 6),
+            "prefill": self.prefill.as_dict(),
+            "decode": self.decode.as_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def selection_kind(selection: Selection) -> str:
+    return type(selection).__name__.lower()
+
+

@@ -1,0 +1,196 @@
+"""A request and its sequence: tokens, how each stretch of them is computed, KV, method state, results so far."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from saccade.engine.params import SamplingParams
+from saccade.engine.report import Report
+from saccade.kv.pool import BlockPool
+from saccade.kv.sequence import SequenceKV
+from saccade.methods.dense import DenseMethod
+from saccade.methods.policy import Policy
+
+
+@dataclass
+class Span:
+    """Tokens ``start .. stop - 1`` are computed in one phase under one policy.
+
+    Spans are kept so that KV that was dropped can be computed again exactly as before: prompts in the same chunks, generated
+    tokens one decode step at a time.
+    """
+
+    start: int
+    stop: int
+    phase: str
+    policy: Policy
+
+
+@dataclass
+class Work:
+    """Rows ``start .. stop - 1`` of one request in one step."""
+
+    request: Request
+    start: int
+    stop: int
+    phase: str
+    policy: Policy
+    span_start: int
+    ends_span: bool
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Sequence:
+    """The token sequence of a session or a single request, with everything the engine keeps for it between steps."""
+
+    def __init__(self, pool: BlockPool, layers: int) -> None:
+        self.tokens: list[int] = []
+        self.kv = SequenceKV(pool, layers)
+        self.spans: list[Span] = []
+        self.computed = 0  # tokens whose keys and values are stored
+        self.reached = 0  # where `computed` would stand had nothing been dropped
+        self.states: list[Any] = [None] * layers  # decode-method state of each layer
+        self.tails: list[Tensor | None] = [None] * layers  # last prefill queries of each layer, for `begin`
+
+    def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
+        """Append tokens to be computed in ``phase``; decode tokens of one turn share a span."""
+        start = self.spans[-1].stop if self.spans else 0
+        self.tokens.extend(tokens)
+        last = self.spans[-1] if self.spans else None
+        if last is not None and phase == "decode" and last.phase == "decode" and last.policy == policy:
+            last.stop = len(self.tokens)
+        else:
+            self.spans.append(Span(start, len(self.tokens), phase, policy))
+
+    def begin_turn(self, tokens: list[int], policy: Policy) -> None:
+        """Append a turn. A last token of the turn before that was sampled but never computed joins the prefill."""
+        self._trim_spans(self.reached)
+        self.tokens.extend(tokens)
+        self.spans.append(Span(self.reached, len(self.tokens), "prefill", policy))
+
+    def advance(self, stop: int) -> None:
+        """Tokens up to ``stop`` are stored."""
+        self.computed = stop
+        self.reached = max(self.reached, stop)
+
+    def truncate(self, length: int, reached: int | None = None) -> None:
+        """Forget every token from ``length`` on, and what was computed from ``reached`` (default ``length``) on."""
+        self.reached = min(self.reached, length if reached is None else reached)
+        self.computed = min(self.computed, self.reached)
+        del self.tokens[length:]
+        self.kv.truncate(self.computed)
+        self._trim_spans(self.reached)
+
+    def _trim_spans(self, stop: int) -> None:
+        for span in self.spans:
+            span.stop = min(span.stop, stop)
+        self.spans = [span for span in self.spans if span.stop > span.start]
+
+    def drop_kv(self) -> None:
+        """Give all blocks back; the next steps compute them again."""
+        self.kv.free()
+        self.computed = 0
+        self.states = [None] * len(self.states)
+        self.tails = [None] * len(self.tails)
+        self.spans = _merged_if_dense(self.spans)
+
+    def restart(self) -> None:
+        """Forget all that was computed: the next turn prefills every token afresh."""
+        self.drop_kv()
+        self.reached = 0
+        self.spans = []
+
+    def next_rows(self, chunk: int) -> tuple[int, int, Span] | None:
+        """The next rows to compute: a chunk of a prefill span, or one token of a decode span; None when all are stored.
+
+        Chunk borders depend on the span alone, never on what else is in the batch.
+        """
+        for span in self.spans:
+            if self.computed < span.stop:
+                if span.phase == "decode":
+                    return self.computed, self.computed + 1, span
+                return self.computed, min(self.computed + chunk, span.stop), span
+        return None
+
+
+def _merged_if_dense(spans: list[Span]) -> list[Span]:
+    """Dense decode steps give the keys that a dense prefill gives, so they may be computed again in chunks."""
+    dense = DenseMethod()
+    if spans and all(span.policy.prefill == dense and span.policy.decode == dense for span in spans):
+        return [Span(spans[0].start, spans[-1].stop, "prefill", spans[-1].policy)]
+    return spans
+
+
+@dataclass
+class TokenLogprob:
+    """Log-probability of one token under the model's unprocessed distribution; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class Request:
+    """One sample of one prompt on its way through the engine."""
+
+    _next_id = 0
+
+    def __init__(
+        self, sequence: Sequence, prompt: list[int], params: SamplingParams, policy: Policy, max_length: int, layers: int
+    ) -> None:
+        Request._next_id += 1
+        self.id = Request._next_id
+        self.sequence = sequence
+        self.prompt = prompt
+        self.params = params
+        self.policy = policy
+        self.rollback = (len(sequence.tokens), sequence.reached)  # where a cancelled turn leaves its session
+        sequence.begin_turn(prompt, policy)
+        self.output_start = len(sequence.tokens)
+        limit = max_length - self.output_start
+        self.max_tokens = limit if params.max_tokens is None else min(params.max_tokens, limit)
+        self.report = Report(policy.text, layers)
+        self.report.prompt_tokens = self.output_start
+        self.report.cached_tokens = sequence.computed
+        self.text = ""
+        self.logprobs: list[dict[int, TokenLogprob]] = []
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.keep_kv = False  # a session's sequence stays after the request ends
+        self.arrived = time.perf_counter()
+        self.sampler: Any = None  # set by the engine, with the two below
+        self.detokenizer: Any = None
+        self.stopper: Any = None
+        self.final_ids: list[int] = []  # the answer, once the request ended
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.sequence.tokens[self.output_start :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class StepOutput:
+    """What one engine step did for one request."""
+
+    request: Request
+    new_text: str = ""
+    new_tokens: list[int] = field(default_factory=list)
+    prefilled: int = 0  # prompt tokens computed so far
+    prefill_total: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.request.finished

@@ -1,0 +1,121 @@
+"""Who runs in the next step: first come, first served, with chunked prefill and decode mixed in one batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from saccade.engine.request import Request, Sequence, Work
+from saccade.kv.pool import BlockPool
+from saccade.kv.sequence import SequenceKV
+
+
+class Scheduler:
+    """Admits requests while blocks last, builds steps, and preempts the latest arrival when blocks run out.
+
+    Prefill runs in whole chunks whose borders depend on the request alone, so that what a sparse method selects never
+    depends on the batch. ``max_batch_rows`` bounds the rows of a step; one chunk always fits.
+    """
+
+    def __init__(self, pool: BlockPool, layers: int, *, chunk: int, max_batch_rows: int, max_requests: int) -> None:
+        self.pool = pool
+        self.layers = layers
+        self.chunk = chunk
+        self.max_batch_rows = max(max_batch_rows, chunk)
+        self.max_requests = max_requests
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of arrival
+        self.idle: OrderedDict[int, Sequence] = OrderedDict()  # sessions between turns, least recently used first
+
+    def add(self, request: Request) -> None:
+        self.idle.pop(id(request.sequence), None)
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out; its blocks stay with its sequence."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def park(self, sequence: Sequence) -> None:
+        """Keep a session's KV for its next turn, until somebody else needs the blocks."""
+        self.idle[id(sequence)] = sequence
+
+    def schedule(self) -> list[Work]:
+        """The rows of the next step; empty when nothing waits or runs. Blocks for them are reserved."""
+        batch: list[Work] = []
+        rows = 0
+        for request in list(self.running):
+            if request not in self.running:  # preempted while making room for an earlier one
+                continue
+            work = self._work(request)
+            if batch and rows + work.length > self.max_batch_rows:
+                continue
+            if self._reserve(request, work.stop, batch):
+                batch.append(work)
+                rows += work.length
+        while self.waiting and len(self.running) < self.max_requests:
+            request = self.waiting[0]
+            work = self._work(request)
+            if batch and rows + work.length > self.max_batch_rows:
+                break
+            if not self._admit(request):
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            batch.append(work)
+            rows += work.length
+        return batch
+
+    def preempt(self, request: Request) -> None:
+        """Drop a running request's KV and queue it first; it computes everything again when it returns."""
+        self.running.remove(request)
+        request.sequence.drop_kv()
+        request.report.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _work(self, request: Request) -> Work:
+        rows = request.sequence.next_rows(self.chunk)
+        assert rows is not None, "a request without rows to compute must have finished"
+        start, stop, span = rows
+        ends = span.phase == "prefill" and stop == span.stop
+        return Work(request, start, stop, span.phase, span.policy, span.start, ends)
+
+    def _admit(self, request: Request) -> bool:
+        """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own growth."""
+        sequence = request.sequence
+        missing = sequence.kv.missing_blocks(len(sequence.tokens))
+        self._evict_idle(missing)
+        if missing > self.pool.free_blocks:
+            return False
+        sequence.kv.reserve(len(sequence.tokens))
+        return True
+
+    def _reserve(self, request: Request, tokens: int, batch: list[Work]) -> bool:
+        """Blocks for a running request, preempting later arrivals if need be; False when it had to yield itself."""
+        while True:
+            missing = request.sequence.kv.missing_blocks(tokens)
+            self._evict_idle(missing)
+            if missing <= self.pool.free_blocks:
+                request.sequence.kv.reserve(tokens)
+                return True
+            victim = self.running[-1]
+            if victim is request and len(self.running) == 1:
+                request.finish_reason = "length"
+                request.report.note(
+                    f"stopped at {len(request.sequence.tokens)} tokens: the KV pool is full; raise kv_memory"
+                )
+                return False
+            self.preempt(victim)
+            batch[:] = [work for work in batch if work.request is not victim]
+            if victim is request:
+                return False
+
+    def _evict_idle(self, missing: int) -> None:
+        while missing > self.pool.free_blocks and self.idle:
+            _, sequence = self.idle.popitem(last=False)
+            sequence.drop_kv()
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of ``tokens`` tokens fits an otherwise empty pool."""
+        return SequenceKV.blocks_for(tokens, self.layers, self.pool.block_size) <= self.pool.num_blocks

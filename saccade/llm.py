@@ -1,0 +1,343 @@
+"""The Python face: ``LLM`` for prompts, ``Session`` for many turns over one growing context."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade.engine.core import Engine
+from saccade.engine.params import SamplingParams
+from saccade.engine.request import Request, StepOutput, TokenLogprob
+from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
+from saccade.kv.pool import BlockPool
+from saccade.kv.sequence import SequenceKV
+from saccade.memory import available_bytes, parse_bytes
+from saccade.methods.base import Method
+from saccade.methods.policy import Policy
+from saccade.models.loader import load_model
+
+Prompt = str | Sequence[int]
+PolicyLike = Policy | Method | str | Mapping[str, Any] | None
+
+
+@dataclass
+class CompletionOutput:
+    """One sample. ``finish_reason``: ``stop`` (end token or stop string), ``length``, ``cancelled`` or ``error``."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, TokenLogprob]] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All samples of one prompt, and ``report``: what the first of them really did, as plain data (see docs/report.md)."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    report: dict[str, Any]
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    finished: bool = True
+
+
+class LLM:
+    """A model with its KV pool, ready to generate.
+
+    ``model``: a checkpoint folder, or ``"retriever"``, the model that is built in. ``policy``: the default for requests that
+    name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``. ``max_model_len``:
+    most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such as ``"4GiB"`` for keys
+    and values; by default 40 % of the free memory, at most what ``max_requests`` full-length sequences need.
+    ``prefill_chunk``: most prompt tokens of one request in one step. ``backend``: ``auto``, ``cpu`` (C++ kernels or an
+    error) or ``reference``. Raises SaccadeError with one line that says the way out.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "retriever",
+        policy: PolicyLike = "dense",
+        *,
+        dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
+        kv_memory: int | float | str | None = None,
+        prefill_chunk: int = 2048,
+        max_requests: int = 64,
+        block_size: int = 32,
+        backend: str = "auto",
+        threads: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.policy = Policy.parse(policy)
+        _positive("prefill_chunk", prefill_chunk)
+        _positive("max_requests", max_requests)
+        if threads is not None:
+            _positive("threads", threads)
+        if backend not in ("auto", "cpu", "reference"):
+            raise SaccadeError(f"backend={backend!r} is unknown; known: auto, cpu, reference")
+        if device != "cpu":
+            raise SaccadeError(f"device={device!r} is not supported yet; the engine runs on 'cpu'")
+        self.model = load_model(_checkpoint(model), dtype=dtype, device=device)
+        spec = self.model.spec
+        self.max_model_len = _model_length(max_model_len, spec.max_position)
+        layers, heads, dim = spec.layers, spec.kv_heads, spec.head_dim
+        per_block = BlockPool.block_bytes(heads, dim, block_size, spec.dtype)
+        if kv_memory is None:
+            useful = max_requests * SequenceKV.blocks_for(self.max_model_len, layers, block_size)
+            blocks = min(useful, int(0.4 * available_bytes()) // per_block)
+        else:
+            blocks = parse_bytes(kv_memory) // per_block
+        if blocks < layers:
+            raise CapacityError(
+                f"kv_memory={kv_memory!r} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers need one each; "
+                f"give at least {layers * per_block} bytes"
+            )
+        pool = BlockPool(blocks, heads, dim, block_size=block_size, dtype=spec.dtype, device=device)
+        self.engine = Engine(
+            self.model,
+            pool,
+            max_model_len=self.max_model_len,
+            chunk=prefill_chunk,
+            max_requests=max_requests,
+            backend=backend,
+            threads=threads,
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        policy: PolicyLike | Sequence[PolicyLike] = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids, one or many); results in their order.
+
+        ``sampling_params`` and ``policy`` are one for all or a list with one a prompt. Everything is checked before anything
+        runs: RequestError, PolicyError or CapacityError name what is wrong. A request that fails while it runs ends with
+        finish_reason ``error``; the others go on.
+        """
+        texts = _prompt_list(prompts)
+        params = _per_prompt(sampling_params, len(texts), "sampling parameters", SamplingParams)
+        policies = [self._policy(one) for one in _policy_list(policy, len(texts))]
+        encoded = [self._encode(prompt) for prompt in texts]
+        for ids in encoded:
+            self.engine.check(ids)
+        groups = [
+            [self.engine.add(ids, one.for_sample(i), chosen) for i in range(one.n)]
+            for ids, one, chosen in zip(encoded, params, policies)
+        ]
+        try:
+            _drain(self.engine, [request for group in groups for request in group])
+        except BaseException:
+            for group in groups:
+                for request in group:
+                    self.engine.cancel(request)
+            raise
+        return [
+            _output(text if isinstance(text, str) else None, ids, group)
+            for text, ids, group in zip(texts, encoded, groups)
+        ]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+    ) -> Iterator[StepOutput]:
+        """Complete one prompt step by step. Each item has ``new_text``, ``new_tokens`` and prefill progress; the last one is
+        ``finished``. Leaving the loop early cancels the request."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n={params.n} cannot be streamed; use generate()")
+        request = self.engine.add(self._encode(prompt), params, self._policy(policy))
+        yield from _steps(self.engine, request)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        policy: PolicyLike | Sequence[PolicyLike] = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+        many = messages if not isinstance(messages[0], Mapping) else [messages]
+        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in many]
+        return self.generate(prompts, sampling_params, policy=policy)
+
+    def session(self, policy: PolicyLike = None) -> Session:
+        """A conversation that keeps its keys, values and method state between turns."""
+        return Session(self, self._policy(policy))
+
+    def _policy(self, policy: PolicyLike) -> Policy:
+        return self.policy if policy is None else Policy.parse(policy)
+
+    def _encode(self, prompt: Prompt, first: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty; give at least one token")
+            return self.tokenizer.encode(prompt, add_special_tokens=first)
+        return list(prompt)
+
+
+class Session:
+    """Many turns over one context. Only what a turn appends is computed; the rest is kept.
+
+    A turn that fails or is cancelled leaves the session as it was before it.
+    """
+
+    def __init__(self, llm: LLM, policy: Policy) -> None:
+        self.llm = llm
+        self.policy = policy
+        self.sequence = llm.engine.new_sequence()
+        self.messages: list[dict[str, Any]] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Everything said so far, answers included."""
+        return list(self.sequence.tokens)
+
+    def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+    ) -> RequestOutput:
+        """Append ``prompt`` (text or token ids) to the context and complete it."""
+        request = self._start(prompt, sampling_params, policy)
+        _drain(self.llm.engine, [request])
+        return _output(prompt if isinstance(prompt, str) else None, request.prompt, [request])
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+    ) -> Iterator[StepOutput]:
+        """Like ``generate``, step by step; leaving the loop early cancels the turn."""
+        yield from _steps(self.llm.engine, self._start(prompt, sampling_params, policy))
+
+    def chat(
+        self, message: str | Mapping[str, Any], sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+    ) -> RequestOutput:
+        """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
+        shares with the stored context is not computed again."""
+        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn])
+        shared = 0
+        for ours, theirs in zip(self.sequence.tokens, ids[:-1]):
+            if ours != theirs:
+                break
+            shared += 1
+        self.llm.engine.check(ids)
+        self.sequence.truncate(shared)
+        output = self.generate(ids[shared:], sampling_params, policy=policy)
+        if output.error is None:
+            self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
+        return output
+
+    def close(self) -> None:
+        """Give the session's blocks back."""
+        self.llm.engine.forget(self.sequence)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self, prompt: Prompt, params: SamplingParams | None, policy: PolicyLike) -> Request:
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
+        chosen = self.policy if policy is None else Policy.parse(policy)
+        ids = self.llm._encode(prompt, first=not self.sequence.tokens)
+        return self.llm.engine.add(ids, params, chosen, self.sequence)
+
+
+def _drain(engine: Engine, requests: list[Request]) -> None:
+    while not all(request.finished for request in requests):
+        engine.step()
+    for request in requests:
+        if request.error is not None:
+            warnings.warn(f"request {request.id} failed: {request.error}", RuntimeWarning, stacklevel=3)
+
+
+def _steps(engine: Engine, request: Request) -> Iterator[StepOutput]:
+    try:
+        while not request.finished:
+            yield from (output for output in engine.step() if output.request is request)
+    finally:
+        engine.cancel(request)
+
+
+def _output(prompt: str | None, ids: list[int], group: list[Request]) -> RequestOutput:
+    outputs = [
+        CompletionOutput(
+            index=index,
+            text=request.text,
+            token_ids=request.final_ids,
+            finish_reason=request.finish_reason,
+            cumulative_logprob=request.cumulative_logprob if request.params.logprobs is not None else None,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+        )
+        for index, request in enumerate(group)
+    ]
+    reports = [request.report.as_dict() for request in group]
+    error = next((request.error for request in group if request.error is not None), None)
+    return RequestOutput(prompt, ids, outputs, reports[0], reports, error)
+
+
+def _checkpoint(model: str | Path) -> Path:
+    from saccade.models import reference
+
+    if str(model) == getattr(reference, "NAME", None):
+        return reference.checkpoint()
+    if not str(model):
+        raise ModelError(f"model is empty; give a checkpoint folder or '{reference.NAME}'")
+    return Path(model).expanduser()
+
+
+def _model_length(wanted: int | None, most: int) -> int:
+    if wanted is None:
+        return most
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 2 <= wanted <= most:
+        raise SaccadeError(f"max_model_len={wanted!r} must be an integer from 2 to {most}, the model's own limit")
+    return wanted
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SaccadeError(f"{name}={value!r} must be an integer >= 1")
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
+    if len(prompts) == 0 or isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(value: Any, count: int, what: str, kind: type) -> list[Any]:
+    if value is None:
+        return [kind()] * count
+    if isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, Sequence) or len(value) != count or not all(isinstance(one, kind) for one in value):
+        raise RequestError(f"give one {kind.__name__} or a list of {count}, one a prompt, as {what}")
+    return list(value)
+
+
+def _policy_list(policy: Any, count: int) -> list[Any]:
+    if isinstance(policy, (list, tuple)):
+        if len(policy) != count:
+            raise RequestError(f"{len(policy)} policies for {count} prompts; give one for all or one a prompt")
+        return list(policy)
+    return [policy] * count

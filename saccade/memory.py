@@ -1,0 +1,59 @@
+"""Sizes of memory: parsing what users write, and asking the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from saccade.errors import SaccadeError
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """``"4GiB"``, ``"500MB"``, ``"2g"`` or a number of bytes -> bytes. Raises SaccadeError for anything else or <= 0."""
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
+        value = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else -1.0
+    else:
+        value = float(size) if isinstance(size, (int, float)) and not isinstance(size, bool) else -1.0
+    if value < 1:
+        raise SaccadeError(f"kv_memory={size!r} is not a size; write bytes or text such as '4GiB' or '500MB'")
+    return int(value)
+
+
+def show_bytes(count: int) -> str:
+    """Bytes in a unit a reader can take in."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping, as the system and, in a container, its memory limit tell it."""
+    free = total_bytes() // 2
+    try:
+        with open("/proc/meminfo") as info:
+            fields = dict(line.split(":", 1) for line in info)
+        free = int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as used:
+            limit = most.read().strip()
+            if limit != "max":
+                free = min(free, int(limit) - int(used.read()))
+    except (OSError, ValueError):
+        pass
+    return max(free, 1 << 20)
+
+
+def total_bytes() -> int:
+    """Physical memory."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 4 << 30

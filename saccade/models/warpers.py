@@ -1,0 +1,44 @@
+"""Logits processing by transformers' own processors, one row at a time, so that every request has its own settings."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+class Warpers:
+    """``process(ids, logits)``: repetition penalty, then temperature, top-k, top-p and min-p in transformers' order.
+
+    ``temperature=0`` (greedy) applies the repetition penalty alone.
+    """
+
+    def __init__(
+        self, *, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float
+    ) -> None:
+        processors = LogitsProcessorList()
+        if repetition_penalty != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
+        if temperature > 0:
+            if temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(float(temperature)))
+            if top_k > 0:
+                processors.append(TopKLogitsWarper(top_k))
+            if top_p < 1.0:
+                processors.append(TopPLogitsWarper(top_p))
+            if min_p > 0.0:
+                processors.append(MinPLogitsWarper(min_p))
+        self.processors = processors
+
+    def process(self, ids: list[int], logits: Tensor) -> Tensor:
+        """``ids`` the whole sequence so far, ``logits`` fp32 [vocab] -> processed fp32 [vocab]."""
+        if not self.processors:
+            return logits
+        return self.processors(torch.tensor([ids], dtype=torch.long), logits[None].clone())[0]
