@@ -1,0 +1,122 @@
+// saccade._kernels: the kernels by instruction-set name. Tensors arrive as addresses (a nanobind ndarray argument costs
+// ten times as much); saccade/ops/cpu.py checks shapes and dtypes and keeps the tensors alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using saccade::Attention;
+using saccade::KernelSet;
+
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+const KernelSet& kernels(int index) {
+    int count = 0;
+    const KernelSet* const* sets = saccade::supported_kernels(&count);
+    if (index < 0 || index >= count) throw std::out_of_range("no such kernel set");
+    return *sets[index];
+}
+
+std::vector<std::string> names() {
+    int count = 0;
+    const KernelSet* const* sets = saccade::supported_kernels(&count);
+    return std::vector<std::string>([&] {
+        std::vector<std::string> out;
+        for (int i = 0; i < count; ++i) out.push_back(sets[i]->name);
+        return out;
+    }());
+}
+
+void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride, uintptr_t k_pool,
+            uintptr_t v_pool, uintptr_t table, uintptr_t out, uintptr_t lse, int64_t heads, int64_t kv_heads,
+            int64_t head_dim, int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, int keys,
+            int64_t window, int64_t sinks, int64_t block_size, int64_t units, int64_t q_blocks, uintptr_t offsets,
+            uintptr_t indices) {
+    Attention a{};
+    a.q = pointer<const void>(q);
+    a.q_head_stride = q_head_stride;
+    a.q_row_stride = q_row_stride;
+    a.k_pool = pointer<const void>(k_pool);
+    a.v_pool = pointer<const void>(v_pool);
+    a.table = pointer<const int32_t>(table);
+    a.out = pointer<void>(out);
+    a.lse = pointer<float>(lse);
+    a.storage = static_cast<saccade::Storage>(storage);
+    a.heads = heads;
+    a.kv_heads = kv_heads;
+    a.head_dim = head_dim;
+    a.page = page;
+    a.q_len = q_len;
+    a.q_start = q_start;
+    a.scale = static_cast<float>(scale);
+    a.softcap = static_cast<float>(softcap);
+    a.keys = static_cast<saccade::Keys>(keys);
+    a.window = window;
+    a.sinks = sinks;
+    a.block_size = block_size;
+    a.units = units;
+    a.first_q_block = block_size ? q_start / block_size : 0;
+    a.q_blocks = q_blocks;
+    a.offsets = pointer<const int64_t>(offsets);
+    a.indices = pointer<const int32_t>(indices);
+    a.threads = threads;
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    (q_len == 1 ? set.decode : set.prefill)(a);
+}
+
+struct Pass {
+    const KernelSet* set;
+    const char* data;
+    const int32_t* rows;
+    int64_t share, unit;
+    float sink[256];
+};
+
+// Each of `threads` threads reads its own share of the buffer.
+float read_pass(int isa, int threads, uintptr_t data, int64_t bytes) {
+    Pass pass{&kernels(isa), pointer<const char>(data), nullptr, bytes / threads / 4096 * 4096, 0, {}};
+    nb::gil_scoped_release release;
+    saccade::parallel_for(
+        threads, threads,
+        [](void* context, int64_t i) {
+            Pass& p = *static_cast<Pass*>(context);
+            p.sink[i & 255] = p.set->read_pass(p.data + i * p.share, p.share);
+        },
+        &pass);
+    return pass.sink[0];
+}
+
+float gather_pass(int isa, int threads, uintptr_t data, uintptr_t rows, int64_t count, int64_t row_bytes) {
+    Pass pass{&kernels(isa), pointer<const char>(data), pointer<const int32_t>(rows), count / threads, row_bytes, {}};
+    nb::gil_scoped_release release;
+    saccade::parallel_for(
+        threads, threads,
+        [](void* context, int64_t i) {
+            Pass& p = *static_cast<Pass*>(context);
+            p.sink[i & 255] = p.set->gather_pass(p.data, p.rows + i * p.share, p.share, p.unit);
+        },
+        &pass);
+    return pass.sink[0];
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+    m.def("isas", &names, "Instruction sets this build holds and this CPU runs, best first.");
+    m.def("attend", &attend);
+    m.def("read_pass", &read_pass);
+    m.def("gather_pass", &gather_pass);
+}

@@ -1,0 +1,50 @@
+// Instantiates the kernels for the Simd of this translation unit. Included last, by each kernels_*.cpp.
+#pragma once
+
+#include "decode.h"
+#include "prefill.h"
+
+namespace saccade {
+namespace {
+
+void prefill(const Attention& a) {
+    if (a.storage == Storage::bf16) prefill_typed<HalfMath, uint16_t>(a);
+    else prefill_typed<Fp32Math, float>(a);
+}
+
+void decode(const Attention& a) {
+    if (a.storage == Storage::bf16) decode_typed<HalfMath, uint16_t>(a);
+    else decode_typed<Fp32Math, float>(a);
+}
+
+float read_pass(const void* data, int64_t bytes) {
+    const float* p = static_cast<const float*>(data);
+    F acc[8];
+    for (F& x : acc) x = Simd::set1(0);
+    const int64_t count = bytes / static_cast<int64_t>(sizeof(float));
+    for (int64_t i = 0; i < count; i += 8 * W) {
+        for (int64_t line = 0; line < 8 * W; line += 16) Simd::prefetch(p + i + line + 1024);
+        for (int j = 0; j < 8; ++j) acc[j] = Simd::max(acc[j], Simd::load(p + i + j * W));
+    }
+    float total = 0;
+    for (F x : acc) total += Simd::sum(x);
+    return total;
+}
+
+float gather_pass(const void* data, const int32_t* rows, int64_t count, int64_t row_bytes) {
+    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(float));
+    const float* p = static_cast<const float*>(data);
+    F acc = Simd::set1(0);
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + 16 < count) {
+            const float* ahead = p + rows[i + 16] * units;
+            for (int64_t c = 0; c < units; c += 16) Simd::prefetch(ahead + c);
+        }
+        const float* row = p + rows[i] * units;
+        for (int64_t c = 0; c < units; c += W) acc = Simd::max(acc, Simd::load(row + c));
+    }
+    return Simd::sum(acc);
+}
+
+}  // namespace
+}  // namespace saccade

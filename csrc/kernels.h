@@ -1,0 +1,53 @@
+// What the Python side, the dispatcher and the per-instruction-set kernels agree on. Plain data only: this header is
+// compiled into every translation unit with different -m flags, so it must not contain code the linker could share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace saccade {
+
+enum class Storage : int { fp32 = 0, bf16 = 1 };
+enum class Keys : int { dense = 0, band = 1, blocks = 2 };
+
+// One attention call of one sequence and layer. Strides are in elements. Pools are [slots, kv_heads, page, head_dim];
+// token i lies in slot table[i / page], row i % page. Query row r stands at position q_start + r and reads keys <= it.
+struct Attention {
+    const void* q;  // [heads, q_len, head_dim], contiguous in head_dim
+    int64_t q_head_stride, q_row_stride;
+    const void *k_pool, *v_pool;
+    const int32_t* table;
+    void* out;   // [heads, q_len, head_dim] contiguous, dtype of q
+    float* lse;  // [heads, q_len], natural log
+    Storage storage;
+    int64_t heads, kv_heads, head_dim, page;
+    int64_t q_len, q_start;
+    float scale, softcap;  // softcap 0: none
+    Keys keys;
+    int64_t window, sinks;                     // band
+    int64_t block_size, units, first_q_block;  // blocks: CSR lists per (unit, query block)
+    int64_t q_blocks;
+    const int64_t* offsets;
+    const int32_t* indices;
+    int threads;
+};
+
+// The kernels of one instruction set.
+struct KernelSet {
+    const char* name;
+    void (*prefill)(const Attention&);
+    void (*decode)(const Attention&);
+    // Reads `bytes` (a multiple of 4096) once, in order; returns a value that depends on all of them.
+    float (*read_pass)(const void* data, int64_t bytes);
+    // Reads `count` rows of `row_bytes` (a multiple of 64) in the order of `rows`.
+    float (*gather_pass)(const void* data, const int32_t* rows, int64_t count, int64_t row_bytes);
+};
+
+extern const KernelSet portable_kernels;
+extern const KernelSet avx2_kernels;
+extern const KernelSet avx512_bf16_kernels;
+
+// The sets this build holds and this CPU can run, best first; `count` receives their number.
+const KernelSet* const* supported_kernels(int* count);
+
+}  // namespace saccade

@@ -1,0 +1,10 @@
+#include "kernels.h"
+#include "simd_avx2.h"
+// clang-format off: the kernels see the Simd above
+#include "kernel_set.h"
+
+namespace saccade {
+
+const KernelSet avx2_kernels = {"avx2", prefill, decode, read_pass, gather_pass};
+
+}  // namespace saccade

@@ -1,0 +1,10 @@
+#include "kernels.h"
+#include "simd_avx512_bf16.h"
+// clang-format off: the kernels see the Simd above
+#include "kernel_set.h"
+
+namespace saccade {
+
+const KernelSet avx512_bf16_kernels = {"avx512_bf16", prefill, decode, read_pass, gather_pass};
+
+}  // namespace saccade

@@ -1,0 +1,10 @@
+#include "kernels.h"
+#include "simd_portable.h"
+// clang-format off: the kernels see the Simd above
+#include "kernel_set.h"
+
+namespace saccade {
+
+const KernelSet portable_kernels = {"portable", prefill, decode, read_pass, gather_pass};
+
+}  // namespace saccade

@@ -1,0 +1,114 @@
+// The keys one query tile may read, in rising order, as positions and row offsets into the paged pools.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace saccade {
+namespace {
+
+// Offsets (in elements) of key rows in the pools, their positions, and how far up they are visible: key j may be read by
+// query positions in [position[j], until[j]).
+template <int Capacity>
+struct KeyStep {
+    int count = 0;
+    alignas(64) int64_t row[Capacity];
+    alignas(64) int32_t position[Capacity];
+    alignas(64) int32_t until[Capacity];
+};
+
+// Walks the keys below `stop` that any query row in [first_row, stop) of KV head `kv_head` may read.
+class KeyStream {
+  public:
+    KeyStream(const Attention& a, int64_t kv_head, int64_t first_row, int64_t stop) : a_(a), stop_(stop) {
+        head_offset_ = kv_head * a.page * a.head_dim;
+        slot_stride_ = a.kv_heads * a.page * a.head_dim;
+        if (a.keys == Keys::dense) {
+            end_ = stop;
+        } else if (a.keys == Keys::band) {
+            int64_t window_start = first_row - a.window + 1;
+            end_ = a.sinks < stop ? a.sinks : stop;
+            late_start_ = window_start > end_ ? window_start : end_;
+        }
+    }
+
+    // Only for lists of blocks: which list, or a part of it.
+    void set_list(const int32_t* first, const int32_t* last) {
+        next_block_ = first;
+        last_block_ = last;
+        next_ = end_ = 0;
+    }
+
+    // Only for dense and band: how many keys there are, and to walk only `count` of them after the first `skip`.
+    int64_t visible() const { return end_ + (late_start_ < 0 ? 0 : stop_ - late_start_); }
+    void part(int64_t skip, int64_t count) {
+        left_ = count;
+        if (skip >= end_ && late_start_ >= 0) {
+            skip -= end_;
+            next_range();
+        }
+        next_ += skip;
+    }
+
+    // Fills `step` with up to Capacity keys; false when none are left.
+    template <int Capacity>
+    bool fill(KeyStep<Capacity>& step) {
+        int count = 0;
+        while (count < Capacity) {
+            if (left_ <= 0) break;
+            if (next_ >= end_) {
+                if (!next_range()) break;
+                continue;
+            }
+            int64_t in_page = next_ % a_.page;
+            int64_t run = a_.page - in_page;
+            if (run > end_ - next_) run = end_ - next_;
+            if (run > left_) run = left_;
+            if (run > Capacity - count) run = Capacity - count;
+            int64_t row = a_.table[next_ / a_.page] * slot_stride_ + head_offset_ + in_page * a_.head_dim;
+            for (int64_t i = 0; i < run; ++i) {
+                step.row[count + i] = row + i * a_.head_dim;
+                step.position[count + i] = static_cast<int32_t>(next_ + i);
+            }
+            if (a_.keys == Keys::band) {
+                for (int64_t i = 0; i < run; ++i) {
+                    int64_t until = next_ + i < a_.sinks ? INT32_MAX : next_ + i + a_.window;
+                    step.until[count + i] = static_cast<int32_t>(until < INT32_MAX ? until : INT32_MAX);
+                }
+            } else {
+                for (int64_t i = 0; i < run; ++i) step.until[count + i] = INT32_MAX;
+            }
+            count += static_cast<int>(run);
+            next_ += run;
+            left_ -= run;
+        }
+        step.count = count;
+        return count > 0;
+    }
+
+  private:
+    bool next_range() {
+        if (a_.keys == Keys::blocks) {
+            if (next_block_ == last_block_) return false;
+            next_ = *next_block_++ * a_.block_size;
+            end_ = next_ + a_.block_size < stop_ ? next_ + a_.block_size : stop_;
+            if (next_ < 0) end_ = next_ = 0;  // never read outside the pool, whatever the list says
+            return true;
+        }
+        if (late_start_ < 0) return false;
+        next_ = late_start_;
+        end_ = stop_;
+        late_start_ = -1;
+        return true;
+    }
+
+    const Attention& a_;
+    int64_t stop_, head_offset_, slot_stride_;
+    int64_t next_ = 0, end_ = 0, left_ = INT64_MAX, late_start_ = -1;
+    const int32_t* next_block_ = nullptr;
+    const int32_t* last_block_ = nullptr;
+};
+
+}  // namespace
+}  // namespace saccade

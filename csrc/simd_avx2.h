@@ -1,0 +1,99 @@
+// Eight-lane vectors: AVX2 and FMA. The meaning of every function is in simd_portable.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace saccade {
+namespace {
+
+struct Simd {
+    static constexpr int W = 8;
+    static constexpr int NV = 2;
+    static constexpr bool has_bf16_dot = false;
+    using F = __m256;
+    using I = __m256i;
+
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static I load_int(const int32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static F set1(float x) { return _mm256_set1_ps(x); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm256_div_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F max(F a, F b) { return _mm256_max_ps(a, b); }
+    static F abs(F a) { return _mm256_andnot_ps(set1(-0.0f), a); }
+    static F less(F a, F b, F yes, F no) { return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+
+    static F keep(F x, I position, int32_t low, int32_t high) {
+        I below = _mm256_cmpgt_epi32(_mm256_set1_epi32(low), position);
+        I inside = _mm256_andnot_si256(below, _mm256_cmpgt_epi32(_mm256_set1_epi32(high), position));
+        return _mm256_blendv_ps(set1(-__builtin_inff()), x, _mm256_castsi256_ps(inside));
+    }
+
+    static F exp2(F x) {
+        F y = max(x, set1(-126.0f));
+        F n = _mm256_round_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        F r = sub(y, n);
+        F p = fma(set1(1.5353362e-4f), r, set1(1.3398874e-3f));
+        p = fma(p, r, set1(9.6184373e-3f));
+        p = fma(p, r, set1(5.5503324e-2f));
+        p = fma(p, r, set1(2.4022648e-1f));
+        p = fma(p, r, set1(6.9314720e-1f));
+        p = fma(p, r, set1(1.0f));
+        I bits = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23));
+        return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_cmp_ps(x, set1(-126.0f), _CMP_GE_OQ));
+    }
+
+    static float sum(F x) {
+        __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+        return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+    }
+    static void sum4(const F* x, float* out) {
+        F y = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1)));
+    }
+
+    static F load_row(const float* p) { return load(p); }
+    static F load_row(const uint16_t* p) {
+        I x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+    }
+    static void store_row(float* p, F x) { store(p, x); }
+    static void store_row(uint16_t* p, F x) {
+        I bits = _mm256_castps_si256(x);
+        I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        I rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+        I nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+        I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+    }
+
+    static void transpose(F* x) {
+        F a[8], b[8];
+        for (int i = 0; i < 8; i += 2) {
+            a[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+            a[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        }
+        for (int i = 0; i < 8; i += 4) {
+            b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+            b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+            b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+            b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+        }
+        for (int i = 0; i < 4; ++i) {
+            x[i] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+            x[i + 4] = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+        }
+    }
+
+    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+};
+
+}  // namespace
+}  // namespace saccade

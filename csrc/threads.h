@@ -1,0 +1,20 @@
+// A small persistent thread pool. torch's wheel carries its own OpenMP runtime; a second one in the process would fight
+// it for cores, so the kernels bring plain threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace saccade {
+
+using Task = void (*)(void* context, int64_t index);
+
+// Runs task(context, 0 .. count - 1) on up to `threads` threads, the caller being one of them; tasks are handed out one
+// at a time in rising order. Returns when all are done. A caller that finds the pool busy runs its tasks alone, and a
+// forked child starts a pool of its own.
+void parallel_for(int64_t count, int threads, Task task, void* context);
+
+// Scratch of the calling thread, 64-byte aligned, kept and grown between calls; its content is whatever was left there.
+void* thread_scratch(size_t bytes);
+
+}  // namespace saccade
