@@ -1,4 +1,4 @@
-"""A dense attention context in a page: plain per-sequence K/V, every key read. What the engine must equal, without it."""
+"""A dense attention context in a page: plain per-sequence K/V, every key read. What the engine must equal."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_the_check_has_teeth(pair):
 
 
 def test_chunked_prefill_ragged_batch_and_second_turn(pair):
-    """Three sequences of unequal length, appended in unequal chunks packed together, then a turn more for two of them."""
+    """Three sequences of unequal length, appended in unequal packed chunks, then a turn more for two of them."""
     ours, theirs = pair
     whole = {"a": random_ids(33, seed=2), "b": random_ids(12, seed=3), "c": random_ids(21, seed=4)}
     lengths = {name: len(ids) for name, ids in whole.items()}

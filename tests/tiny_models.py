@@ -23,7 +23,7 @@ SPECIALS = ("<bos>", "<eos>", "<pad>", "<user>", "<assistant>")
 VOCAB = 288  # larger than the tokenizer, as real checkpoints are padded
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role ' ~ m['role']) }}{% endif %}"
+    "{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
     "<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )

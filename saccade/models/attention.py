@@ -60,7 +60,10 @@ def saccade_attention(
     scaling: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through ``saccade`` (the context our layer loop passes down); returns ``([1, rows, heads, head_dim], None)``."""
+    """Attend through ``saccade``, the context our layer loop passes; returns ``([1, rows, heads, head_dim], None)``.
+
+    MissingContextError without one; ModelError for a mask or a keyword that carries meaning we do not implement.
+    """
     if saccade is None:
         raise MissingContextError(
             "this model was loaded for saccade's layer loop; run it through HFRunner.run, not model.forward or "

@@ -1,4 +1,4 @@
-"""What is in a checkpoint folder: its config as written and its safetensors headers, checked before transformers sees it.
+"""What is in a checkpoint folder: its config as written and its safetensors headers, checked before loading.
 
 Everything here fails with a one-line ModelError that names the file and the way out.
 """
@@ -30,7 +30,7 @@ _FLOAT_STORAGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked folder: ``config`` is config.json as written; ``stored_dtype`` the dtype most parameters are stored in."""
+    """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in."""
 
     path: Path
     config: dict[str, Any]
@@ -72,7 +72,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files to load, in transformers' order of preference; ModelError if there are none or one is absent."""
+    """The safetensors files to load, in transformers' order of preference; ModelError if one or all are absent."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE

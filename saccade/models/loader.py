@@ -25,6 +25,7 @@ from saccade.models.families import FAMILIES, Family
 from saccade.models.interface import ModelSpec
 from saccade.models.probe import probe_layers
 from saccade.models.refusals import refuse_unsupported
+from saccade.models.rotary import rope_type
 from saccade.models.runner import HFRunner
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,7 +37,7 @@ _HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint ready to run. ``notes`` are plain sentences about what differs from what the folder or caller said."""
+    """A checkpoint ready to run. ``notes`` are plain sentences: what differs from what the folder or caller said."""
 
     path: Path
     spec: ModelSpec
@@ -49,14 +50,12 @@ class LoadedModel:
     notes: tuple[str, ...]
 
 
-def load_model(
-    path: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu"
-) -> LoadedModel:
+def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu") -> LoadedModel:
     """Load the checkpoint in folder ``path``.
 
-    ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On a
-    CPU float16 becomes float32 (exact) with a note. Raises ModelError, always one line, for a folder that is missing or
-    broken, and for a family or feature that cannot be run correctly.
+    ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
+    a CPU float16 becomes float32 (exact) with a note. Raises ModelError, always one line, for a folder that is missing
+    or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
@@ -99,9 +98,7 @@ def _device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _run_dtype(
-    checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.device
-) -> tuple[torch.dtype, list[str]]:
+def _run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.device) -> tuple[torch.dtype, list[str]]:
     allowed = f"'auto', {', '.join(repr(name) for name in DTYPES)}"
     if isinstance(asked, torch.dtype):
         dtype = asked
@@ -148,9 +145,11 @@ def _read_hf_config(checkpoint: Checkpoint) -> Any:
         config = AutoConfig.from_pretrained(checkpoint.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the config classes raise many kinds
         raise ModelError(
-            f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: {first_line(error)}"
+            f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "
+            f"{first_line(error)}"
         ) from error
     _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)
+    _refuse_odd_rope(FAMILIES[config.model_type], config, checkpoint.path)
     return config
 
 
@@ -163,10 +162,29 @@ def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:
         )
 
 
+# The rope types the rotary tests cover; a type transformers adds later may depend on more than a row's position.
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "longrope", "dynamic"}
+_FIXED_ROPE_TYPES = _ROPE_TYPES - {"longrope", "dynamic"}
+
+
+def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:
+    kinds = {rope_type(config)}
+    if family.rotary_per_layer_type:
+        kinds = {config.rope_parameters[kind]["rope_type"] for kind in set(config.layer_types)}
+    known = _FIXED_ROPE_TYPES if family.rotary_per_layer_type else _ROPE_TYPES
+    odd = sorted(str(kind) for kind in kinds - known)
+    if odd:
+        raise ModelError(
+            f"{path}: rope_type {', '.join(odd)} is not supported for {family.model_type}; "
+            f"supported: {', '.join(sorted(known))}"
+        )
+
+
 def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
     attention.register()
+    loaded: Any  # (model, loading info); the stubs know only the call without the info
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             checkpoint.path,
             config=config,
             dtype=dtype,
@@ -178,6 +196,7 @@ def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
         )
     except Exception as error:  # transformers and safetensors raise many kinds
         raise ModelError(f"{checkpoint.path} cannot be loaded: {first_line(error)}") from error
+    model, info = loaded
     _refuse_partial_load(checkpoint.path, info)
     return model
 

@@ -57,7 +57,9 @@ def probe_layers(model: Any, family: Family) -> LayerShapes:
         raise ModelError(f"{family.model_type}: not every layer attends exactly once over its own keys and values")
     shapes = {shape for _, shape, _ in recorder.calls}
     if len(shapes) != 1:
-        raise ModelError(f"{family.model_type}: heads, kv heads or head_dim differ between layers, which is not supported")
+        raise ModelError(
+            f"{family.model_type}: heads, kv heads or head_dim differ between layers, which is not supported"
+        )
     windows = tuple(spec.window for _, _, spec in recorder.calls)
     expected = configured_windows(family, config)
     if windows != expected:

@@ -1,4 +1,4 @@
-"""What this engine cannot run correctly, found in config.json before any weight is read. Each refusal names the feature.
+"""What this engine cannot run correctly, found in config.json before any weight is read; each refusal names it.
 
 The order matters only for the message: a model with several of these is refused for the first.
 """
@@ -68,7 +68,10 @@ _FEATURES: tuple[tuple[Callable[[Config], bool], str], ...] = (
         lambda c: _type_in(*_SHARED_KV)(c) or _positive(c.get("num_kv_shared_layers")),
         "keys and values shared between layers",
     ),
-    (_says_recurrent, "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values"),
+    (
+        _says_recurrent,
+        "recurrent, convolutional or linear-attention layers, which keep a state instead of keys and values",
+    ),
     (
         lambda c: _type_in("llama4", "llama4_text")(c)
         or _positive(c.get("attention_chunk_size"))
@@ -121,7 +124,9 @@ def _refuse_odd_heads(config: Config, where: str) -> None:
             raise ModelError(f"{where}: {key} must be a positive whole number, got {value!r}")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
-        raise ModelError(f"{where}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        raise ModelError(
+            f"{where}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        )
     hidden = config.get("hidden_size")
     if heads and not config.get("head_dim") and isinstance(hidden, int) and hidden % heads:
         raise ModelError(f"{where}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")

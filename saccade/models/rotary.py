@@ -31,23 +31,18 @@ class RotaryRows:
 
 
 class Rotary:
-    """Calls a transformers rotary module (``module(x, position_ids[, layer_type])``) segment by segment where it must."""
+    """Calls a transformers rotary module, ``module(x, position_ids[, layer_type])``, once per regime where it must."""
 
     def __init__(self, module: Any, config: Any, *, per_layer_type: bool) -> None:
         self._module = module
         self._layer_types = tuple(config.layer_types) if per_layer_type else None
-        parameters = config.rope_parameters
-        tables = [parameters[kind] for kind in sorted(set(self._layer_types))] if self._layer_types else [parameters]
-        # A checkpoint may keep the trained length beside the rope parameters (Phi-3) or only as the maximum.
-        trained = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
         self._long_from: int | None = None  # longrope: lengths beyond this use the long factors
         self._grows_from: int | None = None  # dynamic NTK: lengths beyond this have factors of their own
-        for table in tables:
-            kind = table.get("rope_type", "default")
-            if kind == "longrope":
-                self._long_from = table.get("original_max_position_embeddings", trained)
-            elif "dynamic" in kind:
-                self._grows_from = config.max_position_embeddings
+        kind = rope_type(config)
+        if kind == "longrope":
+            self._long_from = config.rope_parameters["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            self._grows_from = config.max_position_embeddings
 
     def regime(self, length: int) -> int:
         """Sequences of equal regime share rotary factors; see ``HFRunner.rope_regime``."""
@@ -56,40 +51,42 @@ class Rotary:
         return int(self._long_from is not None and length > self._long_from)
 
     def embed(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> RotaryRows:
-        """cos and sin for ``positions`` [1, rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
-        kinds: list[str | None] = [None] if self._layer_types is None else sorted(set(self._layer_types))
-        return RotaryRows({kind: self._pair(x, positions, segments, kind) for kind in kinds}, self._layer_types)
-
-    def _pair(self, x: Tensor, positions: Tensor, segments: Sequence[Segment], kind: str | None) -> CosSin:
+        """cos, sin for ``positions`` [1, rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
+        if self._layer_types is not None:
+            pairs = {kind: self._module(x, positions, kind) for kind in sorted(set(self._layer_types))}
+            return RotaryRows(pairs, self._layer_types)
         if self._long_from is None and self._grows_from is None:
-            return self._call(x, positions, kind)
+            return RotaryRows({None: self._module(x, positions)}, None)
+        return RotaryRows({None: self._by_regime(x, positions, segments)}, None)
+
+    def _by_regime(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> CosSin:
         regimes: dict[int, list[Segment]] = {}
         for segment in segments:
             regimes.setdefault(self.regime(segment.rope_length), []).append(segment)
-        cos_sin: CosSin | None = None
+        rows, parts = [], []
         for members in regimes.values():
-            rows = torch.cat([torch.arange(s.start, s.start + s.length) for s in members]).to(positions.device)
+            here = torch.cat([torch.arange(s.start, s.start + s.length) for s in members]).to(positions.device)
             # One extra row at the regime's last position makes the module pick this regime's factors; it is dropped.
             last = max(s.rope_length for s in members) - 1
-            asked = torch.cat([positions[:, rows], positions.new_full((1, 1), last)], dim=1)
-            part = tuple(t[:, :-1] for t in self._call(x, asked, kind))
-            if cos_sin is None:
-                shape = (1, positions.shape[1], part[0].shape[-1])
-                cos_sin = part[0].new_empty(shape), part[1].new_empty(shape)
-            for whole, piece in zip(cos_sin, part, strict=True):
-                whole[:, rows] = piece
-        assert cos_sin is not None  # segments tile at least one row
-        return cos_sin
+            asked = torch.cat([positions[:, here], positions.new_full((1, 1), last)], dim=1)
+            if self._grows_from is not None:
+                self._forget_growth()
+            cos, sin = self._module(x, asked)
+            rows.append(here)
+            parts.append((cos[:, :-1], sin[:, :-1]))
+        order = torch.argsort(torch.cat(rows))  # back from regime order to row order
+        return torch.cat([cos for cos, _ in parts], dim=1)[:, order], torch.cat([s for _, s in parts], dim=1)[:, order]
 
-    def _call(self, x: Tensor, positions: Tensor, kind: str | None) -> CosSin:
-        if self._grows_from is not None:
-            self._forget_growth(kind)
-        return self._module(x, positions) if kind is None else self._module(x, positions, kind)
-
-    def _forget_growth(self, kind: str | None) -> None:
+    def _forget_growth(self) -> None:
         # Dynamic NTK keeps the longest length's factors until a shorter-than-trained call; start each call afresh.
-        prefix = "" if kind is None else f"{kind}_"
         module = self._module
-        original = getattr(module, f"{prefix}original_inv_freq")
-        setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
-        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+        module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+        module.max_seq_len_cached = module.original_max_seq_len
+
+
+def rope_type(config: Any) -> str:
+    """The rope type of a config whose layers share one; "per_layer_type" where each type has its own."""
+    parameters = config.rope_parameters or {}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        return "per_layer_type"
+    return parameters.get("rope_type", "default")

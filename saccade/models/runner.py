@@ -1,7 +1,7 @@
 """Our layer loop over transformers' modules: packed rows of many sequences in, logits of chosen rows out.
 
-We own the loop (rather than calling ``model.forward``) because K/V live in our store, no mask is built, length-dependent
-rotary factors must not depend on what else is in the batch, and the head should run on the wanted rows only.
+We own the loop (rather than calling ``model.forward``) because K/V live in our store, no mask is built,
+length-dependent rotary factors must not depend on what else is in the batch, and the head runs on the wanted rows only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HFRunner:
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, hidden] -> float32 [rows, vocab]. The family's last step runs in the model's dtype, as HF's."""
+        """``hidden`` [rows, hidden] -> float32 [rows, vocab]. The family's last step runs in the model's dtype."""
         return self.family.finish_logits(self._head(self._norm(hidden)), self.config).float()
 
 

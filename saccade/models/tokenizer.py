@@ -49,7 +49,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own end-of-sequence id, if any; ``LoadedModel.eos_token_ids`` adds the generation config's."""
+        """The tokenizer's own end-of-sequence id; ``LoadedModel.eos_token_ids`` adds the generation config's."""
         eos = None if self.hf is None else self.hf.eos_token_id
         return () if eos is None else (int(eos),)
 
@@ -58,9 +58,9 @@ class Tokenizer:
         """True if ``apply_chat_template`` can work."""
         return self.hf is not None and bool(self.hf.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, with the special tokens the tokenizer adds by default. RequestError if it cannot."""
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; half a UTF-8 character reads as U+FFFD. Empty if there is no tokenizer."""
@@ -101,6 +101,33 @@ class Tokenizer:
         if self.hf is None:
             raise RequestError(f"this checkpoint has no tokenizer; {way_out}")
         return self.hf
+
+
+def _checked_list(messages: Any) -> list[Any]:
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list of role and content dicts, got {type(messages).__name__}")
+    if not messages:
+        raise RequestError("messages is empty; give at least one message")
+    return list(messages)
+
+
+def _checked_message(index: int, message: Any) -> Message:
+    """``message`` with its content as one text; a tool call may go without content."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"message {index} must be a dict with a role and a content, got {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise RequestError(f"message {index} has content other than text, which is not supported")
+        content = "".join(str(part) for part in parts)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"message {index} ({message['role']}) must have text content, got {type(content).__name__}")
+    return {**message, "content": content}
 
 
 class TextStream:
