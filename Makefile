@@ -1,0 +1,41 @@
+# make demo: set up and answer questions about a long document, dense beside sparse.  make test: set up and run all tests.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= 2.13.0
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: setup demo test lint types build clean
+
+setup: $(VENV)/.installed
+
+# Where the machine's own Python already has torch and transformers (a prepared GPU host), they are used as they are.
+$(VENV)/.installed: $(SOURCES)
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"saccade needs Python 3.11 or newer, but $(PYTHON) is {v[0]}.{v[1]}; try make PYTHON=python3.12") if v < (3, 11) else None'
+	@test -x $(BIN)/python || { \
+	  if $(PYTHON) -c 'import torch, transformers' 2>/dev/null; then flags=--system-site-packages; fi; \
+	  $(PYTHON) -m venv $$flags $(VENV); }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)"
+	@echo "installing saccade into $(VENV)"
+	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: setup
+	$(BIN)/mypy
+
+build: setup
+	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,83 @@
+"""``saccade doctor``: what this installation can do on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+from saccade.memory import available_bytes, show_bytes, total_bytes
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show versions, instruction set, backends, GPU and memory."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for section, entries in facts.items():
+        table.add_row(f"[bold]{section}[/bold]", "")
+        for name, value in entries.items():
+            table.add_row(f"  {name}", str(value) if value not in (None, "") else "-")
+    Console(soft_wrap=True).print(table)
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """Facts by section, plain data."""
+    import torch
+
+    from saccade.ops import cpu
+
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    available = cpu.available()
+    return {
+        "versions": {
+            "saccade": _version("saccade"),
+            "python": platform.python_version(),
+            **{
+                name: _version(name)
+                for name in ("torch", "transformers", "numpy", "tokenizers", "safetensors", "triton")
+            },
+        },
+        "machine": {
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory": show_bytes(total_bytes()),
+            "memory available": show_bytes(available_bytes()),
+        },
+        "backends": {
+            "reference": "ready (torch)",
+            "cpu": f"ready (C++, {cpu.isa()}; this machine can run {', '.join(cpu.supported_isas())})"
+            if available
+            else f"missing: {cpu.why_unavailable()}",
+            "triton": "not in this version",
+        },
+        "gpu": {"found": ", ".join(gpus) or "none", "used": "no: the engine runs on the CPU in this version"},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
