@@ -20,6 +20,7 @@ from saccade.memory import available_bytes, parse_bytes
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
+from saccade.ops import cpu
 
 Prompt = str | Sequence[int]
 PolicyLike = Policy | Method | str | Mapping[str, Any] | None
@@ -39,7 +40,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All samples of one prompt, and ``report``: what the first of them really did, as plain data (see docs/report.md)."""
+    """All samples of one prompt, and ``report``: what the first of them really did, as plain data (see
+    docs/report.md)."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -53,12 +55,12 @@ class RequestOutput:
 class LLM:
     """A model with its KV pool, ready to generate.
 
-    ``model``: a checkpoint folder, or ``"retriever"``, the model that is built in. ``policy``: the default for requests that
-    name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``. ``max_model_len``:
-    most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such as ``"4GiB"`` for keys
-    and values; by default 40 % of the free memory, at most what ``max_requests`` full-length sequences need.
-    ``prefill_chunk``: most prompt tokens of one request in one step. ``backend``: ``auto``, ``cpu`` (C++ kernels or an
-    error) or ``reference``. Raises SaccadeError with one line that says the way out.
+    ``model``: a checkpoint folder, or ``"retriever"``, the model that is built in. ``policy``: the default for requests
+    that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+    ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
+    as ``"4GiB"`` for keys and values; by default 40 % of the free memory, at most what ``max_requests`` full-length
+    sequences need. ``prefill_chunk``: most prompt tokens of one request in one step. ``backend``: ``auto``, ``cpu``
+    (C++ kernels or an error) or ``reference``. Raises SaccadeError with one line that says the way out.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class LLM:
         spec = self.model.spec
         self.max_model_len = _model_length(max_model_len, spec.max_position)
         layers, heads, dim = spec.layers, spec.kv_heads, spec.head_dim
+        if backend == "auto" and not cpu.available():
+            warnings.warn(cpu.why_unavailable(), stacklevel=2)
         per_block = BlockPool.block_bytes(heads, dim, block_size, spec.dtype)
         if kv_memory is None:
             useful = max_requests * SequenceKV.blocks_for(self.max_model_len, layers, block_size)
@@ -97,8 +101,8 @@ class LLM:
             blocks = parse_bytes(kv_memory) // per_block
         if blocks < layers:
             raise CapacityError(
-                f"kv_memory={kv_memory!r} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers need one each; "
-                f"give at least {layers * per_block} bytes"
+                f"kv_memory={kv_memory!r} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers need one "
+                f"each; give at least {layers * per_block} bytes"
             )
         pool = BlockPool(blocks, heads, dim, block_size=block_size, dtype=spec.dtype, device=device)
         self.engine = Engine(
@@ -124,9 +128,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids, one or many); results in their order.
 
-        ``sampling_params`` and ``policy`` are one for all or a list with one a prompt. Everything is checked before anything
-        runs: RequestError, PolicyError or CapacityError name what is wrong. A request that fails while it runs ends with
-        finish_reason ``error``; the others go on.
+        ``sampling_params`` and ``policy`` are one for all or a list with one a prompt. Everything is checked before
+        anything runs: RequestError, PolicyError or CapacityError name what is wrong. A request that fails while it runs
+        ends with finish_reason ``error``; the others go on.
         """
         texts = _prompt_list(prompts)
         params = _per_prompt(sampling_params, len(texts), "sampling parameters", SamplingParams)
@@ -153,8 +157,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
-        """Complete one prompt step by step. Each item has ``new_text``, ``new_tokens`` and prefill progress; the last one is
-        ``finished``. Leaving the loop early cancels the request."""
+        """Complete one prompt step by step. Each item has ``new_text``, ``new_tokens`` and prefill progress; the last
+        one is ``finished``. Leaving the loop early cancels the request."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n} cannot be streamed; use generate()")
@@ -222,7 +226,11 @@ class Session:
         yield from _steps(self.llm.engine, self._start(prompt, sampling_params, policy))
 
     def chat(
-        self, message: str | Mapping[str, Any], sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+        self,
+        message: str | Mapping[str, Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        policy: PolicyLike = None,
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
         shares with the stored context is not computed again."""

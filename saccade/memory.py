@@ -7,11 +7,22 @@ import re
 
 from saccade.errors import SaccadeError
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_UNITS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 
 
 def parse_bytes(size: int | float | str) -> int:
-    """``"4GiB"``, ``"500MB"``, ``"2g"`` or a number of bytes -> bytes. Raises SaccadeError for anything else or <= 0."""
+    """``"4GiB"``, ``"500MB"``, ``"2g"`` or a number of bytes -> bytes. Raises SaccadeError for anything else or <=
+    0."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
         value = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else -1.0

@@ -1,7 +1,7 @@
 """The vocabulary between methods and ops: which keys each query row may read.
 
-A selection holds indices only. Positions and block ids are absolute; lists are sorted, unique and causal. Query rows are
-contiguous: row ``r`` of a call stands at position ``q_start + r``, and keys are positions ``0 .. k_len - 1``.
+A selection holds indices only. Positions and block ids are absolute; lists are sorted, unique and causal. Query rows
+are contiguous: row ``r`` of a call stands at position ``q_start + r``, and keys are positions ``0 .. k_len - 1``.
 
 Lists are kept per *unit*. ``units`` divides the number of query heads: ``heads`` units mean one list per query head,
 ``kv_heads`` one per KV head, 1 one per layer. Query head ``h`` reads unit ``h // (heads // units)``.
@@ -130,8 +130,8 @@ class Dense(Selection):
 
 @dataclass(frozen=True, eq=False)
 class Band(Selection):
-    """The first ``sinks`` keys and the last ``window`` keys up to and including the row's own: row ``p`` reads key ``i``
-    iff ``i < sinks`` or ``p - i < window``. Sliding-window layers are bands without sinks."""
+    """The first ``sinks`` keys and the last ``window`` keys up to and including the row's own: row ``p`` reads key
+    ``i`` iff ``i < sinks`` or ``p - i < window``. Sliding-window layers are bands without sinks."""
 
     shape: Shape
     window: int
@@ -195,7 +195,9 @@ class Blocks(Selection):
         """From ``units * q_blocks`` lists of key-block ids, sorted and made unique here."""
         parts = [torch.unique(part.to(torch.int32)) for part in lists]
         counts = torch.tensor([part.numel() for part in parts])
-        return cls(shape, block_size, _offsets(counts), torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32))
+        return cls(
+            shape, block_size, _offsets(counts), torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+        )
 
     def block_mask(self) -> Tensor:
         """bool [units, q_blocks, k_blocks]."""
@@ -372,11 +374,11 @@ class Ranking(Selection):
     """Blocks in order of criticality with a stopping rule; the op decides how many it reads (PSA, Alg. 1). Decode only.
 
     ``always`` int32 [units, a] and ``order`` int32 [units, m] are disjoint block ids; ``order`` is descending in
-    criticality. The op attends to ``always``, then to ``order`` in microbatches of ``microbatch`` blocks, and stops once
-    ``1 / (1 + left * exp(rest - acc)) > epsilon`` (strict) for the query heads of a unit, where ``acc`` is the
-    log-sum-exp so far and ``rest`` the least block log-sum-exp met (``rest="min"``, the paper) or the greatest of the last
-    microbatch (``"last_max"``). ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"`` suffices.
-    ``always`` blocks never enter ``rest``. As a selection it stands for everything it may read.
+    criticality. The op attends to ``always``, then to ``order`` in microbatches of ``microbatch`` blocks, and stops
+    once ``1 / (1 + left * exp(rest - acc)) > epsilon`` (strict) for the query heads of a unit, where ``acc`` is the
+    log-sum-exp so far and ``rest`` the least block log-sum-exp met (``rest="min"``, the paper) or the greatest of the
+    last microbatch (``"last_max"``). ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"``
+    suffices. ``always`` blocks never enter ``rest``. As a selection it stands for everything it may read.
     """
 
     shape: Shape

@@ -109,7 +109,9 @@ class _BatchContext:
             query = Query.of(q, view, step=work.start - work.span_start, **common)
             selection = method.select_decode(query, sequence.states[layer])
         if isinstance(selection, Dense) and not isinstance(method, DenseMethod):
-            request.report.note(f"{work.phase}: '{method.name}' ran dense where its settings or a short context leave nothing to skip")
+            request.report.note(
+                f"{work.phase}: '{method.name}' ran dense where its settings or a short context leave nothing to skip"
+            )
         trace = Trace()
         out, lse = attend(
             q,
@@ -141,12 +143,19 @@ class _BatchContext:
             sequence.tails[layer] = None
         if _keeps_tail(method):
             before = sequence.tails[layer]
-            tail = q if before is None else torch.cat([before, q], 1)
-            sequence.tails[layer] = tail[:, -method.tail_rows :].clone()
+            joined = q if before is None else torch.cat([before, q], 1)
+            sequence.tails[layer] = joined[:, -method.tail_rows :].clone()
         if work.ends_span:
-            tail = sequence.tails[layer] if _keeps_tail(method) else q[:, -1:]
+            kept = sequence.tails[layer]
+            tail = q[:, -1:] if kept is None else kept
             segment = Chunk.of(
-                tail, chunk.kv, scale=chunk.scale, softcap=chunk.softcap, layer=layer, layers=chunk.layers, cost=chunk.cost
+                tail,
+                chunk.kv,
+                scale=chunk.scale,
+                softcap=chunk.softcap,
+                layer=layer,
+                layers=chunk.layers,
+                cost=chunk.cost,
             )
             sequence.states[layer] = method.begin(segment)
 

@@ -68,9 +68,13 @@ def _whole(name: str, value: object, low: int, high: int | None) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float | None, open_low: bool = False) -> None:
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > low if open_low else value >= low)
+    fits = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and (value > low if open_low else value >= low)
+    )
     if fits and high is not None:
         fits = value <= high  # type: ignore[operator]
     if not fits or value != value or value == float("inf"):
         left = f"above {low:g}" if open_low else f"at least {low:g}"
-        raise RequestError(f"{name}={value!r} must be a number {left}" + ("" if high is None else f" and at most {high:g}"))
+        raise RequestError(
+            f"{name}={value!r} must be a number {left}" + ("" if high is None else f" and at most {high:g}")
+        )

@@ -45,11 +45,11 @@ class PhaseStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
-        active = [layer for layer in self.layers if layer.attended is not None and layer.causal]
-        per_head = [[float(pairs) / layer.causal for pairs in layer.attended.tolist()] for layer in active]  # type: ignore[union-attr]
+        active = [(layer, layer.attended) for layer in self.layers if layer.attended is not None and layer.causal]
+        per_head = [[pairs / layer.causal for pairs in counts.tolist()] for layer, counts in active]
         per_layer = [sum(heads) / len(heads) for heads in per_head]
         rows = max(1, self.tokens) * max(1, len(active))
-        attended = sum(float(layer.attended.double().mean()) for layer in active)  # type: ignore[union-attr]
+        attended = sum(float(counts.double().mean()) for _, counts in active)
         return {
             "policy": "+".join(self.policies) if self.policies else None,
             "tokens": self.tokens,
@@ -57,9 +57,9 @@ class PhaseStats:
             "tokens_per_second": round(self.tokens / self.seconds, 3) if self.seconds > 0 else None,
             "density": sum(per_layer) / len(per_layer) if per_layer else None,
             "keys_attended": round(attended),
-            "keys_causal": sum(layer.causal for layer in active),
-            "keys_scored": sum(layer.scored for layer in active),
-            "keys_estimated": sum(layer.estimated for layer in active),
+            "keys_causal": sum(layer.causal for layer, _ in active),
+            "keys_scored": sum(layer.scored for layer, _ in active),
+            "keys_estimated": sum(layer.estimated for layer, _ in active),
             "keys_attended_per_row": round(attended / rows, 2),
             "density_per_layer": [round(value, 6) for value in per_layer],
             "density_per_head": [[round(value, 6) for value in heads] for heads in per_head],
@@ -105,5 +105,3 @@ class Report:
 
 def selection_kind(selection: Selection) -> str:
     return type(selection).__name__.lower()
-
-

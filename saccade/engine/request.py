@@ -20,8 +20,8 @@ from saccade.methods.policy import Policy
 class Span:
     """Tokens ``start .. stop - 1`` are computed in one phase under one policy.
 
-    Spans are kept so that KV that was dropped can be computed again exactly as before: prompts in the same chunks, generated
-    tokens one decode step at a time.
+    Spans are kept so that KV that was dropped can be computed again exactly as before: prompts in the same chunks,
+    generated tokens one decode step at a time.
     """
 
     start: int
@@ -143,7 +143,13 @@ class Request:
     _next_id = 0
 
     def __init__(
-        self, sequence: Sequence, prompt: list[int], params: SamplingParams, policy: Policy, max_length: int, layers: int
+        self,
+        sequence: Sequence,
+        prompt: list[int],
+        params: SamplingParams,
+        policy: Policy,
+        max_length: int,
+        layers: int,
     ) -> None:
         Request._next_id += 1
         self.id = Request._next_id

@@ -82,7 +82,8 @@ class Scheduler:
         return Work(request, start, stop, span.phase, span.policy, span.start, ends)
 
     def _admit(self, request: Request) -> bool:
-        """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own growth."""
+        """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own
+        growth."""
         sequence = request.sequence
         missing = sequence.kv.missing_blocks(len(sequence.tokens))
         self._evict_idle(missing)

@@ -1,13 +1,12 @@
 """One pool of KV blocks for all layers of all sequences (PSA, section 3.4).
 
-A slot holds one layer's block of one sequence: ``block_size`` tokens of every KV head. Slots are interchangeable between
-layers, so a layer that keeps little leaves room for one that keeps much.
+A slot holds one layer's block of one sequence: ``block_size`` tokens of every KV head. Slots are interchangeable
+between layers, so a layer that keeps little leaves room for one that keeps much.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from saccade.errors import CapacityError, SaccadeError
 

@@ -46,7 +46,8 @@ class SequenceKV:
         return sum(max(0, wanted - len(slots)) for slots in self._slots)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens in every layer. Raises CapacityError, taking nothing, when the pool is short."""
+        """Make room for ``tokens`` tokens in every layer. Raises CapacityError, taking nothing, when the pool is
+        short."""
         wanted = -(-tokens // self.pool.block_size)
         fresh = self.pool.allocate(self.missing_blocks(tokens))
         if wanted > self._tables.shape[1]:

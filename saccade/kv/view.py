@@ -33,7 +33,9 @@ class KVView:
         ``shuffle_seed`` scatters the blocks over the pool, as an engine under load would.
         """
         if k.dim() != 3 or k.shape != v.shape:
-            raise SaccadeError(f"k and v must both be [kv_heads, n, head_dim], got {tuple(k.shape)} and {tuple(v.shape)}")
+            raise SaccadeError(
+                f"k and v must both be [kv_heads, n, head_dim], got {tuple(k.shape)} and {tuple(v.shape)}"
+            )
         kv_heads, length, head_dim = k.shape
         blocks = -(-length // block_size)
         pool = BlockPool(blocks, kv_heads, head_dim, block_size=block_size, dtype=k.dtype, device=k.device)
@@ -107,7 +109,8 @@ class KVView:
         return self.k_pool[slots, kv_head, offsets], self.v_pool[slots, kv_head, offsets]
 
     def summary(self, kind: str, block_size: int) -> Tensor:
-        """Summary of every *full* block of ``block_size`` tokens: fp32 [full, parts, kv_heads, head_dim] (see summaries.py)."""
+        """Summary of every *full* block of ``block_size`` tokens: fp32 [full, parts, kv_heads, head_dim] (see
+        summaries.py)."""
         if self.summaries is not None:
             return self.summaries(kind, block_size)[: self.length // block_size]
         from saccade.kv.summaries import summarize_view

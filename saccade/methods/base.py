@@ -1,7 +1,8 @@
 """What every method is: a frozen dataclass of its paper's hyper-parameters with hooks for the phases of inference.
 
-A method decides which keys. It holds no storage and runs no attention: hooks get a chunk (queries and a view of the keys) and
-return a selection. Everything that changes lives in the state its ``begin`` returns, one per sequence and layer.
+A method decides which keys. It holds no storage and runs no attention: hooks get a chunk (queries and a view of the
+keys) and return a selection. Everything that changes lives in the state its ``begin`` returns, one per sequence and
+layer.
 
 The simplest method is one ``return``::
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class Chunk:
     cost: Cost = field(default_factory=Cost)
 
     @classmethod
-    def of(cls, q: Tensor, kv: KVView, scale: float | None = None, **rest: Any) -> Chunk:
+    def of(cls, q: Tensor, kv: KVView, scale: float | None = None, **rest: Any) -> Self:
         """A chunk whose rows are the last of the stored keys; ``scale`` defaults to 1 / sqrt(head_dim)."""
         shape = Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], kv.length)
         return cls(q, kv, shape, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, **rest)
@@ -82,7 +83,8 @@ class Method:
         return Dense(chunk.shape)
 
     def begin(self, segment: Chunk) -> Any:
-        """State for decoding after a prefill; ``segment`` holds the turn's last ``tail_rows`` queries (at least one)."""
+        """State for decoding after a prefill; ``segment`` holds the turn's last ``tail_rows`` queries (at least
+        one)."""
         return None
 
     def select_decode(self, query: Query, state: Any) -> Selection:
@@ -113,7 +115,9 @@ def require(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 def require_whole(name: str, value: Any, least: int) -> None:
     """Raise PolicyError unless ``value`` is an integer of at least ``least``."""
-    require(isinstance(value, int) and not isinstance(value, bool) and value >= least, name, value, f"an integer >= {least}")
+    require(
+        isinstance(value, int) and not isinstance(value, bool) and value >= least, name, value, f"an integer >= {least}"
+    )
 
 
 def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

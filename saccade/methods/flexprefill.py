@@ -1,10 +1,12 @@
-"""FlexPrefill: per head and input, query-aware blocks or vertical-slash lines up to a cumulative weight gamma (ICLR 2025).
+"""FlexPrefill: per head and input, query-aware blocks or vertical-slash lines up to a cumulative weight gamma (ICLR
+2025).
 
-This is the block-level form of the paper's Alg. 1-4 with the promise of its eq. 3 restored: the published code turns a token
-count into a block count and may miss gamma on the very rows it looked at (algorithms.md 2.3-2.5). Here
+This is the block-level form of the paper's Alg. 1-4 with the promise of its eq. 3 restored: the published code turns a
+token count into a block count and may miss gamma on the very rows it looked at (algorithms.md 2.3-2.5). Here
 
 * vertical blocks and slash groups are each counted by cumulative mass >= gamma;
-* a slash group of ``block_size`` distances straddles two block diagonals, and both are taken, so the blocks cover the lines;
+* a slash group of ``block_size`` distances straddles two block diagonals, and both are taken, so the blocks cover the
+  lines;
 * the budget holds for the union of both directions, in tokens per query block;
 * any appended chunk works: representative rows are the chunk's last ones and the block grid is anchored at position 0.
 """
@@ -170,7 +172,8 @@ def _reach(mass: Tensor, gamma: float) -> tuple[Tensor, int]:
 
 
 def _root_jsd(p: Tensor, q: Tensor) -> Tensor:
-    """Square root of the Jensen-Shannon divergence over the last axis, natural log, 0 log 0 = 0: within [0, sqrt(ln 2)]."""
+    """Square root of the Jensen-Shannon divergence over the last axis, natural log, 0 log 0 = 0: within [0, sqrt(ln
+    2)]."""
     middle = (p + q) / 2
     terms = torch.special.xlogy(p, p) + torch.special.xlogy(q, q) - 2 * torch.special.xlogy(middle, middle)
     return (terms.sum(-1) / 2).clamp(min=0).sqrt()

@@ -1,8 +1,8 @@
 """Policies: which method each phase of a request uses, and their text form.
 
 ``psa(epsilon=0.98)`` names a method with options; it serves the phases it knows and the others run dense. ``a + b``
-combines methods: ``flexprefill + psa(epsilon=0.98)``. The same text is read in Python, on the command line, in YAML and in a
-request. Explicit assignment works too: ``prefill=streaming, decode=psa`` (as text or as a mapping).
+combines methods: ``flexprefill + psa(epsilon=0.98)``. The same text is read in Python, on the command line, in YAML and
+in a request. Explicit assignment works too: ``prefill=streaming, decode=psa`` (as text or as a mapping).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Policy:
             if not isinstance(method, Method):
                 raise PolicyError(f"{phase}={method!r} is not a method; known: {_known()}")
             if phase not in method.phases:
-                raise PolicyError(f"method '{method.name}' does not select in {phase}, only in {', '.join(method.phases)}")
+                raise PolicyError(
+                    f"method '{method.name}' does not select in {phase}, only in {', '.join(method.phases)}"
+                )
 
     @classmethod
     def parse(cls, policy: Policy | Method | str | Mapping[str, Any] | None) -> Policy:
@@ -52,7 +54,9 @@ class Policy:
         if isinstance(policy, Mapping):
             return _assign({str(phase): value for phase, value in policy.items()}, str(dict(policy)))
         if not isinstance(policy, str) or not policy.strip():
-            raise PolicyError(f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {policy!r}; known: {_known()}")
+            raise PolicyError(
+                f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {policy!r}; known: {_known()}"
+            )
         return _from_text(policy.strip())
 
     @property

@@ -23,8 +23,9 @@ class PSA(Method):
     """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
 
     Criticality is ArkVale's cuboid-mean score, averaged over the unit's query heads. ``unit`` is ``kv_head``, or
-    ``layer`` as in the paper. ``rest="min"`` is Alg. 1's estimate of the unread blocks; ``"last_max"`` is safer when the
-    ranking errs. ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
+    ``layer`` as in the paper. ``rest="min"`` is Alg. 1's estimate of the unread blocks; ``"last_max"`` is safer when
+    the ranking errs. ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads
+    everything.
     """
 
     name: ClassVar[str] = "psa"
@@ -49,7 +50,11 @@ class PSA(Method):
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape, size = query.shape, self.block_size
         full, partial = divmod(shape.k_len, size)
-        always = [*range(min(SINK_BLOCKS, full)), *([full - 1] if full > SINK_BLOCKS else []), *([full] if partial else [])]
+        always = [
+            *range(min(SINK_BLOCKS, full)),
+            *([full - 1] if full > SINK_BLOCKS else []),
+            *([full] if partial else []),
+        ]
         if shape.k_len <= (len(always) + self.microbatch) * size:
             return Dense(shape)
         scores = cuboid_scores(query.q[:, 0], query.kv.summary("cuboid", size))  # [H, full]

@@ -16,10 +16,10 @@ from saccade.selection import Dense, Selection, Tokens
 class TopK(Method):
     """The ``k`` keys of highest exact logit, ties to the lower index.
 
-    ``k`` is a number of keys, or a fraction of the visible ones when below 1; it counts forced keys (``sinks`` first keys
-    and ``local`` last ones), which win when they already exceed it. ``unit="kv_head"`` takes one set per KV head by the
-    group's mean softmax weight. It scores every key, so it saves reads of values, never scores; ``prefill=true`` applies
-    it to prefill rows too.
+    ``k`` is a number of keys, or a fraction of the visible ones when below 1; it counts forced keys (``sinks`` first
+    keys and ``local`` last ones), which win when they already exceed it. ``unit="kv_head"`` takes one set per KV head
+    by the group's mean softmax weight. It scores every key, so it saves reads of values, never scores; ``prefill=true``
+    applies it to prefill rows too.
     """
 
     name: ClassVar[str] = "topk"
@@ -35,7 +35,9 @@ class TopK(Method):
     def __post_init__(self) -> None:
         whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
         fraction = isinstance(self.k, float) and 0 < self.k < 1
-        require(whole or fraction, "k", self.k, "an integer >= 1 (keys), or a fraction between 0 and 1 of the visible keys")
+        require(
+            whole or fraction, "k", self.k, "an integer >= 1 (keys), or a fraction between 0 and 1 of the visible keys"
+        )
         require_whole("sinks", self.sinks, 0)
         require_whole("local", self.local, 0)
         require_choice("unit", self.unit, ("q_head", "kv_head"))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a checkpoint as the engine needs it. ``windows[i]`` is layer i's sliding window in tokens, or None."""
+    """The shape of a checkpoint as the engine needs it. ``windows[i]`` is layer i's sliding window in tokens, or
+    None."""
 
     family: str
     layers: int
