@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from saccade.engine.params import SamplingParams
     from saccade.errors import SaccadeError
-    from saccade.llm import LLM, CompletionOutput, RequestOutput, Session
+    from saccade.llm import LLM
     from saccade.methods.policy import Policy
+    from saccade.outputs import CompletionOutput, RequestOutput
+    from saccade.session import Session
 
 __all__ = ["LLM", "CompletionOutput", "Policy", "RequestOutput", "SaccadeError", "SamplingParams", "Session"]
 
@@ -25,9 +27,9 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 _HOME = {
     "LLM": "llm",
-    "Session": "llm",
-    "RequestOutput": "llm",
-    "CompletionOutput": "llm",
+    "Session": "session",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
     "SamplingParams": "engine.params",
     "Policy": "methods.policy",
     "SaccadeError": "errors",

@@ -1,10 +1,9 @@
-"""The Python face: ``LLM`` for prompts, ``Session`` for many turns over one growing context."""
+"""The Python face: a model with its KV pool, ready to generate."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +11,18 @@ import torch
 
 from saccade.engine.core import Engine
 from saccade.engine.params import SamplingParams
-from saccade.engine.request import Request, StepOutput, TokenLogprob
+from saccade.engine.request import StepOutput
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
 from saccade.kv.pool import BlockPool
 from saccade.kv.sequence import SequenceKV
 from saccade.memory import available_bytes, parse_bytes
-from saccade.methods.base import Method
-from saccade.methods.policy import Policy
+from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.loader import load_model
 from saccade.ops import cpu
+from saccade.outputs import RequestOutput, drain, request_output, steps
+from saccade.session import Session
 
 Prompt = str | Sequence[int]
-PolicyLike = Policy | Method | str | Mapping[str, Any] | None
-
-
-@dataclass
-class CompletionOutput:
-    """One sample. ``finish_reason``: ``stop`` (end token or stop string), ``length``, ``cancelled`` or ``error``."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, TokenLogprob]] | None = None
-
-
-@dataclass
-class RequestOutput:
-    """All samples of one prompt, and ``report``: what the first of them really did, as plain data (see
-    docs/report.md)."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    report: dict[str, Any]
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    error: str | None = None
-    finished: bool = True
 
 
 class LLM:
@@ -143,14 +116,14 @@ class LLM:
             for ids, one, chosen in zip(encoded, params, policies)
         ]
         try:
-            _drain(self.engine, [request for group in groups for request in group])
+            drain(self.engine, [request for group in groups for request in group])
         except BaseException:
             for group in groups:
                 for request in group:
                     self.engine.cancel(request)
             raise
         return [
-            _output(text if isinstance(text, str) else None, ids, group)
+            request_output(text if isinstance(text, str) else None, ids, group)
             for text, ids, group in zip(texts, encoded, groups)
         ]
 
@@ -163,7 +136,7 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n={params.n} cannot be streamed; use generate()")
         request = self.engine.add(self._encode(prompt), params, self._policy(policy))
-        yield from _steps(self.engine, request)
+        yield from steps(self.engine, request)
 
     def chat(
         self,
@@ -192,112 +165,6 @@ class LLM:
                 raise RequestError("the prompt is empty; give at least one token")
             return self.tokenizer.encode(prompt, add_special_tokens=first)
         return list(prompt)
-
-
-class Session:
-    """Many turns over one context. Only what a turn appends is computed; the rest is kept.
-
-    A turn that fails or is cancelled leaves the session as it was before it.
-    """
-
-    def __init__(self, llm: LLM, policy: Policy) -> None:
-        self.llm = llm
-        self.policy = policy
-        self.sequence = llm.engine.new_sequence()
-        self.messages: list[dict[str, Any]] = []
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Everything said so far, answers included."""
-        return list(self.sequence.tokens)
-
-    def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
-    ) -> RequestOutput:
-        """Append ``prompt`` (text or token ids) to the context and complete it."""
-        request = self._start(prompt, sampling_params, policy)
-        _drain(self.llm.engine, [request])
-        return _output(prompt if isinstance(prompt, str) else None, request.prompt, [request])
-
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
-    ) -> Iterator[StepOutput]:
-        """Like ``generate``, step by step; leaving the loop early cancels the turn."""
-        yield from _steps(self.llm.engine, self._start(prompt, sampling_params, policy))
-
-    def chat(
-        self,
-        message: str | Mapping[str, Any],
-        sampling_params: SamplingParams | None = None,
-        *,
-        policy: PolicyLike = None,
-    ) -> RequestOutput:
-        """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
-        shares with the stored context is not computed again."""
-        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn])
-        shared = 0
-        for ours, theirs in zip(self.sequence.tokens, ids[:-1]):
-            if ours != theirs:
-                break
-            shared += 1
-        self.llm.engine.check(ids)
-        self.sequence.truncate(shared)
-        output = self.generate(ids[shared:], sampling_params, policy=policy)
-        if output.error is None:
-            self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
-        return output
-
-    def close(self) -> None:
-        """Give the session's blocks back."""
-        self.llm.engine.forget(self.sequence)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _start(self, prompt: Prompt, params: SamplingParams | None, policy: PolicyLike) -> Request:
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
-        chosen = self.policy if policy is None else Policy.parse(policy)
-        ids = self.llm._encode(prompt, first=not self.sequence.tokens)
-        return self.llm.engine.add(ids, params, chosen, self.sequence)
-
-
-def _drain(engine: Engine, requests: list[Request]) -> None:
-    while not all(request.finished for request in requests):
-        engine.step()
-    for request in requests:
-        if request.error is not None:
-            warnings.warn(f"request {request.id} failed: {request.error}", RuntimeWarning, stacklevel=3)
-
-
-def _steps(engine: Engine, request: Request) -> Iterator[StepOutput]:
-    try:
-        while not request.finished:
-            yield from (output for output in engine.step() if output.request is request)
-    finally:
-        engine.cancel(request)
-
-
-def _output(prompt: str | None, ids: list[int], group: list[Request]) -> RequestOutput:
-    outputs = [
-        CompletionOutput(
-            index=index,
-            text=request.text,
-            token_ids=request.final_ids,
-            finish_reason=request.finish_reason,
-            cumulative_logprob=request.cumulative_logprob if request.params.logprobs is not None else None,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-        )
-        for index, request in enumerate(group)
-    ]
-    reports = [request.report.as_dict() for request in group]
-    error = next((request.error for request in group if request.error is not None), None)
-    return RequestOutput(prompt, ids, outputs, reports[0], reports, error)
 
 
 def _checkpoint(model: str | Path) -> Path:

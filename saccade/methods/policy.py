@@ -76,6 +76,9 @@ class Policy:
         return self.text
 
 
+PolicyLike = Policy | Method | str | Mapping[str, Any] | None  # whatever Policy.parse reads; None is dense
+
+
 def parse_method(text: str) -> Method:
     """``name`` or ``name(option=value, ...)`` with literal values."""
     text = text.strip()

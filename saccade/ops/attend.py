@@ -40,12 +40,13 @@ def attend(
     """Attention of ``q`` over the selected keys.
 
     ``q`` [heads, q_len, head_dim] with ``kv`` a KVView, or a pair of tensors [kv_heads, k_len, head_dim]. A batch is
-    ``q`` [batch, heads, q_len, head_dim] with a list of views or a pair of 4-D tensors, and one selection for all or a list.
-    ``selection=None`` is dense causal attention with the rows at the end of the keys. ``scale`` defaults to
-    1 / sqrt(head_dim). Returns ``out`` like q and ``lse`` float32 of q's shape without its last axis; a row without keys
+    ``q`` [batch, heads, q_len, head_dim] with a list of views or a pair of 4-D tensors, and one selection for all or a
+    list. ``selection=None`` is dense causal attention with the rows at the end of the keys. ``scale`` defaults to 1 /
+    sqrt(head_dim). Returns ``out`` like q and ``lse`` float32 of q's shape without its last axis; a row without keys
     gives ``(0, -inf)``.
 
-    Raises SaccadeError for shapes that do not fit and for ``backend="cpu"`` where the C++ kernels cannot serve the call.
+    Raises SaccadeError for shapes that do not fit and for ``backend="cpu"`` where the C++ kernels cannot serve the
+    call.
     """
     if q.dim() == 4:
         return _attend_batch(q, kv, selection, scale, softcap, backend, threads)

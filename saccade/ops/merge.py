@@ -9,8 +9,9 @@ from torch import Tensor
 def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge attention over two disjoint key sets.
 
-    ``out_*`` [..., head_dim] and ``lse_*`` [...] are what :func:`saccade.ops.attend` returned for each set; an empty set is
-    ``(0, -inf)``. Returns ``(out, lse)`` over the union, ``out`` in ``out_a``'s dtype, computed in float32 (float64 if given).
+    ``out_*`` [..., head_dim] and ``lse_*`` [...] are what :func:`saccade.ops.attend` returned for each set; an empty
+    set is ``(0, -inf)``. Returns ``(out, lse)`` over the union, ``out`` in ``out_a``'s dtype, computed in float32
+    (float64 if given).
 
     >>> out, lse = merge_state(*attend(q, left), *attend(q, right))  # doctest: +SKIP
     """

@@ -20,9 +20,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """``q`` [heads, q_len, head_dim] over the selected keys of ``kv``.
 
-    Returns ``out`` [heads, q_len, head_dim] in q's dtype and ``lse`` float32 [heads, q_len], the natural log-sum-exp of the
-    scaled, soft-capped logits. A row without keys gives ``(0, -inf)``. Arithmetic is float32 whatever the storage (float64
-    when q is float64).
+    Returns ``out`` [heads, q_len, head_dim] in q's dtype and ``lse`` float32 [heads, q_len], the natural log-sum-exp of
+    the scaled, soft-capped logits. A row without keys gives ``(0, -inf)``. Arithmetic is float32 whatever the storage
+    (float64 when q is float64).
     """
     shape = selection.shape
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32

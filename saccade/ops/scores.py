@@ -1,4 +1,5 @@
-"""The arithmetic that selections rest on: exact rows, pooled blocks, line sums, block criticality. Indices are methods' work."""
+"""The arithmetic that selections rest on: exact rows, pooled blocks, line sums, block criticality. Indices are methods'
+work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from saccade.selection import Shape
 def row_logits(
     q: Tensor, kv: KVView, shape: Shape, kv_head: int, start: int, stop: int, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Exact logits of rows ``start .. stop - 1`` for one KV head's group: fp32 [group, rows, k_len], acausal entries -inf."""
+    """Exact logits of rows ``start .. stop - 1`` for one KV head's group: fp32 [group, rows, k_len], acausal entries
+    -inf."""
     heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
     visible = shape.q_start + stop
     k, _ = kv.take(torch.arange(visible), kv_head)
@@ -39,7 +41,8 @@ def slash_sums(weights: Tensor, first_row: int) -> Tensor:
     g, r, n = weights.shape
     if first_row + r != n:
         raise ValueError("slash_sums needs the rows to be the last positions")
-    # Key axis flipped: row j holds distance o at column o + r - 1 - j, so that a row stride one short lines distances up.
+    # Key axis flipped: row j holds distance o at column o + r - 1 - j, so that a row stride one short lines distances
+    # up.
     width = n + r
     flat = torch.nn.functional.pad(weights.flip(-1), (0, r)).contiguous()
     skewed = torch.as_strided(flat, (g, r, n), (r * width, width - 1, 1), r - 1)
@@ -47,7 +50,8 @@ def slash_sums(weights: Tensor, first_row: int) -> Tensor:
 
 
 def mean_keys(kv: KVView, block_size: int) -> Tensor:
-    """Mean key of every block, the partial last one over its real keys: fp32 [kv_heads, ceil(n / block_size), head_dim]."""
+    """Mean key of every block, the partial last one over its real keys: fp32 [kv_heads, ceil(n / block_size),
+    head_dim]."""
     full = kv.length // block_size
     means = kv.summary("mean", block_size)[:full, 0].transpose(0, 1)
     if kv.length % block_size:

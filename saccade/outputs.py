@@ -1,0 +1,72 @@
+"""What a caller gets back, and driving the engine until it is there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from saccade.engine.core import Engine
+from saccade.engine.request import Request, StepOutput, TokenLogprob
+
+
+@dataclass
+class CompletionOutput:
+    """One sample. ``finish_reason``: ``stop`` (end token or stop string), ``length``, ``cancelled`` or ``error``."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, TokenLogprob]] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All samples of one prompt, and ``report``: what the first of them really did, as plain data (see
+    docs/report.md)."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    report: dict[str, Any]
+    reports: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    finished: bool = True
+
+
+def drain(engine: Engine, requests: list[Request]) -> None:
+    """Run steps until all requests ended; a warning for each that failed."""
+    while not all(request.finished for request in requests):
+        engine.step()
+    for request in requests:
+        if request.error is not None:
+            warnings.warn(f"request {request.id} failed: {request.error}", RuntimeWarning, stacklevel=3)
+
+
+def steps(engine: Engine, request: Request) -> Iterator[StepOutput]:
+    """Run steps and yield what they did for one request; cancels it when the caller stops listening."""
+    try:
+        while not request.finished:
+            yield from (output for output in engine.step() if output.request is request)
+    finally:
+        engine.cancel(request)
+
+
+def request_output(prompt: str | None, ids: list[int], group: list[Request]) -> RequestOutput:
+    outputs = [
+        CompletionOutput(
+            index=index,
+            text=request.text,
+            token_ids=request.final_ids,
+            finish_reason=request.finish_reason,
+            cumulative_logprob=request.cumulative_logprob if request.params.logprobs is not None else None,
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+        )
+        for index, request in enumerate(group)
+    ]
+    reports = [request.report.as_dict() for request in group]
+    error = next((request.error for request in group if request.error is not None), None)
+    return RequestOutput(prompt, ids, outputs, reports[0], reports, error)
