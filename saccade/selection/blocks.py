@@ -1,0 +1,153 @@
+"""Blocks of keys: chosen sets, and rankings that the op reads until it may stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.selection.base import Selection, Shape
+from saccade.selection.csr import check_below, check_csr, list_ids, offsets_of
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Selection):
+    """Key blocks per query block, both on one grid of ``block_size`` positions anchored at position 0.
+
+    ``offsets`` int64 [units * q_blocks + 1], ``indices`` int32 [nnz]: key-block ids of list ``u * q_blocks + j``, where
+    ``j`` counts query blocks from ``first_q_block``. The causal mask cuts the diagonal block.
+    """
+
+    shape: Shape
+    block_size: int
+    offsets: Tensor
+    indices: Tensor
+
+    @property
+    def first_q_block(self) -> int:
+        return self.shape.q_start // self.block_size
+
+    @property
+    def q_blocks(self) -> int:
+        last = (self.shape.q_start + self.shape.q_len - 1) // self.block_size
+        return last - self.first_q_block + 1
+
+    @property
+    def units(self) -> int:
+        return (self.offsets.numel() - 1) // self.q_blocks
+
+    @classmethod
+    def from_block_mask(cls, shape: Shape, block_size: int, block_mask: Tensor) -> Blocks:
+        """From bool [units, q_blocks, k_blocks]; blocks after the query block are dropped."""
+        q_blocks, k_blocks = block_mask.shape[1:]
+        first = shape.q_start // block_size
+        causal = torch.arange(k_blocks)[None, :] <= first + torch.arange(q_blocks)[:, None]
+        lists = (block_mask & causal).flatten(0, 1)
+        return cls(shape, block_size, offsets_of(lists.sum(1)), lists.nonzero()[:, 1].to(torch.int32))
+
+    @classmethod
+    def from_lists(cls, shape: Shape, block_size: int, lists: Sequence[Tensor]) -> Blocks:
+        """From ``units * q_blocks`` lists of key-block ids, sorted and made unique here."""
+        parts = [torch.unique(part.to(torch.int32)) for part in lists]
+        counts = torch.tensor([part.numel() for part in parts])
+        return cls(
+            shape, block_size, offsets_of(counts), torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+        )
+
+    def block_mask(self) -> Tensor:
+        """bool [units, q_blocks, k_blocks]."""
+        k_blocks = -(-self.shape.k_len // self.block_size)
+        mask = torch.zeros(self.offsets.numel() - 1, k_blocks, dtype=torch.bool)
+        mask[list_ids(self.offsets), self.indices.long()] = True
+        return mask.view(self.units, self.q_blocks, k_blocks)
+
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        k_blocks = -(-self.shape.k_len // self.block_size)
+        q_block = self.shape.rows[start:stop] // self.block_size - self.first_q_block
+        chosen = torch.zeros(self.q_blocks, k_blocks, dtype=torch.bool)
+        for j in range(int(q_block[0]), int(q_block[-1]) + 1):
+            at = unit * self.q_blocks + j
+            chosen[j, self.indices[self.offsets[at] : self.offsets[at + 1]].long()] = True
+        tokens = chosen[q_block].repeat_interleave(self.block_size, 1)[:, : self.shape.k_len]
+        return tokens & self.shape.causal_mask(start, stop)
+
+    def unit_pairs(self) -> Tensor:
+        size, shape = self.block_size, self.shape
+        q_block = self.first_q_block + torch.arange(self.q_blocks)
+        start = (q_block * size).clamp(min=shape.q_start)
+        stop = ((q_block + 1) * size).clamp(max=shape.q_start + shape.q_len)
+        below = (stop - start) * size  # pairs in a block left of the diagonal
+        head = start - q_block * size  # rows before `start` in the diagonal block
+        tail = stop - q_block * size
+        diagonal = (tail * (tail + 1) - head * (head + 1)) // 2
+        which = list_ids(self.offsets)
+        row_block = which % self.q_blocks
+        on_diagonal = self.indices.long() == q_block[row_block]
+        weight = torch.where(on_diagonal, diagonal[row_block], below[row_block])
+        return torch.zeros(self.units, dtype=torch.int64).index_add_(0, which // self.q_blocks, weight)
+
+    def _merge_same(self, other: Selection) -> Selection | None:
+        if not isinstance(other, Blocks) or other.block_size != self.block_size:
+            return None
+        units = max(self.units, other.units)
+        left = self.block_mask().repeat_interleave(units // self.units, 0)
+        right = other.block_mask().repeat_interleave(units // other.units, 0)
+        return Blocks.from_block_mask(self.shape, self.block_size, left | right)
+
+    def check(self) -> None:
+        check_csr(self.offsets, self.indices, self.shape.heads * self.q_blocks, self.q_blocks)
+        limit = (self.first_q_block + torch.arange(self.q_blocks)).repeat(self.units)
+        check_below(self.offsets, self.indices, limit + 1, "block")
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking(Selection):
+    """Blocks in order of criticality with a stopping rule; the op decides how many it reads (PSA, Alg. 1). Decode only.
+
+    ``always`` int32 [units, a] and ``order`` int32 [units, m] are disjoint block ids; ``order`` is descending in
+    criticality. The op attends to ``always``, then to ``order`` in microbatches of ``microbatch`` blocks, and stops
+    once ``1 / (1 + left * exp(rest - acc)) > epsilon`` (strict) for the query heads of a unit, where ``acc`` is the
+    log-sum-exp so far and ``rest`` the least block log-sum-exp met (``rest="min"``, the paper) or the greatest of the
+    last microbatch (``"last_max"``). ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"``
+    suffices. ``always`` blocks never enter ``rest``. As a selection it stands for everything it may read.
+    """
+
+    shape: Shape
+    block_size: int
+    always: Tensor
+    order: Tensor
+    epsilon: float
+    microbatch: int = 4
+    rest: str = "min"
+    stop: str = "all"
+
+    @property
+    def units(self) -> int:
+        return self.order.shape[0]
+
+    def as_blocks(self) -> Blocks:
+        """Everything the ranking may read."""
+        return self.prefix([self.order.shape[1]] * self.units)
+
+    def prefix(self, used: Sequence[int]) -> Blocks:
+        """``always`` and the first ``used[u]`` blocks of each unit's order: what the op has read once it stopped."""
+        lists = [torch.cat([self.always[u], self.order[u, : used[u]]]) for u in range(self.units)]
+        return Blocks.from_lists(self.shape, self.block_size, lists)
+
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        return self.as_blocks().row_mask(unit, start, stop)
+
+    def unit_pairs(self) -> Tensor:
+        return self.as_blocks().unit_pairs()
+
+    def check(self) -> None:
+        if self.shape.q_len != 1:
+            raise SaccadeError(f"a ranking serves one query row, got q_len={self.shape.q_len}")
+        both = torch.cat([self.always, self.order], 1)
+        for row in both:
+            if torch.unique(row).numel() != row.numel():
+                raise SaccadeError("a ranking's always and order blocks must be disjoint and unique")
+        self.as_blocks().check()

@@ -1,0 +1,94 @@
+"""Vertical and slash lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.selection.base import Selection, Shape
+from saccade.selection.csr import check_below, check_csr, offsets_of
+
+
+@dataclass(frozen=True, eq=False)
+class Lines(Selection):
+    """Vertical lines (key columns) and slash lines (distances ``p - i``), the same for all rows of the call.
+
+    ``v_offsets`` / ``s_offsets`` int64 [units + 1]; ``columns`` / ``distances`` int32, sorted and unique per unit.
+    """
+
+    shape: Shape
+    v_offsets: Tensor
+    columns: Tensor
+    s_offsets: Tensor
+    distances: Tensor
+
+    @property
+    def units(self) -> int:
+        return self.v_offsets.numel() - 1
+
+    @classmethod
+    def from_lists(cls, shape: Shape, columns: Sequence[Tensor], distances: Sequence[Tensor]) -> Lines:
+        """From one list of columns and one of distances per unit, sorted and made unique here."""
+        if len(columns) != len(distances):
+            raise SaccadeError(f"{len(columns)} column lists but {len(distances)} distance lists")
+        vertical = [torch.unique(part.to(torch.int32)) for part in columns]
+        slash = [torch.unique(part.to(torch.int32)) for part in distances]
+        return cls(
+            shape,
+            offsets_of(torch.tensor([part.numel() for part in vertical])),
+            torch.cat(vertical),
+            offsets_of(torch.tensor([part.numel() for part in slash])),
+            torch.cat(slash),
+        )
+
+    def unit_lines(self, unit: int) -> tuple[Tensor, Tensor]:
+        """(columns, distances) of one unit, int64."""
+        columns = self.columns[self.v_offsets[unit] : self.v_offsets[unit + 1]].long()
+        distances = self.distances[self.s_offsets[unit] : self.s_offsets[unit + 1]].long()
+        return columns, distances
+
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        # Acausal entries get distance -1, which indexes the spare last slot of is_distance.
+        rows = self.shape.rows[start:stop, None]
+        distance = (rows - torch.arange(self.shape.k_len)[None, :]).clamp(min=-1)
+        columns, distances = self.unit_lines(unit)
+        is_column = torch.zeros(self.shape.k_len, dtype=torch.bool)
+        is_column[columns] = True
+        is_distance = torch.zeros(self.shape.k_len + 1, dtype=torch.bool)
+        is_distance[distances] = True
+        return (is_column[None, :] & (distance >= 0)) | is_distance[distance]
+
+    def unit_pairs(self) -> Tensor:
+        first, last = self.shape.q_start, self.shape.q_start + self.shape.q_len - 1
+        counts = []
+        for unit in range(self.units):
+            columns, distances = self.unit_lines(unit)
+            lines = torch.cat([columns, distances])
+            total = (last + 1 - lines.clamp(min=first)).clamp(min=0).sum()
+            # A column c and a distance o cross at row c + o; count the crossings that fall on a row of this call.
+            low = torch.searchsorted(distances, first - columns)
+            high = torch.searchsorted(distances, last - columns, right=True)
+            counts.append(total - (high - low).sum())
+        return torch.stack(counts)
+
+    def _merge_same(self, other: Selection) -> Selection | None:
+        if not isinstance(other, Lines):
+            return None
+        units = max(self.units, other.units)
+        columns, distances = [], []
+        for unit in range(units):
+            left = self.unit_lines(unit * self.units // units)
+            right = other.unit_lines(unit * other.units // units)
+            columns.append(torch.cat([left[0], right[0]]))
+            distances.append(torch.cat([left[1], right[1]]))
+        return Lines.from_lists(self.shape, columns, distances)
+
+    def check(self) -> None:
+        last = torch.full((self.units,), self.shape.q_start + self.shape.q_len)
+        for offsets, indices in ((self.v_offsets, self.columns), (self.s_offsets, self.distances)):
+            check_csr(offsets, indices, self.shape.heads, 1)
+            check_below(offsets, indices, last, "line")
