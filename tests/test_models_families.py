@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_store import DenseStore, greedy, run_packed
-from tiny_models import CONFIGS, REQUIRED, make_checkpoint, oracle, oracle_greedy, oracle_logits, random_ids
+from tiny_models import (  # noqa: F401
+    CONFIGS,
+    REQUIRED,
+    make_checkpoint,
+    one_thread,
+    oracle,
+    oracle_greedy,
+    oracle_logits,
+    random_ids,
+)
 
 from saccade.models import load_model
 from saccade.models.families import FAMILIES

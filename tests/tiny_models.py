@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -126,6 +127,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Imported by test modules: these matrices are too small to share between threads that others may hold up."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make_checkpoint(family: str, folder: Path, *, seed: int = 0, tokenizer: bool = True, **overrides: Any) -> Path:

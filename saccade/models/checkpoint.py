@@ -40,7 +40,9 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Check the folder's files and read its config; raises ModelError for anything missing, broken or quantised."""
     folder = check_folder(path)
-    return Checkpoint(folder, read_config(folder), stored_dtype(weight_files(folder)))
+    config = read_config(folder)
+    check_generation_config(folder)
+    return Checkpoint(folder, config, stored_dtype(weight_files(folder)))
 
 
 def check_folder(path: str | Path) -> Path:
@@ -69,6 +71,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ModelError(f"{file} names no model_type, so the model's family is unknown")
     return config
+
+
+def check_generation_config(folder: Path) -> None:
+    """ModelError if generation_config.json is there but broken: transformers would quietly go on without it."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return
+    config = _read_json(file)
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is not a JSON object")
+    eos = config.get("eos_token_id")
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]) if token is not None):
+        raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -48,6 +48,8 @@ class Family:
     rotary_per_layer_type: bool = False
     final_norm: str = "norm"
     scale_embedding: str | None = None
+    # generate() computes the whole past again when a sequence grows into longrope's long factors.
+    restarts_at_long_rope: bool = False
     finish_logits: Callable[[Tensor, Any], Tensor] = _plain
 
 
@@ -56,7 +58,7 @@ _CHECKED = (
     Family("mistral", "MistralForCausalLM", windows="every_layer"),
     Family("qwen2", "Qwen2ForCausalLM", windows="layer_types"),
     Family("qwen3", "Qwen3ForCausalLM", windows="layer_types"),
-    Family("phi3", "Phi3ForCausalLM", windows="every_layer"),
+    Family("phi3", "Phi3ForCausalLM", windows="every_layer", restarts_at_long_rope=True),
     Family("mixtral", "MixtralForCausalLM", windows="every_layer"),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", windows="every_layer"),
     Family("glm4", "Glm4ForCausalLM"),

@@ -192,6 +192,7 @@ def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> An
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that they are reported by name, and refused
             output_loading_info=True,
         )
     except Exception as error:  # transformers and safetensors raise many kinds

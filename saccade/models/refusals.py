@@ -24,6 +24,10 @@ _RECURRENT = (
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "longcat_flash", "glm4_moe_lite", "glm_moe_dsa")
 _SHARED_KV = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified")
 _ALIBI = ("bloom", "mpt")
+_COUNTS = (
+    "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 _OTHER_MODALITIES = ("vision_config", "audio_config", "speech_config", "text_config", "thinker_config")
 
 
@@ -99,7 +103,7 @@ def refuse_unsupported(config: Config, where: str) -> None:
     if model_type not in FAMILIES:
         raise ModelError(f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     _refuse_other_head(config, where)
-    _refuse_odd_heads(config, where)
+    _refuse_odd_sizes(config, where)
 
 
 def _article(feature: str) -> str:
@@ -115,10 +119,10 @@ def _refuse_other_head(config: Config, where: str) -> None:
         )
 
 
-def _refuse_odd_heads(config: Config, where: str) -> None:
-    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+def _refuse_odd_sizes(config: Config, where: str) -> None:
+    for key in _COUNTS:
         value = config.get(key)
-        if isinstance(value, list):
+        if isinstance(value, list) and key in _COUNTS[:3]:
             raise ModelError(f"{where}: {key} differs between layers, which is not supported")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ModelError(f"{where}: {key} must be a positive whole number, got {value!r}")

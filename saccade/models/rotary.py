@@ -36,11 +36,11 @@ class Rotary:
     def __init__(self, module: Any, config: Any, *, per_layer_type: bool) -> None:
         self._module = module
         self._layer_types = tuple(config.layer_types) if per_layer_type else None
-        self._long_from: int | None = None  # longrope: lengths beyond this use the long factors
+        self.long_from: int | None = None  # longrope: lengths beyond this use the long factors
         self._grows_from: int | None = None  # dynamic NTK: lengths beyond this have factors of their own
         kind = rope_type(config)
         if kind == "longrope":
-            self._long_from = config.rope_parameters["original_max_position_embeddings"]
+            self.long_from = config.rope_parameters["original_max_position_embeddings"]
         elif "dynamic" in kind:
             self._grows_from = config.max_position_embeddings
 
@@ -48,14 +48,14 @@ class Rotary:
         """Sequences of equal regime share rotary factors; see ``HFRunner.rope_regime``."""
         if self._grows_from is not None and length > self._grows_from:
             return length
-        return int(self._long_from is not None and length > self._long_from)
+        return int(self.long_from is not None and length > self.long_from)
 
     def embed(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> RotaryRows:
         """cos, sin for ``positions`` [1, rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
         if self._layer_types is not None:
             pairs = {kind: self._module(x, positions, kind) for kind in sorted(set(self._layer_types))}
             return RotaryRows(pairs, self._layer_types)
-        if self._long_from is None and self._grows_from is None:
+        if self.long_from is None and self._grows_from is None:
             return RotaryRows({None: self._module(x, positions)}, None)
         return RotaryRows({None: self._by_regime(x, positions, segments)}, None)
 

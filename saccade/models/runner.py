@@ -46,6 +46,16 @@ class HFRunner:
         """
         return self._rotary.regime(length)
 
+    @property
+    def restart_length(self) -> int | None:
+        """The length at which a decoding sequence must compute its whole past again to equal ``generate``, or None.
+
+        Only Phi-3 with longrope does so, on growing past the trained length; other longrope families keep the cached
+        keys. A store that ignores it answers from keys rotated by the short factors.
+        """
+        switch = self._rotary.long_from
+        return switch + 1 if switch is not None and self.family.restarts_at_long_rope else None
+
     @torch.inference_mode()
     def run(
         self,

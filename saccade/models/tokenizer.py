@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from saccade.models.checkpoint import first_line
 # Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -59,8 +59,17 @@ class Tokenizer:
         return self.hf is not None and bool(self.hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens the tokenizer adds by default. RequestError if it cannot."""
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        """Token ids of ``text``; ``add_special_tokens`` adds those the tokenizer adds by default (a BOS, say).
+
+        RequestError if there is no tokenizer or ``text`` is not valid Unicode text.
+        """
+        hf = self._require("give token ids instead of text")
+        if not isinstance(text, str):
+            raise RequestError(f"a prompt must be text, got {type(text).__name__}")
+        try:
+            return list(hf.encode(text, add_special_tokens=add_special_tokens))
+        except (UnicodeError, TypeError) as error:  # lone surrogates cannot be encoded as UTF-8
+            raise RequestError(f"the prompt is not valid Unicode text: {first_line(error)}") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; half a UTF-8 character reads as U+FFFD. Empty if there is no tokenizer."""
@@ -71,7 +80,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template.
 
-        Each message is a dict with a ``role`` and a ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
+        Each message maps ``role`` and ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
         RequestError if there is no template, the messages are malformed, or the template rejects them.
         """
         hf = self._require("chat needs one")
@@ -82,20 +91,11 @@ class Tokenizer:
             text = hf.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # jinja's own, or whatever the template raises
             raise RequestError(f"the chat template rejects these messages: {first_line(error)}") from error
-        return self._encode(text, add_special_tokens=False)  # templates write their own special tokens
+        return self.encode(text, add_special_tokens=False)  # templates write their own special tokens
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A fresh incremental detokeniser for one sequence of output tokens."""
         return TextStream(self, skip_special_tokens)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        hf = self._require("give token ids instead of text")
-        if not isinstance(text, str):
-            raise RequestError(f"a prompt must be text, got {type(text).__name__}")
-        try:
-            return list(hf.encode(text, add_special_tokens=add_special_tokens))
-        except (UnicodeError, TypeError) as error:  # lone surrogates cannot be encoded as UTF-8
-            raise RequestError(f"the prompt is not valid Unicode text: {first_line(error)}") from error
 
     def _require(self, way_out: str) -> Any:
         if self.hf is None:
@@ -104,16 +104,16 @@ class Tokenizer:
 
 
 def _checked_list(messages: Any) -> list[Any]:
-    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(f"messages must be a list of role and content dicts, got {type(messages).__name__}")
     if not messages:
         raise RequestError("messages is empty; give at least one message")
     return list(messages)
 
 
-def _checked_message(index: int, message: Any) -> Message:
+def _checked_message(index: int, message: Any) -> dict[str, Any]:
     """``message`` with its content as one text; a tool call may go without content."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"message {index} must be a dict with a role and a content, got {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list):
