@@ -6,6 +6,8 @@ computes a masked softmax over them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ def attend(
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:2], dtype=exact)
-    parts = max(selection.units, shape.kv_heads)  # each part: query heads that share a unit and a KV head
+    parts = math.lcm(selection.units, shape.kv_heads)  # each part: query heads that share a unit and a KV head
     heads = shape.heads // parts
     for part in range(parts):
         rows_of = slice(part * heads, (part + 1) * heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ class Blocks(Selection):
     def _merge_same(self, other: Selection) -> Selection | None:
         if not isinstance(other, Blocks) or other.block_size != self.block_size:
             return None
-        units = max(self.units, other.units)
+        units = math.lcm(self.units, other.units)
         left = self.block_mask().repeat_interleave(units // self.units, 0)
         right = other.block_mask().repeat_interleave(units // other.units, 0)
         return Blocks.from_block_mask(self.shape, self.block_size, left | right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ class Lines(Selection):
     def _merge_same(self, other: Selection) -> Selection | None:
         if not isinstance(other, Lines):
             return None
-        units = max(self.units, other.units)
+        units = math.lcm(self.units, other.units)
         columns, distances = [], []
         for unit in range(units):
             left = self.unit_lines(unit * self.units // units)
@@ -88,6 +89,10 @@ class Lines(Selection):
         return Lines.from_lists(self.shape, columns, distances)
 
     def check(self) -> None:
+        if self.s_offsets.numel() != self.v_offsets.numel():
+            raise SaccadeError(
+                f"columns for {self.units} units but distances for {self.s_offsets.numel() - 1}; give one list of each a unit"
+            )
         last = torch.full((self.units,), self.shape.q_start + self.shape.q_len)
         for offsets, indices in ((self.v_offsets, self.columns), (self.s_offsets, self.distances)):
             check_csr(offsets, indices, self.shape.heads, 1)
