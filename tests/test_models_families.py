@@ -126,6 +126,17 @@ def test_greedy_tokens_equal_generate(pair):
     assert got == {name: oracle_greedy(theirs, ids, 12) for name, ids in prompts.items()}
 
 
+def test_a_mistral_config_with_layer_types_runs_as_transformers_reads_it(tmp_path):
+    from tiny_models import edit_config
+
+    folder = make_checkpoint("mistral", tmp_path)
+    edit_config(folder, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    ours, ids = load_model(folder), random_ids(30, seed=1)
+    assert (ours.spec.family, ours.spec.windows) == ("ministral", (7, None, 7))
+    logits = run_packed(ours.runner, DenseStore(), {"a": ids})["a"]
+    torch.testing.assert_close(logits, oracle_logits(oracle(folder), ids), **CLOSE)
+
+
 def test_logit_rows_choose_rows_before_the_head(pair):
     from dense_store import DensePass
 

@@ -108,7 +108,37 @@ def test_window_the_layers_would_not_apply(tmp_path):
     refused(edit_config(folder, use_sliding_window=False), "layer 1 runs with sliding window None", "implies 7")
 
 
+@pytest.mark.parametrize(("family", "word"), [("phi3", "no such layers"), ("gpt_oss", "no sliding_window")])
+def test_sliding_layers_without_a_window_of_their_own(tmp_path, family, word):
+    folder = make_checkpoint(family, tmp_path / family)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    refused(edit_config(folder, layer_types=kinds, sliding_window=None), word)
+
+
+def test_sizes_that_do_not_fit_each_other(tmp_path):
+    """An odd head_dim makes tensors that load and rotary factors that cannot be applied."""
+    folder = make_checkpoint("qwen3", tmp_path / "odd", head_dim=16)
+    save = folder / WEIGHTS
+    tensors = load_file(save)
+    for name in tensors:
+        part = name.rsplit(".", 2)[-2]
+        if part in ("q_proj", "k_proj", "v_proj"):
+            tensors[name] = tensors[name][: tensors[name].shape[0] // 16 * 15].contiguous()
+        if part == "o_proj":
+            tensors[name] = tensors[name][:, :60].contiguous()
+        if part in ("q_norm", "k_norm"):
+            tensors[name] = tensors[name][:15].contiguous()
+    save_file(tensors, save, metadata={"format": "pt"})
+    refused(edit_config(folder, head_dim=15), "")
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "~no_such_user/model", "", "a\0b"], ids=lambda path: path[:9])
+def test_paths_that_cannot_be(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(path, "")
 
 
 def test_missing_folder(tmp_path):
@@ -207,6 +237,12 @@ def test_harmless_extra_tensor_is_let_pass(folder):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_quantised_storage_without_a_quantization_config(folder, dtype):
     refused(respoil(folder, lambda t: t.update({LAYER: t[LAYER].to(dtype)})), LAYER, "quantised")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [LAYER, "model.layers.2.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"])
+def test_weights_that_are_not_numbers(folder, name, value):
+    refused(respoil(folder, lambda t: t[name].view(-1)[:4].fill_(value)), "NaN or infinity")
 
 
 def shard(folder: Path) -> Path:

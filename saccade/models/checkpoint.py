@@ -47,8 +47,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def check_folder(path: str | Path) -> Path:
     """``path`` as a folder that looks like a checkpoint, or a ModelError."""
-    folder = Path(path).expanduser()
-    if not folder.exists():
+    try:
+        folder = Path(path).expanduser()
+        exists = folder.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, no permission, an unknown ~user
+        raise ModelError(f"model folder {str(path)[:100]} cannot be opened: {first_line(error)}") from error
+    if not exists:
         raise ModelError(
             f"model folder {folder} does not exist; give a local folder holding config.json and safetensors "
             "(models are never downloaded)"

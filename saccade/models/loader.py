@@ -59,11 +59,12 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     """
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
-    family = FAMILIES[checkpoint.config["model_type"]]
     target = _device(device)
     run_dtype, notes = _run_dtype(checkpoint, dtype, target)
     with _quiet_transformers():
         config = _read_hf_config(checkpoint)
+        # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
+        family = FAMILIES[config.model_type]
         model = _load_weights(checkpoint, config, run_dtype)
         tokenizer = load_tokenizer(checkpoint.path)
     model.to(target)
@@ -148,6 +149,8 @@ def _read_hf_config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path / 'config.json'} is not a valid {checkpoint.config['model_type']} config: "
             f"{first_line(error)}"
         ) from error
+    if config.model_type not in FAMILIES:
+        raise ModelError(f"{checkpoint.path}: transformers reads this config as {config.model_type}, not supported")
     _refuse_lost_window(FAMILIES[config.model_type], config, checkpoint.path)
     _refuse_odd_rope(FAMILIES[config.model_type], config, checkpoint.path)
     return config
@@ -155,10 +158,17 @@ def _read_hf_config(checkpoint: Checkpoint) -> Any:
 
 def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:
     # transformers would ignore the window in the layers yet cut its cache to it; neither meaning is certain.
-    if family.windows == "none" and getattr(config, "sliding_window", None) is not None:
+    window = getattr(config, "sliding_window", None)
+    if family.windows == "none" and window is not None:
         raise ModelError(
-            f"{path}: config.json sets sliding_window={config.sliding_window}, which {family.model_type} models do not "
-            "use; remove it from config.json if the model attends to its whole context"
+            f"{path}: config.json sets sliding_window={window}, which {family.model_type} models do not use; remove it "
+            "from config.json if the model attends to its whole context"
+        )
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and (family.windows != "layer_types" or window is None):
+        raise ModelError(
+            f"{path}: layer_types has sliding_attention, but {family.model_type} "
+            + ("models have no such layers" if family.windows != "layer_types" else "is given no sliding_window")
         )
 
 

@@ -2,7 +2,7 @@
 
 One token is run through the model at load with a context that only records. It catches what no config says reliably:
 a layer that never calls attention (recurrent), calls it twice, caches something that is not a key and a value of one
-shape (latent attention), or passes a window other than the one its mask would have had.
+shape (latent attention), passes a window other than the one its mask would have had, or holds NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.errors import ModelError
+from saccade.errors import ModelError, SaccadeError
+from saccade.models.checkpoint import first_line
 from saccade.models.families import Family, configured_windows
 from saccade.models.interface import LayerAttention, ModelSpec, Segment
 from saccade.models.runner import HFRunner
@@ -34,8 +35,10 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[int, int, int, int], LayerAttention]] = []
+        self.finite = True
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        self.finite &= all(bool(t.isfinite().all()) for t in (q, k, v))
         self.calls.append((layer, (q.shape[0], k.shape[0], k.shape[-1], v.shape[-1]), spec))
         if not q.shape[-1] == k.shape[-1] == v.shape[-1] or k.shape[0] != v.shape[0]:
             raise ModelError(
@@ -52,7 +55,20 @@ def probe_layers(model: Any, family: Family) -> LayerShapes:
     layers = config.num_hidden_layers
     blank = ModelSpec(family.model_type, layers, 0, 0, 0, 0, 0, torch.float32, (None,) * layers)
     zero = torch.zeros(1, dtype=torch.int64)
-    HFRunner(model, family, blank).run(zero, zero, recorder, segments=[Segment(0, 1, 1)], logit_rows=zero)
+    try:
+        runner = HFRunner(model, family, blank)
+        logits = runner.run(zero, zero, recorder, segments=[Segment(0, 1, 1)], logit_rows=zero)
+    except SaccadeError:
+        raise
+    except Exception as error:  # sizes that fit the stored tensors but not each other
+        raise ModelError(
+            f"{family.model_type}: one token cannot be run through the model: {first_line(error)}"
+        ) from error
+    if not (recorder.finite and logits.isfinite().all()):
+        raise ModelError(
+            f"{family.model_type}: one token through the model gives NaN or infinity: the weights are damaged, or "
+            f"overflow {str(model.dtype).removeprefix('torch.')} (then pass dtype='float32')"
+        )
     if [layer for layer, _, _ in recorder.calls] != list(range(layers)):
         raise ModelError(f"{family.model_type}: not every layer attends exactly once over its own keys and values")
     shapes = {shape for _, shape, _ in recorder.calls}

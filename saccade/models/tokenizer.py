@@ -35,7 +35,7 @@ class Tokenizer:
 
     def __init__(self, hf: Any | None) -> None:
         self.hf = hf
-        self._special: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
+        self.special_ids: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
 
     @property
     def available(self) -> bool:
@@ -147,7 +147,7 @@ class TextStream:
 
     def step(self, token_id: int) -> str:
         """Text that ``token_id`` completes; empty while a character is unfinished or for a skipped special token."""
-        if not self._tokenizer.available or (self._skip and token_id in self._tokenizer._special):
+        if not self._tokenizer.available or (self._skip and token_id in self._tokenizer.special_ids):
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
