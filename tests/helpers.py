@@ -88,7 +88,7 @@ def brute_force(
 
 
 def mass_of(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
-    """Share of the dense causal softmax that ``mask`` [heads, rows, n] keeps, the rows being the last ones: [heads, rows]."""
+    """Share of the dense causal softmax that ``mask`` [heads, rows, n] keeps, for the last rows: [heads, rows]."""
     dense = Shape.suffix(q.shape[0], k.shape[0], q.shape[1], k.shape[1]).causal_mask()
     full = brute_force(q, k, k, dense[None].expand_as(mask))[1]
     kept = brute_force(q, k, k, mask)[1]
@@ -195,7 +195,7 @@ MATRIX = (
 def run_method(
     method: Method, phase: str, q: Tensor, view: KVView, rows: int, **options: Any
 ) -> tuple[Tensor, Tensor, Selection]:
-    """Select for the last ``rows`` rows of ``q`` and attend on the reference backend: (out, lse, what was really read)."""
+    """Select for the last ``rows`` rows of ``q`` and attend on the reference backend: (out, lse, what was read)."""
     tail = q[:, -rows:]
     if phase == "prefill":
         selection = method.select_prefill(Chunk.of(tail, view))
