@@ -61,6 +61,8 @@ def attend(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if backend not in BACKENDS:
         raise SaccadeError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if softcap is not None and not softcap > 0:
+        raise SaccadeError(f"softcap={softcap} must be above 0; leave it None for no cap")
     trace = trace if trace is not None else Trace()
     trace.used = selection
     if isinstance(selection, Ranking) and backend != "cpu":
@@ -89,12 +91,15 @@ def _attend_batch(
     backend: str,
     threads: int | None,
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(kv, KVView):
-        raise SaccadeError("a batched q takes a list of views or a pair of tensors [batch, kv_heads, k_len, head_dim]")
-    if isinstance(kv, tuple) and isinstance(kv[0], Tensor):
-        views = [KVView.from_tensors(k, v) for k, v in zip(*_pair(kv))]
-    else:
+    if isinstance(kv, tuple) and len(kv) == 2 and isinstance(kv[0], Tensor):
+        k, v = _pair(kv)
+        if k.shape[0] != v.shape[0]:
+            raise SaccadeError(f"k and v must hold as many sequences, got {k.shape[0]} and {v.shape[0]}")
+        views = [KVView.from_tensors(*pair) for pair in zip(k, v)]
+    elif isinstance(kv, Sequence) and all(isinstance(view, KVView) for view in kv):
         views = [view for view in kv if isinstance(view, KVView)]
+    else:
+        raise SaccadeError("a batched q takes a list of views or a pair of tensors [batch, kv_heads, k_len, head_dim]")
     if len(views) != q.shape[0]:
         raise SaccadeError(f"q has a batch of {q.shape[0]} but {len(views)} KV sequences were given")
     chosen = list(selection) if isinstance(selection, Sequence) else [selection] * len(views)

@@ -91,7 +91,7 @@ class Lines(Selection):
     def check(self) -> None:
         if self.s_offsets.numel() != self.v_offsets.numel():
             raise SaccadeError(
-                f"columns for {self.units} units but distances for {self.s_offsets.numel() - 1}; give one list of each a unit"
+                f"columns for {self.units} units but distances for {self.s_offsets.numel() - 1}; they must be as many"
             )
         last = torch.full((self.units,), self.shape.q_start + self.shape.q_len)
         for offsets, indices in ((self.v_offsets, self.columns), (self.s_offsets, self.distances)):
