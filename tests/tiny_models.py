@@ -126,6 +126,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "arcee": {},
+    "ernie4_5": {"head_dim": 16},
+    "exaone4": {"sliding_window": 7, "layer_types": _ALTERNATE},
+    "glm": {"head_dim": 16},
+    "olmo": {"clip_qkv": 1.0},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, **_MOE},
+    "seed_oss": {"head_dim": 16},
+    "starcoder2": {"sliding_window": 7},
 }
 
 

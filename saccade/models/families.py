@@ -83,6 +83,15 @@ _CHECKED = (
     Family("granitemoe", "GraniteMoeForCausalLM", scale_embedding="embedding_multiplier", finish_logits=_divided),
     Family("ministral", "MinistralForCausalLM", windows="layer_types"),
     Family("ministral3", "Ministral3ForCausalLM", windows="every_layer"),
+    Family("arcee", "ArceeForCausalLM"),
+    Family("ernie4_5", "Ernie4_5ForCausalLM"),
+    Family("exaone4", "Exaone4ForCausalLM", windows="layer_types"),
+    Family("glm", "GlmForCausalLM"),
+    Family("olmo", "OlmoForCausalLM"),
+    Family("olmoe", "OlmoeForCausalLM"),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", windows="layer_types"),
+    Family("seed_oss", "SeedOssForCausalLM"),
+    Family("starcoder2", "Starcoder2ForCausalLM", windows="every_layer"),
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _CHECKED}

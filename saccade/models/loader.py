@@ -165,7 +165,7 @@ def _refuse_lost_window(family: Family, config: Any, path: Path) -> None:
             "from config.json if the model attends to its whole context"
         )
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if slides and (family.windows != "layer_types" or window is None):
+    if slides and (family.windows != "layer_types" or not window):
         raise ModelError(
             f"{path}: layer_types has sliding_attention, but {family.model_type} "
             + ("models have no such layers" if family.windows != "layer_types" else "is given no sliding_window")

@@ -134,6 +134,6 @@ def _refuse_odd_sizes(config: Config, where: str) -> None:
     hidden = config.get("hidden_size")
     if heads and not config.get("head_dim") and isinstance(hidden, int) and hidden % heads:
         raise ModelError(f"{where}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
-    window = config.get("sliding_window")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
         raise ModelError(f"{where}: sliding_window must be a positive whole number or null, got {window!r}")
