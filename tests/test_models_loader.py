@@ -105,6 +105,20 @@ def test_without_tokenizer_token_ids_still_work(tmp_path):
         loaded.tokenizer.encode("a")
 
 
+def test_a_tied_head_that_is_stored_as_well(tmp_path):
+    """Some savers write the tied head out a second time; that is no extra tensor."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make_checkpoint("qwen3", tmp_path, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    plain = run_packed(load_model(folder).runner, DenseStore(), {"a": [1, 2, 3]})["a"]
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    twice = run_packed(load_model(folder).runner, DenseStore(), {"a": [1, 2, 3]})["a"]
+    assert torch.equal(plain, twice)
+
+
 # --- dtypes ---------------------------------------------------------------------------------------------------------
 
 

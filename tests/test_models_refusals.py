@@ -13,6 +13,7 @@ from tiny_models import edit_config, make_checkpoint, one_thread, random_ids  # 
 
 from saccade.errors import ModelError
 from saccade.models import load_model
+from saccade.models.refusals import refuse_unsupported
 
 WEIGHTS = "model.safetensors"
 
@@ -95,6 +96,24 @@ FEATURES = [
 @pytest.mark.parametrize(("changes", "words"), [(case[0], case[1:]) for case in FEATURES], ids=str)
 def test_config_is_refused(folder, changes, words):
     refused(edit_config(folder, **changes), *words)
+
+
+# What configs of well-known checkpoints hold that looks like a refused feature and is not.
+HARMLESS = [
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}),
+    ("qwen2_moe", {"use_sliding_window": False, "sliding_window": 0}),
+    ("phi3", {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "sliding_window": 262144}),
+    ("gemma3_text", {"use_bidirectional_attention": False, "cache_implementation": "hybrid", "is_causal": True}),
+    ("mistral", {"sliding_window": None, "quantization_config": None, "head_dim": None, "hidden_size": 4096}),
+    ("llama", {"pretraining_tp": 1, "architectures": None, "is_encoder_decoder": False, "layer_types": None}),
+    ("smollm3", {"layer_types": ["full_attention"] * 36, "sliding_window": None}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "config"), HARMLESS, ids=lambda value: value if isinstance(value, str) else "")
+def test_harmless_settings_are_let_pass(model_type, config):
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    refuse_unsupported({"model_type": model_type, **heads, **config}, "folder")
 
 
 def test_non_causal_gemma(tmp_path):

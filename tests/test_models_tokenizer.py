@@ -103,6 +103,14 @@ def test_stream_survives_bytes_that_are_no_text(by_bytes, by_pieces):
         assert (("".join(parts)) + stream.flush()).endswith("cat")
 
 
+def test_stream_equals_decode_where_the_checkpoint_asks_to_tidy_spaces():
+    hf = byte_tokenizer()
+    hf.clean_up_tokenization_spaces = True
+    tokenizer, text = Tokenizer(hf), "I do n't know . Do you ?"
+    ids = tokenizer.encode(text)
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == text
+
+
 def test_stream_skips_special_tokens_or_shows_them(by_bytes):
     ids = [BOS, 65 - 33, EOS, PAD]
     assert pieces(by_bytes, ids) == ["", by_bytes.decode([65 - 33]), "", "", ""]

@@ -32,7 +32,7 @@ from saccade.models.tokenizer import Tokenizer, load_tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Tensors old checkpoints carry that hold nothing but what the config already says.
-_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
+_HARMLESS_EXTRA = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True)

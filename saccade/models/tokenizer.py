@@ -75,7 +75,8 @@ class Tokenizer:
         """The text of ``ids``; half a UTF-8 character reads as U+FFFD. Empty if there is no tokenizer."""
         if self.hf is None:
             return ""
-        return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # Some checkpoints ask to tidy the spaces of English contractions, which would change text already streamed.
+        return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template.
