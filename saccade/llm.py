@@ -33,7 +33,9 @@ class LLM:
     ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
     as ``"4GiB"`` for keys and values; by default 40 % of the free memory, at most what ``max_requests`` full-length
     sequences need. ``prefill_chunk``: most prompt tokens of one request in one step. ``backend``: ``auto``, ``cpu``
-    (C++ kernels or an error) or ``reference``. Raises SaccadeError with one line that says the way out.
+    (C++ kernels or an error) or ``reference``. ``exact`` makes a result independent of its batch to the last
+    bit, at the price of one pass over the weights per request; by default yes in float32 and no otherwise. Raises
+    SaccadeError with one line that says the way out.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class LLM:
         block_size: int = 32,
         backend: str = "auto",
         threads: int | None = None,
+        exact: bool | None = None,
         device: str = "cpu",
     ) -> None:
         self.policy = Policy.parse(policy)
@@ -86,6 +89,7 @@ class LLM:
             max_requests=max_requests,
             backend=backend,
             threads=threads,
+            exact=spec.dtype == torch.float32 if exact is None else exact,
         )
 
     @property

@@ -34,6 +34,7 @@ class Engine:
         max_requests: int = 64,
         backend: str = "auto",
         threads: int | None = None,
+        exact: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -42,7 +43,7 @@ class Engine:
         self.scheduler = Scheduler(
             pool, self.layers, chunk=chunk, max_batch_rows=chunk + max_requests, max_requests=max_requests
         )
-        self.executor = Executor(model.runner, backend, threads)
+        self.executor = Executor(model.runner, backend, threads, exact)
 
     def new_sequence(self) -> Sequence:
         return Sequence(self.pool, self.layers)

@@ -18,10 +18,16 @@ from saccade.selection import Band, Dense, Selection
 
 
 class Executor:
-    """Runs steps on a model. ``backend`` and ``threads`` go to ``ops.attend``."""
+    """Runs steps on a model. ``backend`` and ``threads`` go to ``ops.attend``.
 
-    def __init__(self, runner: Runner, backend: str = "auto", threads: int | None = None) -> None:
+    ``exact`` runs the rows of each request by themselves. Matrix products round differently for different numbers of
+    rows, so only then is a result the same to the last bit whatever else is in the batch; packed, all rows share
+    one pass over the weights.
+    """
+
+    def __init__(self, runner: Runner, backend: str = "auto", threads: int | None = None, exact: bool = False) -> None:
         self.runner = runner
+        self.exact = exact
         self.backend = backend
         self.threads = threads
 
@@ -30,6 +36,12 @@ class Executor:
 
         A request whose own attention fails gets ``error`` set and no logits; the others are unaffected.
         """
+        logits: dict[int, Tensor] = {}
+        for part in [[work] for work in batch] if self.exact else [batch]:
+            logits |= self._run_packed(part)
+        return logits
+
+    def _run_packed(self, batch: list[Work]) -> dict[int, Tensor]:
         token_ids: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
