@@ -4,13 +4,15 @@ VENV ?= .venv
 TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# The editable install lists the package's files, so it is made anew when one comes or goes.
+STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
 .PHONY: setup demo test lint types build clean
 
-setup: $(VENV)/.installed
+setup: $(STAMP)
 
 # Where the machine's own Python already has torch and transformers (a prepared GPU host), they are used as they are.
-$(VENV)/.installed: $(SOURCES)
+$(STAMP): $(SOURCES)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"saccade needs Python 3.11 or newer, but $(PYTHON) is {v[0]}.{v[1]}; try make PYTHON=python3.12") if v < (3, 11) else None'
 	@test -x $(BIN)/python || { \
 	  if $(PYTHON) -c 'import torch, transformers' 2>/dev/null; then flags=--system-site-packages; fi; \
@@ -18,7 +20,7 @@ $(VENV)/.installed: $(SOURCES)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)"
 	@echo "installing saccade into $(VENV)"
 	@$(BIN)/python -m pip install -q -e '.[dev]'
-	@touch $@
+	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
