@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import pytest
-from tiny_models import make_checkpoint
+# Tiny models gain nothing from threads, and on a busy machine waiting for them costs minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+from tiny_models import make_checkpoint  # noqa: E402
 
 
 @pytest.fixture(scope="session")

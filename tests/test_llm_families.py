@@ -10,6 +10,7 @@ from tiny_models import (  # noqa: F401
     one_thread,
     oracle,
     oracle_greedy,
+    oracle_logits,
     random_ids,
 )
 
@@ -105,3 +106,35 @@ def test_a_turn_that_makes_the_context_long(switching):
         session.generate(random_ids(10, seed=2), GREEDY)
         said, second = list(session.token_ids), random_ids(30, seed=3)
         assert tokens(session.generate(second, GREEDY)) == oracle_greedy(oracle(folder), said + second, COUNT)
+
+
+def across_the_switch(folder, ids: list[int]) -> list[int]:
+    """Greedy tokens that grow past the switch: Phi-3 computes its past again there, the others keep cached keys."""
+    if "phi3" not in (folder / "config.json").read_text():
+        return oracle_greedy(oracle(folder), ids, COUNT)
+    theirs, grown = oracle(folder), list(ids)
+    while len(grown) < len(ids) + COUNT:
+        grown.append(int(oracle_logits(theirs, grown)[-1].argmax()))
+    return grown[len(ids) :]
+
+
+def test_decoding_past_the_switch(switching):
+    llm, folder = switching
+    ids = random_ids(27, seed=6)
+    output = llm.generate(ids, GREEDY)[0]
+    assert tokens(output) == across_the_switch(folder, ids)
+    assert any("rotary" in note for note in output.report["notes"]) == ("phi3" in llm.model.config.model_type)
+
+
+def test_preemption_keeps_rotary_factors(switching):
+    """Keys that are computed again after a preemption carry the factors they had."""
+    llm, folder = switching
+    spec = llm.model.spec
+    room = (
+        2 * spec.kv_heads * spec.head_dim * 16 * 4 * spec.layers * 4
+    )  # four blocks a layer: two of 39 tokens do not fit
+    small = saccade.LLM(folder, dtype="float32", kv_memory=room, prefill_chunk=8, block_size=16)
+    prompts = [random_ids(27, seed=6), random_ids(26, seed=7)]
+    outputs = small.generate(prompts, GREEDY)
+    assert sum(output.report["preemptions"] for output in outputs) > 0
+    assert [tokens(output) for output in outputs] == [across_the_switch(folder, ids) for ids in prompts]

@@ -46,7 +46,7 @@ class Engine:
         self.executor = Executor(model.runner, backend, threads, exact)
 
     def new_sequence(self) -> Sequence:
-        return Sequence(self.pool, self.layers)
+        return Sequence(self.pool, self.layers, self.model.runner.rope_regime)
 
     def check(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
@@ -150,6 +150,9 @@ class Engine:
         if params.logprobs is not None:
             self._record_logprobs(request, logits, token)
         sequence.extend([token], "decode", request.policy)
+        if len(sequence.tokens) == self.model.runner.restart_length:
+            sequence.restart(request.policy)
+            request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")
         output.new_tokens.append(token)
         ended = not params.ignore_eos and token in self.model.eos_token_ids
         reason = "stop" if ended or token in params.stop_token_ids else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +51,8 @@ class Work:
 class Sequence:
     """The token sequence of a session or a single request, with everything the engine keeps for it between steps."""
 
-    def __init__(self, pool: BlockPool, layers: int) -> None:
+    def __init__(self, pool: BlockPool, layers: int, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
+        self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
         self.kv = SequenceKV(pool, layers)
         self.spans: list[Span] = []
@@ -99,13 +101,14 @@ class Sequence:
         self.computed = 0
         self.states = [None] * len(self.states)
         self.tails = [None] * len(self.tails)
-        self.spans = _merged_if_dense(self.spans)
+        if self.rope_regime(len(self.tokens)) == self.rope_regime(1):
+            self.spans = _merged_if_dense(self.spans)
 
-    def restart(self) -> None:
-        """Forget all that was computed: the next turn prefills every token afresh."""
+    def restart(self, policy: Policy | None = None) -> None:
+        """Forget all that was computed: the next turn prefills every token afresh, or with ``policy`` the next steps."""
         self.drop_kv()
         self.reached = 0
-        self.spans = []
+        self.spans = [] if policy is None else [Span(0, len(self.tokens), "prefill", policy)]
 
     def next_rows(self, chunk: int) -> tuple[int, int, Span] | None:
         """The next rows to compute: a chunk of a prefill span, or one token of a decode span; None when all are stored.
