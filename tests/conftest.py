@@ -8,8 +8,8 @@ from pathlib import Path
 # Tiny models gain nothing from threads, and on a busy machine waiting for them costs minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-from tiny_models import make_checkpoint  # noqa: E402
+import pytest
+from tiny_models import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,7 @@ class Sequence:
             self.spans = _merged_if_dense(self.spans)
 
     def restart(self, policy: Policy | None = None) -> None:
-        """Forget all that was computed: the next turn prefills every token afresh, or with ``policy`` the next steps."""
+        """Forget all that was computed: the next turn prefills every token, or with ``policy`` the next steps do."""
         self.drop_kv()
         self.reached = 0
         self.spans = [] if policy is None else [Span(0, len(self.tokens), "prefill", policy)]
