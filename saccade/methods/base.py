@@ -121,8 +121,13 @@ def require_whole(name: str, value: Any, least: int) -> None:
 
 
 def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raise PolicyError unless ``value`` is one of ``allowed``."""
-    require(value in allowed, name, value, "one of " + ", ".join(map(str, allowed)))
+    """Raise PolicyError unless ``value`` is one of ``allowed``, in type too (64.0 is no block size, 1 is not true)."""
+    require(
+        any(value == one and type(value) is type(one) for one in allowed),
+        name,
+        value,
+        "one of " + ", ".join(map(str, allowed)),
+    )
 
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:

@@ -7,7 +7,7 @@ token count into a block count and may miss gamma on the very rows it looked at 
 * vertical blocks and slash groups are each counted by cumulative mass >= gamma;
 * a slash group of ``block_size`` distances straddles two block diagonals, and both are taken, so the blocks cover the
   lines;
-* the budget holds for the union of both directions, in tokens per query block;
+* the budget holds for the union of both directions, in tokens of every query block;
 * any appended chunk works: representative rows are the chunk's last ones and the block grid is anchored at position 0.
 """
 
@@ -94,81 +94,61 @@ class FlexPrefill(Method):
         masks = []
         for head in range(shape.group):
             if query_aware[head]:
-                mask = self._query_aware(chunk, kv_head * shape.group + head, pooled, first, q_blocks)
+                needed = self._query_aware(chunk, kv_head * shape.group + head, pooled, first, q_blocks)
             else:
-                mask = self._vertical_slash(weights[head], shape, first, q_blocks, pooled.shape[0])
-            masks.append(mask)
+                needed = self._vertical_slash(weights[head], shape, first, q_blocks)
+            masks.append(self._keep(needed, first))
         return torch.stack(masks)
 
-    def _vertical_slash(self, weights: Tensor, shape: Shape, first: int, q_blocks: int, k_blocks: int) -> Tensor:
-        """Alg. 3 on blocks: vertical blocks and slash groups reaching gamma, first block and main diagonal forced."""
-        size, last = self.block_size, k_blocks - 1
-        vertical = block_sums(weights, size).sum(0)
-        slash = block_sums(slash_sums(weights[None], shape.q_start + shape.q_len - weights.shape[0])[0], size)
-        v_order, v_count = _reach(vertical, self.gamma)
-        s_order, s_count = _reach(slash, self.gamma)
-        # One ranking of both kinds: what gamma asks for first, the rest by mass (used only to meet the minimum).
-        lines = [
-            (is_slash, index, value, rank < count)
-            for is_slash, mass, order, count in ((False, vertical, v_order, v_count), (True, slash, s_order, s_count))
-            for rank, (index, value) in enumerate(zip(order.tolist(), mass[order].tolist()))
-        ]
-        lines.sort(key=lambda line: (not line[3], -line[2]))
-        least, most = self._blocks_allowed(k_blocks)
-        columns, groups, row = {0}, {0}, {0, last, max(0, last - 1)}  # `row`: blocks of the last query block
-        for is_slash, index, _, wanted in lines:
-            touched = {max(0, last - index), max(0, last - index - 1)} if is_slash else {index}
-            if not wanted and len(row) >= least:
-                break
-            if len(row | touched) > most:
-                continue
-            row |= touched
-            (groups if is_slash else columns).add(index)
-        is_column = torch.zeros(k_blocks, dtype=torch.bool)
-        is_column[list(columns)] = True
-        is_diagonal = torch.zeros(k_blocks + 1, dtype=torch.bool)
-        is_diagonal[[d for group in groups for d in (group, group + 1)]] = True
-        distance = (first + torch.arange(q_blocks))[:, None] - torch.arange(k_blocks)[None, :]
-        return is_column[None, :] | (is_diagonal[distance.clamp(min=0)] & (distance >= 0))
+    def _vertical_slash(self, weights: Tensor, shape: Shape, first: int, q_blocks: int) -> Tensor:
+        """Alg. 3 on blocks: the gamma from which on a vertical block or a slash group wants each block pair."""
+        size = self.block_size
+        vertical = _needed(block_sums(weights, size).sum(0))
+        groups = _needed(block_sums(slash_sums(weights[None], shape.q_start + shape.q_len - weights.shape[0])[0], size))
+        diagonals = torch.minimum(groups, torch.cat([groups[:1], groups[:-1]]))  # diagonal d lies in groups d and d - 1
+        distance = _block_distance(first, q_blocks, vertical.numel())
+        return torch.minimum(vertical[None, :], diagonals[distance.clamp(min=0)])
 
     def _query_aware(self, chunk: Chunk, head: int, pooled: Tensor, first: int, q_blocks: int) -> Tensor:
-        """Alg. 4: block pairs by pooled attention, the smallest set whose share of the whole reaches gamma."""
+        """Alg. 4: the gamma from which on each block pair belongs to the heaviest pairs by pooled attention."""
         shape, size, k_blocks = chunk.shape, self.block_size, pooled.shape[0]
         block_of = shape.rows // size - first
         sums = torch.zeros(q_blocks, chunk.q.shape[-1]).index_add_(0, block_of, chunk.q[head].float())
         mean_q = sums / torch.bincount(block_of, minlength=q_blocks)[:, None]
-        causal = torch.arange(k_blocks)[None, :] <= first + torch.arange(q_blocks)[:, None]
-        scores = torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(~causal, -torch.inf), -1)
+        acausal = _block_distance(first, q_blocks, k_blocks) < 0
         chunk.cost.estimated += q_blocks * k_blocks // shape.heads
-        order, count = _reach(scores.flatten(), self.gamma)
-        mask = torch.zeros(q_blocks * k_blocks, dtype=torch.bool)
-        mask[order[:count]] = True
-        mask = mask.view(q_blocks, k_blocks)
-        mask[:, 0] = True
-        mask[torch.arange(q_blocks), first + torch.arange(q_blocks)] = True
-        least, most = self._blocks_allowed(k_blocks)
-        # Forced and chosen blocks first, then by score: the first `least` are a floor, the first `most` a ceiling.
-        forced = torch.zeros_like(scores)
-        forced[:, 0] = 2
-        forced[torch.arange(q_blocks), first + torch.arange(q_blocks)] = 2
-        rank = torch.sort(forced + scores + mask.float(), dim=1, descending=True, stable=True).indices.argsort(1)
-        return ((mask & (rank < most)) | (rank < least)) & causal
+        return _needed(torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(acausal, -torch.inf), -1))
 
-    def _blocks_allowed(self, k_blocks: int) -> tuple[int, int]:
-        """Fewest and most blocks per query block."""
-        least = min(k_blocks, -(-self.min_budget // self.block_size))
+    def _keep(self, needed: Tensor, first: int) -> Tensor:
+        """What gamma wants, in each query block no fewer and no more blocks than the budget allows, and always the
+        first block and the diagonal. Both bounds follow the order in which a growing gamma would add blocks, so that more of
+        either never drops one. ``needed`` [q_blocks, k_blocks] -> bool."""
+        q_blocks, k_blocks = needed.shape
+        least = -(-self.min_budget // self.block_size)
         most = k_blocks if self.max_budget is None else max(least, self.max_budget // self.block_size)
-        return least, most
+        distance = _block_distance(first, q_blocks, k_blocks)
+        forced = distance == 0
+        forced[:, 0] = True
+        order = needed.masked_fill(forced, -1.0).masked_fill(distance < 0, torch.inf)
+        rank = torch.sort(order, dim=1, stable=True).indices.argsort(1)
+        wanted = needed < max(self.gamma, 1e-9)  # the heaviest of all is wanted even by gamma=0
+        return (forced | (wanted & (rank < most)) | (rank < least)) & (distance >= 0)
 
 
-def _reach(mass: Tensor, gamma: float) -> tuple[Tensor, int]:
-    """Indices by falling mass (ties to the lower index) and how many it takes for their share to reach gamma."""
-    values, order = torch.sort(mass.double(), descending=True, stable=True)
+def _block_distance(first: int, q_blocks: int, k_blocks: int) -> Tensor:
+    """Query block minus key block, int64 [q_blocks, k_blocks]."""
+    return (first + torch.arange(q_blocks))[:, None] - torch.arange(k_blocks)[None, :]
+
+
+def _needed(mass: Tensor) -> Tensor:
+    """For each entry the share of all heavier ones (ties: lower index first), float64: the entries whose value is below
+    gamma are the fewest whose share reaches gamma. All 0 where there is no mass to compare."""
+    values, order = torch.sort(mass.flatten().double(), descending=True, stable=True)
     total = values.sum()
-    if not math.isfinite(float(total)) or total <= 0:
-        return order, mass.numel()
-    count = int(torch.searchsorted(values.cumsum(0), gamma * total)) + 1
-    return order, min(count, mass.numel())
+    needed = torch.zeros_like(values)
+    if math.isfinite(float(total)) and total > 0:
+        needed[order[1:]] = values.cumsum(0)[:-1] / total
+    return needed.view(mass.shape)
 
 
 def _root_jsd(p: Tensor, q: Tensor) -> Tensor:
