@@ -1,0 +1,151 @@
+"""The command line as a user meets it: answers on stdout, one line and exit code 2 for bad input, never a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from saccade.cli.main import main
+
+FACT = "The secret password of the lighthouse keeper is 7391-XKQ."
+ASK = "The secret password of the lighthouse keeper is"
+FILLER = "Rain fell on the harbour while the boats came in, one after another, and nobody spoke of the storm. "
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``saccade ARGS``."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(args))
+    out, err = capsys.readouterr()
+    return int(exit_info.value.code or 0), out, err
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    """About 3,000 characters, the fact near the beginning; a byte-order mark and a last line break, as editors make."""
+    path = tmp_path / "document.txt"
+    path.write_text("\ufeff" + FILLER * 5 + FACT + " " + FILLER * 25 + "\n", encoding="utf-8")
+    return path
+
+
+def test_document_and_question(capsys, document, tmp_path):
+    report = tmp_path / "report.json"
+    policy = "flexprefill(min_budget=256)+psa(epsilon=0.98)"
+    code, out, err = run(capsys, "generate", ASK, "-f", str(document), "-n", "9", "-p", policy, "--report", str(report))
+    assert code == 0
+    assert out == " 7391-XKQ\n"
+    assert "prefill" in err
+    written = json.loads(report.read_text())
+    assert written["text"] == " 7391-XKQ"
+    assert written["finish_reason"] == "length"
+    assert written["prefill"]["policy"] == "flexprefill(min_budget=256)"
+    assert written["decode"]["policy"] == "psa(epsilon=0.98)"
+    assert 0 < written["prefill"]["density"] < 1
+    assert 0 < written["decode"]["density"] < 1
+    assert written["output_tokens"] == 9
+    assert written["decode"]["tokens"] == 8
+
+
+def test_streaming_forgets_what_left_the_window(capsys, document):
+    code, out, _ = run(capsys, "generate", ASK, "-f", str(document), "-n", "9", "-p", "streaming(window=256)", "-q")
+    assert code == 0
+    assert "7391" not in out
+
+
+@pytest.mark.parametrize("option", [[], ["-"], ["-f", "-"]])
+def test_prompt_from_standard_input(capsys, monkeypatch, option):
+    stdin = io.TextIOWrapper(io.BytesIO(f"{FACT}\n{FILLER}\n{ASK}\n".encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    code, out, err = run(capsys, "generate", *option, "-n", "9", "--quiet")
+    assert (code, out, err) == (0, " 7391-XKQ\n", "")
+
+
+def test_stop_text_ends_the_answer(capsys):
+    code, out, err = run(capsys, "generate", f"{FACT} {FILLER}\n{ASK}", "--stop", "-X")
+    assert (code, out) == (0, " 7391\n")
+    assert "[stop]" in err
+
+
+BAD = {
+    "no prompt file": (["generate", "-f", "absent.txt"], "absent.txt"),
+    "a folder": (["generate", "-f", "."], "folder"),
+    "empty prompt": (["generate", ""], "empty"),
+    "model": (["generate", "x", "-m", "absent-model"], "absent-model"),
+    "policy": (["generate", "x", "-p", "pssa"], "psa"),
+    "policy option": (["generate", "x", "-p", "psa(epsilo=1)"], "epsilon"),
+    "policy value": (["generate", "x", "-p", "psa(epsilon=1.5)"], "1.5"),
+    "negative budget": (["generate", "x", "-p", "topk(k=-5)"], "-5"),
+    "negative tokens": (["generate", "x", "-n", "-3"], "-3"),
+    "not a number": (["generate", "x", "-n", "many"], "--max-tokens"),
+    "unknown option": (["generate", "x", "--colour", "red"], "--colour"),
+    "unknown command": (["generat", "x"], "generat"),
+    "prompt beyond the model": (["generate", "y" * 600, "--max-model-len", "256"], "256"),
+    "prompt beyond the pool": (["generate", "y" * 6000, "--kv-memory", "2MiB"], "kv_memory"),
+    "pool too small for anything": (["generate", "x", "--kv-memory", "1KB"], "kv_memory"),
+    "memory that is no size": (["generate", "x", "--kv-memory", "plenty"], "plenty"),
+    "dtype": (["generate", "x", "--dtype", "int3"], "int3"),
+    "report folder": (["generate", "x", "--report", "absent/report.json"], "absent"),
+    "threads": (["generate", "x", "--threads", "0"], "threads"),
+    "backend": (["generate", "x", "--backend", "gpu"], "gpu"),
+    "demo facts": (["demo", "--facts", "0"], "0"),
+    "demo text": (["demo", "--text", "absent.txt"], "absent.txt"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_code_2(capsys, case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, names = BAD[case]
+    code, out, err = run(capsys, *args)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("saccade: error: ")
+    assert names in err
+
+
+def test_file_that_is_not_utf8(capsys, tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("caf\xe9 au lait".encode("latin-1"))
+    code, _, err = run(capsys, "generate", "-f", str(path))
+    assert code == 2
+    assert "offset 3" in err
+    assert "iconv" in err
+
+
+def test_chat_keeps_what_was_said(capsys, monkeypatch):
+    lines = f"{FACT} {FILLER}\n\n{ASK}\n{ASK}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, out, _ = run(capsys, "chat", "-n", "9")
+    assert code == 0
+    assert out.count("7391-X") == 2
+
+
+def test_doctor_names_versions_and_backends(capsys):
+    code, out, _ = run(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert set(facts) == {"versions", "machine", "backends", "gpu"}
+    assert facts["versions"]["torch"]
+    assert facts["backends"]["reference"].startswith("ready")
+    assert run(capsys, "doctor")[1].count("\n") > 10
+
+
+def test_version_and_help(capsys):
+    import saccade
+
+    assert run(capsys, "--version")[:2] == (0, saccade.__version__ + "\n")
+    assert "generate" in run(capsys, "--help")[1]
+
+
+def test_demo_compares_policies(capsys):
+    code, out, _ = run(
+        capsys, "demo", "--characters", "4000", "--facts", "2", "-p", "dense", "-p", "streaming(window=300)"
+    )
+    assert code == 0
+    assert "2/2" in out
+    assert "streaming(window=300)" in out
