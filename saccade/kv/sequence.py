@@ -110,9 +110,9 @@ class _Summary:
     def upto(self, view: KVView) -> Tensor:
         """fp32 [full blocks, parts, kv_heads, head_dim]."""
         full = view.length // self.block_size
-        if full > self.filled:
+        if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
-            if full > self.buffer.shape[0]:
+            if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
                 grown = torch.empty(max(full, 2 * self.filled, 16), *fresh.shape[1:])
                 if self.filled:
                     grown[: self.filled] = self.buffer[: self.filled]

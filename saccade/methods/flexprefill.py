@@ -121,8 +121,8 @@ class FlexPrefill(Method):
 
     def _keep(self, needed: Tensor, first: int) -> Tensor:
         """What gamma wants, in each query block no fewer and no more blocks than the budget allows, and always the
-        first block and the diagonal. Both bounds follow the order in which a growing gamma would add blocks, so that more of
-        either never drops one. ``needed`` [q_blocks, k_blocks] -> bool."""
+        first block and the diagonal. Both bounds follow the order in which a growing gamma would add blocks, so that
+        more of either never drops one. ``needed`` [q_blocks, k_blocks] -> bool."""
         q_blocks, k_blocks = needed.shape
         least = -(-self.min_budget // self.block_size)
         most = k_blocks if self.max_budget is None else max(least, self.max_budget // self.block_size)

@@ -139,9 +139,15 @@ def _combine(methods: list[Method], text: str) -> Policy:
 def _options(text: str, inside: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise PolicyError(f"policy '{text}' cannot be read; write options as name=value, ...") from None
-    if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+    plain = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)  # not f(a=1)(a=2)
+    if (
+        not isinstance(call, ast.Call)
+        or not plain
+        or call.args
+        or any(keyword.arg is None for keyword in call.keywords)
+    ):
         raise PolicyError(f"policy '{text}': options are written name=value")
     options: dict[str, Any] = {}
     for keyword in call.keywords:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,7 +48,7 @@ class TopK(Method):
 
     def budget(self, visible: int) -> int:
         """Keys one row with ``visible`` keys attends to."""
-        wanted = int(self.k) if self.k >= 1 else max(1, -int(-self.k * visible // 1))
+        wanted = int(self.k) if self.k >= 1 else max(1, math.ceil(round(self.k * visible, 9)))
         return min(visible, max(wanted, min(visible, self.sinks + self.local)))
 
     def select_prefill(self, chunk: Chunk) -> Selection:
