@@ -73,6 +73,8 @@ class Engine:
         self, prompt: list[int], params: SamplingParams, policy: Policy, sequence: Sequence | None = None
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards."""
+        if any(other.sequence is sequence for other in (*self.scheduler.running, *self.scheduler.waiting)):
+            raise RequestError("this session is still answering; finish or cancel that turn first")
         self.check(prompt, len(sequence.tokens) if sequence is not None else 0)
         if sequence is not None and sequence.tokens:
             regime = self.model.runner.rope_regime

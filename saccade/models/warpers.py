@@ -41,4 +41,5 @@ class Warpers:
         """``ids`` the whole sequence so far, ``logits`` fp32 [vocab] -> processed fp32 [vocab]."""
         if not self.processors:
             return logits
-        return self.processors(torch.tensor([ids], dtype=torch.long), logits[None].clone())[0]
+        history = torch.tensor([ids], dtype=torch.long)
+        return self.processors(history, logits[None].clone())[0]  # type: ignore[arg-type]
