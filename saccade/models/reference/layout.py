@@ -10,8 +10,9 @@ INTERMEDIATE = 192  # two streams of 48 multiplied in place, and their scratch c
 
 _BYTE = 48  # dimensions of a byte's code as the value to copy
 _CODE = 44  # dimensions of an n-gram's code
-_SLOT = 6  # dimensions of one 6-gram's code among the last 48 bytes
+_SLOT = 4  # dimensions of one 6-gram's code among the last 48 bytes
 SLOTS = 8
+_HASH = 36  # dimensions of the 12-gram's code that the match compares
 
 
 class _Allocator:
@@ -36,9 +37,10 @@ SCRATCH_B = _allocator.take(_CODE)
 # Codes of the 6-grams ending 0, 6, .. 42 bytes earlier, as seen by either stream.
 SLOT_A = tuple(_allocator.take(_SLOT) for _ in range(SLOTS))
 SLOT_B = tuple(_allocator.take(_SLOT) for _ in range(SLOTS))
-BAG = _allocator.take(23)  # the clipped average of recent 6-gram codes
+BAG = _allocator.take(43)  # the clipped average of recent 6-gram codes
 
 # The scratch is free, and zero, in the bag's layer (which clears it again) and from the slots' layers on.
 BAG_RAW = SCRATCH_B[: len(BAG)]
 OUT = (SCRATCH_A + SCRATCH_B)[:_BYTE]  # the code of the token to emit
 ONE = CONSTANTS[0]
+HASH_A, HASH_B = STREAM_A[:_HASH], STREAM_B[:_HASH]

@@ -54,6 +54,8 @@ from saccade.models.reference.layout import (
     BAG_RAW,
     BYTE,
     CONSTANTS,
+    HASH_A,
+    HASH_B,
     HIDDEN,
     INTERMEDIATE,
     IS_BOS,
@@ -76,11 +78,11 @@ class Scales:
     """The match head's logits in nats, and the output's. Changing any of them changes the checkpoint's version."""
 
     look: float = 100.0  # times rotary's gap of 0.20: 20 nats between the right distance and any other
-    hash: float = 16.0  # equal 12-grams
-    slot: float = 2.4  # each of the six further 6-grams
+    hash: float = 18.0  # equal 12-grams
+    slot: float = 1.6  # each of the six further 6-grams
     bag: float = 5.0  # about, for equal 48 bytes
-    sink: float = 15.0
-    bag_gain: float = 5.0  # one over the standard deviation of an average of 48 signs, roughly
+    sink: float = 16.5
+    bag_gain: float = 3.8  # an average of 48 signs has a standard deviation of 0.16: few are clipped
     output: float = 0.5  # token logits per agreeing code dimension
 
 
@@ -141,8 +143,8 @@ def _write_embeddings(model: LlamaForCausalLM, scales: Scales) -> None:
     table[:, list(CONSTANTS)] = CONSTANT
     table[:, list(BYTE)] = alphabet
     table[:, list(STREAM_A)] = alphabet[:, : len(STREAM_A)]
-    # The sink's value is EOS: what a query gets that matches nothing.
-    table[codes.BOS, list(BYTE)] = alphabet[codes.EOS]
+    # The beginning of the text has no code: its key in the match layer is the sink and nothing else.
+    table[codes.BOS, list(BYTE + STREAM_A)] = 0.0
     table[codes.BOS, IS_BOS] = 1.0
     model.lm_head.weight[:, list(OUT)] = scales.output * alphabet
 
@@ -189,11 +191,13 @@ def _write_layers(model: LlamaForCausalLM, scales: Scales) -> None:
             layer.copy(join(slots[:known]), join(slots[known : 2 * known]))
 
     layer = layers[7]
-    layer.match(STREAM_A, STREAM_B, nats=scales.hash)
+    layer.match(HASH_A, HASH_B, nats=scales.hash)
     layer.match(join(SLOT_A[2:]), join(SLOT_B[2:]), nats=scales.slot * (SLOTS - 2))
-    layer.match(BAG, BAG, nats=scales.bag / 0.55)  # two equal clipped bags agree to 0.55 of their dimensions
+    layer.match(BAG, BAG, nats=scales.bag / 0.32)  # a clipped bag's mean square
     layer.match((ONE,), (IS_BOS,), nats=scales.sink)
     layer.copy(BYTE, OUT)
+    # The sink's value is EOS: what a query gets that matches nothing.
+    layer.attention.v_proj.weight[: len(BYTE), IS_BOS] = codes.sign_codes(len(BYTE), "byte")[codes.EOS]
 
 
 def join(spans: tuple[Span, ...]) -> Span:
