@@ -115,17 +115,12 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in texts]
         for ids in encoded:
             self.engine.check(ids)
+        samples = [[one.for_sample(i) for i in range(one.n)] for one in params]
         groups = [
-            [self.engine.add(ids, one.for_sample(i), chosen) for i in range(one.n)]
-            for ids, one, chosen in zip(encoded, params, policies)
+            [self.engine.add(ids, sample, chosen) for sample in group]
+            for ids, group, chosen in zip(encoded, samples, policies)
         ]
-        try:
-            drain(self.engine, [request for group in groups for request in group])
-        except BaseException:
-            for group in groups:
-                for request in group:
-                    self.engine.cancel(request)
-            raise
+        drain(self.engine, [request for group in groups for request in group])
         return [
             request_output(text if isinstance(text, str) else None, ids, group)
             for text, ids, group in zip(texts, encoded, groups)

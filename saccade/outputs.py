@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,9 +39,14 @@ class RequestOutput:
 
 
 def drain(engine: Engine, requests: list[Request]) -> None:
-    """Run steps until all requests ended; a warning for each that failed."""
-    while not all(request.finished for request in requests):
-        engine.step()
+    """Run steps until all requests ended; a warning for each that failed. An interrupt cancels them."""
+    try:
+        while not all(request.finished for request in requests):
+            engine.step()
+    except BaseException:
+        for request in requests:
+            engine.cancel(request)
+        raise
     for request in requests:
         if request.error is not None:
             warnings.warn(f"request {request.id} failed: {request.error}", RuntimeWarning, stacklevel=3)
@@ -48,9 +54,14 @@ def drain(engine: Engine, requests: list[Request]) -> None:
 
 def steps(engine: Engine, request: Request) -> Iterator[StepOutput]:
     """Run steps and yield what they did for one request; cancels it when the caller stops listening."""
+    outbox: deque[StepOutput] = deque()
+    request.outbox = outbox
     try:
-        while not request.finished:
-            yield from (output for output in engine.step() if output.request is request)
+        while outbox or not request.finished:
+            if outbox:
+                yield outbox.popleft()
+            else:
+                engine.step()
     finally:
         engine.cancel(request)
 

@@ -62,9 +62,9 @@ class Session:
             if ours != theirs:
                 break
             shared += 1
-        self.llm.engine.check(ids)
-        self.sequence.truncate(shared)
-        output = self.generate(ids[shared:], sampling_params, policy=policy)
+        request = self._start(ids[shared:], sampling_params, policy, keep=shared)
+        drain(self.llm.engine, [request])
+        output = request_output(None, request.prompt, [request])
         if output.error is None:
             self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
         return output
@@ -79,10 +79,16 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(self, prompt: str | Sequence[int], params: SamplingParams | None, policy: PolicyLike) -> Request:
+    def _start(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        policy: PolicyLike,
+        keep: int | None = None,
+    ) -> Request:
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)
         ids = self.llm._encode(prompt, first=not self.sequence.tokens)
-        return self.llm.engine.add(ids, params, chosen, self.sequence)
+        return self.llm.engine.add(ids, params, chosen, self.sequence, keep)

@@ -70,12 +70,23 @@ class Engine:
             )
 
     def add(
-        self, prompt: list[int], params: SamplingParams, policy: Policy, sequence: Sequence | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        policy: Policy,
+        sequence: Sequence | None = None,
+        keep: int | None = None,
     ) -> Request:
-        """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards."""
-        if any(other.sequence is sequence for other in (*self.scheduler.running, *self.scheduler.waiting)):
+        """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
+        tokens (all by default). RequestError while an earlier turn of the session is still running."""
+        if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
-        self.check(prompt, len(sequence.tokens) if sequence is not None else 0)
+        before = sequence.tokens if sequence is not None else []
+        kept = len(before) if keep is None else keep
+        self.check(prompt, kept)
+        dropped = before[kept:]
+        if sequence is not None:
+            sequence.truncate(kept)
         if sequence is not None and sequence.tokens:
             regime = self.model.runner.rope_regime
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
@@ -89,6 +100,8 @@ class Engine:
             self.layers,
         )
         request.keep_kv = sequence is not None
+        request.dropped = dropped
+        request.sequence.turn = request
         request.sampler = Sampler(params)
         request.detokenizer = self.model.tokenizer.stream()
         request.stopper = StopText(params.stop or ())
@@ -106,23 +119,25 @@ class Engine:
         self._finish(request, "cancelled")
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop an idle session's sequence and give its blocks back."""
+        """Drop a session's sequence and give its blocks back; a turn that still runs is cancelled."""
+        if sequence.turn is not None:
+            self.cancel(sequence.turn)
         self.scheduler.idle.pop(id(sequence), None)
         sequence.truncate(0)
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it did for every request in it."""
         batch = self.scheduler.schedule()
-        outputs = [self._starved(request) for request in self.scheduler.running if request.finished]
+        outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
         if not batch:
-            return outputs
+            return _delivered(outputs)
         began = time.perf_counter()
         for work in batch:
             if not work.request.report.prefill.tokens and not work.request.report.decode.tokens:
                 work.request.report.queue_seconds = began - work.request.arrived
         logits = self.executor.run(batch)
         seconds = time.perf_counter() - began
-        return outputs + [self._settle(work, logits.get(work.request.id), seconds) for work in batch]
+        return _delivered(outputs + [self._settle(work, logits.get(work.request.id), seconds) for work in batch])
 
     def _starved(self, request: Request) -> StepOutput:
         """A request that the scheduler ended because the pool is full: what it has is its answer."""
@@ -143,7 +158,11 @@ class Engine:
         if request.error is not None:
             self._finish(request, "error")
         elif logits is not None:
-            self._take_token(request, logits, output)
+            try:
+                self._take_token(request, logits, output)
+            except Exception as error:  # as in attention: one request's failure must not take the others down
+                request.error = f"choosing a token: {type(error).__name__}: {error}"
+                self._finish(request, "error")
         return output
 
     def _take_token(self, request: Request, logits: Tensor, output: StepOutput) -> None:
@@ -187,9 +206,20 @@ class Engine:
         request.report.output_tokens = len(request.final_ids)
         self.scheduler.remove(request)
         sequence = request.sequence
+        sequence.turn = None
         if not request.keep_kv:
             sequence.kv.free()
             return
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
+            sequence.tokens.extend(request.dropped)
         self.scheduler.park(sequence)
+
+
+def _delivered(outputs: list[StepOutput]) -> list[StepOutput]:
+    """Put every output before whoever reads that request's stream, no matter who drives the step."""
+    for output in outputs:
+        output.finished = output.request.finished
+        if output.request.outbox is not None:
+            output.request.outbox.append(output)
+    return outputs

@@ -37,8 +37,13 @@ class Executor:
         A request whose own attention fails gets ``error`` set and no logits; the others are unaffected.
         """
         logits: dict[int, Tensor] = {}
-        for part in [[work] for work in batch] if self.exact else [batch]:
-            logits |= self._run_packed(part)
+        try:
+            for part in [[work] for work in batch] if self.exact else [batch]:
+                logits |= self._run_packed(part)
+        except BaseException:  # an interrupt, say: some layers hold the new rows and others do not
+            for work in batch:
+                work.request.sequence.undo(work)
+            raise
         return logits
 
     def _run_packed(self, batch: list[Work]) -> dict[int, Tensor]:

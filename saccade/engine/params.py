@@ -57,7 +57,7 @@ class SamplingParams:
 
     def for_sample(self, index: int) -> SamplingParams:
         """Parameters of sample ``index`` of ``n``: samples of one seed differ, and sample 0 equals the n=1 run."""
-        return replace(self, n=1, seed=None if self.seed is None else self.seed + index)
+        return replace(self, n=1, seed=None if self.seed is None else (self.seed + index) % 2**63)
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

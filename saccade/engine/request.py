@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class Sequence:
         self.reached = 0  # where `computed` would stand had nothing been dropped
         self.states: list[Any] = [None] * layers  # decode-method state of each layer
         self.tails: list[Tensor | None] = [None] * layers  # last prefill queries of each layer, for `begin`
+        self.turn: Request | None = None  # what is being computed for it now
 
     def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
         """Append tokens to be computed in ``phase``; decode tokens of one turn share a span."""
@@ -94,6 +96,15 @@ class Sequence:
         for span in self.spans:
             span.stop = min(span.stop, stop)
         self.spans = [span for span in self.spans if span.stop > span.start]
+
+    def undo(self, work: Work) -> None:
+        """Take back a step that broke off between layers, so that it can run again."""
+        stateful = work.phase == "decode" and any(state is not None for state in self.states)
+        if stateful or any(tail is not None for tail in self.tails):
+            self.drop_kv()  # state may have seen the step already; it is built again with the keys
+        else:
+            self.computed = work.start
+            self.kv.truncate(work.start)
 
     def drop_kv(self) -> None:
         """Give all blocks back; the next steps compute them again."""
@@ -179,6 +190,8 @@ class Request:
         self.detokenizer: Any = None
         self.stopper: Any = None
         self.final_ids: list[int] = []  # the answer, once the request ended
+        self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
+        self.outbox: deque[StepOutput] | None = None  # outputs not yet read, for a request that is streamed
 
     @property
     def output_ids(self) -> list[int]:
@@ -192,14 +205,11 @@ class Request:
 
 @dataclass
 class StepOutput:
-    """What one engine step did for one request."""
+    """What one engine step did for one request. ``finished``: it is the request's last."""
 
     request: Request
     new_text: str = ""
     new_tokens: list[int] = field(default_factory=list)
     prefilled: int = 0  # prompt tokens computed so far
     prefill_total: int = 0
-
-    @property
-    def finished(self) -> bool:
-        return self.request.finished
+    finished: bool = False

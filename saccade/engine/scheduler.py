@@ -86,7 +86,7 @@ class Scheduler:
         growth."""
         sequence = request.sequence
         missing = sequence.kv.missing_blocks(len(sequence.tokens))
-        self._evict_idle(missing)
+        self._make_room(missing, request)
         if missing > self.pool.free_blocks:
             return False
         sequence.kv.reserve(len(sequence.tokens))
@@ -96,7 +96,7 @@ class Scheduler:
         """Blocks for a running request, preempting later arrivals if need be; False when it had to yield itself."""
         while True:
             missing = request.sequence.kv.missing_blocks(tokens)
-            self._evict_idle(missing)
+            self._make_room(missing, request)
             if missing <= self.pool.free_blocks:
                 request.sequence.kv.reserve(tokens)
                 return True
@@ -112,10 +112,17 @@ class Scheduler:
             if victim is request:
                 return False
 
-    def _evict_idle(self, missing: int) -> None:
+    def _make_room(self, missing: int, request: Request) -> None:
+        """Take blocks from sessions that do not run: idle ones first, then turns that wait, the last of them first."""
         while missing > self.pool.free_blocks and self.idle:
             _, sequence = self.idle.popitem(last=False)
             sequence.drop_kv()
+        for other in reversed(self.waiting):
+            if missing <= self.pool.free_blocks:
+                return
+            if other is not request:
+                other.sequence.drop_kv()
+                other.report.cached_tokens = 0
 
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of ``tokens`` tokens fits an otherwise empty pool."""
