@@ -45,19 +45,26 @@ class SamplingParams:
             _whole("seed", self.seed, 0, 2**63 - 1)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, 100)
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-        if any(not isinstance(stop, str) or not stop for stop in stops):
+        stops = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        if not _is_list(stops) or any(not isinstance(stop, str) or not stop for stop in stops):
             raise RequestError(f"stop={self.stop!r} must be one or more non-empty strings")
         object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        ends = () if self.stop_token_ids is None else self.stop_token_ids
+        if not _is_list(ends) or any(not isinstance(token, int) or isinstance(token, bool) for token in ends):
+            raise RequestError(f"stop_token_ids={ends!r} must be a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(ends))
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < 1e-5  # smaller ones overflow the logits, and are greedy in all but name
 
     def for_sample(self, index: int) -> SamplingParams:
         """Parameters of sample ``index`` of ``n``: samples of one seed differ, and sample 0 equals the n=1 run."""
         return replace(self, n=1, seed=None if self.seed is None else (self.seed + index) % 2**63)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset))
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

@@ -15,7 +15,7 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.warpers = Warpers(
-            temperature=params.temperature,
+            temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
