@@ -14,7 +14,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.registry import METHODS
 from saccade.ops import Trace, attend
-from saccade.selection import Band, Blocks, Dense, Lines, Ranking, Selection, Shape, Tokens
+from saccade.selection import Band, Blocks, Dense, Lines, Ranking, Selection, Shape, Tokens, Tri
 
 
 def generator(seed: int) -> torch.Generator:
@@ -103,6 +103,11 @@ def random_selection(kind: str, shape: Shape, units: int, rng: torch.Generator, 
         return Dense(shape)
     if kind == "band":
         return Band(shape, window=int(torch.randint(1, shape.k_len + 5, (), generator=rng)), sinks=3)
+    if kind == "tri":
+        dense_rows = int(torch.randint(0, shape.q_len + 3, (), generator=rng))
+        return Tri(
+            shape, window=int(torch.randint(1, shape.k_len + 5, (), generator=rng)), sinks=3, dense_rows=dense_rows
+        )
     if kind == "blocks":
         return Blocks.from_block_mask(shape, block_size, torch.rand(units, q_blocks, k_blocks, generator=rng) < 0.4)
     if kind == "lines":
@@ -120,7 +125,7 @@ def random_selection(kind: str, shape: Shape, units: int, rng: torch.Generator, 
     raise ValueError(kind)
 
 
-KINDS = ("dense", "band", "blocks", "lines", "tokens", "ranking")
+KINDS = ("dense", "band", "tri", "blocks", "lines", "tokens", "ranking")
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,20 @@ MATRIX = (
         ({"sinks": 4, "window": 60}, {"sinks": 0, "window": 1}),
         {"sinks": 0, "window": 100_000},
         budget=lambda m: {"sinks": 4, "window": max(1, m - 4)},
+        boundary=(64,),
+    ),
+    MethodCase(
+        "a_shape",
+        ({"sinks": 4, "window": 60}, {"sinks": 0, "window": 1}),
+        {"sinks": 0, "window": 100_000},
+        budget=lambda m: {"sinks": 4, "window": max(1, m - 4)},
+        boundary=(64,),
+    ),
+    MethodCase(
+        "tri_shape",
+        ({"sinks": 4, "window": 60, "last": 30}, {"sinks": 0, "window": 1, "last": 1}),
+        {"sinks": 0, "window": 100_000, "last": 0},
+        budget=lambda m: {"sinks": 4, "window": max(1, m - 4), "last": 2},
         boundary=(64,),
     ),
     MethodCase(

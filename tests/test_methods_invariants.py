@@ -12,7 +12,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.registry import METHODS
 from saccade.ops import attend
-from saccade.selection import Dense, Shape, Tokens
+from saccade.selection import Band, Dense, Shape, Tokens, Tri
 
 BY_NAME = {case.name: case for case in MATRIX}
 SPARSE = [pytest.param(case, method, id=method.text) for case in MATRIX for method in case.methods()]
@@ -235,7 +235,7 @@ def test_cost_is_counted_and_dense_costs_nothing(case: MethodCase, method):
             chunk = Query.of(q[:, -rows:], view)
             selection = method.select_decode(chunk, None)
         assert min(chunk.cost.scored, chunk.cost.estimated) >= 0
-        if isinstance(selection, Dense) or case.name == "streaming":
+        if isinstance(selection, (Dense, Band, Tri)):
             assert chunk.cost.scored == chunk.cost.estimated == 0
         else:
             assert 0 < chunk.cost.scored + chunk.cost.estimated <= selection.shape.causal_pairs * 1.5

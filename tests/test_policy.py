@@ -91,7 +91,7 @@ def test_other_forms():
 
 
 WRONG = {
-    "pas": ["unknown method 'pas'", "did you mean 'psa'", "known: dense, flexprefill, psa, streaming, topk"],
+    "pas": ["unknown method 'pas'", "did you mean 'psa'", "known: " + ", ".join(sorted(METHODS))],
     "psa(epsilonn=1)": ["no option 'epsilonn'", "did you mean 'epsilon'", "block_size, epsilon, microbatch"],
     "dense(x=1)": ["no option 'x'", "known: none"],
     "psa(epsilon=2)": ["epsilon=2", "from 0.0 to 1.0", "psa(epsilon=2)"],

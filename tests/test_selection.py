@@ -7,7 +7,7 @@ import torch
 from helpers import KINDS, generator, random_selection
 
 from saccade.errors import SaccadeError
-from saccade.selection import Band, Blocks, Dense, Lines, Ranking, Shape, Tokens
+from saccade.selection import Band, Blocks, Dense, Lines, Ranking, Shape, Tokens, Tri
 
 SHAPES = [  # heads, kv_heads, q_len, k_len, q_start: block borders +-1, ragged starts, rows that are not the last keys
     (4, 2, 1, 1, 0),
@@ -43,6 +43,10 @@ def by_definition(selection, head: int, row: int, key: int) -> bool:
     if isinstance(selection, Dense):
         return True
     if isinstance(selection, Band):
+        return key < selection.sinks or position - key < selection.window
+    if isinstance(selection, Tri):
+        if row >= shape.q_len - selection.dense_rows:
+            return True
         return key < selection.sinks or position - key < selection.window
     if isinstance(selection, Blocks):
         at = unit * selection.q_blocks + position // selection.block_size - shape.q_start // selection.block_size
@@ -109,6 +113,21 @@ def test_merge_of_bands_with_neither_edge_in_common_is_still_the_union():
     c = Band(shape, window=30, sinks=2)
     assert isinstance(a.merge(c), Band)
     assert torch.equal(a.merge(c).mask(), a.mask() | c.mask())
+
+
+def test_merge_of_a_tri_with_bands_and_tris_is_the_union():
+    shape = Shape(2, 1, 40, 90, 50)
+    a = Tri(shape, window=9, sinks=2, dense_rows=5)
+    for b in (Band(shape, 12, 3), Tri(shape, 5, 1, 11), Tri(shape, 9, 7, 0), Band(shape, 12, 1), Tri(shape, 3, 20, 60)):
+        assert torch.equal(a.merge(b).mask(), a.mask() | b.mask())
+        assert torch.equal(b.merge(a).mask(), a.mask() | b.mask())
+    assert isinstance(a.merge(Band(shape, 12, 3)), Tri)
+
+
+def test_bad_tris_are_refused():
+    for options in ({"window": 0}, {"window": 4, "sinks": -1}, {"window": 4, "dense_rows": -1}):
+        with pytest.raises(SaccadeError):
+            Tri(Shape(2, 1, 4, 8, 4), **options)
 
 
 def test_merge_of_blocks_on_different_grids_is_the_union():

@@ -6,16 +6,19 @@ from saccade.methods.base import Method
 from saccade.methods.dense import DenseMethod
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.psa import PSA
+from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
     for method in (
+        AShape,
         DenseMethod,
         FlexPrefill,
         PSA,
         Streaming,
         TopK,
+        TriShape,
     )
 }

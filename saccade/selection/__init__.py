@@ -13,5 +13,6 @@ Ragged lists are stored flat (CSR): list ``j`` is ``indices[offsets[j] : offsets
 from saccade.selection.base import Band, Dense, Selection, Shape, Tokens
 from saccade.selection.blocks import Blocks, Ranking
 from saccade.selection.lines import Lines
+from saccade.selection.tri import Tri
 
-__all__ = ["Band", "Blocks", "Dense", "Lines", "Ranking", "Selection", "Shape", "Tokens"]
+__all__ = ["Band", "Blocks", "Dense", "Lines", "Ranking", "Selection", "Shape", "Tokens", "Tri"]
