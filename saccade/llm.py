@@ -13,7 +13,7 @@ from saccade.engine.core import Engine
 from saccade.engine.params import SamplingParams
 from saccade.engine.request import StepOutput
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
-from saccade.kv.pool import BlockPool
+from saccade.kv.pool import BLOCK_SIZES, BlockPool
 from saccade.kv.sequence import SequenceKV
 from saccade.memory import available_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
@@ -57,6 +57,8 @@ class LLM:
         self.policy = Policy.parse(policy)
         _positive("prefill_chunk", prefill_chunk)
         _positive("max_requests", max_requests)
+        if block_size not in BLOCK_SIZES:
+            raise SaccadeError(f"block_size={block_size!r} is not one of {BLOCK_SIZES}")
         if threads is not None:
             _positive("threads", threads)
         if backend not in ("auto", "cpu", "reference"):
@@ -163,7 +165,10 @@ class LLM:
             if not prompt:
                 raise RequestError("the prompt is empty; give at least one token")
             return self.tokenizer.encode(prompt, add_special_tokens=first)
-        return list(prompt)
+        listed: object = prompt
+        if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
+            raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
+        return list(listed)
 
 
 def _checkpoint(model: str | Path) -> Path:

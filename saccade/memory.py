@@ -28,7 +28,7 @@ def parse_bytes(size: int | float | str) -> int:
         value = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else -1.0
     else:
         value = float(size) if isinstance(size, (int, float)) and not isinstance(size, bool) else -1.0
-    if value < 1:
+    if not 1 <= value < 2**63:
         raise SaccadeError(f"kv_memory={size!r} is not a size; write bytes or text such as '4GiB' or '500MB'")
     return int(value)
 

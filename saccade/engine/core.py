@@ -54,7 +54,7 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token")
         vocab = self.model.spec.vocab_size
         for token in prompt:
-            if not isinstance(token, int) or not 0 <= token < vocab:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
                 raise RequestError(f"token id {token!r} is not an integer from 0 to {vocab - 1}")
         total = before + len(prompt)
         if total >= self.max_model_len:
