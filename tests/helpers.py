@@ -199,6 +199,18 @@ MATRIX = (
         boundary=(64, 128, 256),
     ),
     MethodCase(
+        "minference",
+        (
+            {"vertical": 40, "slash": 30, "keep_columns": 4, "keep_diagonals": 8},
+            {"vertical": 0, "slash": 0, "keep_columns": 0, "keep_diagonals": 1, "last_rows": 5},
+            {"pattern": "block_sparse", "blocks": 3},
+            {"pattern": "block_sparse", "blocks": 1, "block_size": 128},
+        ),
+        {"vertical": 100_000},
+        budget=lambda m: {"vertical": m, "slash": 1, "keep_columns": 0, "keep_diagonals": 1},
+        boundary=(40, 64, 128, 192),
+    ),
+    MethodCase(
         "psa",
         (
             {"epsilon": 0.5, "microbatch": 1},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from saccade.methods.base import Method
 from saccade.methods.dense import DenseMethod
 from saccade.methods.flexprefill import FlexPrefill
+from saccade.methods.minference import MInference
 from saccade.methods.psa import PSA
 from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
@@ -16,6 +17,7 @@ METHODS: dict[str, type[Method]] = {
         AShape,
         DenseMethod,
         FlexPrefill,
+        MInference,
         PSA,
         Streaming,
         TopK,

@@ -26,6 +26,18 @@ def row_logits(
     return scores
 
 
+def row_weights(
+    q: Tensor, kv: KVView, shape: Shape, kv_head: int, rows: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Softmax weights of rows ``rows`` (int64 [r], numbers within the call) for one KV head's group: fp32 [group, r,
+    k_len], acausal entries 0."""
+    heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
+    k, _ = kv.take(torch.arange(shape.k_len), kv_head)
+    scores = logits(q[heads, rows].float(), k.float(), scale, softcap)
+    acausal = torch.arange(shape.k_len)[None, :] > shape.q_start + rows[:, None]
+    return torch.softmax(scores.masked_fill(acausal, -torch.inf), -1)
+
+
 def block_sums(weights: Tensor, block_size: int) -> Tensor:
     """Sum ``weights`` [..., n] over blocks of keys: [..., ceil(n / block_size)]."""
     n = weights.shape[-1]
@@ -47,6 +59,15 @@ def slash_sums(weights: Tensor, first_row: int) -> Tensor:
     flat = torch.nn.functional.pad(weights.flip(-1), (0, r)).contiguous()
     skewed = torch.as_strided(flat, (g, r, n), (r * width, width - 1, 1), r - 1)
     return skewed.sum(1)
+
+
+def mean_queries(q: Tensor, shape: Shape, block_size: int) -> Tensor:
+    """Mean query of every block of the grid anchored at position 0, over the rows of this call alone: ``q`` [h, q_len,
+    d] -> fp32 [h, q_blocks, d]."""
+    block_of = shape.rows // block_size - shape.q_start // block_size
+    q_blocks = int(block_of[-1]) + 1
+    sums = torch.zeros(q.shape[0], q_blocks, q.shape[-1]).index_add_(1, block_of, q.float())
+    return sums / torch.bincount(block_of, minlength=q_blocks)[:, None]
 
 
 def mean_keys(kv: KVView, block_size: int) -> Tensor:
