@@ -92,7 +92,7 @@ def _print(rows: list[Row], count: int) -> None:
     from rich.table import Table
 
     table = Table(title="what each policy answered and read")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     columns = ("correct", "prefill density", "decode density", "prefill s", "decode s", "total s")
     for column in columns:
         table.add_column(column, justify="right")
@@ -106,8 +106,8 @@ def _print(rows: list[Row], count: int) -> None:
             f"{row.phase_seconds('decode'):.1f}",
             f"{row.seconds:.1f}",
         )
-    console = Console()
-    console.print(table)
+    console = Console(soft_wrap=True)
+    console.print(table, width=110)
     console.print("density: pairs of query and key that were read, over those that dense attention reads")
 
 
