@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,8 @@ def _print(rows: list[Row], count: int) -> None:
             f"{row.phase_seconds('decode'):.1f}",
             f"{row.seconds:.1f}",
         )
-    console = Console(soft_wrap=True)
-    console.print(table, width=110)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table)
     console.print("density: pairs of query and key that were read, over those that dense attention reads")
 
 
