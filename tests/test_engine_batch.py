@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers import MATRIX
 from tiny_models import oracle, oracle_greedy, random_ids
 
 from saccade import LLM, SamplingParams
@@ -15,18 +16,18 @@ from saccade.engine.core import Engine
 from saccade.kv.pool import BlockPool
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
-from saccade.methods.registry import METHODS
 from saccade.selection import Dense
 
 BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
 LAYERS = 3
-FIVE = (  # one policy a registered method, each sparse at 200 tokens
+FIVE = (  # each sparse at 200 tokens
     "dense",
     "topk(k=24)",
     "streaming(sinks=2, window=40)",
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)",
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
 )
+EVERY = [Policy.parse(case.methods()[0]) for case in MATRIX]  # one of every registered method
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
@@ -59,13 +60,6 @@ def solo(llm, prompts) -> list[list[int]]:
     return [tokens(llm.generate(ids, GREEDY, policy=policy)[0]) for ids, policy in zip(prompts, FIVE)]
 
 
-def test_every_registered_method_has_a_policy_here():
-    named = {
-        method.name for text in FIVE for policy in [Policy.parse(text)] for method in (policy.prefill, policy.decode)
-    }
-    assert named == set(METHODS)
-
-
 def test_solo_runs_differ_between_policies(llm, prompts):
     """Without this, equality below would prove nothing about policies."""
     answers = [tokens(llm.generate(prompts[1], GREEDY, policy=policy)[0]) for policy in FIVE]
@@ -87,6 +81,13 @@ def test_i3_i4_a_mixed_batch_equals_solo_runs(llm, prompts, solo, order):
     assert [output.prompt_token_ids for output in outputs] == [prompts[i] for i in order]
 
 
+def test_a_batch_of_every_method_equals_solo_runs(llm, prompts):
+    ids = [prompts[i % len(prompts)] for i in range(len(EVERY))]
+    alone = [tokens(llm.generate(one, GREEDY, policy=policy)[0]) for one, policy in zip(ids, EVERY)]
+    assert [tokens(output) for output in llm.generate(ids, GREEDY, policy=EVERY)] == alone
+    assert [tokens(output) for output in llm.generate(ids[::-1], GREEDY, policy=EVERY[::-1])] == alone[::-1]
+
+
 def test_requests_that_come_and_go_do_not_disturb(llm, prompts, solo):
     """Different lengths of answers and a limit on running requests: the batch changes at every step."""
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (1, 10, 3, 7, 2)]
@@ -105,7 +106,7 @@ def test_chunked_prefill_equals_whole_prefill_in_dense(tiny_llama, prompts, solo
     assert tokens(make(tiny_llama, chunk=chunk).generate(ids, GREEDY)[0]) == whole
 
 
-@pytest.mark.parametrize("policy", FIVE)
+@pytest.mark.parametrize("policy", [*EVERY, FIVE[4]], ids=str)
 def test_preemption_changes_no_token(tiny_llama, llm, policy):
     """Three requests grow in a pool that holds little more than two: the last ones are computed again, and agree."""
     ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
