@@ -211,6 +211,16 @@ MATRIX = (
         boundary=(40, 64, 128, 192),
     ),
     MethodCase(
+        "xattention",
+        (
+            {"threshold": 0.7, "block_size": 64},
+            {"threshold": 0.5, "stride": 16, "block_size": 128},
+            {"threshold": 0.0, "stride": 4, "block_size": 32},
+        ),
+        {"threshold": 1.0},
+        boundary=(16, 64, 128, 192, 256),
+    ),
+    MethodCase(
         "psa",
         (
             {"epsilon": 0.5, "microbatch": 1},

@@ -10,6 +10,7 @@ from saccade.methods.psa import PSA
 from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
+from saccade.methods.xattention import XAttention
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
@@ -22,5 +23,6 @@ METHODS: dict[str, type[Method]] = {
         Streaming,
         TopK,
         TriShape,
+        XAttention,
     )
 }

@@ -81,6 +81,55 @@ def mean_keys(kv: KVView, block_size: int) -> Tensor:
     return means
 
 
+def antidiagonal_shares(
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    kv_head: int,
+    stride: int,
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Estimated share of each key block in the attention of each query block: fp32 [group, q_blocks, k_blocks].
+
+    Tiles of ``stride`` x ``stride`` pairs, on a grid anchored at position 0, are scored by the mean logit of their
+    antidiagonal (of the pairs that exist, where this call or the context cuts the tile), then by a softmax over the
+    tiles up to the row of tiles' own; blocks sum tiles. The shares of a query block add up to 1. XAttention's estimate.
+    """
+    heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
+    k, _ = kv.take(torch.arange(shape.k_len), kv_head)
+    ahead, first = shape.q_start % stride, shape.q_start // stride
+    keys, has_key = _tiles(k.float(), 0, stride)
+    rows, has_row = _tiles(q[heads].float(), ahead, stride)
+    rows, has_row = rows.flip(-2).flatten(-2), has_row.flip(-1)  # one product is an antidiagonal sum
+    keys = keys.flatten(-2)
+    per_block, q_tiles, k_tiles = block_size // stride, rows.shape[1], keys.shape[0]
+    block_of = (first + torch.arange(q_tiles)) // per_block - first // per_block
+    shares = torch.zeros(shape.group, int(block_of[-1]) + 1, -(-k_tiles // per_block))
+    step = max(1, 2**24 // (shape.group * k_tiles))  # bounds the scores held at once to 64 MiB
+    for start in range(0, q_tiles, step):
+        stop = min(start + step, q_tiles)
+        visible = min(first + stop, k_tiles)
+        pairs = has_row[start:stop] @ has_key[:visible].T
+        scores = rows[:, start:stop] @ keys[:visible].T * (scale / pairs)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        unknown = (torch.arange(visible) > first + torch.arange(start, stop)[:, None]) | (pairs == 0)
+        weights = torch.softmax(scores.masked_fill(unknown, -torch.inf), -1).nan_to_num(0.0)  # a row may know no tile
+        sums = block_sums(weights, per_block)
+        shares[..., : sums.shape[-1]].index_add_(1, block_of[start:stop], sums)
+    return shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _tiles(x: Tensor, ahead: int, stride: int) -> tuple[Tensor, Tensor]:
+    """``x`` [..., n, d] behind ``ahead`` missing rows, cut into tiles: [..., tiles, stride, d] with zeros for what is
+    missing, and fp32 [tiles, stride] 1 where a row is there."""
+    n = x.shape[-2]
+    behind = -(ahead + n) % stride
+    there = torch.nn.functional.pad(torch.ones(n), (ahead, behind)).unflatten(0, (-1, stride))
+    return torch.nn.functional.pad(x, (0, 0, ahead, behind)).unflatten(-2, (-1, stride)), there
+
+
 def cuboid_scores(q: Tensor, summary: Tensor) -> Tensor:
     """ArkVale's block criticality sum_d max(q_d hi_d, q_d lo_d), unscaled (algorithms.md 4.2).
 

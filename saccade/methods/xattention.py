@@ -1,0 +1,76 @@
+"""XAttention (Xu et al., 2025): blocks of keys by strided antidiagonal sums, up to a cumulative share of each query
+block.
+
+Tiles of ``stride`` x ``stride`` (row, key) pairs are scored by their antidiagonal alone; a softmax over the tiles of a
+row of tiles gives the share of every key block. The grid of tiles and blocks is anchored at position 0 and any appended
+chunk works: a tile that the chunk or the context cuts is scored by the mean of the pairs it has (the published code
+pads with zeros, which flattens the softmax of such rows).
+
+An antidiagonal crosses every column, but of the slashes only those at odd distances (an even stride leaves row - key =
+stride - 1 mod 2): a slash is found by the neighbours it has, as in the paper, and one of a single even distance is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.methods.base import Chunk, Method, require, require_choice, require_number, require_whole
+from saccade.ops.scores import antidiagonal_shares
+from saccade.selection import Blocks, Dense, Selection
+
+
+@dataclass(frozen=True)
+class XAttention(Method):
+    """Per query head and query block of ``block_size``: the first and the diagonal key block, then others in descending
+    share until all together reach ``threshold``. ``stride`` divides ``block_size``. ``threshold=1`` is dense."""
+
+    name: ClassVar[str] = "xattention"
+    paper: ClassVar[str] = "XAttention, arXiv:2503.16428"
+    phases: ClassVar[tuple[str, ...]] = ("prefill",)
+
+    threshold: float = 0.9
+    stride: int = 8
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        require_number("threshold", self.threshold, 0.0, 1.0)
+        require_choice("block_size", self.block_size, (32, 64, 128))
+        require_whole("stride", self.stride, 1)
+        require(
+            self.stride <= self.block_size and self.block_size % self.stride == 0,
+            "stride",
+            self.stride,
+            f"a divisor of block_size={self.block_size}",
+        )
+
+    def select_prefill(self, chunk: Chunk) -> Selection:
+        shape, size = chunk.shape, self.block_size
+        first, last = shape.q_start // size, (shape.k_len - 1) // size
+        if self.threshold >= 1.0 or last <= 1:  # the first and the diagonal block are always read
+            return Dense(shape)
+        chunk.cost.estimated += shape.q_len * -(-shape.k_len // self.stride)
+        shares = torch.cat(
+            [
+                antidiagonal_shares(chunk.q, chunk.kv, shape, kv_head, self.stride, size, chunk.scale, chunk.softcap)
+                for kv_head in range(shape.kv_heads)
+            ]
+        )
+        return Blocks.from_block_mask(shape, size, _reach(shares, first, self.threshold))
+
+
+def _reach(shares: Tensor, first: int, threshold: float) -> Tensor:
+    """bool [h, q_blocks, k_blocks]: block 0 and the diagonal, then the heaviest others (ties to the lower one) while
+    what is there is short of ``threshold``."""
+    q_blocks, k_blocks = shares.shape[1:]
+    block = torch.arange(k_blocks)
+    diagonal = first + torch.arange(q_blocks)[:, None]
+    forced = (block == 0) | (block == diagonal)
+    ranked = shares.double().masked_fill(forced, torch.inf).masked_fill(block > diagonal, -torch.inf)
+    order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
+    sorted_shares = shares.double().gather(-1, order)
+    before = torch.zeros_like(sorted_shares).scatter_(-1, order, sorted_shares.cumsum(-1) - sorted_shares)
+    return ((before < threshold) | forced) & (block <= diagonal)

@@ -1,0 +1,135 @@
+"""XAttention: shares by hand, planted lines are found, thresholds are reached and monotone, 1 is dense."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import Planted, planted_heads, run_method
+
+from saccade.errors import PolicyError
+from saccade.kv.view import KVView
+from saccade.methods.base import Chunk
+from saccade.methods.xattention import XAttention
+from saccade.ops.scores import antidiagonal_shares
+from saccade.selection import Blocks, Dense, Shape
+
+PLANTED = Planted(columns=(207, 401), slashes=(130, 190), blocks=())
+
+
+def chunk_of(rows: int, n: int, seed: int = 0, pattern: Planted = PLANTED, noise: float = 0.3):
+    q, k, v = planted_heads(4, 2, n, seed=seed, pattern=pattern, noise=noise)
+    return q, k, KVView.from_tensors(k, v)
+
+
+def shares_by_hand(q, keys, n: int, rows: int, stride: int, size: int) -> list[list[float]]:
+    """Pair by pair: the mean antidiagonal logit of each tile, a softmax per row of tiles, sums per block."""
+    first, scale = n - rows, 1 / math.sqrt(q.shape[-1])
+    totals: dict[int, list[float]] = {}
+    for tile_row in range(first // stride, (n - 1) // stride + 1):
+        scores = []
+        for tile in range(tile_row + 1):
+            pairs = [(tile_row * stride + stride - 1 - a, tile * stride + a) for a in range(stride)]
+            logits = [float(q[p] @ keys[i]) * scale for p, i in pairs if first <= p < n and i < n]
+            scores.append(sum(logits) / len(logits) if logits else -math.inf)
+        row = totals.setdefault(tile_row * stride // size, [0.0] * -(-n // size))
+        if max(scores) == -math.inf:
+            continue
+        weights = torch.softmax(torch.tensor(scores, dtype=torch.float64), 0).tolist()
+        for tile, weight in enumerate(weights):
+            row[tile * stride // size] += weight
+    return [[share / max(sum(row), 1e-30) for share in row] for _, row in sorted(totals.items())]
+
+
+@pytest.mark.parametrize(("rows", "n"), [(256, 256), (100, 300), (65, 301), (3, 250), (1, 129), (1, 132)])
+@pytest.mark.parametrize(("stride", "size"), [(8, 64), (16, 32)])
+def test_shares_are_the_antidiagonal_sums_by_hand(rows, n, stride, size):
+    q, k, view = chunk_of(rows, n, seed=n, noise=1.0)
+    for kv_head in range(2):
+        shares = antidiagonal_shares(
+            q[:, n - rows :], view, Shape.suffix(4, 2, rows, n), kv_head, stride, size, 32**-0.5
+        )
+        for head in range(2):
+            expected = shares_by_hand(q[2 * kv_head + head].double(), k[kv_head].double(), n, rows, stride, size)
+            torch.testing.assert_close(shares[head], torch.tensor(expected), atol=1e-5, rtol=1e-4)
+
+
+def test_the_tiles_of_a_long_call_do_not_change_the_shares(monkeypatch):
+    """The loop over rows of tiles that bounds memory: 2 heads x 2400 tiles fit about 3500 rows, 3000 take two turns."""
+    q, k, v = (torch.randn(heads, 24_000, 4, generator=torch.Generator().manual_seed(1)) for heads in (2, 1, 1))
+    view = KVView.from_tensors(k, v)
+    whole = antidiagonal_shares(q, view, Shape.suffix(2, 1, 24_000, 24_000), 0, 8, 128, 0.5)
+    tail = antidiagonal_shares(q[:, -128 * 3 - 64 :], view, Shape.suffix(2, 1, 128 * 3 + 64, 24_000), 0, 8, 128, 0.5)
+    torch.testing.assert_close(whole[:, -4:], tail, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [700, 204, 60])  # chunks that cut no tile of rows
+@pytest.mark.parametrize("stride", [4, 8, 16])
+def test_planted_columns_and_odd_slashes_are_found(rows, stride):
+    """An antidiagonal crosses a line once in stride pairs, so the line must stand out; even distances it misses."""
+    method, first = XAttention(threshold=0.9, stride=stride, block_size=64), 700 - rows
+    for column in (207, 401):
+        q, _, view = chunk_of(rows, 700, pattern=Planted(columns=(column,), slashes=(), blocks=(), strength=60.0))
+        mask = run_method(method, "prefill", q, view, rows)[2].mask()
+        assert mask[:, max(0, column - first) :, column].all()
+    for slash in (131, 205):
+        q, _, view = chunk_of(rows, 700, pattern=Planted(columns=(), slashes=(slash,), blocks=(), strength=80.0))
+        mask = run_method(method, "prefill", q, view, rows)[2].mask()
+        positions = torch.arange(max(slash, first), 700)
+        found = mask[:, positions - first, positions - slash].float().mean()
+        assert found > 0.85, (slash, found)  # the threshold lets a tenth of a query block go
+
+
+@pytest.mark.parametrize("rows", [700, 130, 5, 1])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6, 0.9, 0.99])
+def test_the_shares_reach_the_threshold_with_no_block_too_many(rows, threshold):
+    q, _, view = chunk_of(rows, 700, seed=2)
+    used = run_method(XAttention(threshold=threshold, block_size=64), "prefill", q, view, rows)[2]
+    assert isinstance(used, Blocks)
+    shape, mask = used.shape, used.block_mask()
+    shares = torch.cat([antidiagonal_shares(q[:, -rows:], view, shape, g, 8, 64, 32**-0.5) for g in range(2)]).double()
+    for head in range(4):
+        for j in range(used.q_blocks):
+            diagonal, row = used.first_q_block + j, shares[head, j]
+            chosen = mask[head, j].nonzero()[:, 0].tolist()
+            assert {0, diagonal} <= set(chosen)
+            assert row[chosen].sum() >= threshold - 1e-6 or len(chosen) == diagonal + 1
+            others = [b for b in chosen if b not in (0, diagonal)]
+            if others:  # without the least of them it falls short
+                assert row[chosen].sum() - row[others].min() < threshold + 1e-6
+                left = [b for b in range(diagonal + 1) if b not in chosen]
+                assert not left or row[left].max() <= row[others].min()
+
+
+def test_monotone_in_the_threshold_and_one_is_dense():
+    for rows in (700, 130):
+        q, _, view = chunk_of(rows, 700, seed=3)
+        before = None
+        for threshold in (0.0, 0.2, 0.5, 0.8, 0.9, 0.99, 1.0):
+            used = run_method(XAttention(threshold=threshold, block_size=64), "prefill", q, view, rows)[2]
+            assert before is None or not (before & ~used.mask()).any(), threshold
+            before = used.mask()
+        assert isinstance(used, Dense)
+
+
+@pytest.mark.parametrize(("n", "dense"), [(128, True), (256, True), (257, False)])
+def test_two_blocks_are_dense(n, dense):
+    q, _, view = chunk_of(n, n)
+    assert isinstance(XAttention(threshold=0.1).select_prefill(Chunk.of(q, view)), Dense) == dense
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threshold": 1.5},
+        {"threshold": "high"},
+        {"block_size": 100},
+        {"stride": 0},
+        {"stride": 24},
+        {"stride": 128, "block_size": 64},
+    ],
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(PolicyError, match=next(iter(options))):
+        XAttention(**options)
