@@ -199,6 +199,16 @@ MATRIX = (
         boundary=(64, 128, 256),
     ),
     MethodCase(
+        "loopserve",
+        (
+            {"alpha": 0.8},
+            {"alpha": 0.6, "samples": 40, "min_rows": 1},
+            {"alpha": 0.1, "overlap": "paper", "min_rows": 1},
+        ),
+        {"alpha": 1.0},
+        boundary=(64, 256),
+    ),
+    MethodCase(
         "minference",
         (
             {"vertical": 40, "slash": 30, "keep_columns": 4, "keep_diagonals": 8},

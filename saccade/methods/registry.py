@@ -5,6 +5,7 @@ from __future__ import annotations
 from saccade.methods.base import Method
 from saccade.methods.dense import DenseMethod
 from saccade.methods.flexprefill import FlexPrefill
+from saccade.methods.loopserve import LoopServe
 from saccade.methods.minference import MInference
 from saccade.methods.psa import PSA
 from saccade.methods.shapes import AShape, TriShape
@@ -18,6 +19,7 @@ METHODS: dict[str, type[Method]] = {
         AShape,
         DenseMethod,
         FlexPrefill,
+        LoopServe,
         MInference,
         PSA,
         Streaming,
