@@ -14,7 +14,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.registry import METHODS
 from saccade.ops import Trace, attend
-from saccade.selection import Band, Blocks, Dense, Lines, Ranking, Selection, Shape, Tokens, Tri
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Shape, Tokens, Tri
 
 
 def generator(seed: int) -> torch.Generator:
@@ -115,6 +115,9 @@ def random_selection(kind: str, shape: Shape, units: int, rng: torch.Generator, 
         columns = [torch.randperm(last, generator=rng)[: last // 7] for _ in range(units)]
         distances = [torch.randperm(last, generator=rng)[: last // 9 + 1] for _ in range(units)]
         return Lines.from_lists(shape, columns, distances)
+    if kind == "mixed":
+        parts = tuple(random_selection(kind, shape, units, rng, block_size) for kind in ("blocks", "lines"))
+        return Mixed(shape, parts, torch.randint(0, 2, (shape.heads,), generator=rng))
     if kind == "tokens":
         return Tokens.from_mask(shape, torch.rand(units, shape.q_len, shape.k_len, generator=rng) < 0.2)
     if kind == "ranking":
@@ -125,7 +128,7 @@ def random_selection(kind: str, shape: Shape, units: int, rng: torch.Generator, 
     raise ValueError(kind)
 
 
-KINDS = ("dense", "band", "tri", "blocks", "lines", "tokens", "ranking")
+KINDS = ("dense", "band", "tri", "blocks", "lines", "mixed", "tokens", "ranking")
 
 
 @dataclass(frozen=True)

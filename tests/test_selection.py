@@ -7,7 +7,7 @@ import torch
 from helpers import KINDS, generator, random_selection
 
 from saccade.errors import SaccadeError
-from saccade.selection import Band, Blocks, Dense, Lines, Ranking, Shape, Tokens, Tri
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Shape, Tokens, Tri
 
 SHAPES = [  # heads, kv_heads, q_len, k_len, q_start: block borders +-1, ragged starts, rows that are not the last keys
     (4, 2, 1, 1, 0),
@@ -40,6 +40,8 @@ def by_definition(selection, head: int, row: int, key: int) -> bool:
     if key > position:
         return False
     unit = head // (shape.heads // selection.units)
+    if isinstance(selection, Mixed):
+        return by_definition(selection.parts[selection.choice[head]], head, row, key)
     if isinstance(selection, Dense):
         return True
     if isinstance(selection, Band):
@@ -177,6 +179,10 @@ BAD = {
     "lines duplicate": Lines(TWO, longs(0, 2), ints(3, 3), longs(0, 1), ints(0)),
     "lines unsorted distances": Lines(TWO, longs(0, 1), ints(3), longs(0, 2), ints(4, 2)),
     "lines unequal units": Lines(TWO, longs(0, 1), ints(3), longs(0, 1, 2), ints(2, 4)),
+    "mixed choice": Mixed(ONE, (Dense(ONE),), longs(0, 1)),
+    "mixed count": Mixed(ONE, (Dense(ONE),), longs(0)),
+    "mixed shape": Mixed(ONE, (Dense(TWO),), longs(0, 0)),
+    "mixed part": Mixed(ONE, (Tokens(ONE, longs(0, 2), ints(5, 3)), Dense(ONE)), longs(0, 1)),
     "ranking duplicate": Ranking(ONE, 8, ints(0)[None], ints(1, 1)[None], 0.9),
     "ranking always in order": Ranking(ONE, 8, ints(0)[None], ints(1, 0)[None], 0.9),
     "ranking out of range": Ranking(ONE, 8, ints(0)[None], ints(1, 5)[None], 0.9),

@@ -13,6 +13,7 @@ Ragged lists are stored flat (CSR): list ``j`` is ``indices[offsets[j] : offsets
 from saccade.selection.base import Band, Dense, Selection, Shape, Tokens
 from saccade.selection.blocks import Blocks, Ranking
 from saccade.selection.lines import Lines
+from saccade.selection.mixed import Mixed
 from saccade.selection.tri import Tri
 
-__all__ = ["Band", "Blocks", "Dense", "Lines", "Ranking", "Selection", "Shape", "Tokens", "Tri"]
+__all__ = ["Band", "Blocks", "Dense", "Lines", "Mixed", "Ranking", "Selection", "Shape", "Tokens", "Tri"]
