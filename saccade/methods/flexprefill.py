@@ -9,11 +9,13 @@ token count into a block count and may miss gamma on the very rows it looked at 
   lines;
 * the budget holds for the union of both directions, in tokens of every query block;
 * any appended chunk works: representative rows are the chunk's last ones and the block grid is anchored at position 0.
+
+``mode="paper"`` has Alg. 3's lines token by token beside Alg. 4's blocks, ``mode="reference"`` selects what the
+published code selects, faults included (flexprefill_modes.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,15 +24,19 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, require_choice, require_number, require_whole
-from saccade.ops.scores import block_sums, mean_keys, row_logits, slash_sums
-from saccade.selection import Blocks, Dense, Selection, Shape
+from saccade.methods.flexprefill_modes import HeadPick, paper_lines, reference_blocks, selection_of
+from saccade.ops.scores import block_sums, mean_keys, mean_queries, row_logits, slash_sums
+from saccade.selection import Dense, Selection, Shape
 
 
 @dataclass(frozen=True)
 class FlexPrefill(Method):
     """``gamma`` of the attention weight of the chunk's last ``block_size`` rows is kept; a head is query-aware when the
     square root of the Jensen-Shannon divergence between pooled and true block weights is below ``tau``; at least
-    ``min_budget`` and, if given, at most ``max_budget`` tokens are kept per query block. ``gamma=1`` is dense."""
+    ``min_budget`` and, if given, at most ``max_budget`` tokens are kept per query block. ``gamma=1`` is dense.
+
+    ``flatten`` chooses a query-aware head's blocks over all query blocks at once, as the paper does, so that single
+    query blocks may fall far below gamma; without it every query block reaches gamma by itself."""
 
     name: ClassVar[str] = "flexprefill"
     paper: ClassVar[str] = "FlexPrefill, arXiv:2502.20766"
@@ -41,6 +47,8 @@ class FlexPrefill(Method):
     block_size: int = 128
     min_budget: int = 1024
     max_budget: int | None = None
+    mode: str = "fixed"
+    flatten: bool = True
 
     def __post_init__(self) -> None:
         require_number("gamma", self.gamma, 0.0, 1.0)
@@ -51,14 +59,22 @@ class FlexPrefill(Method):
             require_whole("max_budget", self.max_budget, self.block_size)
             if self.max_budget < self.min_budget:
                 raise PolicyError(f"max_budget={self.max_budget} is below min_budget={self.min_budget}")
+        require_choice("mode", self.mode, ("fixed", "paper", "reference"))
+        require_choice("flatten", self.flatten, (True, False))
+        if self.mode == "reference" and not self.flatten:
+            raise PolicyError("flatten=false does not go with mode=reference, whose code knows no such choice")
 
     def select_prefill(self, chunk: Chunk) -> Selection:
         shape, size = chunk.shape, self.block_size
-        if self.gamma >= 1.0 or shape.k_len <= max(2 * size, -(-self.min_budget // size) * size):
+        if shape.k_len <= max(2 * size, -(-self.min_budget // size) * size):
+            return Dense(shape)
+        if self.mode == "reference":
+            return reference_blocks(chunk, self.gamma, self.tau, size, self.min_budget, self.max_budget)
+        if self.gamma >= 1.0:
             return Dense(shape)
         pooled = mean_keys(chunk.kv, size)
-        masks = [self._group(chunk, kv_head, pooled[kv_head]) for kv_head in range(shape.kv_heads)]
-        return Blocks.from_block_mask(shape, size, torch.cat(masks))
+        picks = [pick for g in range(shape.kv_heads) for pick in self._group(chunk, g, pooled[g])]
+        return selection_of(shape, size, picks)
 
     def head_kinds(self, chunk: Chunk) -> Tensor:
         """bool [heads]: which heads count as query-aware for this chunk."""
@@ -84,21 +100,25 @@ class FlexPrefill(Method):
         estimate = torch.softmax(mean_q @ pooled.T * chunk.scale, -1)
         return _root_jsd(estimate, block_sums(weights, self.block_size).mean(1))
 
-    def _group(self, chunk: Chunk, kv_head: int, pooled: Tensor) -> Tensor:
-        """Blocks for the query heads of one KV head: bool [g, q_blocks, k_blocks]."""
+    def _group(self, chunk: Chunk, kv_head: int, pooled: Tensor) -> list[HeadPick]:
+        """What each query head of one KV head picks: a block mask [q_blocks, k_blocks] or lines."""
         shape, size = chunk.shape, self.block_size
         weights = self._sample(chunk, kv_head)
         query_aware = self._divergence(chunk, kv_head, pooled, weights) < self.tau
         first = shape.q_start // size
         q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
-        masks = []
+        picks: list[HeadPick] = []
         for head in range(shape.group):
             if query_aware[head]:
                 needed = self._query_aware(chunk, kv_head * shape.group + head, pooled, first, q_blocks)
+                picks.append(self._keep(needed, first))
+            elif self.mode == "paper":
+                vertical = _needed(weights[head].sum(0))
+                slash = _needed(slash_sums(weights[head][None], shape.k_len - weights.shape[1])[0])
+                picks.append(paper_lines(vertical, slash, self.gamma, size, self.min_budget, self.max_budget))
             else:
-                needed = self._vertical_slash(weights[head], shape, first, q_blocks)
-            masks.append(self._keep(needed, first))
-        return torch.stack(masks)
+                picks.append(self._keep(self._vertical_slash(weights[head], shape, first, q_blocks), first))
+        return picks
 
     def _vertical_slash(self, weights: Tensor, shape: Shape, first: int, q_blocks: int) -> Tensor:
         """Alg. 3 on blocks: the gamma from which on a vertical block or a slash group wants each block pair."""
@@ -112,12 +132,11 @@ class FlexPrefill(Method):
     def _query_aware(self, chunk: Chunk, head: int, pooled: Tensor, first: int, q_blocks: int) -> Tensor:
         """Alg. 4: the gamma from which on each block pair belongs to the heaviest pairs by pooled attention."""
         shape, size, k_blocks = chunk.shape, self.block_size, pooled.shape[0]
-        block_of = shape.rows // size - first
-        sums = torch.zeros(q_blocks, chunk.q.shape[-1]).index_add_(0, block_of, chunk.q[head].float())
-        mean_q = sums / torch.bincount(block_of, minlength=q_blocks)[:, None]
+        mean_q = mean_queries(chunk.q[head : head + 1], shape, size)[0]
         acausal = _block_distance(first, q_blocks, k_blocks) < 0
         chunk.cost.estimated += q_blocks * k_blocks // shape.heads
-        return _needed(torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(acausal, -torch.inf), -1))
+        shares = torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(acausal, -torch.inf), -1)
+        return _needed(shares.flatten()).view_as(shares) if self.flatten else _needed(shares)
 
     def _keep(self, needed: Tensor, first: int) -> Tensor:
         """What gamma wants, in each query block no fewer and no more blocks than the budget allows, and always the
@@ -141,14 +160,14 @@ def _block_distance(first: int, q_blocks: int, k_blocks: int) -> Tensor:
 
 
 def _needed(mass: Tensor) -> Tensor:
-    """For each entry the share of all heavier ones (ties: lower index first), float64: the entries whose value is below
-    gamma are the fewest whose share reaches gamma. All 0 where there is no mass to compare."""
-    values, order = torch.sort(mass.flatten().double(), descending=True, stable=True)
-    total = values.sum()
-    needed = torch.zeros_like(values)
-    if math.isfinite(float(total)) and total > 0:
-        needed[order[1:]] = values.cumsum(0)[:-1] / total
-    return needed.view(mass.shape)
+    """For each entry the share of all heavier ones of its row (ties: lower index first), float64: the entries whose
+    value is below gamma are the fewest whose share reaches gamma. ``mass`` [..., m]; all 0 where a row has no mass to
+    compare."""
+    values, order = torch.sort(mass.double(), dim=-1, descending=True, stable=True)
+    total = values.sum(-1, keepdim=True)
+    shares = torch.where(torch.isfinite(total) & (total > 0), values / total, 0.0)
+    before = torch.nn.functional.pad(shares.cumsum(-1)[..., :-1], (1, 0))
+    return torch.zeros_like(before).scatter_(-1, order, before)
 
 
 def _root_jsd(p: Tensor, q: Tensor) -> Tensor:
