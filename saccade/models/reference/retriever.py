@@ -77,7 +77,7 @@ from saccade.models.reference.layout import (
 class Scales:
     """The match head's logits in nats, and the output's. Changing any of them changes the checkpoint's version."""
 
-    look: float = 100.0  # times rotary's gap of 0.20: 20 nats between the right distance and any other
+    look: float = 165.0  # times rotary's gap of 0.104: 17 nats between the right distance and any other
     hash: float = 18.0  # equal 12-grams
     slot: float = 1.6  # each of the six further 6-grams
     bag: float = 5.0  # about, for equal 48 bytes
