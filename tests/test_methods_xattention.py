@@ -55,8 +55,8 @@ def test_shares_are_the_antidiagonal_sums_by_hand(rows, n, stride, size):
             torch.testing.assert_close(shares[head], torch.tensor(expected), atol=1e-5, rtol=1e-4)
 
 
-def test_the_tiles_of_a_long_call_do_not_change_the_shares(monkeypatch):
-    """The loop over rows of tiles that bounds memory: 2 heads x 2400 tiles fit about 3500 rows, 3000 take two turns."""
+def test_the_tiles_of_a_long_call_do_not_change_the_shares():
+    """The loop that bounds memory: of 3000 tiles by 3000 for two heads, 2796 rows fit into one turn."""
     q, k, v = (torch.randn(heads, 24_000, 4, generator=torch.Generator().manual_seed(1)) for heads in (2, 1, 1))
     view = KVView.from_tensors(k, v)
     whole = antidiagonal_shares(q, view, Shape.suffix(2, 1, 24_000, 24_000), 0, 8, 128, 0.5)
