@@ -9,7 +9,9 @@ the number of threads, nor on what else runs.
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +20,11 @@ from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.selection import Band, Blocks, Dense, Selection
 
+_kernels: Any = None
+_missing = ""
 try:
-    from saccade import _kernels  # type: ignore[attr-defined]
-
-    _missing = ""
+    _kernels = importlib.import_module("saccade._kernels")
 except ImportError as error:  # installed without a compiler, or built for another Python
-    _kernels = None
     _missing = str(error)
 
 _STORAGE = {torch.float32: 0, torch.bfloat16: 1}
@@ -165,3 +166,13 @@ def attend(
         indices,
     )
     return out, lse
+
+
+def read_pass(data: Tensor, threads: int) -> None:
+    """Read a contiguous tensor once, in order, each thread its share: what a bandwidth measurement repeats."""
+    _kernels.read_pass(_isa_index(), threads, data.data_ptr(), data.numel() * data.element_size())
+
+
+def gather_pass(data: Tensor, rows: Tensor, row_bytes: int, threads: int) -> None:
+    """Read rows of ``row_bytes`` (a multiple of 64) of a contiguous tensor in the order of ``rows`` int32."""
+    _kernels.gather_pass(_isa_index(), threads, data.data_ptr(), rows.data_ptr(), rows.numel(), row_bytes)

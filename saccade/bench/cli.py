@@ -1,0 +1,135 @@
+"""The ``saccade bench`` commands."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.errors import SaccadeError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+DEFAULT_METHODS = {"prefill": "flexprefill", "decode": "streaming;psa(epsilon=0.98);topk(k=0.02)"}
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure kernels and methods against dense, against torch and against this machine's limits."""
+
+
+@app.command("ops")
+def ops(
+    suite: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
+    contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "4096,16384",
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Threads of torch and of the kernels.")] = 1,
+    densities: Annotated[str, typer.Option(help="Densities of random block lists, separated by commas.")] = "0.25,0.1",
+    methods: Annotated[
+        str | None, typer.Option(help="Methods to measure, separated by semicolons; empty text for none.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Block size of random prefill lists: 64 or 128.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Repeats of each measurement; the median counts.")] = 5,
+    backend: Annotated[str, typer.Option(help="auto, cpu or reference.")] = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write limits, machine and rows to this file.")
+    ] = None,
+) -> None:
+    """Attention operators: one row per method, context and density, with the machine's limits measured in the same
+    run."""
+    import torch
+
+    from saccade.bench import limits as machine_limits
+    from saccade.bench.ops import Settings, run
+    from saccade.bench.timing import torch_threads
+    from saccade.ops.attend import BACKENDS
+
+    _choice("suite", suite, ("prefill", "decode"))
+    _choice("dtype", dtype, ("bfloat16", "float32"))
+    _choice("backend", backend, BACKENDS)
+    _choice("block_size", block_size, (64, 128))
+    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("threads", threads)):
+        _at_least(name, value, 1)
+    _at_least("repeats", repeats, 1)
+    if heads % kv_heads:
+        raise SaccadeError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+    wanted = DEFAULT_METHODS[suite] if methods is None else methods
+    settings = Settings(
+        suite=suite,
+        contexts=[_context(part) for part in _parts(contexts, ",")],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+        threads=threads,
+        densities=[_density(part) for part in _parts(densities, ",")],
+        methods=[_method(text, suite) for text in _parts(wanted, ";")],
+        block_size=block_size,
+        repeats=repeats,
+        backend=backend,
+    )
+    if json_file is not None and not json_file.parent.is_dir():
+        raise SaccadeError(f"the folder of {json_file} does not exist; create it first")
+    with torch_threads(threads):
+        limits = machine_limits.measure(settings.dtype, threads)
+        rows = []
+        for row in run(settings, limits):
+            rows.append(row)
+            typer.echo(f"  {row.context} {row.method}: {row.ms:.2f} ms, density {row.density:.3f}", err=True)
+    if json_file is not None:
+        facts = {
+            "suite": suite,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine_limits.machine(),
+            "limits": {name: round(value, 3) for name, value in limits.items()},
+            "rows": [row.as_dict() for row in rows],
+        }
+        json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    from saccade.bench.table import print_ops
+
+    print_ops(rows, limits)
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise SaccadeError(f"{name}={value} is unknown; known: {', '.join(map(str, allowed))}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise SaccadeError(f"{name}={value} must be at least {least}")
+
+
+def _parts(text: str, separator: str) -> list[str]:
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def _context(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 1 << 22:
+        raise SaccadeError(f"contexts: '{text}' is not a length from 1 to {1 << 22}; write them as 4096,16384")
+    return int(text)
+
+
+def _density(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise SaccadeError(f"densities: '{text}' is not a number above 0 and at most 1; write them as 0.25,0.1")
+    return value
+
+
+def _method(text: str, suite: str) -> str:
+    from saccade.methods import parse_method
+
+    method = parse_method(text)
+    if suite not in method.phases:
+        raise SaccadeError(f"method '{method.name}' does not select in {suite}, only in {', '.join(method.phases)}")
+    return text

@@ -1,0 +1,84 @@
+"""Synthetic attention inputs: structured enough that selection has something to find."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.kv.pool import BlockPool
+from saccade.kv.sequence import SequenceKV
+from saccade.kv.view import KVView
+from saccade.selection import Blocks, Shape
+
+COLD_BYTES = 1 << 28  # copies of the KV together exceed any last-level cache
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call, with ``views`` holding copies of the same KV so that repeated calls do not find it cached."""
+
+    q: Tensor  # [heads, q_len, head_dim]
+    k: Tensor  # [kv_heads, context, head_dim]
+    v: Tensor
+    views: list[KVView]
+    shape: Shape
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.q.shape[-1])
+
+
+def make(
+    heads: int, kv_heads: int, head_dim: int, context: int, q_len: int, dtype: torch.dtype, seed: int = 0
+) -> Problem:
+    """Keys with attention sinks, a few heavy columns, heavy distances and locality, as trained models show; queries of
+    a group differ. The last ``q_len`` positions are the query rows."""
+    generator = torch.Generator().manual_seed(seed)
+    half = head_dim // 2
+    position = torch.arange(context)[:, None]
+    # Sinusoids of the position in the first half of the channels: a dot product of two rows depends on their distance.
+    frequency = 10_000.0 ** (-torch.arange(0, half, 2) / half)
+    phase = position * frequency
+    place = torch.cat([phase.cos(), phase.sin()], 1)[:, :half] * math.sqrt(12 / math.sqrt(half))
+    common = torch.randn(head_dim - half, generator=generator)
+    common *= math.sqrt(head_dim) / common.norm()
+    k = torch.randn(kv_heads, context, head_dim, generator=generator)
+    k[..., :half] = 0.3 * k[..., :half] + place
+    columns = torch.randperm(context, generator=generator)[: max(4, context // 512)]
+    k[:, columns, half:] += 0.5 * common
+    k[:, :4, half:] += common
+    q = 0.5 * torch.randn(heads, q_len, head_dim, generator=generator)
+    q[..., :half] += place[-q_len:]
+    q[..., half:] += common
+    v = torch.randn(kv_heads, context, head_dim, generator=generator)
+    k, v, q = k.to(dtype), v.to(dtype), q.to(dtype)
+    copies = max(1, min(16, COLD_BYTES // (2 * k.numel() * k.element_size()))) if q_len == 1 else 1
+    block = 32
+    pool = BlockPool(copies * -(-context // block), kv_heads, head_dim, block_size=block, dtype=dtype)
+    sequence = SequenceKV(pool, copies)
+    sequence.reserve(context)
+    for copy in range(copies):
+        sequence.append(copy, k, v)
+    shape = Shape.suffix(heads, kv_heads, q_len, context)
+    return Problem(q, k, v, [sequence.view(copy) for copy in range(copies)], shape)
+
+
+def random_blocks(shape: Shape, block_size: int, density: float, units: int, seed: int = 0) -> Blocks:
+    """Random block lists that hold about ``density`` of every query block's keys, always the first and the diagonal."""
+    generator = torch.Generator().manual_seed(seed)
+    k_blocks = -(-shape.k_len // block_size)
+    first = shape.q_start // block_size
+    q_blocks = (shape.q_start + shape.q_len - 1) // block_size - first + 1
+    visible = first + torch.arange(q_blocks) + 1
+    # Half-blocks: the diagonal block holds half the pairs of a full one where many rows share it.
+    wanted = (density * visible).round().clamp(min=1)
+    noise = torch.rand(units, q_blocks, k_blocks, generator=generator)
+    index = torch.arange(k_blocks)
+    noise.masked_fill_(index[None, :] >= visible[:, None], 2.0)
+    noise[:, torch.arange(q_blocks), visible - 1] = -1.0
+    noise[:, :, 0] = torch.where(wanted > 1, -0.5, noise[:, :, 0])
+    rank = noise.argsort(-1).argsort(-1)
+    return Blocks.from_block_mask(shape, block_size, rank < wanted[None, :, None])

@@ -1,0 +1,47 @@
+"""Bench rows as a table: ratios first, since absolute times belong to one machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from saccade.bench.ops import Row
+
+
+def print_ops(rows: Sequence[Row], limits: dict[str, float]) -> None:
+    """Print operator rows and the limits they were measured beside."""
+    console = Console(width=None if sys.stdout.isatty() else 164)
+    table = Table()
+    for name in ("context", "method"):
+        table.add_column(name, no_wrap=True)
+    columns = (
+        "density",
+        "ms",
+        "selection ms",
+        "x own dense",
+        "x best torch",
+        "% of limit",
+        "time / density",
+        "backend",
+    )
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            str(row.context),
+            row.method,
+            f"{row.density:.3f}",
+            f"{row.ms:.2f}",
+            f"{row.selection_ms:.2f}",
+            f"{row.speedup_own_dense:.2f}",
+            f"{row.speedup_best_torch:.2f} ({row.best_torch})",
+            f"{row.percent_of_limit:.0f}",
+            f"{row.time_over_density:.2f}",
+            row.backend,
+        )
+    console.print(table)
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in limits.items())
+    console.print(f"limits measured in this run: {shown}", highlight=False)

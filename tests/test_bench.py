@@ -1,0 +1,154 @@
+"""The benchmarks measure what they say: rows with all their fields, real densities, limits from the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from saccade.bench import baselines
+from saccade.bench.inputs import make, random_blocks
+from saccade.bench.ops import Settings, _limit_ms
+from saccade.cli.main import main
+from saccade.ops import attend
+from saccade.selection import Band, Dense, Shape, Tokens
+
+FIELDS = [
+    "op",
+    "method",
+    "backend",
+    "dtype",
+    "threads",
+    "context",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "density",
+    "ms",
+    "selection_ms",
+    "own_dense_ms",
+    "best_torch_ms",
+    "limit_ms",
+]
+
+
+def bench(*args: str) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "ops", *args])
+    assert exit_info.value.code == 0
+
+
+@pytest.fixture(autouse=True)
+def _small_limits(monkeypatch):
+    """Limits are measured on buffers of hundreds of megabytes; a test only needs them to be measured."""
+    from saccade.bench import limits
+
+    monkeypatch.setattr(limits, "GEMM_SIZE", 64)
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("suite", "methods"),
+    [
+        ("prefill", "streaming(window=64);flexprefill(min_budget=128)"),
+        ("decode", "streaming(window=64);psa;topk(k=32)"),
+    ],
+)
+def test_rows_carry_every_field(suite, methods, tmp_path: Path, capsys):
+    out = tmp_path / "rows.json"
+    args = ["--suite", suite, "--contexts", "300,512", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
+    bench(*args, "--densities", "0.5", "--methods", methods, "--repeats", "1", "--threads", "1", "--json", str(out))
+    facts = json.loads(out.read_text())
+    assert set(facts["limits"]) == {"gemm_gflops", "read_gbps", "gather_gbps"}
+    assert all(value > 0 for value in facts["limits"].values())
+    rows = facts["rows"]
+    names = ["dense", "random_blocks(0.5)", *methods.split(";")]
+    assert [(row["context"], row["method"]) for row in rows] == [(n, name) for n in (300, 512) for name in names]
+    for row in rows:
+        assert set(FIELDS) <= set(row)
+        assert (row["op"], row["heads"], row["kv_heads"], row["head_dim"], row["threads"]) == (suite, 4, 2, 32, 1)
+        assert 0 < row["density"] <= 1
+        assert row["ms"] >= row["selection_ms"] >= 0
+        assert min(row["ms"], row["own_dense_ms"], row["best_torch_ms"], row["limit_ms"]) > 0
+        assert (row["density"] == 1) == (
+            row["method"] == "dense" or row["speedup_own_dense"] == 1 or row["density"] == 1
+        )
+    assert rows[0]["ms"] == rows[0]["own_dense_ms"]
+    assert any(row["density"] < 0.5 for row in rows)
+    assert "own dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("q_len", "units"), [(1, 2), (2048, 4)])
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.5])
+def test_random_blocks_have_the_density_asked_for(q_len, units, density):
+    shape = Shape.suffix(4, 2, q_len, 2048)
+    blocks = random_blocks(shape, 32, density, units)
+    blocks.check()
+    assert blocks.units == units
+    assert blocks.density() == pytest.approx(density, rel=0.2)
+    assert bool(blocks.mask().any(-1).all())
+
+
+def test_baselines_compute_the_same_attention():
+    """A baseline that computes something else would be no baseline."""
+    problem = make(4, 2, 32, 700, 700, torch.float32)
+    want, _ = attend(problem.q, problem.views[0], backend="reference")
+    group = problem.shape.group
+    for function in (baselines._sdpa, lambda q, k, v: baselines._tiled(q, k, v, problem.scale)):
+        got = function(problem.q[:group], problem.k[:1], problem.v[:1])
+        torch.testing.assert_close(got.reshape(group, 700, 32), want[:group], atol=1e-5, rtol=1e-4)
+    step = make(4, 2, 32, 700, 1, torch.float32)
+    want, _ = attend(step.q, step.views[0], backend="reference")
+    got = baselines._bmm_decode(step.q.unflatten(0, (2, 2)).squeeze(2), step.k, step.v, step.scale)
+    torch.testing.assert_close(got.flatten(0, 1), want[:, 0], atol=1e-5, rtol=1e-4)
+
+
+def test_decode_copies_are_equal_and_apart():
+    problem = make(4, 2, 32, 256, 1, torch.bfloat16)
+    assert len(problem.views) == 16
+    first, last = problem.views[0], problem.views[-1]
+    assert not set(first.table[:8].tolist()) & set(last.table[:8].tolist())
+    assert torch.equal(first.keys(), problem.k)
+    assert torch.equal(last.values(), problem.v)
+
+
+def test_limits_count_bytes_once_per_kv_head():
+    problem = make(4, 2, 32, 100, 1, torch.bfloat16)
+    settings = Settings("decode", [100], 4, 2, 32, torch.bfloat16, 1, [], [], 128, 1, "auto")
+    limits = {"gemm_gflops": 1.0, "read_gbps": 1.0, "gather_gbps": 1.0}
+
+    def bytes_of(selection) -> float:
+        return _limit_ms(settings, limits, problem, selection) * 1e6
+
+    one_key = 2 * 32 * 2  # key and value of 32 channels, two bytes each
+    assert bytes_of(Dense(problem.shape)) == pytest.approx(100 * 2 * one_key)
+    assert bytes_of(Band(problem.shape, window=10)) == pytest.approx(10 * 2 * one_key)
+    lists = [torch.tensor(keys) for keys in ([0, 1], [1, 2], [5], [5])]
+    assert bytes_of(Tokens.from_lists(problem.shape, lists)) == pytest.approx(4 * one_key)
+
+
+BAD = {
+    "suite": (["--suite", "both"], "both"),
+    "context": (["--contexts", "4k"], "4k"),
+    "density": (["--densities", "2"], "2"),
+    "heads": (["--heads", "3", "--kv-heads", "2"], "kv_heads"),
+    "threads": (["--threads", "0"], "threads"),
+    "phase": (["--suite", "decode", "--methods", "flexprefill"], "flexprefill"),
+    "method": (["--methods", "nope"], "nope"),
+    "folder": (["--json", "absent/rows.json"], "absent"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_one_line(case, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args, names = BAD[case]
+    with pytest.raises(SystemExit) as exit_info:
+        main(["bench", "ops", *args])
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert err.startswith("saccade: error: ")
+    assert err.count("\n") == 1
+    assert names in err
