@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ class Session:
         self.policy = policy
         self.sequence = llm.engine.new_sequence()
         self.messages: list[dict[str, Any]] = []
+        # A session that is dropped without close() gives its blocks back at the engine's next step.
+        self._finalizer = weakref.finalize(self, llm.engine.abandoned.append, self.sequence)
 
     @property
     def token_ids(self) -> list[int]:

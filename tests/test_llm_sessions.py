@@ -276,3 +276,14 @@ def test_turns_across_a_change_of_rotary_factors_equal_fresh_runs(tmp_path):
             context += turn
             assert tokens(output) == tokens(llm.generate(context, params)[0])
             context += tokens(output)
+
+
+def test_a_dropped_session_gives_its_blocks_back(tiny_llama):
+    llm = LLM(tiny_llama, dtype="float32", kv_memory="4MiB")
+    session = llm.session()
+    session.generate([1, 2, 3], SamplingParams(max_tokens=2))
+    held = llm.engine.pool.used_blocks
+    assert held > 0
+    del session
+    llm.generate([5, 6], SamplingParams(max_tokens=2))
+    assert llm.engine.pool.used_blocks == 0

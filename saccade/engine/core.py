@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -43,6 +44,7 @@ class Engine:
         self.scheduler = Scheduler(
             pool, self.layers, chunk=chunk, max_batch_rows=chunk + max_requests, max_requests=max_requests
         )
+        self.abandoned: deque[Sequence] = deque()  # of sessions nobody holds any more; appended from any thread
         self.executor = Executor(model.runner, backend, threads, exact)
 
     def new_sequence(self) -> Sequence:
@@ -127,6 +129,8 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it did for every request in it."""
+        while self.abandoned:
+            self.forget(self.abandoned.popleft())
         batch = self.scheduler.schedule()
         outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
         if not batch:
