@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Tiny models gain nothing from threads, and on a busy machine waiting for them costs minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from tiny_models import make_checkpoint
+from engine_helpers import FIVE, GREEDY, make, tokens
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random float32 Llama: 3 layers, 4 query heads over 2 KV heads, room for 2048 positions, byte tokenizer."""
     return make_checkpoint("llama", tmp_path_factory.mktemp("tiny_llama"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama) -> Iterator[LLM]:
+    engine = make(tiny_llama)
+    yield engine
+    assert engine.engine.pool.used_blocks == 0
+    assert not engine.engine.busy
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [random_ids(length, seed=length) for length in (230, 300, 129, 257, 333)]
+
+
+@pytest.fixture(scope="module")
+def solo(llm, prompts) -> list[list[int]]:
+    """Each policy's greedy tokens for its own prompt, run alone."""
+    return [tokens(llm.generate(ids, GREEDY, policy=policy)[0]) for ids, policy in zip(prompts, FIVE)]

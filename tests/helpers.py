@@ -272,3 +272,19 @@ def phases_and_rows(method: Method, rows: Sequence[int] = (1, 5, 200)) -> list[t
     """The calls a method serves: any appended chunk in prefill, one row in decode."""
     calls = [("prefill", count) for count in rows] if "prefill" in method.phases else []
     return calls + ([("decode", 1)] if "decode" in method.phases else [])
+
+
+def call(heads, kv_heads, q_len, n, head_dim, seed, block_size=32):
+    q, k, v = planted_heads(heads, kv_heads, n, head_dim, seed)
+    return q[:, n - q_len :], k, v, KVView.from_tensors(k, v, block_size, shuffle_seed=seed)
+
+
+def arkvale_scores(q: torch.Tensor, k: torch.Tensor, size: int) -> torch.Tensor:
+    """Criticality by the formula, a channel's interval at a time: [heads, full blocks]."""
+    full = k.shape[1] // size
+    keys = k[:, : full * size].unflatten(1, (full, size))
+    center = (keys.amax(2) + keys.amin(2)) / 2
+    spread = (center[:, :, None] - keys).abs().mean(2)
+    group = torch.arange(q.shape[0]) // (q.shape[0] // k.shape[0])
+    bounds = [q[:, None] * (center + sign * spread)[group] for sign in (1, -1)]  # [heads, full, d]
+    return torch.maximum(*bounds).sum(-1)

@@ -1,4 +1,4 @@
-"""The reference backend and its front door against float64 brute force; merges; the progressive op against Alg. 1."""
+"""The reference backend and its front door against float64 brute force; merges."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import math
 
 import pytest
 import torch
-from helpers import KINDS, Planted, brute_force, generator, planted_heads, random_selection
+from helpers import KINDS, brute_force, call, generator, random_selection
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Trace, attend, merge_state
-from saccade.ops.scores import block_sums, cuboid_scores, mean_keys, row_logits, slash_sums
-from saccade.selection import Band, Blocks, Dense, Ranking, Shape, Tokens
+from saccade.selection import Band, Blocks, Dense, Shape, Tokens
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64, where planted logits reach 20
-
-
-def call(heads, kv_heads, q_len, n, head_dim, seed, block_size=32):
-    q, k, v = planted_heads(heads, kv_heads, n, head_dim, seed)
-    return q[:, n - q_len :], k, v, KVView.from_tensors(k, v, block_size, shuffle_seed=seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,197 +224,3 @@ def test_errors_say_what_does_not_fit():
         attend(q, view, dense, backend="gpu")
     with pytest.raises(SaccadeError, match="backend 'cpu' cannot run Tokens"):
         attend(q, view, random_selection("tokens", dense.shape, 1, generator(0)), backend="cpu")
-
-
-# --- scores
-
-
-def test_line_and_block_sums_equal_loops():
-    rng = generator(2)
-    for g, r, n in ((2, 5, 23), (1, 1, 7), (3, 16, 16), (2, 1, 1)):
-        first = n - r
-        causal = torch.arange(n)[None] <= first + torch.arange(r)[:, None]
-        weights = torch.rand(g, r, n, generator=rng) * causal
-        slashes = torch.zeros(g, n)
-        for row in range(r):
-            for key in range(first + row + 1):
-                slashes[:, first + row - key] += weights[:, row, key]
-        torch.testing.assert_close(slash_sums(weights, first), slashes)
-        blocks = torch.stack([part.sum(-1) for part in weights.split(4, -1)], -1)
-        torch.testing.assert_close(block_sums(weights, 4), blocks)
-
-
-def test_row_logits_are_the_exact_causal_logits():
-    q, k, _, view = call(8, 2, 20, 90, 32, seed=14)
-    shape = Shape.suffix(8, 2, 20, 90)
-    for softcap in (None, 2.0):
-        scores = q[4:8, 3:7] @ k[1].T * 0.3
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        expected = scores.masked_fill(~shape.causal_mask(3, 7), -math.inf)
-        torch.testing.assert_close(row_logits(q, view, shape, 1, 3, 7, 0.3, softcap), expected)
-
-
-@pytest.mark.parametrize("n", [31, 32, 33, 64, 100])
-def test_mean_keys_average_the_real_keys_of_each_block(n):
-    _, k, _, view = call(2, 2, 1, n, 32, seed=15, block_size=16)
-    expected = torch.stack([part.mean(1) for part in k.split(32, 1)], 1)
-    torch.testing.assert_close(mean_keys(view, 32), expected)
-
-
-def arkvale_scores(q: torch.Tensor, k: torch.Tensor, size: int) -> torch.Tensor:
-    """Criticality by the formula, a channel's interval at a time: [heads, full blocks]."""
-    full = k.shape[1] // size
-    keys = k[:, : full * size].unflatten(1, (full, size))
-    center = (keys.amax(2) + keys.amin(2)) / 2
-    spread = (center[:, :, None] - keys).abs().mean(2)
-    group = torch.arange(q.shape[0]) // (q.shape[0] // k.shape[0])
-    bounds = [q[:, None] * (center + sign * spread)[group] for sign in (1, -1)]  # [heads, full, d]
-    return torch.maximum(*bounds).sum(-1)
-
-
-def test_cuboid_scores_follow_arkvales_formula():
-    q, k, _, view = call(8, 2, 1, 200, 32, seed=16, block_size=16)
-    for size in (16, 32, 64):
-        scores = cuboid_scores(q[:, 0], view.summary("cuboid", size))
-        torch.testing.assert_close(scores, arkvale_scores(q[:, 0], k, size), atol=1e-4, rtol=1e-4)
-
-
-# --- the progressive op (PSA, Alg. 1)
-
-
-def alg1(q, k, v, ranking: Ranking, unit: int) -> tuple[torch.Tensor, int]:
-    """PSA's Algorithm 1 as printed, with plain sums of exponentials in float64, for the query heads of one unit."""
-    shape, size, n = ranking.shape, ranking.block_size, k.shape[1]
-    per_unit = shape.heads // ranking.units
-    heads = torch.arange(unit * per_unit, (unit + 1) * per_unit)
-    of = heads // shape.group
-    terms = torch.exp((k[of].double() @ q[heads, 0, :, None].double())[..., 0] / math.sqrt(q.shape[-1]))  # [h, n]
-    sums = torch.nn.functional.pad(terms, (0, -n % size)).unflatten(1, (-1, size)).sum(-1)  # [h, blocks]
-    read = ranking.always[unit].tolist()
-    as_acc = sums[:, read].sum(1)
-    as_min = torch.full_like(as_acc, math.inf)
-    order, used = ranking.order[unit].tolist(), 0
-    while used < len(order):
-        batch = order[used : used + ranking.microbatch]
-        used += len(batch)
-        read += batch
-        as_acc = as_acc + sums[:, batch].sum(1)
-        least = sums[:, batch].amin(1)
-        as_min = torch.minimum(as_min, least) if ranking.rest == "min" else sums[:, batch].amax(1)
-        coverage = as_acc / (as_acc + as_min * (len(order) - used))
-        if float(coverage.min() if ranking.stop == "all" else coverage.mean()) > ranking.epsilon:
-            break
-    kept = torch.isin(torch.arange(n) // size, torch.tensor(read))
-    weights = terms * kept / as_acc[:, None]
-    return (weights[:, None] @ v[of].double())[:, 0], used
-
-
-def psa_ranking(q, view, size, units, *, always=(0, 1), **options) -> Ranking:
-    """Order by ArkVale's score over everything but ``always``, the last full and the partial block."""
-    heads, n = q.shape[0], view.length
-    full, partial = divmod(n, size)
-    fixed = [*always, full - 1, *([full] if partial else [])]
-    scores = arkvale_scores(q[:, 0], view.keys(), size).unflatten(0, (units, -1)).mean(1)
-    rest = [block for block in range(full) if block not in fixed]
-    order = torch.tensor(rest)[scores[:, rest].argsort(dim=1, descending=True, stable=True)]
-    shape = Shape.suffix(heads, view.kv_heads, 1, n)
-    return Ranking(shape, size, torch.tensor(fixed).expand(units, -1).int(), order.int(), **options)
-
-
-@pytest.mark.parametrize("rest", ["min", "last_max"])
-@pytest.mark.parametrize("stop", ["all", "mean"])
-@pytest.mark.parametrize("units", [1, 2, 8])
-@pytest.mark.parametrize("n", [640, 671])
-def test_the_progressive_op_is_alg_1(rest, stop, units, n):
-    q, k, v, view = call(8, 2, 1, n, 32, seed=n)
-    for epsilon, microbatch in ((0.5, 4), (0.9, 3), (0.95, 1)):
-        ranking = psa_ranking(q, view, 32, units, epsilon=epsilon, microbatch=microbatch, rest=rest, stop=stop)
-        ranking.check()
-        trace = Trace()
-        out, lse = attend(q, view, ranking, trace=trace)
-        used = trace.used
-        assert isinstance(used, Blocks)
-        counts = used.block_mask()[:, 0].sum(1) - ranking.always.shape[1]
-        for unit in range(units):
-            expected, read = alg1(q, k, v, ranking, unit)
-            assert int(counts[unit]) == read
-            heads = slice(unit * 8 // units, (unit + 1) * 8 // units)
-            torch.testing.assert_close(out[heads, 0].double(), expected, **CLOSE)
-        # what was read, attended as plain blocks, is the same attention
-        again, again_lse = attend(q, view, used, backend="reference")
-        torch.testing.assert_close(out, again, **CLOSE)
-        torch.testing.assert_close(lse, again_lse, **CLOSE)
-
-
-def test_epsilon_one_reads_all_and_zero_one_microbatch():
-    q, _, _, view = call(8, 2, 1, 700, 32, seed=20)
-    for microbatch in (1, 4, 7):
-        for epsilon, expected in ((1.0, 18), (0.0, microbatch)):
-            trace = Trace()
-            ranking = psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=microbatch)
-            out, _ = attend(q, view, ranking, trace=trace)
-            assert trace.used.block_mask()[:, 0].sum(1).tolist() == [4 + expected] * 2
-            if epsilon == 1.0:
-                torch.testing.assert_close(out, attend(q, view)[0], **CLOSE)
-
-
-def test_epsilon_one_reads_all_even_where_the_unread_underflow():
-    """A dominant sink makes the estimate exactly 1.0 in float32; the comparison is strict, so reading goes on."""
-    q, k, v = planted_heads(2, 1, 400, pattern=Planted(sink=200.0), seed=1)
-    view = KVView.from_tensors(k, v)
-    trace = Trace()
-    attend(q[:, -1:], view, psa_ranking(q[:, -1:], view, 32, 1, epsilon=1.0, microbatch=1), trace=trace)
-    assert int(trace.used.block_mask().sum()) == 13
-
-
-def test_used_blocks_never_fall_as_epsilon_rises():
-    for seed in range(2):
-        q, _, _, view = call(8, 2, 1, 900, 32, seed=seed)
-        for rest in ("min", "last_max"):
-            before = torch.zeros(2, 1, 29, dtype=torch.bool)
-            for epsilon in (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0):
-                trace = Trace()
-                attend(q, view, psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=1, rest=rest), trace=trace)
-                now = trace.used.block_mask()
-                assert not (before & ~now).any()
-                before = now
-
-
-def test_a_one_token_last_block_does_not_stop_the_reading():
-    """It is always read and stays out of the estimate, so 640 and 641 tokens read as many ranked blocks (P2)."""
-    q, k, v = planted_heads(4, 2, 641, seed=6)
-    counts = []
-    for n in (640, 641):
-        view = KVView.from_tensors(k[:, :n], v[:, :n])
-        trace = Trace()
-        attend(q[:, 600:601], view, psa_ranking(q[:, 600:601], view, 32, 2, epsilon=0.9, microbatch=1), trace=trace)
-        counts.append(trace.used.block_mask()[:, 0].sum(1) - int(n > 640))
-    assert torch.equal(*counts)
-
-
-def test_an_oracle_ranking_gives_a_lower_bound_of_coverage():
-    q, k, _, view = call(4, 4, 1, 640, 32, seed=21)
-    logits = (q @ k.transpose(1, 2))[:, 0] / math.sqrt(32)
-    block_lse = torch.logsumexp(logits.unflatten(1, (-1, 32)), -1)
-    order = block_lse[:, :-1].argsort(dim=1, descending=True, stable=True)
-    shape = Shape.suffix(4, 4, 1, 640)
-    for epsilon in (0.5, 0.9, 0.95, 0.99):
-        trace = Trace()
-        ranking = Ranking(shape, 32, torch.full((4, 1), 19).int(), order.int(), epsilon=epsilon, microbatch=1)
-        _, lse = attend(q, view, ranking, trace=trace)
-        coverage = torch.exp(lse[:, 0] - torch.logsumexp(logits, -1))
-        assert (coverage >= epsilon).all()
-
-
-def test_ranking_with_empty_always_and_with_empty_order():
-    q, k, v, view = call(4, 2, 1, 96, 32, seed=22)
-    shape = Shape.suffix(4, 2, 1, 96)
-    none = torch.empty(2, 0, dtype=torch.int32)
-    every = torch.arange(3).int().expand(2, -1)
-    dense = brute_force(q, k, v, Dense(shape).mask())[0]
-    for always, order in ((none, every), (every, none)):
-        out, _ = attend(q, view, Ranking(shape, 32, always, order, epsilon=1.0))
-        torch.testing.assert_close(out.double(), dense, **CLOSE)
-    out, lse = attend(q, view, Ranking(shape, 32, none, none, epsilon=1.0))
-    assert (out == 0).all()
-    assert torch.isneginf(lse).all()

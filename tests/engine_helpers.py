@@ -1,0 +1,47 @@
+"""What the engine's test files share: one small model, five policies and their prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import MATRIX
+
+from saccade import LLM, SamplingParams
+from saccade.engine.core import Engine
+from saccade.kv.pool import BlockPool
+from saccade.methods.policy import Policy
+
+BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
+LAYERS = 3
+FIVE = (  # each sparse at 200 tokens
+    "dense",
+    "topk(k=24)",
+    "streaming(sinks=2, window=40)",
+    "flexprefill(gamma=0.5, block_size=64, min_budget=0)",
+    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
+)
+EVERY = [Policy.parse(case.methods()[0]) for case in MATRIX]  # one of every registered method
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def make(folder, blocks: int = 400, **options: Any) -> LLM:
+    return LLM(
+        folder, dtype="float32", kv_memory=blocks * BLOCK_BYTES, prefill_chunk=options.pop("chunk", 64), **options
+    )
+
+
+def tokens(output) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def start(llm: LLM, ids: list[int], params: SamplingParams = GREEDY, policy: str | Policy = "dense"):
+    return llm.engine.add(ids, params, Policy.parse(policy))
+
+
+def finish(engine: Engine) -> None:
+    for _ in range(500):
+        if not engine.busy:
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,161 @@
+"""Cancellation, failures and interrupts take nobody else down, and give everything back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from engine_helpers import FIVE, GREEDY, finish, start, tokens
+
+from saccade.methods.base import Method
+from saccade.methods.policy import Policy
+from saccade.selection import Dense
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7, 9])
+def test_cancelling_frees_blocks_and_leaves_others_unchanged(llm, prompts, solo, steps):
+    """While queued, in the middle of a prefill of 6 chunks, and while decoding."""
+    kept = [start(llm, prompts[i], policy=FIVE[i]) for i in (0, 1)]
+    gone = start(llm, prompts[4], policy=FIVE[4])
+    last = start(llm, prompts[2], policy=FIVE[2])
+    for _ in range(steps):
+        llm.engine.step()
+    before = llm.engine.pool.used_blocks
+    held = gone.sequence.kv.blocks
+    llm.engine.cancel(gone)
+    assert gone.finish_reason == "cancelled"
+    assert llm.engine.pool.used_blocks == before - held
+    llm.engine.cancel(gone)  # once more does nothing
+    finish(llm.engine)
+    assert [request.final_ids for request in (*kept, last)] == [solo[0], solo[1], solo[2]]
+    assert llm.engine.pool.used_blocks == 0
+
+
+def test_closing_a_stream_early_cancels(llm, prompts):
+    for stop_after in (1, 8):
+        stream = llm.stream(prompts[4], GREEDY)
+        for _ in range(stop_after):
+            next(stream)
+        assert llm.engine.pool.used_blocks > 0
+        stream.close()
+        assert llm.engine.pool.used_blocks == 0
+        assert not llm.engine.busy
+    llm.stream(prompts[0], GREEDY).close()  # never started
+    assert not llm.engine.busy
+
+
+@dataclass(frozen=True)
+class Broken(Method):
+    """Fails at one layer of one phase."""
+
+    name: ClassVar[str] = "broken"
+    phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+
+    phase: str = "decode"
+    layer: int = 1
+
+    def _select(self, phase, chunk):
+        if phase == self.phase and chunk.layer == self.layer:
+            raise RuntimeError("planted failure")
+        return Dense(chunk.shape)
+
+    def select_prefill(self, chunk):
+        return self._select("prefill", chunk)
+
+    def select_decode(self, query, state):
+        return self._select("decode", query)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_one_request_that_fails_takes_nobody_down(llm, prompts, solo, phase, layer):
+    broken = Policy(Broken(phase, layer), Broken(phase, layer))
+    with pytest.warns(RuntimeWarning, match="planted failure"):
+        outputs = llm.generate([prompts[0], prompts[3], prompts[2]], GREEDY, policy=[FIVE[0], broken, FIVE[2]])
+    assert [tokens(outputs[0]), tokens(outputs[2])] == [solo[0], solo[2]]
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert f"layer {layer}, {phase}: RuntimeError: planted failure" in outputs[1].error
+    assert len(tokens(outputs[1])) == (0 if phase == "prefill" else 1)
+    assert outputs[0].error is None
+    assert llm.engine.pool.used_blocks == 0
+    assert tokens(llm.generate(prompts[1], GREEDY, policy=FIVE[1])[0]) == solo[1]
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt."""
+
+
+@pytest.fixture
+def interrupting(llm, monkeypatch):
+    """Makes the engine fail in the middle of its next pass, after two layers have stored their keys."""
+    from saccade.engine import executor
+
+    real = executor._BatchContext.attend
+
+    def arm() -> None:
+        def attend(self, layer, *rest):
+            out = real(self, layer, *rest)
+            if layer == 1:
+                monkeypatch.setattr(executor._BatchContext, "attend", real)
+                raise Interrupted
+            return out
+
+        monkeypatch.setattr(executor._BatchContext, "attend", attend)
+
+    return arm
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_an_interrupt_in_the_middle_of_a_pass_leaves_others_intact(llm, prompts, solo, interrupting, steps):
+    """generate() gives up, but a stream that shared its step goes on as if nothing had happened."""
+    stream = llm.stream(prompts[1], GREEDY, policy=FIVE[1])
+    got = [token for _ in range(steps) for token in next(stream).new_tokens]
+    interrupting()
+    with pytest.raises(Interrupted):
+        llm.generate(prompts[0], GREEDY)
+    got += [token for output in stream for token in output.new_tokens]
+    assert got == solo[1]
+    assert llm.engine.pool.used_blocks == 0
+
+
+def test_an_interrupted_session_turn_is_cancelled(llm, prompts, interrupting):
+    with llm.session() as session:
+        first = session.generate(prompts[2], GREEDY)
+        before = session.token_ids
+        interrupting()
+        with pytest.raises(Interrupted):
+            session.generate(prompts[3][:50], GREEDY)
+        assert not llm.engine.busy
+        assert session.token_ids == before
+        again = tokens(session.generate(prompts[3][:50], GREEDY))
+    fresh = llm.generate([*prompts[2], *tokens(first), *prompts[3][:50]], GREEDY)[0]
+    assert again == tokens(fresh)
+
+
+def test_interleaved_streams_lose_nothing(llm, prompts, solo):
+    """Whoever drives a step runs everybody's rows; each reader must still see all of its own tokens and text."""
+    streams = [llm.stream(ids, GREEDY, policy=policy) for ids, policy in zip(prompts[:3], FIVE)]
+    got: list[list] = [[] for _ in streams]
+    live = dict(enumerate(streams))
+    while live:
+        for i, stream in list(live.items()):
+            output = next(stream, None)
+            if output is None:
+                del live[i]
+            else:
+                got[i].append(output)
+    for outputs, want in zip(got, solo):
+        assert [token for output in outputs for token in output.new_tokens] == want
+        assert "".join(output.new_text for output in outputs) == outputs[-1].request.text
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_a_failure_in_choosing_a_token_takes_nobody_down(llm, prompts, solo, monkeypatch):
+    good, bad = start(llm, prompts[0]), start(llm, prompts[2])
+    monkeypatch.setattr(bad.sampler, "sample", lambda ids, logits: [][0])
+    finish(llm.engine)
+    assert good.final_ids == solo[0]
+    assert (bad.finish_reason, bad.final_ids) == ("error", [])
+    assert "IndexError" in bad.error
+    assert llm.engine.pool.used_blocks == 0
