@@ -1,8 +1,9 @@
 // Attention of one query row per head over selected keys. Bound by memory: each KV head's rows are streamed once for all
 // the query heads that read the same keys. Vector lanes run over head_dim.
 //
-// A task is one owner (a KV head, or a unit with a list of its own) and one split of its keys. Splits have a fixed size,
-// so a result depends neither on the number of threads nor on other work; their partial results merge by log-sum-exp.
+// A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when they
+// read the same keys of a long context: then whole slots are read in order, which memory likes better. Splits have a fixed
+// size, so a result depends neither on the number of threads nor on other work; splits merge by log-sum-exp.
 #pragma once
 
 #include <cstdlib>
@@ -14,8 +15,9 @@
 namespace saccade {
 namespace {
 
-constexpr int kDecodeStep = 128;     // keys between two updates of the running maximum
+constexpr int kDecodeStep = 64;     // keys between two updates of the running maximum
 constexpr int64_t kSplitKeys = 1024;  // keys of a task
+constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
 constexpr int kHeadTile = 4;         // query heads of a register tile
 
 template <class Math, class T>
@@ -24,22 +26,28 @@ class DecodeTask {
     using Q = std::conditional_t<kDot, uint16_t, float>;
 
   public:
-    // Result goes to o [heads, head_dim] (not divided by the sums), max [heads] (base 2) and sum [heads].
-    DecodeTask(const Attention& a, int64_t first_head, int64_t heads, float* o, float* max, float* sum)
-        : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), heads_(heads), o_(o), max_(max), sum_(sum) {
+    // `groups` consecutive KV heads with `shared` query heads each, the first being `first_head`. Results: o [shared,
+    // head_dim] (not divided by the sums), max (base 2) and sum [shared]; those of the next group lie `stride` rows on.
+    DecodeTask(const Attention& a, int64_t first_head, int64_t groups, int64_t shared, int64_t stride, float* o, float* max,
+               float* sum)
+        : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
+          stride_(stride), o_(o), max_(max), sum_(sum) {
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(thread_scratch(count.used())));
         carve(carver);
-        std::memset(o_, 0, heads * d_ * sizeof(float));
-        std::memset(q_, 0, heads * q_stride_ * sizeof(Q));
-        for (int64_t h = 0; h < heads; ++h) {
-            max_[h] = kNoMax;
-            sum_[h] = 0;
-            const T* row = static_cast<const T*>(a.q) + (first_head + h) * a.q_head_stride;
-            if constexpr (kDot) std::memcpy(q_ + h * q_stride_, row, d_ * sizeof(T));
-            else
-                for (int64_t c = 0; c < d_; c += W) Simd::store(q_ + h * q_stride_ + c, Simd::load_row(row + c));
+        std::memset(q_, 0, groups * shared * q_stride_ * sizeof(Q));
+        for (int64_t g = 0; g < groups; ++g) {
+            std::memset(o_ + g * stride * d_, 0, shared * d_ * sizeof(float));
+            for (int64_t h = 0; h < shared; ++h) {
+                max_[g * stride + h] = kNoMax;
+                sum_[g * stride + h] = 0;
+                const T* row = static_cast<const T*>(a.q) + (first_head + g * shared + h) * a.q_head_stride;
+                Q* to = q_ + (g * shared + h) * q_stride_;
+                if constexpr (kDot) std::memcpy(to, row, d_ * sizeof(T));
+                else
+                    for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(row + c));
+            }
         }
     }
 
@@ -58,56 +66,71 @@ class DecodeTask {
 
   private:
     void carve(Carver& c) {
-        q_ = c.take<Q>(heads_ * q_stride_);
+        q_ = c.take<Q>(groups_ * shared_ * q_stride_);
         s_ = c.take<float>(kHeadTile * kScores);
-        p_ = c.take<float>(kHeadTile * kScores);
+        p_ = c.take<float>(groups_ * shared_ * kScores);
+        alpha_ = c.take<float>(groups_ * shared_);
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
     }
 
+    // All keys first, then all values: the order in which they lie in the pools.
     void take_step(const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
-        for (int64_t h = 0; h < heads_; h += kHeadTile) {
-            switch (heads_ - h) {
-                case 1: tile<1>(h, step, next); break;
-                case 2: tile<2>(h, step, next); break;
-                case 3: tile<3>(h, step, next); break;
-                default: tile<4>(h, step, next);
+        for (int64_t g = 0; g < groups_; ++g)
+            for (int64_t h = 0; h < shared_; h += kHeadTile) {
+                const KeyStep<kDecodeStep>* soon = h ? nullptr : next;  // for h > 0 the rows are on their way already
+                switch (shared_ - h) {
+                    case 1: weigh<1>(g, h, step, soon); break;
+                    case 2: weigh<2>(g, h, step, soon); break;
+                    case 3: weigh<3>(g, h, step, soon); break;
+                    default: weigh<4>(g, h, step, soon);
+                }
             }
-        }
+        for (int64_t g = 0; g < groups_; ++g)
+            for (int64_t h = 0; h < shared_; h += kHeadTile) {
+                const KeyStep<kDecodeStep>* soon = h ? nullptr : next;
+                switch (shared_ - h) {
+                    case 1: accumulate<1>(g, h, step, soon); break;
+                    case 2: accumulate<2>(g, h, step, soon); break;
+                    case 3: accumulate<3>(g, h, step, soon); break;
+                    default: accumulate<4>(g, h, step, soon);
+                }
+            }
     }
+
+    // Row offset of group `g` against group 0.
+    int64_t group_offset(int64_t g) const { return g * a_.page * d_; }
 
     template <int HT>
-    void tile(int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
-        const T *k = static_cast<const T*>(a_.k_pool), *v = static_cast<const T*>(a_.v_pool);
-        bool first = h == 0;
-        scores<HT>(q_ + h * q_stride_, step, first ? v : nullptr);
-        float alpha[HT];
-        for (int i = 0; i < HT; ++i) alpha[i] = weights(h + i, i, step.count);
-        accumulate<HT>(h, alpha, step, next && first ? next : nullptr, k);
+    void weigh(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        const int64_t offset = group_offset(g);
+        scores<HT>(q_ + (g * shared_ + h) * q_stride_, static_cast<const T*>(a_.k_pool) + offset, step, next);
+        for (int i = 0; i < HT; ++i) weights(g, h + i, i, step.count);
     }
 
-    void prefetch_row(const T* row) const {
-        for (int64_t c = 0; c < d_; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
+    // Asks for values first .. last - 1 of row `j` of the next step, if there is one.
+    SACCADE_INLINE void prefetch(const T* pool, const KeyStep<kDecodeStep>* next, int j, int64_t first, int64_t last) const {
+        if (!next || j >= next->count) return;
+        const T* row = pool + next->row[j];
+        for (int64_t c = first; c < last; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
     }
 
-    // s[head][key] = q . k, raw. Meanwhile the step's values (if `soon`) are on their way.
+    // s[head][key] = q . k, raw; meanwhile the next step's keys are on their way.
     template <int HT>
-    void scores(const Q* q, const KeyStep<kDecodeStep>& step, const T* soon) {
-        const T* k = static_cast<const T*>(a_.k_pool);
+    void scores(const Q* q, const T* k, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
         for (int j = 0; j < step.count; j += 4) {
             const T* row[4];
             for (int r = 0; r < 4; ++r) row[r] = k + step.row[j + r < step.count ? j + r : step.count - 1];
-            if (soon)
-                for (int r = 0; r < 4; ++r) prefetch_row(soon + step.row[j + r < step.count ? j + r : step.count - 1]);
+            for (int r = 0; r < 4; ++r) prefetch(k, next, j + r, 0, d_);
             F acc[HT][4];
             for (auto& head : acc)
                 for (F& x : head) x = Simd::set1(0);
             if constexpr (kDot) {
                 for (int64_t c = 0; c < d_; c += 2 * W) {
-                    uint32_t present = d_ - c >= 2 * W ? 0xffffffffu : 0xffffu;
                     F x[4];
-                    for (int r = 0; r < 4; ++r) x[r] = Math::load(row[r] + c, present);
+                    for (int r = 0; r < 4; ++r)
+                        x[r] = d_ - c >= 2 * W ? Math::load(row[r] + c) : Math::load(row[r] + c, 0xffffu);
                     for (int h = 0; h < HT; ++h) {
-                        F y = Math::load(q + h * q_stride_ + c, 0xffffffffu);
+                        F y = Math::load(q + h * q_stride_ + c);
                         for (int r = 0; r < 4; ++r) acc[h][r] = Math::mac(acc[h][r], x[r], y);
                     }
                 }
@@ -125,111 +148,116 @@ class DecodeTask {
         }
     }
 
-    // Turns the scores of head `h` (row `i` of s) into weights (row `i` of p) and returns what older sums shrink by.
-    float weights(int64_t h, int i, int count) {
-        float *s = s_ + i * kScores, *p = p_ + i * kScores;
+    // Turns the scores of one head (row `i` of s) into weights (its row of p); alpha is what older sums shrink by.
+    void weights(int64_t g, int64_t h, int i, int count) {
+        float *s = s_ + i * kScores, *p = p_ + (g * shared_ + h) * kScores;
+        float &old_max = max_[g * stride_ + h], &total = sum_[g * stride_ + h];
         const int rounded = (count + W - 1) / W * W;
         for (int j = count; j < rounded; ++j) s[j] = 0;  // finite, for the cap
         for (int j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
         for (int j = count; j < rounded; ++j) s[j] = -__builtin_inff();
-        F best = Simd::set1(max_[h]);
+        F best = Simd::set1(old_max);
         for (int j = 0; j < rounded; j += W) best = Simd::max(best, Simd::load(s + j));
-        float lanes[W], max = max_[h];
+        float lanes[W], max = old_max;
         Simd::store(lanes, best);
         for (float x : lanes) max = x > max ? x : max;
         F shift = Simd::set1(max), sum = Simd::set1(0);
         for (int j = 0; j < rounded; j += W) {
-            F x = Simd::exp2(Simd::sub(Simd::load(s + j), shift));
+            F x = Math::exp2(Simd::sub(Simd::load(s + j), shift));
             sum = Simd::add(sum, x);
             if constexpr (kDot) Simd::store_row(reinterpret_cast<uint16_t*>(p) + j, x);
             else Simd::store(p + j, x);
         }
-        Simd::store(lanes, Simd::exp2(Simd::sub(Simd::set1(max_[h]), shift)));
-        sum_[h] = sum_[h] * lanes[0] + Simd::sum(sum);
-        max_[h] = max;
-        return lanes[0];
+        Simd::store(lanes, Simd::exp2(Simd::sub(Simd::set1(old_max), shift)));
+        alpha_[g * shared_ + h] = lanes[0];
+        total = total * lanes[0] + Simd::sum(sum);
+        old_max = max;
     }
 
     template <int HT>
-    void accumulate(int64_t h, const float* alpha, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next,
-                    const T* k) {
+    void accumulate(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        const int64_t row = g * shared_ + h;
+        Values x{static_cast<const T*>(a_.v_pool) + group_offset(g), p_ + row * kScores, alpha_ + row,
+                 o_ + (g * stride_ + h) * d_, step, next};
         int64_t c = 0;
         if constexpr (kDot) {
-            for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(h, alpha, c, step, c == 0 ? next : nullptr, k);
-            for (; c < d_; c += 2 * W) values_dot<HT, 1>(h, alpha, c, step, c == 0 ? next : nullptr, k);
+            for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(x, c);
+            for (; c + 2 * W <= d_; c += 2 * W) values_dot<HT, 1>(x, c);
+            if (c < d_) values_dot<HT, 0>(x, c);
         } else {
             constexpr int NC = HT == 1 ? 8 : HT == 2 ? 4 : 2;
-            for (; c + NC * W <= d_; c += NC * W) values<HT, NC>(h, alpha, c, step, c == 0 ? next : nullptr, k);
-            for (; c < d_; c += W) values<HT, 1>(h, alpha, c, step, c == 0 ? next : nullptr, k);
+            for (; c + NC * W <= d_; c += NC * W) values<HT, NC>(x, c);
+            for (; c < d_; c += W) values<HT, 1>(x, c);
         }
     }
 
+    struct Values {
+        const T* v;
+        const float *p, *alpha;
+        float* o;
+        const KeyStep<kDecodeStep>& step;
+        const KeyStep<kDecodeStep>* next;
+    };
+
     // o[head][c ..] = o * alpha + sum over keys of p * v, for NC vectors of channels.
     template <int HT, int NC>
-    void values(int64_t h, const float* alpha, int64_t c, const KeyStep<kDecodeStep>& step,
-                const KeyStep<kDecodeStep>* next, const T* k) {
-        const T* v = static_cast<const T*>(a_.v_pool) + c;
-        float* o = o_ + h * d_ + c;
+    void values(const Values& x, int64_t c) {
+        float* o = x.o + c;
         F acc[HT][NC];
         for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(alpha[i]));
-        for (int j = 0; j < step.count; ++j) {
-            if (next && j < next->count) prefetch_row(k + next->row[j]);
-            const T* row = v + step.row[j];
-            F x[NC];
-            for (int n = 0; n < NC; ++n) x[n] = Simd::load_row(row + n * W);
+            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
+        for (int j = 0; j < x.step.count; ++j) {
+            prefetch(x.v, x.next, j, c, c + NC * W);
+            const T* row = x.v + x.step.row[j] + c;
+            F v[NC];
+            for (int n = 0; n < NC; ++n) v[n] = Simd::load_row(row + n * W);
             for (int i = 0; i < HT; ++i) {
-                F p = Simd::set1(p_[i * kScores + j]);
-                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], x[n], p);
+                F p = Simd::set1(x.p[i * kScores + j]);
+                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], v[n], p);
             }
         }
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
     }
 
-    // The same by pairs of keys, for NS sets of 32 channels (the last set of a head may hold 16).
+    // The same by pairs of keys, for NS sets of 32 channels; NS = 0 is half a set, the end of a head_dim like 80.
     template <int HT, int NS>
-    void values_dot(int64_t h, const float* alpha, int64_t c, const KeyStep<kDecodeStep>& step,
-                    const KeyStep<kDecodeStep>* next, const T* k) {
-        if constexpr (kDot) {
-            const T* v = static_cast<const T*>(a_.v_pool) + c;
-            float* o = o_ + h * d_ + c;
-            const uint32_t present = d_ - c >= 2 * W * NS ? 0xffffffffu : 0xffffu;
-            const int vectors = present == 0xffffu ? 1 : 2 * NS;
-            F acc[HT][2 * NS];
-            for (int i = 0; i < HT; ++i)
-                for (int n = 0; n < 2 * NS; ++n)
-                    acc[i][n] = n < vectors ? Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(alpha[i])) : Simd::set1(0);
-            for (int j = 0; j < step.count; j += 2) {
-                if (next && j < next->count) {
-                    prefetch_row(k + next->row[j]);
-                    if (j + 1 < next->count) prefetch_row(k + next->row[j + 1]);
-                }
-                const T *row0 = v + step.row[j], *row1 = j + 1 < step.count ? v + step.row[j + 1] : row0;
-                F x[2 * NS];
-                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 32, row1 + n * 32, present, present, x + 2 * n);
-                for (int i = 0; i < HT; ++i) {
-                    F p = Simd::set1(p_[i * kScores + j / 2]);
-                    for (int n = 0; n < 2 * NS; ++n) acc[i][n] = Math::mac(acc[i][n], x[n], p);
-                }
+    void values_dot(const Values& x, int64_t c) {
+        constexpr int NC = NS ? 2 * NS : 1;
+        float* o = x.o + c;
+        F acc[HT][NC];
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
+        for (int j = 0; j < x.step.count; j += 2) {
+            prefetch(x.v, x.next, j, c, c + NC * W);
+            prefetch(x.v, x.next, j + 1, c, c + NC * W);
+            const int second = j + 1 < x.step.count ? j + 1 : j;  // an absent key has weight 0
+            const T *row0 = x.v + x.step.row[j] + c, *row1 = x.v + x.step.row[second] + c;
+            F v[NS ? NC : 2];
+            if constexpr (NS == 0) Math::interleave(row0, row1, 0xffffu, 0xffffu, v);
+            else
+                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 32, row1 + n * 32, v + 2 * n);
+            for (int i = 0; i < HT; ++i) {
+                F p = Simd::set1(x.p[i * kScores + j / 2]);
+                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], v[n], p);
             }
-            for (int i = 0; i < HT; ++i)
-                for (int n = 0; n < vectors; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
         }
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
     }
 
     static constexpr int kScores = kDecodeStep + 16;  // a row of s and p
     const Attention& a_;
     const Logits logits_;
-    const int64_t d_, q_stride_, heads_;
-    float *o_, *max_, *sum_, *s_, *p_;
+    const int64_t d_, q_stride_, groups_, shared_, stride_;
+    float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;
 };
 
 struct DecodePlan {
     const Attention& a;
-    int64_t owners, shared, splits, blocks_per_split;
+    int64_t owners, groups, shared, splits, blocks_per_split;
     float *o, *max, *sum;  // [owners, splits, shared, head_dim] and [owners, splits, shared]
 
     explicit DecodePlan(const Attention& attention) : a(attention) {
@@ -237,6 +265,7 @@ struct DecodePlan {
         owners = lists && a.units > a.kv_heads ? a.units : a.kv_heads;
         shared = a.heads / owners;
         blocks_per_split = 0;
+        int64_t keys;  // of the longest list
         if (lists) {
             blocks_per_split = a.block_size < kSplitKeys ? kSplitKeys / a.block_size : 1;
             int64_t longest = 0;
@@ -244,16 +273,21 @@ struct DecodePlan {
                 int64_t count = a.offsets[u + 1] - a.offsets[u];
                 longest = count > longest ? count : longest;
             }
+            keys = longest * a.block_size;
             splits = (longest + blocks_per_split - 1) / blocks_per_split;
         } else {
-            splits = (KeyStream(a, 0, a.q_start, a.q_start + 1).visible() + kSplitKeys - 1) / kSplitKeys;
+            keys = KeyStream(a, 0, a.q_start, a.q_start + 1).visible();
+            splits = (keys + kSplitKeys - 1) / kSplitKeys;
         }
         if (splits < 1) splits = 1;
+        groups = (!lists || a.units == 1) && keys >= kWholeSlots ? owners : 1;
     }
+
+    int64_t tasks() const { return owners / groups * splits; }
 
     template <class Math, class T>
     void run(int64_t index) const {
-        int64_t owner = index / splits, split = index % splits, head = owner * shared;
+        int64_t owner = index / splits * groups, split = index % splits, head = owner * shared;
         KeyStream keys(a, head / (a.heads / a.kv_heads), a.q_start, a.q_start + 1);
         if (a.keys == Keys::blocks) {
             const int64_t* list = a.offsets + head / (a.heads / a.units);
@@ -264,8 +298,8 @@ struct DecodePlan {
         } else {
             keys.part(split * kSplitKeys, kSplitKeys);
         }
-        int64_t at = index * shared;
-        DecodeTask<Math, T>(a, head, shared, o + at * a.head_dim, max + at, sum + at).run(keys);
+        int64_t at = (owner * splits + split) * shared;
+        DecodeTask<Math, T>(a, head, groups, shared, splits * shared, o + at * a.head_dim, max + at, sum + at).run(keys);
     }
 
     // Merges the splits of one query head.
@@ -302,7 +336,7 @@ void decode_typed(const Attention& a) {
     plan.max = storage + rows * a.head_dim;
     plan.sum = plan.max + rows;
     parallel_for(
-        plan.owners * plan.splits, a.threads,
+        plan.tasks(), a.threads,
         [](void* context, int64_t i) { static_cast<DecodePlan*>(context)->template run<Math, T>(i); }, &plan);
     parallel_for(
         a.heads, plan.splits > 8 ? a.threads : 1,

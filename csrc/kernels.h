@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#define SACCADE_INLINE inline __attribute__((always_inline))
+
 namespace saccade {
 
 enum class Storage : int { fp32 = 0, bf16 = 1 };

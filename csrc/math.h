@@ -17,8 +17,6 @@ constexpr float kLn2 = 0.6931471805599453f;
 // Running maximum before any key was seen: finite, so that differences of maxima are never NaN.
 constexpr float kNoMax = -1e30f;
 
-#define SACCADE_INLINE inline __attribute__((always_inline))
-
 // Any storage, computed in fp32.
 struct Fp32Math {
     static constexpr int per_unit = 1;
@@ -33,9 +31,13 @@ struct PairMath {
     static SACCADE_INLINE F mac(F acc, F a, F b) { return S::dot(acc, a, b); }
     static SACCADE_INLINE F exp2(F x) { return S::exp2_fast(x); }
     static SACCADE_INLINE F pair(F low, F high) { return S::pair(low, high); }
+    static SACCADE_INLINE F load(const uint16_t* p) { return S::load(reinterpret_cast<const float*>(p)); }
     static SACCADE_INLINE F load(const uint16_t* p, uint32_t mask) { return S::load_pairs(p, mask); }
+    static SACCADE_INLINE void interleave(const uint16_t* row0, const uint16_t* row1, F* out) {
+        S::interleave(load(row0), load(row1), out);
+    }
     static SACCADE_INLINE void interleave(const uint16_t* row0, const uint16_t* row1, uint32_t mask0, uint32_t mask1, F* out) {
-        S::interleave(row0, row1, mask0, mask1, out);
+        S::interleave(load(row0, mask0), load(row1, mask1), out);
     }
 };
 

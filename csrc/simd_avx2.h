@@ -1,6 +1,8 @@
 // Eight-lane vectors: AVX2 and FMA. The meaning of every function is in simd_portable.h.
 #pragma once
 
+#include "kernels.h"
+
 #include <immintrin.h>
 
 #include <cstdint>
@@ -92,7 +94,8 @@ struct Simd {
         }
     }
 
-    static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+    // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
+    static SACCADE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 };
 
 }  // namespace

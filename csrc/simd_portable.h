@@ -1,6 +1,8 @@
 // Four-lane vectors by the compiler's vector extension: runs on any CPU g++ and clang++ know.
 #pragma once
 
+#include "kernels.h"
+
 #include <cstdint>
 #include <cstring>
 
@@ -90,7 +92,8 @@ struct Simd {
         for (int i = 0; i < W; ++i) x[i] = F{a[i], b[i], c[i], d[i]};
     }
 
-    static void prefetch(const void* p) { __builtin_prefetch(p); }
+    // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
+    static SACCADE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 };
 
 }  // namespace
