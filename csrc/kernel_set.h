@@ -23,7 +23,7 @@ float read_pass(const void* data, int64_t bytes) {
     for (F& x : acc) x = Simd::set1(0);
     const int64_t count = bytes / static_cast<int64_t>(sizeof(float));
     for (int64_t i = 0; i < count; i += 8 * W) {
-        for (int64_t line = 0; line < 8 * W; line += 16) Simd::prefetch(p + i + line + 1024);
+        for (int64_t line = 0; line < 8 * W; line += 16) Simd::prefetch(p + i + line + 2048);
         for (int j = 0; j < 8; ++j) acc[j] = Simd::max(acc[j], Simd::load(p + i + j * W));
     }
     float total = 0;
