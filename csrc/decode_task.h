@@ -1,0 +1,257 @@
+// Attention of one query row per head over selected keys. Bound by memory: each KV head's rows are streamed once for all
+// the query heads that read the same keys. Vector lanes run over head_dim.
+//
+// A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when they
+// read the same keys of a long context: then whole slots are read in order, which memory likes better. Splits have a fixed
+// size, so a result depends neither on the number of threads nor on other work; splits merge by log-sum-exp.
+#pragma once
+
+#include "key_stream.h"
+#include "math.h"
+#include "threads.h"
+
+namespace saccade {
+namespace {
+
+constexpr int kDecodeStep = 64;     // keys between two updates of the running maximum
+constexpr int64_t kSplitKeys = 1024;  // keys of a task
+constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
+constexpr int kHeadTile = 4;         // query heads of a register tile
+
+template <class Math, class T>
+class DecodeTask {
+    static constexpr bool kDot = Math::per_unit == 2;  // bf16 dot products
+    using Q = std::conditional_t<kDot, uint16_t, float>;
+
+  public:
+    // `groups` consecutive KV heads with `shared` query heads each, the first being `first_head`. Results: o [shared,
+    // head_dim] (not divided by the sums), max (base 2) and sum [shared]; those of the next group lie `stride` rows on.
+    DecodeTask(const Attention& a, int64_t first_head, int64_t groups, int64_t shared, int64_t stride, float* o, float* max,
+               float* sum)
+        : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
+          stride_(stride), o_(o), max_(max), sum_(sum) {
+        Carver count(nullptr);
+        carve(count);
+        Carver carver(static_cast<char*>(thread_scratch(count.used())));
+        carve(carver);
+        std::memset(q_, 0, groups * shared * q_stride_ * sizeof(Q));
+        for (int64_t g = 0; g < groups; ++g) {
+            std::memset(o_ + g * stride * d_, 0, shared * d_ * sizeof(float));
+            for (int64_t h = 0; h < shared; ++h) {
+                max_[g * stride + h] = kNoMax;
+                sum_[g * stride + h] = 0;
+                const T* row = static_cast<const T*>(a.q) + (first_head + g * shared + h) * a.q_head_stride;
+                Q* to = q_ + (g * shared + h) * q_stride_;
+                if constexpr (kDot) std::memcpy(to, row, d_ * sizeof(T));
+                else
+                    for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(row + c));
+            }
+        }
+    }
+
+    void run(KeyStream& keys) {
+        KeyStep<kDecodeStep>* now = steps_;
+        KeyStep<kDecodeStep>* next = steps_ + 1;
+        bool more = keys.fill(*now);
+        while (more) {
+            more = keys.fill(*next);
+            take_step(*now, more ? next : nullptr);
+            KeyStep<kDecodeStep>* swap = now;
+            now = next;
+            next = swap;
+        }
+    }
+
+  private:
+    void carve(Carver& c) {
+        q_ = c.take<Q>(groups_ * shared_ * q_stride_);
+        s_ = c.take<float>(kHeadTile * kScores);
+        p_ = c.take<float>(groups_ * shared_ * kScores);
+        alpha_ = c.take<float>(groups_ * shared_);
+        steps_ = c.take<KeyStep<kDecodeStep>>(2);
+    }
+
+    // All keys first, then all values: the order in which they lie in the pools.
+    void take_step(const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        for (int64_t g = 0; g < groups_; ++g)
+            for (int64_t h = 0; h < shared_; h += kHeadTile) {
+                const KeyStep<kDecodeStep>* soon = h ? nullptr : next;  // for h > 0 the rows are on their way already
+                switch (shared_ - h) {
+                    case 1: weigh<1>(g, h, step, soon); break;
+                    case 2: weigh<2>(g, h, step, soon); break;
+                    case 3: weigh<3>(g, h, step, soon); break;
+                    default: weigh<4>(g, h, step, soon);
+                }
+            }
+        for (int64_t g = 0; g < groups_; ++g)
+            for (int64_t h = 0; h < shared_; h += kHeadTile) {
+                const KeyStep<kDecodeStep>* soon = h ? nullptr : next;
+                switch (shared_ - h) {
+                    case 1: accumulate<1>(g, h, step, soon); break;
+                    case 2: accumulate<2>(g, h, step, soon); break;
+                    case 3: accumulate<3>(g, h, step, soon); break;
+                    default: accumulate<4>(g, h, step, soon);
+                }
+            }
+    }
+
+    // Row offset of group `g` against group 0.
+    int64_t group_offset(int64_t g) const { return g * a_.page * d_; }
+
+    template <int HT>
+    void weigh(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        const int64_t offset = group_offset(g);
+        scores<HT>(q_ + (g * shared_ + h) * q_stride_, static_cast<const T*>(a_.k_pool) + offset, step, next);
+        for (int i = 0; i < HT; ++i) weights(g, h + i, i, step.count);
+    }
+
+    // Asks for values first .. last - 1 of row `j` of the next step, if there is one.
+    SACCADE_INLINE void prefetch(const T* pool, const KeyStep<kDecodeStep>* next, int j, int64_t first, int64_t last) const {
+        if (!next || j >= next->count) return;
+        const T* row = pool + next->row[j];
+        for (int64_t c = first; c < last; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
+    }
+
+    // s[head][key] = q . k, raw; meanwhile the next step's keys are on their way.
+    template <int HT>
+    void scores(const Q* q, const T* k, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        for (int j = 0; j < step.count; j += 4) {
+            const T* row[4];
+            for (int r = 0; r < 4; ++r) row[r] = k + step.row[j + r < step.count ? j + r : step.count - 1];
+            for (int r = 0; r < 4; ++r) prefetch(k, next, j + r, 0, d_);
+            F acc[HT][4];
+            for (auto& head : acc)
+                for (F& x : head) x = Simd::set1(0);
+            if constexpr (kDot) {
+                for (int64_t c = 0; c < d_; c += 2 * W) {
+                    F x[4];
+                    for (int r = 0; r < 4; ++r)
+                        x[r] = d_ - c >= 2 * W ? Math::load(row[r] + c) : Math::load(row[r] + c, 0xffffu);
+                    for (int h = 0; h < HT; ++h) {
+                        F y = Math::load(q + h * q_stride_ + c);
+                        for (int r = 0; r < 4; ++r) acc[h][r] = Math::mac(acc[h][r], x[r], y);
+                    }
+                }
+            } else {
+                for (int64_t c = 0; c < d_; c += W) {
+                    F x[4];
+                    for (int r = 0; r < 4; ++r) x[r] = Simd::load_row(row[r] + c);
+                    for (int h = 0; h < HT; ++h) {
+                        F y = Simd::load(q + h * q_stride_ + c);
+                        for (int r = 0; r < 4; ++r) acc[h][r] = Math::mac(acc[h][r], x[r], y);
+                    }
+                }
+            }
+            for (int h = 0; h < HT; ++h) Simd::sum4(acc[h], s_ + h * kScores + j);
+        }
+    }
+
+    // Turns the scores of one head (row `i` of s) into weights (its row of p); alpha is what older sums shrink by.
+    void weights(int64_t g, int64_t h, int i, int count) {
+        float *s = s_ + i * kScores, *p = p_ + (g * shared_ + h) * kScores;
+        float &old_max = max_[g * stride_ + h], &total = sum_[g * stride_ + h];
+        const int rounded = (count + W - 1) / W * W;
+        for (int j = count; j < rounded; ++j) s[j] = 0;  // finite, for the cap
+        for (int j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
+        for (int j = count; j < rounded; ++j) s[j] = -__builtin_inff();
+        F best = Simd::set1(old_max);
+        for (int j = 0; j < rounded; j += W) best = Simd::max(best, Simd::load(s + j));
+        float lanes[W], max = old_max;
+        Simd::store(lanes, best);
+        for (float x : lanes) max = x > max ? x : max;
+        F shift = Simd::set1(max), sum = Simd::set1(0);
+        for (int j = 0; j < rounded; j += W) {
+            F x = Math::exp2(Simd::sub(Simd::load(s + j), shift));
+            sum = Simd::add(sum, x);
+            if constexpr (kDot) Simd::store_row(reinterpret_cast<uint16_t*>(p) + j, x);
+            else Simd::store(p + j, x);
+        }
+        Simd::store(lanes, Simd::exp2(Simd::sub(Simd::set1(old_max), shift)));
+        alpha_[g * shared_ + h] = lanes[0];
+        total = total * lanes[0] + Simd::sum(sum);
+        old_max = max;
+    }
+
+    template <int HT>
+    void accumulate(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        const int64_t row = g * shared_ + h;
+        Values x{static_cast<const T*>(a_.v_pool) + group_offset(g), p_ + row * kScores, alpha_ + row,
+                 o_ + (g * stride_ + h) * d_, step, next};
+        int64_t c = 0;
+        if constexpr (kDot) {
+            for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(x, c);
+            for (; c + 2 * W <= d_; c += 2 * W) values_dot<HT, 1>(x, c);
+            if (c < d_) values_dot<HT, 0>(x, c);
+        } else {
+            constexpr int NC = HT == 1 ? 8 : HT == 2 ? 4 : 2;
+            for (; c + NC * W <= d_; c += NC * W) values<HT, NC>(x, c);
+            for (; c < d_; c += W) values<HT, 1>(x, c);
+        }
+    }
+
+    struct Values {
+        const T* v;
+        const float *p, *alpha;
+        float* o;
+        const KeyStep<kDecodeStep>& step;
+        const KeyStep<kDecodeStep>* next;
+    };
+
+    // o[head][c ..] = o * alpha + sum over keys of p * v, for NC vectors of channels.
+    template <int HT, int NC>
+    void values(const Values& x, int64_t c) {
+        float* o = x.o + c;
+        F acc[HT][NC];
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
+        for (int j = 0; j < x.step.count; ++j) {
+            prefetch(x.v, x.next, j, c, c + NC * W);
+            const T* row = x.v + x.step.row[j] + c;
+            F v[NC];
+            for (int n = 0; n < NC; ++n) v[n] = Simd::load_row(row + n * W);
+            for (int i = 0; i < HT; ++i) {
+                F p = Simd::set1(x.p[i * kScores + j]);
+                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], v[n], p);
+            }
+        }
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
+    }
+
+    // The same by pairs of keys, for NS sets of 32 channels; NS = 0 is half a set, the end of a head_dim like 80.
+    template <int HT, int NS>
+    void values_dot(const Values& x, int64_t c) {
+        constexpr int NC = NS ? 2 * NS : 1;
+        float* o = x.o + c;
+        F acc[HT][NC];
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
+        for (int j = 0; j < x.step.count; j += 2) {
+            prefetch(x.v, x.next, j, c, c + NC * W);
+            prefetch(x.v, x.next, j + 1, c, c + NC * W);
+            const int second = j + 1 < x.step.count ? j + 1 : j;  // an absent key has weight 0
+            const T *row0 = x.v + x.step.row[j] + c, *row1 = x.v + x.step.row[second] + c;
+            F v[NS ? NC : 2];
+            if constexpr (NS == 0) Math::interleave(row0, row1, 0xffffu, 0xffffu, v);
+            else
+                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 32, row1 + n * 32, v + 2 * n);
+            for (int i = 0; i < HT; ++i) {
+                F p = Simd::set1(x.p[i * kScores + j / 2]);
+                for (int n = 0; n < NC; ++n) acc[i][n] = Math::mac(acc[i][n], v[n], p);
+            }
+        }
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
+    }
+
+    static constexpr int kScores = kDecodeStep + 16;  // a row of s and p
+    const Attention& a_;
+    const Logits logits_;
+    const int64_t d_, q_stride_, groups_, shared_, stride_;
+    float *o_, *max_, *sum_, *s_, *p_, *alpha_;
+    Q* q_;
+    KeyStep<kDecodeStep>* steps_;
+};
+
+}  // namespace
+}  // namespace saccade
