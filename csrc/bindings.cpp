@@ -32,18 +32,16 @@ const KernelSet& kernels(int index) {
 std::vector<std::string> names() {
     int count = 0;
     const KernelSet* const* sets = saccade::supported_kernels(&count);
-    return std::vector<std::string>([&] {
-        std::vector<std::string> out;
-        for (int i = 0; i < count; ++i) out.push_back(sets[i]->name);
-        return out;
-    }());
+    std::vector<std::string> out;
+    for (int i = 0; i < count; ++i) out.push_back(sets[i]->name);
+    return out;
 }
 
-void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride, uintptr_t k_pool,
-            uintptr_t v_pool, uintptr_t table, uintptr_t out, uintptr_t lse, int64_t heads, int64_t kv_heads,
-            int64_t head_dim, int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, int keys,
-            int64_t window, int64_t sinks, int64_t block_size, int64_t units, int64_t q_blocks, uintptr_t offsets,
-            uintptr_t indices) {
+void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
+            uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, uintptr_t out, uintptr_t lse, int64_t heads,
+            int64_t kv_heads, int64_t head_dim, int64_t page, int64_t q_len, int64_t q_start, double scale,
+            double softcap, int keys, int64_t window, int64_t sinks, int64_t block_size, int64_t units,
+            int64_t q_blocks, uintptr_t offsets, uintptr_t indices) {
     Attention a{};
     a.q = pointer<const void>(q);
     a.q_head_stride = q_head_stride;

@@ -52,7 +52,8 @@ struct DecodePlan {
             keys.part(split * kSplitKeys, kSplitKeys);
         }
         int64_t at = (owner * splits + split) * shared;
-        DecodeTask<Math, T>(a, head, groups, shared, splits * shared, o + at * a.head_dim, max + at, sum + at).run(keys);
+        DecodeTask<Math, T> task(a, head, groups, shared, splits * shared, o + at * a.head_dim, max + at, sum + at);
+        task.run(keys);
     }
 
     // Merges the splits of one query head.

@@ -1,9 +1,9 @@
-// Attention of one query row per head over selected keys. Bound by memory: each KV head's rows are streamed once for all
-// the query heads that read the same keys. Vector lanes run over head_dim.
+// Attention of one query row per head over selected keys. Bound by memory: each KV head's rows are streamed once for
+// all the query heads that read the same keys. Vector lanes run over head_dim.
 //
-// A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when they
-// read the same keys of a long context: then whole slots are read in order, which memory likes better. Splits have a fixed
-// size, so a result depends neither on the number of threads nor on other work; splits merge by log-sum-exp.
+// A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when
+// they read the same keys of a long context: then whole slots are read in order, which memory likes better. Splits have
+// a fixed size, so a result depends neither on the number of threads nor on other work; splits merge by log-sum-exp.
 #pragma once
 
 #include "key_stream.h"
@@ -26,8 +26,8 @@ class DecodeTask {
   public:
     // `groups` consecutive KV heads with `shared` query heads each, the first being `first_head`. Results: o [shared,
     // head_dim] (not divided by the sums), max (base 2) and sum [shared]; those of the next group lie `stride` rows on.
-    DecodeTask(const Attention& a, int64_t first_head, int64_t groups, int64_t shared, int64_t stride, float* o, float* max,
-               float* sum)
+    DecodeTask(const Attention& a, int64_t first_head, int64_t groups, int64_t shared, int64_t stride, float* o,
+               float* max, float* sum)
         : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
           stride_(stride), o_(o), max_(max), sum_(sum) {
         Carver count(nullptr);
@@ -106,7 +106,8 @@ class DecodeTask {
     }
 
     // Asks for values first .. last - 1 of row `j` of the next step, if there is one.
-    SACCADE_INLINE void prefetch(const T* pool, const KeyStep<kDecodeStep>* next, int j, int64_t first, int64_t last) const {
+    SACCADE_INLINE void prefetch(const T* pool, const KeyStep<kDecodeStep>* next, int j, int64_t first,
+                                 int64_t last) const {
         if (!next || j >= next->count) return;
         const T* row = pool + next->row[j];
         for (int64_t c = first; c < last; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);

@@ -8,8 +8,8 @@
 namespace saccade {
 namespace {
 
-// Offsets (in elements) of key rows in the pools, their positions, and how far up they are visible: key j may be read by
-// query positions in [position[j], until[j]).
+// Offsets (in elements) of key rows in the pools, their positions, and how far up they are visible: key j may be read
+// by query positions in [position[j], until[j]).
 template <int Capacity>
 struct KeyStep {
     int count = 0;

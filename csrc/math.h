@@ -36,7 +36,8 @@ struct PairMath {
     static SACCADE_INLINE void interleave(const uint16_t* row0, const uint16_t* row1, F* out) {
         S::interleave(load(row0), load(row1), out);
     }
-    static SACCADE_INLINE void interleave(const uint16_t* row0, const uint16_t* row1, uint32_t mask0, uint32_t mask1, F* out) {
+    static SACCADE_INLINE void interleave(const uint16_t* row0, const uint16_t* row1, uint32_t mask0, uint32_t mask1,
+                                          F* out) {
         S::interleave(load(row0, mask0), load(row1, mask1), out);
     }
 };

@@ -1,8 +1,8 @@
-// Causal prefill over selected keys, FlashAttention style, transposed: vector lanes are query rows ("lanes"), so running
-// maxima and sums are vertical, rescaling is lane-wise, and key rows are read where they lie and broadcast.
+// Causal prefill over selected keys, FlashAttention style, transposed: vector lanes are query rows ("lanes"), so
+// running maxima and sums are vertical, rescaling is lane-wise, and key rows are read where they lie and broadcast.
 //
-// A task is up to 128 consecutive query rows of one or more heads that read the same keys. Its lanes are cut into tiles of
-// kTile. Keys arrive in steps of up to kStep; per step V is packed once and every tile does
+// A task is up to 128 consecutive query rows of one or more heads that read the same keys. Its lanes are cut into tiles
+// of kTile. Keys arrive in steps of up to kStep; per step V is packed once and every tile does
 //   S^T [keys, tile] = K Q^T,   P^T = 2^(S^T - max),   O^T [head_dim, tile] = O^T * alpha + V^T P^T.
 #pragma once
 
@@ -18,7 +18,7 @@ class PrefillTask {
 
   public:
     PrefillTask(const Attention& a, int64_t first_head, int64_t heads, int64_t first_row, int64_t last_row)
-        : a_(a), logits_(a), d_(a.head_dim), units_(a.head_dim / Math::per_unit), head_(first_head), heads_(heads),
+        : a_(a), logits_(a), d_(a.head_dim), units_(a.head_dim / Math::per_unit), head_(first_head),
           row_(first_row), rows_(last_row - first_row), lanes_(heads * rows_), tiles_((lanes_ + kTile - 1) / kTile) {
         Carver count(nullptr);
         x_.carve(count, tiles_, units_, d_, kConvert);
@@ -128,8 +128,10 @@ class PrefillTask {
         // Absent values are 0: their weights are too, but 0 times a stale NaN is not.
         if constexpr (Math::per_unit == 1) {
             for (int j = 0; j < padded; ++j)
-                for (int64_t c = 0; c < d_; c += W)
-                    Simd::store(x_.v + j * stride + c, j < step.count ? Simd::load_row(v + step.row[j] + c) : Simd::set1(0));
+                for (int64_t c = 0; c < d_; c += W) {
+                    F x = j < step.count ? Simd::load_row(v + step.row[j] + c) : Simd::set1(0);
+                    Simd::store(x_.v + j * stride + c, x);
+                }
         } else {
             for (int j = 0; j < padded; j += 2) {
                 const T* first = v + step.row[j < step.count ? j : 0];
@@ -179,7 +181,8 @@ class PrefillTask {
                     for (int v = 0; v < N; ++v) {
                         const int at = (First + v) * W;
                         F s = logits_(acc[r][v]);
-                        if constexpr (Masked) s = Simd::keep(s, Simd::load_int(position + at), x_.low[j + r], x_.high[j + r]);
+                        if constexpr (Masked)
+                            s = Simd::keep(s, Simd::load_int(position + at), x_.low[j + r], x_.high[j + r]);
                         best[First + v] = Simd::max(best[First + v], s);
                         Simd::store(x_.s + (j + r) * kTile + lane + at, s);
                     }
@@ -263,7 +266,8 @@ class PrefillTask {
                 F x[W];
                 for (int i = 0; i < W; ++i) x[i] = Simd::mul(Simd::load(o + (c + i) * kTile), inverse);
                 Simd::transpose(x);
-                for (int i = 0; i < present; ++i) Simd::store_row(static_cast<T*>(a_.out) + out_row(lane + i) * d_ + c, x[i]);
+                T* out = static_cast<T*>(a_.out) + c;
+                for (int i = 0; i < present; ++i) Simd::store_row(out + out_row(lane + i) * d_, x[i]);
             }
             for (int i = 0; i < present; ++i) {
                 float l = x_.sum[lane + i];
@@ -274,7 +278,7 @@ class PrefillTask {
 
     const Attention& a_;
     const Logits logits_;
-    const int64_t d_, units_, head_, heads_, row_, rows_, lanes_, tiles_;
+    const int64_t d_, units_, head_, row_, rows_, lanes_, tiles_;
     PrefillScratch x_;
 };
 

@@ -111,8 +111,8 @@ struct Simd {
     // Two rows of 32 bf16 into 2 vectors of (row 0, row 1) pairs.
     static SACCADE_INLINE void interleave(F row0, F row1, F* out) {
         __m512i a = (__m512i)row0, b = (__m512i)row1;
-        __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         out[0] = (F)_mm512_permutex2var_epi16(a, low, b);
         out[1] = (F)_mm512_permutex2var_epi16(a, high, b);
