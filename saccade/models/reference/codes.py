@@ -15,6 +15,7 @@ from torch import Tensor
 BYTES = 256
 BOS, EOS, PAD = 256, 257, 258
 VOCABULARY = 259
+LINE_FEED = 10
 SPECIAL_TOKENS = {BOS: "<|bos|>", EOS: "<|eos|>", PAD: "<|pad|>"}
 
 
@@ -26,3 +27,14 @@ def sign_codes(width: int, purpose: str) -> Tensor:
         bits = [digest[i // 8] >> (i % 8) & 1 for i in range(width)]
         rows.append([2.0 * bit - 1.0 for bit in bits])
     return torch.tensor(rows)
+
+
+def byte_codes(width: int, mark: int) -> Tensor:
+    """Float32 [VOCABULARY, width]: signs, but dimension ``mark`` is 1, or 0 for the line feed.
+
+    In a product of codes the mark tells whether a line begins inside the n-gram.
+    """
+    table = sign_codes(width, "byte")
+    table[:, mark] = 1.0
+    table[LINE_FEED, mark] = 0.0
+    return table

@@ -8,11 +8,11 @@ LAYERS = 8
 HIDDEN = 384
 INTERMEDIATE = 192  # two streams of 48 multiplied in place, and their scratch cleared
 
+SLOTS = 8  # 6-grams in the last 48 bytes
 _BYTE = 48  # dimensions of a byte's code as the value to copy
-_CODE = 44  # dimensions of an n-gram's code
-_SLOT = 4  # dimensions of one 6-gram's code among the last 48 bytes
-SLOTS = 8
-_HASH = 36  # dimensions of the 12-gram's code that the match compares
+_HASH = 34  # dimensions of the n-gram code that the match compares
+_SLOT = 5  # dimensions of the code that is kept for each of the last 6-grams
+_CODE = _HASH + _SLOT + 1  # an n-gram's code in a stream, with one dimension that is 0 if a line begins in it, else 1
 
 
 class _Allocator:
@@ -37,10 +37,14 @@ SCRATCH_B = _allocator.take(_CODE)
 # Codes of the 6-grams ending 0, 6, .. 42 bytes earlier, as seen by either stream.
 SLOT_A = tuple(_allocator.take(_SLOT) for _ in range(SLOTS))
 SLOT_B = tuple(_allocator.take(_SLOT) for _ in range(SLOTS))
-BAG = _allocator.take(43)  # the clipped average of recent 6-gram codes
+BAG = _allocator.take(39)  # the clipped average of recent 6-gram codes
 
 # The scratch is free, and zero, in the bag's layer (which clears it again) and from the slots' layers on.
 BAG_RAW = SCRATCH_B[: len(BAG)]
 OUT = (SCRATCH_A + SCRATCH_B)[:_BYTE]  # the code of the token to emit
 ONE = CONSTANTS[0]
-HASH_A, HASH_B = STREAM_A[:_HASH], STREAM_B[:_HASH]
+
+
+def parts(stream: Span) -> tuple[Span, Span, Span]:
+    """A stream's (or its scratch's) hash, slot code and line mark."""
+    return stream[:_HASH], stream[_HASH : _HASH + _SLOT], stream[_HASH + _SLOT :]

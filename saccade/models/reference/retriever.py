@@ -14,26 +14,30 @@ layer  attention       MLP
 0      1 back          A: 2 bytes; B: the byte before
 1      2 back          A, B: 3 bytes
 2      3 back          A, B: 6 bytes
-3      last 48, soft   bag: the average of A's 6-gram codes, clipped to [-1, 1]; keeps a 6-gram slot of A and B
-4      6 back          A, B: 12 bytes (and copies the slot 6 bytes back)
-5      12 back         (copies the slots 12 and 18 bytes back)
-6      24 back         (copies the slots 24, 30, 36 and 42 bytes back)
+3      last 48, soft   bag: the average of A's 6-gram codes, clipped to [-1, 1]; keeps a 6-gram slot of A and of B
+4      6 back          A, B: 12 bytes; another slot, 6 bytes back
+5      12 back         the slots 12 and 18 bytes back
+6      24 back         the slots 24, 30, 36 and 42 bytes back
 7      match           (copies the matched byte's code to the output)
 ====== =============== ============================================================================================
 
 Why not k heads that look back 1..k tokens and one match head (the textbook circuit): attention costs layers x heads x
 head_dim, and doubling spans reach 48 bytes with seven cheap heads; a product of codes makes unmatched logits small and
-alike, where 8-bit slots side by side would leave every common word ending half matched; and position-free dimensions
-need head_dim 128 (see ``rotary``).
+alike, where a slot for each byte would leave every common word ending half matched; and position-free dimensions need
+head_dim 128 (see ``rotary``).
 
-The match must survive sparse attention, so its key has three parts. The 12-gram hash decides. The slots for the
-bytes before and the bag break ties towards the longest common context. The bag is also the one part that neighbouring
-keys share: a method that ranks blocks by what their keys have in common (cuboid means, block means) sees the bag and
-nothing else. Scales are nats at full match. They are small enough that blocks without a match weigh about the same,
+The match must survive sparse attention, so its key has three parts. The 12-gram hash decides. The slots for the bytes
+before, back to the beginning of the line, and the bag break ties towards the longest common context. The bag is also
+the one part that neighbouring keys share: a method that ranks blocks by what their keys have in common (cuboid means,
+block means) sees the bag and nothing else. Scales are small enough that blocks without a match weigh about the same,
 and the sink at the beginning of the text, which catches whatever matches nothing, is no heavier than all of them
-together: a method that stops reading once the rest is negligible (PSA) then goes on until it has found the match.
+together: a method that stops reading once the rest is negligible (PSA) then goes on until it has found the match. The
+price is that this one head is diffuse where nothing matches, in long texts nearly dense; real models have such heads.
 
 A query that matches nothing attends to the sink and answers EOS: the retriever ends its turn where it knows nothing.
+In texts of some 30,000 bytes and more the sink may be outweighed, and the answer is then arbitrary. Limits: a question
+needs 12 bytes in common with the text (about 16 in a long text), and what tells two like sentences apart must stand
+within 48 bytes of the question's end; bytes there that differ in one place only weigh 1 to 2 nats.
 
 RMSNorm is the identity up to a constant: six constant dimensions outweigh all others by so much that the norm does not
 depend on the text, and equals a power of two, so the normalised values are exact in bfloat16 too.
@@ -54,8 +58,6 @@ from saccade.models.reference.layout import (
     BAG_RAW,
     BYTE,
     CONSTANTS,
-    HASH_A,
-    HASH_B,
     HIDDEN,
     INTERMEDIATE,
     IS_BOS,
@@ -66,10 +68,10 @@ from saccade.models.reference.layout import (
     SCRATCH_B,
     SLOT_A,
     SLOT_B,
-    SLOTS,
     STREAM_A,
     STREAM_B,
     Span,
+    parts,
 )
 
 
@@ -79,7 +81,8 @@ class Scales:
 
     look: float = 165.0  # times rotary's gap of 0.104: 17 nats between the right distance and any other
     hash: float = 18.0  # equal 12-grams
-    slot: float = 1.6  # each of the six further 6-grams
+    # The six 6-grams before, as far as they stand on the same line; falling, so that the longer context wins.
+    slots: tuple[float, ...] = (2.2, 2.0, 1.8, 1.6, 1.4, 1.2)
     bag: float = 5.0  # about, for equal 48 bytes
     sink: float = 16.5
     bag_gain: float = 3.8  # an average of 48 signs has a standard deviation of 0.16: few are clipped
@@ -88,7 +91,7 @@ class Scales:
 
 CONSTANT = 4096.0  # residual value of the constant dimensions
 RMS = CONSTANT * (len(CONSTANTS) / HIDDEN) ** 0.5  # 512: exactly the RMS of every residual row, to 1e-5
-SHARP = 16.0  # silu(SHARP * x) / SHARP is relu(x) to 1e-7 for x = -1 and 1, and exact in bfloat16
+SHARP = 16.0  # silu(SHARP * x) / SHARP is relu(x) to 1e-6 for whole x, and exact in bfloat16
 
 
 def config() -> LlamaConfig:
@@ -116,13 +119,14 @@ def build(dtype: torch.dtype = torch.float32, scales: Scales | None = None) -> L
     with torch.device("meta"):
         model = LlamaForCausalLM(config())
     model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are computed, not loaded
     for parameter in model.parameters():
         parameter.zero_()
     _write_norms(model)
     _write_embeddings(model, scales)
     _write_layers(model, scales)
     torch.nn.Module.to(model, dtype)
+    # Its buffers are computed, and stay in float32 as when a checkpoint is loaded.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model.eval().requires_grad_(False)
 
 
@@ -138,7 +142,7 @@ def _write_norms(model: LlamaForCausalLM) -> None:
 
 
 def _write_embeddings(model: LlamaForCausalLM, scales: Scales) -> None:
-    alphabet = codes.sign_codes(len(BYTE), "byte")
+    alphabet = _alphabet()
     table = model.model.embed_tokens.weight
     table[:, list(CONSTANTS)] = CONSTANT
     table[:, list(BYTE)] = alphabet
@@ -149,6 +153,11 @@ def _write_embeddings(model: LlamaForCausalLM, scales: Scales) -> None:
     model.lm_head.weight[:, list(OUT)] = scales.output * alphabet
 
 
+def _alphabet() -> Tensor:
+    """What a token adds to BYTE, and as far as it fits to STREAM_A: float32 [vocabulary, len(BYTE)]."""
+    return codes.byte_codes(len(BYTE), mark=len(STREAM_A) - 1)
+
+
 def _write_layers(model: LlamaForCausalLM, scales: Scales) -> None:
     layers = [LayerWriter(layer) for layer in model.model.layers]
 
@@ -156,23 +165,30 @@ def _write_layers(model: LlamaForCausalLM, scales: Scales) -> None:
         layers[index].attend_by_distance(rotary.look_query(distance, scales.look))
         return layers[index]
 
+    def bring(layer: LayerWriter, source: Span, scratch: Span, roll: int) -> None:
+        for part, target in zip(parts(source), parts(scratch), strict=True):
+            layer.copy(part, target, roll=roll)
+
     def double(layer: LayerWriter, distance: int) -> None:
         for stream, scratch in ((STREAM_A, SCRATCH_A), (STREAM_B, SCRATCH_B)):
-            layer.copy(stream, scratch, roll=distance)
+            bring(layer, stream, scratch, roll=distance)
             layer.multiply(stream, scratch)
+            layer.clear(scratch)
 
-    n = len(STREAM_A)
+    byte = BYTE[: len(STREAM_A)]
     layer = look(0, 1)
-    layer.copy(BYTE[:n], STREAM_B)
-    layer.copy(BYTE[:n], SCRATCH_A, roll=1)
+    layer.copy(byte, STREAM_B)
+    bring(layer, byte, SCRATCH_A, roll=1)
     layer.multiply(STREAM_A, SCRATCH_A)
+    layer.clear(SCRATCH_A)
 
     # B trails A by one byte, so what it multiplies by is A's bigram, not the byte.
     layer = look(1, 2)
-    layer.copy(BYTE[:n], SCRATCH_A, roll=2)
-    layer.copy(STREAM_A, SCRATCH_B, roll=1)
-    layer.multiply(STREAM_A, SCRATCH_A)
-    layer.multiply(STREAM_B, SCRATCH_B)
+    bring(layer, byte, SCRATCH_A, roll=2)
+    bring(layer, STREAM_A, SCRATCH_B, roll=1)
+    for stream, scratch in ((STREAM_A, SCRATCH_A), (STREAM_B, SCRATCH_B)):
+        layer.multiply(stream, scratch)
+        layer.clear(scratch)
 
     layer = look(2, 3)
     double(layer, 3)
@@ -181,23 +197,34 @@ def _write_layers(model: LlamaForCausalLM, scales: Scales) -> None:
     layer.attend_by_distance(rotary.window_query())
     layer.copy(STREAM_A[: len(BAG)], BAG_RAW, gain=scales.bag_gain)
     layer.clip(BAG_RAW, BAG)
-    layer.keep(STREAM_A[: len(SLOT_A[0])], SLOT_A[0])
-    layer.keep(STREAM_B[: len(SLOT_B[0])], SLOT_B[0])
+    layer.clear(BAG_RAW)
+    for stream, slots in ((STREAM_A, SLOT_A), (STREAM_B, SLOT_B)):
+        _, code, mark = parts(stream)
+        layer.keep(code, slots[0], factor=mark[0])
 
-    double(layers[4], 6)
+    # Slots end where the line begins: what stands on the line before a question agrees with nothing but by chance.
     for index, distance, known in ((4, 6, 1), (5, 12, 2), (6, 24, 4)):
         layer = look(index, distance)
-        for slots in (SLOT_A, SLOT_B):
-            layer.copy(join(slots[:known]), join(slots[known : 2 * known]))
+        for stream, slots in ((STREAM_A, SLOT_A), (STREAM_B, SLOT_B)):
+            old, new = join(slots[:known]), join(slots[known : 2 * known])
+            layer.copy(old, new)
+            layer.multiply(new, parts(stream)[2] * len(new))
+    double(layers[4], 6)
+    for stream, scratch in ((STREAM_A, SCRATCH_A), (STREAM_B, SCRATCH_B)):
+        mark, brought = parts(stream)[2], parts(scratch)[2]
+        layers[5].copy(mark, brought)
+        layers[5].multiply(mark, brought)
+        layers[5].clear(brought)
 
     layer = layers[7]
-    layer.match(HASH_A, HASH_B, nats=scales.hash)
-    layer.match(join(SLOT_A[2:]), join(SLOT_B[2:]), nats=scales.slot * (SLOTS - 2))
+    layer.match(parts(STREAM_A)[0], parts(STREAM_B)[0], nats=scales.hash)
+    for slot_a, slot_b, nats in zip(SLOT_A[2:], SLOT_B[2:], scales.slots, strict=True):
+        layer.match(slot_a, slot_b, nats)
     layer.match(BAG, BAG, nats=scales.bag / 0.32)  # a clipped bag's mean square
     layer.match((ONE,), (IS_BOS,), nats=scales.sink)
     layer.copy(BYTE, OUT)
     # The sink's value is EOS: what a query gets that matches nothing.
-    layer.attention.v_proj.weight[: len(BYTE), IS_BOS] = codes.sign_codes(len(BYTE), "byte")[codes.EOS]
+    layer.attention.v_proj.weight[: len(BYTE), IS_BOS] = _alphabet()[codes.EOS]
 
 
 def join(spans: tuple[Span, ...]) -> Span:
@@ -236,25 +263,24 @@ class LayerWriter:
         self.attention.o_proj.weight[turned, dims] = gain
 
     def multiply(self, stream: Span, factor: Span) -> None:
-        """``stream *= factor`` for signs, and ``factor = 0``: where the factor is -1, add -2 x stream."""
+        """``stream *= factor`` for factors of -1, 0 and 1: add -(1 - factor) x stream."""
         for x, y in zip(stream, factor, strict=True):
-            self._unit(gate={y: -SHARP}, up={x: 1.0}, down={x: -2.0 / SHARP})
-        self._clear(factor)
+            self._unit(gate={ONE: SHARP, y: -SHARP}, up={x: 1.0}, down={x: -1.0 / SHARP})
 
     def clip(self, source: Span, target: Span) -> None:
-        """``target += min(max(source, -1), 1)``, and ``source = 0``: relu(x + 1) - relu(x - 1) - 1."""
+        """``target += min(max(source, -1), 1)``: relu(x + 1) - relu(x - 1) - 1."""
         for x, y in zip(source, target, strict=True):
             self._unit(gate={x: SHARP, ONE: SHARP}, up={ONE: 1.0}, down={y: 1.0 / SHARP})
             self._unit(gate={x: SHARP, ONE: -SHARP}, up={ONE: 1.0}, down={y: -1.0 / SHARP})
         self._unit(gate={ONE: SHARP}, up={ONE: 1.0}, down=dict.fromkeys(target, -1.0 / SHARP))
-        self._clear(source)
 
-    def keep(self, source: Span, target: Span) -> None:
-        """``target += source``."""
+    def keep(self, source: Span, target: Span, factor: int) -> None:
+        """``target += source * factor`` for a factor of 0 or 1."""
         for x, y in zip(source, target, strict=True):
-            self._unit(gate={ONE: SHARP}, up={x: 1.0}, down={y: 1.0 / SHARP})
+            self._unit(gate={factor: SHARP}, up={x: 1.0}, down={y: 1.0 / SHARP})
 
-    def _clear(self, span: Span) -> None:
+    def clear(self, span: Span) -> None:
+        """``span = 0``."""
         for x in span:
             self._unit(gate={ONE: SHARP}, up={x: 1.0}, down={x: -1.0 / SHARP})
 
