@@ -47,9 +47,9 @@ def make(
     common *= math.sqrt(head_dim) / common.norm()
     k = torch.randn(kv_heads, context, head_dim, generator=generator)
     k[..., :half] = 0.3 * k[..., :half] + place
-    columns = torch.randperm(context, generator=generator)[: max(4, context // 512)]
-    k[:, columns, half:] += 0.5 * common
-    k[:, :4, half:] += common
+    columns = torch.randperm(context, generator=generator)[: max(2, context // 4096)]
+    k[:, columns, half:] += common
+    k[:, :4, half:] += 1.3 * common
     q = 0.5 * torch.randn(heads, q_len, head_dim, generator=generator)
     q[..., :half] += place[-q_len:]
     q[..., half:] += common
