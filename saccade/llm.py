@@ -15,7 +15,7 @@ from saccade.engine.request import StepOutput
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
 from saccade.kv.pool import BLOCK_SIZES, BlockPool
 from saccade.kv.sequence import SequenceKV
-from saccade.memory import available_bytes, parse_bytes
+from saccade.machine import available_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.loader import load_model
 from saccade.ops import cpu

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, PolicyError, RequestError, SaccadeError
 from saccade.kv.pool import BlockPool
-from saccade.memory import parse_bytes, show_bytes
+from saccade.machine import parse_bytes, show_bytes
 
 BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from saccade.bench.timing import median_ms
+from saccade.machine import processor
 from saccade.ops import cpu
 
 GEMM_SIZE = 2048
@@ -40,14 +41,8 @@ def measure(dtype: torch.dtype, threads: int) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """What was measured on: processor, cores, versions, instruction set."""
-    processor = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as info:
-            processor = next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return {
-        "processor": processor,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "isa": cpu.isa() or None,
         "python": platform.python_version(),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.memory import available_bytes, show_bytes, total_bytes
+from saccade.machine import available_bytes, processor, show_bytes, total_bytes
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -51,7 +51,7 @@ def collect() -> dict[str, dict[str, Any]]:
         },
         "machine": {
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory": show_bytes(total_bytes()),
@@ -73,11 +73,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as info:
-            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

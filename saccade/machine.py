@@ -1,8 +1,9 @@
-"""Sizes of memory: parsing what users write, and asking the machine."""
+"""Asking the machine what it has, and reading the sizes of memory that users write."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 
 from saccade.errors import SaccadeError
@@ -68,3 +69,12 @@ def total_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 4 << 30
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
