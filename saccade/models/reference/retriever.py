@@ -27,10 +27,10 @@ alike, where a slot for each byte would leave every common word ending half matc
 head_dim 128 (see ``rotary``).
 
 The match must survive sparse attention, so its key has three parts. The 12-gram hash decides. The slots for the bytes
-before, back to the beginning of the line, and the bag break ties towards the longest common context. The bag is also
-the one part that neighbouring keys share: a method that ranks blocks by what their keys have in common (cuboid means,
-block means) sees the bag and nothing else. Scales are small enough that blocks without a match weigh about the same,
-and the sink at the beginning of the text, which catches whatever matches nothing, is no heavier than all of them
+before, back to the beginning of the query's line, and the bag break ties towards the longest common context. The bag
+is also the one part that neighbouring keys share: a method that ranks blocks by what their keys have in common (cuboid
+means, block means) sees the bag and nothing else. Scales are small enough that blocks without a match weigh about the
+same, and the sink at the beginning of the text, which catches whatever matches nothing, is no heavier than all of them
 together: a method that stops reading once the rest is negligible (PSA) then goes on until it has found the match. The
 price is that this one head is diffuse where nothing matches, in long texts nearly dense; real models have such heads.
 
@@ -176,6 +176,7 @@ def _write_layers(model: LlamaForCausalLM, scales: Scales) -> None:
             layer.clear(scratch)
 
     byte = BYTE[: len(STREAM_A)]
+    (mark,), (brought,) = parts(STREAM_A)[2], parts(SCRATCH_A)[2]
     layer = look(0, 1)
     layer.copy(byte, STREAM_B)
     bring(layer, byte, SCRATCH_A, roll=1)
@@ -198,23 +199,21 @@ def _write_layers(model: LlamaForCausalLM, scales: Scales) -> None:
     layer.copy(STREAM_A[: len(BAG)], BAG_RAW, gain=scales.bag_gain)
     layer.clip(BAG_RAW, BAG)
     layer.clear(BAG_RAW)
-    for stream, slots in ((STREAM_A, SLOT_A), (STREAM_B, SLOT_B)):
-        _, code, mark = parts(stream)
-        layer.keep(code, slots[0], factor=mark[0])
+    # A's slots end where the line begins: what stands on the line before a question agrees with nothing but by chance.
+    # B's do not: a key of zeros would weigh less in its block's summary, whatever the query.
+    layer.keep(parts(STREAM_A)[1], SLOT_A[0], factor=mark)
+    layer.keep(parts(STREAM_B)[1], SLOT_B[0], factor=ONE)
 
-    # Slots end where the line begins: what stands on the line before a question agrees with nothing but by chance.
     for index, distance, known in ((4, 6, 1), (5, 12, 2), (6, 24, 4)):
         layer = look(index, distance)
-        for stream, slots in ((STREAM_A, SLOT_A), (STREAM_B, SLOT_B)):
-            old, new = join(slots[:known]), join(slots[known : 2 * known])
-            layer.copy(old, new)
-            layer.multiply(new, parts(stream)[2] * len(new))
+        for slots in (SLOT_A, SLOT_B):
+            layer.copy(join(slots[:known]), join(slots[known : 2 * known]))
+        for slot in SLOT_A[known : 2 * known]:
+            layer.multiply(slot, (mark,) * len(slot))
     double(layers[4], 6)
-    for stream, scratch in ((STREAM_A, SCRATCH_A), (STREAM_B, SCRATCH_B)):
-        mark, brought = parts(stream)[2], parts(scratch)[2]
-        layers[5].copy(mark, brought)
-        layers[5].multiply(mark, brought)
-        layers[5].clear(brought)
+    layers[5].copy((mark,), (brought,))
+    layers[5].multiply((mark,), (brought,))
+    layers[5].clear((brought,))
 
     layer = layers[7]
     layer.match(parts(STREAM_A)[0], parts(STREAM_B)[0], nats=scales.hash)
