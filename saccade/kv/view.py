@@ -102,6 +102,11 @@ class KVView:
         """Contiguous copy of values ``start .. stop - 1``."""
         return self._span(self.v_pool, start, self.length if stop is None else stop)
 
+    def head_keys(self, kv_head: int, stop: int) -> Tensor:
+        """Contiguous copy of one KV head's first ``stop`` keys: [stop, head_dim]."""
+        slots = self.table[: -(-stop // self.block_size)].long()
+        return self.k_pool[slots, kv_head].flatten(0, 1)[:stop]
+
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one KV head at int positions [m]: two [m, head_dim]."""
         index = positions.long()

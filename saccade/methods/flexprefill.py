@@ -26,7 +26,7 @@ from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, require_choice, require_number, require_whole
 from saccade.methods.flexprefill_modes import HeadPick, paper_lines, reference_blocks, selection_of
 from saccade.ops.scores import block_sums, mean_keys, mean_queries, row_logits, slash_sums
-from saccade.selection import Dense, Selection, Shape
+from saccade.selection import Dense, Selection
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,11 @@ class FlexPrefill(Method):
     def head_kinds(self, chunk: Chunk) -> Tensor:
         """bool [heads]: which heads count as query-aware for this chunk."""
         pooled = mean_keys(chunk.kv, self.block_size)
-        groups = [self._divergence(chunk, g, pooled[g], self._sample(chunk, g)) for g in range(chunk.shape.kv_heads)]
+        groups = []
+        for g in range(chunk.shape.kv_heads):
+            weights = self._sample(chunk, g)
+            columns = block_sums(weights.sum(1), self.block_size)
+            groups.append(self._divergence(chunk, g, pooled[g], columns, weights.shape[1]))
         return torch.cat(groups) < self.tau
 
     def _sample(self, chunk: Chunk, kv_head: int) -> Tensor:
@@ -92,19 +96,21 @@ class FlexPrefill(Method):
             row_logits(chunk.q, chunk.kv, shape, kv_head, start, shape.q_len, chunk.scale, chunk.softcap), -1
         )
 
-    def _divergence(self, chunk: Chunk, kv_head: int, pooled: Tensor, weights: Tensor) -> Tensor:
-        """Square root of the JSD between pooled and true block weights of the representative rows (Alg. 2): [g]."""
+    def _divergence(self, chunk: Chunk, kv_head: int, pooled: Tensor, columns: Tensor, rows: int) -> Tensor:
+        """Square root of the JSD between pooled and true block weights of the ``rows`` representative rows (Alg. 2):
+        [g]. ``columns`` [g, k_blocks] holds the true weights, summed over rows."""
         shape = chunk.shape
         heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
-        mean_q = chunk.q[heads, -weights.shape[1] :].float().mean(1)
+        mean_q = chunk.q[heads, -rows:].float().mean(1)
         estimate = torch.softmax(mean_q @ pooled.T * chunk.scale, -1)
-        return _root_jsd(estimate, block_sums(weights, self.block_size).mean(1))
+        return _root_jsd(estimate, columns / rows)
 
     def _group(self, chunk: Chunk, kv_head: int, pooled: Tensor) -> list[HeadPick]:
         """What each query head of one KV head picks: a block mask [q_blocks, k_blocks] or lines."""
         shape, size = chunk.shape, self.block_size
         weights = self._sample(chunk, kv_head)
-        query_aware = self._divergence(chunk, kv_head, pooled, weights) < self.tau
+        columns = block_sums(weights.sum(1), size)
+        query_aware = self._divergence(chunk, kv_head, pooled, columns, weights.shape[1]) < self.tau
         first = shape.q_start // size
         q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
         picks: list[HeadPick] = []
@@ -117,14 +123,14 @@ class FlexPrefill(Method):
                 slash = _needed(slash_sums(weights[head][None], shape.k_len - weights.shape[1])[0])
                 picks.append(paper_lines(vertical, slash, self.gamma, size, self.min_budget, self.max_budget))
             else:
-                picks.append(self._keep(self._vertical_slash(weights[head], shape, first, q_blocks), first))
+                slash = block_sums(slash_sums(weights[head][None], shape.k_len - weights.shape[1])[0], size)
+                picks.append(self._keep(self._vertical_slash(columns[head], slash, first, q_blocks), first))
         return picks
 
-    def _vertical_slash(self, weights: Tensor, shape: Shape, first: int, q_blocks: int) -> Tensor:
-        """Alg. 3 on blocks: the gamma from which on a vertical block or a slash group wants each block pair."""
-        size = self.block_size
-        vertical = _needed(block_sums(weights, size).sum(0))
-        groups = _needed(block_sums(slash_sums(weights[None], shape.q_start + shape.q_len - weights.shape[0])[0], size))
+    def _vertical_slash(self, columns: Tensor, slash: Tensor, first: int, q_blocks: int) -> Tensor:
+        """Alg. 3 on blocks: the gamma from which on a vertical block or a slash group wants each block pair.
+        ``columns``, ``slash`` [k_blocks]: weight by key block and by group of distances."""
+        vertical, groups = _needed(columns), _needed(slash)
         diagonals = torch.minimum(groups, torch.cat([groups[:1], groups[:-1]]))  # diagonal d lies in groups d and d - 1
         distance = _block_distance(first, q_blocks, vertical.numel())
         return torch.minimum(vertical[None, :], diagonals[distance.clamp(min=0)])

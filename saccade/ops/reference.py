@@ -49,7 +49,9 @@ def attend(
 
 def logits(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Scaled, soft-capped logits: ``q`` [..., r, d], ``k`` [..., m, d] -> [..., r, m]."""
-    scores = q @ k.transpose(-1, -2) * scale
+    scores = q @ k.transpose(-1, -2)
+    if scale != 1.0:
+        scores *= scale
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 

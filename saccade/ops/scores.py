@@ -18,9 +18,10 @@ def row_logits(
     -inf."""
     heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
     visible = shape.q_start + stop
-    k, _ = kv.take(torch.arange(visible), kv_head)
-    scores = logits(q[heads, start:stop].float(), k.float(), scale, softcap)
-    scores = scores.masked_fill(~shape.causal_mask(start, stop)[:, :visible], -torch.inf)
+    # Passes over [rows, keys] are what this costs: the scale goes into q, and only the last columns need the mask.
+    scores = logits(q[heads, start:stop].float() * scale, kv.head_keys(kv_head, visible).float(), 1.0, softcap)
+    acausal = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+    scores[..., shape.q_start + start :].masked_fill_(acausal, -torch.inf)
     if visible < shape.k_len:
         scores = torch.nn.functional.pad(scores, (0, shape.k_len - visible), value=-torch.inf)
     return scores
@@ -32,8 +33,7 @@ def row_weights(
     """Softmax weights of rows ``rows`` (int64 [r], numbers within the call) for one KV head's group: fp32 [group, r,
     k_len], acausal entries 0."""
     heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
-    k, _ = kv.take(torch.arange(shape.k_len), kv_head)
-    scores = logits(q[heads, rows].float(), k.float(), scale, softcap)
+    scores = logits(q[heads, rows].float() * scale, kv.head_keys(kv_head, shape.k_len).float(), 1.0, softcap)
     acausal = torch.arange(shape.k_len)[None, :] > shape.q_start + rows[:, None]
     return torch.softmax(scores.masked_fill(acausal, -torch.inf), -1)
 
@@ -53,12 +53,11 @@ def slash_sums(weights: Tensor, first_row: int) -> Tensor:
     g, r, n = weights.shape
     if first_row + r != n:
         raise ValueError("slash_sums needs the rows to be the last positions")
-    # Key axis flipped: row j holds distance o at column o + r - 1 - j, so that a row stride one short lines distances
-    # up.
+    # After r columns of padding, row j holds distance o at column n - o + j: a stride one longer lines distances up.
     width = n + r
-    flat = torch.nn.functional.pad(weights.flip(-1), (0, r)).contiguous()
-    skewed = torch.as_strided(flat, (g, r, n), (r * width, width - 1, 1), r - 1)
-    return skewed.sum(1)
+    padded = torch.nn.functional.pad(weights, (r, 0))
+    skewed = torch.as_strided(padded, (g, r, n), (r * width, width + 1, 1), 1)
+    return skewed.sum(1).flip(-1)
 
 
 def mean_queries(q: Tensor, shape: Shape, block_size: int) -> Tensor:
