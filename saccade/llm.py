@@ -46,7 +46,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         max_model_len: int | None = None,
         kv_memory: int | float | str | None = None,
-        prefill_chunk: int = 2048,
+        prefill_chunk: int = 4096,
         max_requests: int = 64,
         block_size: int = 32,
         backend: str = "auto",

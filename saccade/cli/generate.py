@@ -47,7 +47,7 @@ def generate(
     dtype: Annotated[str, DTYPE] = "auto",
     max_model_len: Annotated[int | None, LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 2048,
+    prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer alone.")] = False,
@@ -94,7 +94,7 @@ def chat(
     dtype: Annotated[str, DTYPE] = "auto",
     max_model_len: Annotated[int | None, LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 2048,
+    prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
 ) -> None:

@@ -31,7 +31,7 @@ class Engine:
         pool: BlockPool,
         *,
         max_model_len: int,
-        chunk: int = 2048,
+        chunk: int = 4096,
         max_requests: int = 64,
         backend: str = "auto",
         threads: int | None = None,

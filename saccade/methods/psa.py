@@ -23,9 +23,9 @@ class PSA(Method):
     """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
 
     Criticality is ArkVale's cuboid-mean score, averaged over the unit's query heads. ``unit`` is ``kv_head``, or
-    ``layer`` as in the paper. ``rest="min"`` is Alg. 1's estimate of the unread blocks; ``"last_max"`` is safer when
-    the ranking errs. ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads
-    everything.
+    ``layer`` as in the paper. ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too
+    high stops the reading for good. ``"last_max"``, the default, takes the heaviest block of the last microbatch.
+    ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
     """
 
     name: ClassVar[str] = "psa"
@@ -36,7 +36,7 @@ class PSA(Method):
     block_size: int = 32
     microbatch: int = 4
     unit: str = "kv_head"
-    rest: str = "min"
+    rest: str = "last_max"
     stop: str = "all"
 
     def __post_init__(self) -> None:
