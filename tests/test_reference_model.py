@@ -178,9 +178,11 @@ def test_facts_anywhere(model: LlamaForCausalLM, place: str | int) -> None:
     assert is_correct(complete(model, f"{text}\n{fact.question}", tokens=24), fact)
 
 
-def test_what_was_never_read_ends_the_answer(model: LlamaForCausalLM) -> None:
-    text = generate(4000, seed=9)
-    assert complete(model, f"{text}\nA wholly unheard-of beginning goes like", tokens=5) == ""
+@pytest.mark.parametrize(
+    "question", ["What is the capital of France?", "Quantum chromodynamics explains that", "Zebras"]
+)
+def test_what_was_never_read_ends_the_answer(model: LlamaForCausalLM, question: str) -> None:
+    assert complete(model, f"{generate(4000, seed=9)}\n{question}", tokens=3) == ""
 
 
 # ---- retrieval, sparse

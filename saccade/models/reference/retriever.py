@@ -35,7 +35,7 @@ together: a method that stops reading once the rest is negligible (PSA) then goe
 price is that this one head is diffuse where nothing matches, in long texts nearly dense; real models have such heads.
 
 A query that matches nothing attends to the sink and answers EOS: the retriever ends its turn where it knows nothing.
-In texts of some 30,000 bytes and more the sink may be outweighed, and the answer is then arbitrary. Limits: a question
+In texts of some 10,000 bytes and more the sink may be outweighed, and the answer is then arbitrary. Limits: a question
 needs 12 bytes in common with the text (about 16 in a long text), and what tells two like sentences apart must stand
 within 48 bytes of the question's end; bytes there that differ in one place only weigh 1 to 2 nats.
 
@@ -84,7 +84,7 @@ class Scales:
     # The six 6-grams before, as far as they stand on the same line; falling, so that the longer context wins.
     slots: tuple[float, ...] = (2.2, 2.0, 1.8, 1.6, 1.4, 1.2)
     bag: float = 5.0  # about, for equal 48 bytes
-    sink: float = 16.5
+    sink: float = 15.0
     bag_gain: float = 3.8  # an average of 48 signs has a standard deviation of 0.16: few are clipped
     output: float = 0.5  # token logits per agreeing code dimension
 
