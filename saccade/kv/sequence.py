@@ -21,6 +21,7 @@ class SequenceKV:
         self._stored_tables = self._tables.to(pool.k.device)  # the same tensor on a CPU
         self._lengths = [0] * layers
         self._summaries: dict[tuple[int, str, int], _Summary] = {}
+        self.version = 0  # grows when block tables change or rows are forgotten: copies of them are then out of date
 
     @property
     def layers(self) -> int:
@@ -64,6 +65,7 @@ class SequenceKV:
                 del fresh[:count]
         if missing:
             self._stored_tables = self._tables.to(self.pool.k.device)
+            self.version += 1
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
@@ -78,14 +80,32 @@ class SequenceKV:
             KVView(self.pool.k, self.pool.v, self._stored_tables[layer], start).write(start, k, v)
         self._lengths[layer] = start + count
 
+    def appended(self, count: int) -> None:
+        """Count ``count`` rows that a kernel has stored in every layer, and the blocks that it summarized."""
+        self._lengths = [length + count for length in self._lengths]
+
+    @property
+    def tables(self) -> Tensor:
+        """int32 [layers, >= blocks of a layer] on the pool's device: the slots of every layer."""
+        return self._stored_tables
+
+    def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
+        """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: float32 [>= blocks,
+        parts, kv_heads, head_dim]. Rows beyond the full blocks are not filled."""
+        return [
+            self._summary(layer, kind, block_size).room(blocks, self._plain_view(layer)) for layer in range(self.layers)
+        ]
+
+    def summarized(self, kind: str, block_size: int) -> None:
+        """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
+        for layer in range(self.layers):
+            self._summary(layer, kind, block_size).filled = self._lengths[layer] // block_size
+
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
 
         def summaries(kind: str, block_size: int) -> Tensor:
-            key = (layer, kind, block_size)
-            if key not in self._summaries:
-                self._summaries[key] = _Summary(kind, block_size)
-            return self._summaries[key].upto(self._plain_view(layer))
+            return self._summary(layer, kind, block_size).upto(self._plain_view(layer))
 
         plain = self._plain_view(layer)
         return KVView(plain.k_pool, plain.v_pool, plain.table, plain.length, summaries)
@@ -93,6 +113,7 @@ class SequenceKV:
     def truncate(self, length: int) -> None:
         """Forget tokens from ``length`` on and give their blocks back."""
         keep = -(-length // self.pool.block_size)
+        self.version += 1
         for layer, slots in enumerate(self._slots):
             self._lengths[layer] = min(self._lengths[layer], length)
             self.pool.release(slots[keep:])
@@ -103,6 +124,12 @@ class SequenceKV:
     def free(self) -> None:
         """Give every block back."""
         self.truncate(0)
+
+    def _summary(self, layer: int, kind: str, block_size: int) -> _Summary:
+        key = (layer, kind, block_size)
+        if key not in self._summaries:
+            self._summaries[key] = _Summary(kind, block_size)
+        return self._summaries[key]
 
     def _plain_view(self, layer: int) -> KVView:
         return KVView(self.pool.k, self.pool.v, self._stored_tables[layer], self._lengths[layer])
@@ -122,13 +149,23 @@ class _Summary:
         if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
             if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
-                grown = fresh.new_empty(max(full, 2 * self.filled, 16), *fresh.shape[1:])
-                if self.filled:
-                    grown[: self.filled] = self.buffer[: self.filled]
-                self.buffer = grown
+                self._grow(max(full, 2 * self.filled, 16), fresh)
             self.buffer[self.filled : full] = fresh
             self.filled = full
         return self.buffer[:full]
+
+    def room(self, blocks: int, view: KVView) -> Tensor:
+        """The whole buffer, summaries up to date, with room for ``blocks``."""
+        self.upto(view)
+        if blocks > self.buffer.shape[0]:
+            self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
+        return self.buffer
+
+    def _grow(self, blocks: int, like: Tensor) -> None:
+        grown = like.new_empty(blocks, *like.shape[1:])
+        if self.filled:
+            grown[: self.filled] = self.buffer[: self.filled]
+        self.buffer = grown
 
     def truncate(self, length: int) -> None:
         self.filled = min(self.filled, length // self.block_size)

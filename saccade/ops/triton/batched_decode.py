@@ -1,0 +1,287 @@
+"""What a decode step of many sequences needs beside attention, in a few launches a layer: new rows into the pages, block
+summaries, scores of blocks against them, and lists of the best.
+
+A row stands for one sequence's token of the step. ``lengths`` int32 [rows] count the keys that it sees, its own among
+them; a row of length 0 is padding, which is neither stored nor read. The host is never asked for what only the device
+knows, so all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.common import pad, pool_rows
+from saccade.ops.triton.decode import KeyLists, Pages
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """Where each row's summaries of full blocks lie: ``pointers`` int64 [rows] to float32 [blocks, 2, kv_heads,
+    head_dim], contiguous, with room for the block that the row may fill; ``kind`` "cuboid" or "minmax" (see
+    kv.summaries)."""
+
+    pointers: Tensor
+    size: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class PageChoice:
+    """Which blocks of ``size`` keys a row reads, for each of ``units`` lists: the ``first`` first and the ``last`` last
+    ones, the partial one among them (or, with ``after_full``, in addition), and the ``take`` best by their
+    summaries. Rows of up to ``dense_upto`` keys read everything."""
+
+    size: int
+    kind: str
+    units: int
+    first: int
+    last: int
+    take: int
+    dense_upto: int
+    after_full: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Most blocks of a list."""
+        return max(self.first + self.last + max(self.take, 0) + self.after_full, -(-self.dense_upto // self.size))
+
+
+def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None = None) -> None:
+    """Store each row's ``k``, ``v`` [rows, kv_heads, head_dim] as the last of its keys and, where it fills a block of
+    ``summaries``, summarize that block."""
+    rows, kv_heads, head_dim = k.shape
+    _append[(kv_heads, rows)](
+        k,
+        v,
+        pages.k,
+        pages.v,
+        pages.tables,
+        pages.lengths,
+        pages.lengths if summaries is None else summaries.pointers,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        pages.tables.stride(0),
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        D_PAD=pad(head_dim),
+        PAGE=pages.k.shape[2],
+        SIZE=0 if summaries is None else summaries.size,
+        CUBOID=summaries is not None and summaries.kind == "cuboid",
+        num_warps=2,
+    )
+
+
+def score_blocks(q: Tensor, pages: Pages, summaries: Summaries, choice: PageChoice) -> Tensor:
+    """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: ArkVale's and Quest's score of each block
+    (ops.scores.cuboid_scores), meaned over a unit's query heads; -inf where a block is not to be chosen. ``n`` is what
+    ``pages.longest`` keys make."""
+    rows, heads, head_dim = q.shape
+    kv_heads = pages.k.shape[1]
+    blocks = -(-pages.longest // choice.size)
+    scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=q.device)
+    tile = 32 if rows * choice.units * blocks >= 32 * 1024 else 16
+    _score[(triton.cdiv(blocks, tile), choice.units, rows)](
+        q,
+        pages.lengths,
+        summaries.pointers,
+        scores,
+        q.stride(0),
+        q.stride(1),
+        blocks,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        UNITS=choice.units,
+        D=head_dim,
+        D_PAD=pad(head_dim),
+        G_PAD=pad(heads // kv_heads, 1),
+        SIZE=choice.size,
+        FIRST=choice.first,
+        LAST=choice.last,
+        AFTER_FULL=choice.after_full,
+        TILE=tile,
+        num_warps=4,
+    )
+    return scores
+
+
+def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
+    """Lists of the blocks that each row's ``choice`` reads, from its ``scores``, ties to the lower block."""
+    rows, units, blocks = scores.shape
+    longest = choice.longest
+    counts = torch.empty(rows * units, dtype=torch.int32, device=scores.device)
+    indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
+    starts = torch.arange(0, rows * units * longest, longest, device=scores.device)
+    width = pad(max(blocks, longest))
+    _choose_best[(units, rows)](
+        scores,
+        pages.lengths,
+        counts,
+        indices,
+        blocks,
+        longest,
+        UNITS=units,
+        SIZE=choice.size,
+        FIRST=choice.first,
+        LAST=choice.last,
+        TAKE=choice.take,
+        DENSE_UPTO=choice.dense_upto,
+        WIDTH=width,
+        num_warps=4 if width <= 1024 else 8,
+    )
+    return KeyLists(starts, counts, indices, units, choice.size, longest)
+
+
+def band_lists(pages: Pages, sinks: int, window: int) -> KeyLists:
+    """Lists of the first ``sinks`` and the last ``window`` keys of each row, one list a row."""
+    rows, longest = pages.lengths.shape[0], min(sinks + window, pages.longest)
+    counts = torch.empty(rows, dtype=torch.int32, device=pages.lengths.device)
+    indices = torch.empty(rows, longest, dtype=torch.int32, device=pages.lengths.device)
+    starts = torch.arange(0, rows * longest, longest, device=pages.lengths.device)
+    _band[(triton.cdiv(longest, 1024), rows)](
+        pages.lengths, counts, indices, longest, sinks, window, WIDTH=1024, num_warps=4
+    )
+    return KeyLists(starts, counts, indices, 1, 1, longest)
+
+
+@triton.jit(do_not_specialize=["k_row", "k_head", "v_row", "v_head", "table_stride"])
+def _append(
+    k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    CUBOID: tl.constexpr,
+):  # fmt: skip
+    kv_head, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > 0:
+        table = tables + row.to(tl.int64) * table_stride
+        at = length - 1
+        channel = tl.arange(0, D_PAD)
+        real = channel < D
+        k = tl.load(k_new + row.to(tl.int64) * k_row + kv_head * k_head + channel, mask=real, other=0.0)
+        v = tl.load(v_new + row.to(tl.int64) * v_row + kv_head * v_head + channel, mask=real, other=0.0)
+        slot = tl.load(table + at // PAGE).to(tl.int64)
+        place = ((slot * KV_HEADS + kv_head) * PAGE + at % PAGE) * D + channel
+        k = k.to(k_pool.dtype.element_ty)
+        tl.store(k_pool + place, k, mask=real)
+        tl.store(v_pool + place, v.to(v_pool.dtype.element_ty), mask=real)
+        if SIZE > 0:  # noqa: SIM102 (without summaries the rest must not be compiled)
+            if length % SIZE == 0:
+                key = at - SIZE + 1 + tl.arange(0, SIZE)
+                before = key < at  # the new key is at hand; reading it back would need a barrier
+                offset = pool_rows(table, key, before, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+                keys = tl.load(k_pool + offset, mask=before[:, None] & real[None, :], other=0.0)
+                keys = tl.where(before[:, None], keys.to(tl.float32), k.to(tl.float32)[None, :])
+                high, low = tl.max(keys, 0), tl.min(keys, 0)
+                if CUBOID:
+                    center = (high + low) / 2
+                    spread = tl.sum(tl.abs(center[None, :] - keys), 0) / SIZE
+                    high, low = center + spread, center - spread
+                base = tl.load(pointers + row).to(tl.pointer_type(tl.float32))
+                block = (at // SIZE).to(tl.int64)
+                tl.store(base + (block * 2 * KV_HEADS + kv_head) * D + channel, high, mask=real)
+                tl.store(base + ((block * 2 + 1) * KV_HEADS + kv_head) * D + channel, low, mask=real)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _score(
+    q_ptr, lengths, pointers, scores, q_row, q_head, blocks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    G_PAD: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, AFTER_FULL: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PER: tl.constexpr = KV_HEADS // UNITS
+    unit, row = tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    stop = tl.cdiv(length, SIZE) - LAST
+    if AFTER_FULL:
+        stop = length // SIZE - LAST
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    wanted = (block >= FIRST) & (block < stop)
+    out = scores + (row * UNITS + unit).to(tl.int64) * blocks + block
+    if (tl.program_id(0) * TILE < stop) & (length > 0):
+        base = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(tl.float32)), 16)
+        channel = tl.arange(0, D_PAD)
+        member = tl.arange(0, G_PAD)
+        there = wanted[:, None] & (channel[None, :] < D)
+        total = tl.zeros([TILE], tl.float32)
+        for number in tl.static_range(PER):
+            kv_head = unit * PER + number
+            q = tl.load(
+                q_ptr + row.to(tl.int64) * q_row + (kv_head * GROUP + member)[:, None] * q_head + channel[None, :],
+                mask=(member < GROUP)[:, None] & (channel[None, :] < D),
+                other=0.0,
+            ).to(tl.float32)
+            above = tl.sum(tl.maximum(q, 0.0), 0)
+            below = tl.sum(tl.minimum(q, 0.0), 0)
+            at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
+            high = tl.load(at, mask=there, other=0.0)
+            low = tl.load(at + KV_HEADS * D, mask=there, other=0.0)
+            total += tl.sum(high * above[None, :] + low * below[None, :], 1)
+        mean = total / (GROUP * PER)
+        tl.store(out, tl.where(wanted, mean, float("-inf")), mask=block < blocks)
+    else:
+        tl.store(out, tl.full([TILE], float("-inf"), tl.float32), mask=block < blocks)
+
+
+@triton.jit
+def ordered_bits(value):
+    """uint32 that order as the float32 ``value`` do; -inf is the least of all numbers."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["blocks", "longest"])
+def _choose_best(
+    scores, lengths, counts, indices, blocks, longest,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TAKE: tl.constexpr,
+    DENSE_UPTO: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * UNITS + unit
+    length = tl.load(lengths + row)
+    pages = tl.cdiv(length, SIZE)
+    block = tl.arange(0, WIDTH)
+    out = indices + entry.to(tl.int64) * longest
+    if length <= DENSE_UPTO:
+        tl.store(out + block, block, mask=block < pages)
+        tl.store(counts + entry, pages)
+    else:
+        taken = (block < FIRST) | (block >= pages - LAST)
+        if TAKE > 0:
+            score = tl.load(scores + entry.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
+            order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
+            free = score > float("-inf")
+            order = tl.where(free, order, 0)
+            bound = tl.full([], 0, tl.uint32)  # the greatest with at least TAKE entries at or above it
+            step = tl.full([], 2147483648, tl.uint32)
+            for _ in tl.range(0, 32):
+                higher = bound | step
+                bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= TAKE, higher, bound)
+                step = step >> 1
+            over = free & (order > bound)
+            level = free & (order == bound)
+            spare = TAKE - tl.sum(over.to(tl.int32), 0)
+            taken = taken | over | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
+        taken = taken & (block < pages)
+        listed = taken.to(tl.int32)
+        tl.store(out + tl.cumsum(listed, 0) - 1, block, mask=taken)
+        tl.store(counts + entry, tl.sum(listed, 0))
+
+
+@triton.jit(do_not_specialize=["longest", "sinks", "window"])
+def _band(lengths, counts, indices, longest, sinks, window, WIDTH: tl.constexpr):
+    row = tl.program_id(1)
+    length = tl.load(lengths + row)
+    count = tl.minimum(sinks + window, length)
+    number = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    key = tl.where((number < sinks) | (count == length), number, length - count + number)
+    tl.store(indices + row.to(tl.int64) * longest + number, key, mask=number < count)
+    if tl.program_id(0) == 0:
+        tl.store(counts + row, count)
