@@ -38,6 +38,18 @@ TTFT_METHODS = (
     "flexprefill@0.1+psaw+etf",
 )
 
+GENERATE_METHODS = (
+    "transformers",
+    "dense",
+    "streaming",
+    "lfps(unit=kv_head)",
+    "psa",
+    "cis(unit=kv_head)",
+    "quest",
+    "loopserve",
+    "topk(unit=kv_head)",
+)
+
 
 @app.callback()
 def _bench() -> None:
@@ -192,11 +204,101 @@ def ttft(
         typer.echo(f"{missing} of {len(lengths) * len(wanted)} measurements did not begin within {limit:g} seconds")
 
 
-def _model_folder(model: str, folder: Path, dtype: torch.dtype) -> Path:
-    if model == "random":
-        from saccade.models.baseline import save_random_llama
+@app.command("generate")
+def generate(
+    model: Annotated[
+        str, typer.Option(help="random (a random 125M Llama), a built-in model, or a checkpoint folder.")
+    ] = "random",
+    contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "8192,32768,131072",
+    methods: Annotated[str, typer.Option(help="Policies, separated by semicolons.")] = ";".join(GENERATE_METHODS),
+    synthetic_kv: Annotated[
+        bool,
+        typer.Option("--synthetic-kv", help="Fill the KV pool with structured random keys instead of a prefill."),
+    ] = False,
+    tokens: Annotated[int, typer.Option(help="Decode steps that count.")] = 32,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="Threads of torch and of the kernels.")] = 1,
+    limit: Annotated[float, typer.Option(help="Seconds after which no measurement begins.")] = 3600.0,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 4096,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu for the time of this process: for one thread on a busy machine.")
+    ] = "wall",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write machine and rows to this file.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
+) -> None:
+    """Tokens per second of decode, end to end: dense, transformers and methods, and where a step's time goes."""
+    import tempfile
 
-        return save_random_llama(folder, dtype)
+    import torch
+
+    from saccade.bench import limits as machine_limits
+    from saccade.bench.generate import Settings, compare, run
+    from saccade.bench.generate_table import markdown, print_generate
+    from saccade.bench.timing import CLOCKS, torch_threads
+    from saccade.bench.ttft import TRANSFORMERS
+    from saccade.methods import Policy
+
+    _choice("dtype", dtype, ("bfloat16", "float32"))
+    _choice("clock", clock, tuple(CLOCKS))
+    for name, value in (("threads", threads), ("tokens", tokens), ("chunk", chunk)):
+        _at_least(name, value, 1)
+    for file in (json_file, markdown_file):
+        if file is not None and not file.parent.is_dir():
+            raise SaccadeError(f"the folder of {file} does not exist; create it first")
+    lengths, wanted = [_context(part) for part in _parts(contexts, ",")], _parts(methods, ";")
+    for text in wanted:
+        if text != TRANSFORMERS:
+            Policy.parse(text)
+    chosen = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
+        limits = machine_limits.measure(chosen, threads, clock)
+        path = _model_folder(model, Path(folder), chosen, positions=max(lengths) + tokens + 64)
+        settings = Settings(
+            path,
+            model,
+            lengths,
+            wanted,
+            chosen,
+            threads,
+            tokens,
+            limit,
+            synthetic_kv,
+            limits["read_gbps"],
+            chunk,
+            clock,
+        )
+        for row in run(settings):
+            rows.append(row)
+            typer.echo(
+                f"  {row.context} {row.method}: {row.ms_per_token:.2f} ms a token, density {row.density:.3f}", err=True
+            )
+    compare(rows)
+    rows.sort(key=lambda row: row.context)
+    if json_file is not None:
+        facts = {
+            "date": time.strftime("%Y-%m-%d"),
+            "clock": clock,
+            "machine": machine_limits.machine(),
+            "limits": {name: round(value, 3) for name, value in limits.items()},
+            "rows": [row.as_dict() for row in rows],
+        }
+        json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(markdown(rows), encoding="utf-8")
+    print_generate(rows)
+    missing = len(lengths) * len(wanted) - len(rows)
+    if missing:
+        typer.echo(f"{missing} of {len(lengths) * len(wanted)} measurements did not begin within {limit:g} seconds")
+
+
+def _model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 0) -> Path:
+    """``positions``: how many tokens a random model must take at least."""
+    if model == "random":
+        from saccade.models.baseline import RANDOM_LLAMA, save_random_llama
+
+        most = max(positions, RANDOM_LLAMA["max_position_embeddings"])
+        return save_random_llama(folder, dtype, max_position_embeddings=most)
     from saccade.llm import checkpoint_folder
 
     return checkpoint_folder(model)

@@ -151,7 +151,7 @@ def _saccade(settings: Settings, methods: Sequence[str], stop: float) -> Iterato
         outputs: list[RequestOutput] = []
         clock = Clock(CLOCKS[settings.clock])
         llm.generate(ids[:WARM_TOKENS], FIRST, policy=policy)
-        with timing(llm.engine, clock), _linear(model, clock):
+        with timing(llm.engine, clock), linear_timed(model, clock):
             runs = _runs(settings, clock, lambda: outputs.extend(llm.generate(ids, FIRST, policy=policy)))  # noqa: B023
         report, error = outputs[-1].report, outputs[-1].error
         if error is not None:
@@ -179,7 +179,7 @@ def _transformers(settings: Settings, stop: float) -> Iterator[Row]:
             return
         ids, clock = prompt(context, theirs.model.config.vocab_size), Clock(CLOCKS[settings.clock])
         theirs.first_token(ids[:WARM_TOKENS])
-        with _linear(theirs.model, clock):
+        with linear_timed(theirs.model, clock):
             runs = _runs(settings, clock, lambda: theirs.first_token(ids))  # noqa: B023
         yield _row(settings, context, runs, backends=[theirs.attention], **fixed)
     theirs.close()
@@ -215,7 +215,7 @@ def _row(settings: Settings, context: int, runs: list[tuple[float, dict[str, flo
 
 
 @contextmanager
-def _linear(model: nn.Module, clock: Clock) -> Iterator[None]:
+def linear_timed(model: nn.Module, clock: Clock) -> Iterator[None]:
     """Time every product with a weight matrix: two readings of the clock a call, against milliseconds of work."""
     handles = []
     for module in model.modules():

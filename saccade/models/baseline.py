@@ -1,13 +1,16 @@
-"""What benchmarks need of transformers: a random model of a common shape, and its own way to a first token."""
+"""What benchmarks need of transformers: a random model of a common shape, and its own way to tokens."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from saccade.models.checkpoint import open_checkpoint
 from saccade.models.loader import quiet_transformers
@@ -67,7 +70,50 @@ class TransformersModel:
         out = self.model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0)
         return int(out[0, -1])
 
+    @torch.inference_mode()
+    def generate(
+        self,
+        ids: list[int],
+        tokens: int,
+        *,
+        past: Sequence[tuple[Tensor, Tensor]] | None = None,
+        each: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """``tokens`` greedy tokens after ``ids``, by ``generate`` with its default cache; ``each`` is called when one
+        is known. ``past``: every layer's keys and values [kv_heads, n, head_dim] of the first n < len(ids) tokens."""
+        prompt = torch.tensor([ids])
+        cache = DynamicCache(config=self.model.config)
+        for layer, (k, v) in enumerate(past or ()):
+            cache.update(k[None], v[None], layer)
+        out = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=_Each(each),
+        )
+        return out[0, len(ids) :].tolist()
+
     def close(self) -> None:
         """Give its memory back."""
         del self.model
         gc.collect()
+
+
+class _Each(BaseStreamer):
+    """Calls a function for every token that ``generate`` hands out; the first thing it hands out is the prompt."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+        self.begun = False
+
+    def put(self, value: Tensor) -> None:
+        if self.begun:
+            self.call()
+        self.begun = True
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,96 @@
+"""Synthetic keys and values of a long context, made for a model's own queries.
+
+A random model's queries point nowhere in particular, so keys drawn apart from them would see flat attention at any
+structure. Here the last rows of the prompt are really computed, layer by layer, and each layer's keys are made when its
+queries are known: a few heavy columns and sinks lie along the queries' mean, the rest is noise. Values share a mean per
+head, so hidden states, and hence the queries of neighbouring rows, resemble each other, as they do in trained models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from saccade.engine.request import Sequence
+from saccade.llm import LLM
+from saccade.models.interface import LayerAttention, Segment
+from saccade.ops import attend
+
+TAIL = 64  # prompt rows that are computed on top of synthetic keys: methods learn from their queries
+SINKS = 4
+COLUMN_EVERY = 2048  # tokens to a heavy column
+ABOVE = 6.0  # by how much the greatest logit exceeds that of flat attention's whole weight
+WEAKEST = 0.7  # of the heavy columns' logits, against the greatest
+
+
+@dataclass(frozen=True)
+class SyntheticKV:
+    """``layers[i]`` holds keys and values [kv_heads, past, head_dim] of the first ``past`` tokens."""
+
+    past: int
+    layers: list[tuple[Tensor, Tensor]]
+
+    def fill(self, sequence: Sequence) -> None:
+        """Store them as if a prefill had computed the first ``past`` tokens of a sequence that has computed none. The
+        pool must have room."""
+        sequence.kv.reserve(len(sequence.tokens))
+        for layer, (k, v) in enumerate(self.layers):
+            sequence.kv.append(layer, k, v)
+        sequence.advance(self.past)
+
+
+def synthesize(llm: LLM, ids: list[int], seed: int = 0) -> SyntheticKV:
+    """Keys and values for all but the last ``TAIL`` tokens of the prompt ``ids``."""
+    past = len(ids) - TAIL
+    spec = llm.model.spec
+    context = _Planting(past, spec.kv_heads, spec.dtype, torch.Generator().manual_seed(seed))
+    llm.model.runner.run(
+        torch.tensor(ids[past:]),
+        torch.arange(past, len(ids)),
+        context,
+        segments=[Segment(0, TAIL, len(ids))],
+        logit_rows=torch.empty(0, dtype=torch.long),
+    )
+    return SyntheticKV(past, context.layers)
+
+
+@dataclass
+class _Planting:
+    """An attention context that makes a layer's past when it sees the layer's queries, and attends to it."""
+
+    past: int
+    kv_heads: int
+    dtype: torch.dtype
+    generator: torch.Generator
+    layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        made = plant(q, self.past, self.kv_heads, spec.scale, self.generator)
+        old_k, old_v = (part.to(self.dtype) for part in made)
+        self.layers.append((old_k, old_v))
+        return attend(q, (torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)), scale=spec.scale, softcap=spec.softcap)[
+            0
+        ]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError("synthetic keys are made for rows that no freeze passes by")
+
+
+def plant(q: Tensor, past: int, kv_heads: int, scale: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer."""
+    head_dim = q.shape[-1]
+    rows = q.float().unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [G, g * rows, d]
+    toward = torch.nn.functional.normalize(rows.mean(1), dim=-1)[:, None]  # [G, 1, d]
+    reach = (rows * toward).sum(-1).square().mean(-1).sqrt().clamp(min=1e-6)  # of a query in that direction: [G]
+    k = torch.randn(kv_heads, past, head_dim, generator=generator)
+    columns = torch.randperm(past, generator=generator)[: max(8, past // COLUMN_EVERY)]
+    columns = torch.cat([torch.arange(SINKS), columns[columns >= SINKS]])
+    share = WEAKEST + (1 - WEAKEST) * torch.rand(kv_heads, columns.numel(), generator=generator)
+    length = (math.log(past) + ABOVE) / (scale * reach)
+    k[:, columns] += toward * (length[:, None] * share)[..., None]
+    v = torch.randn(kv_heads, past, head_dim, generator=generator)
+    v += torch.randn(kv_heads, 1, head_dim, generator=generator)
+    return k, v

@@ -1,0 +1,65 @@
+"""Rows of ``saccade bench generate`` as a table on the screen and in Markdown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from saccade.bench.generate import Row
+from saccade.bench.ttft import TRANSFORMERS
+
+COLUMNS = (
+    "context",
+    "method",
+    "ms/token",
+    "tokens/s",
+    "x dense",
+    "x transformers",
+    "density",
+    "attention ms",
+    "selection ms",
+    "linear ms",
+    "rest ms",
+    "floor ms",
+)
+
+
+def cells(row: Row) -> list[str]:
+    """One row's cells in the order of ``COLUMNS``."""
+    ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.x_dense, row.x_transformers)]
+    parts = [f"{part:.2f}" for part in (row.attention_ms, row.selection_ms, row.linear_ms, row.rest_ms)]
+    if row.method == TRANSFORMERS:
+        parts[:2] = ["-", "-"]  # they are in its rest
+    return [
+        str(row.context),
+        row.method,
+        f"{row.ms_per_token:.2f}",
+        f"{row.tokens_per_s:.2f}",
+        *ratios,
+        f"{row.density:.3f}",
+        *parts,
+        f"{row.floor_ms:.2f}",
+    ]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table."""
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in rows:
+        context, method, *rest = cells(row)
+        lines.append([context, f"`{method}`", *rest])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def print_generate(rows: Sequence[Row]) -> None:
+    """Print the rows."""
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    table = Table()
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
