@@ -46,7 +46,8 @@ inline Attention geometry(int threads, int storage, uintptr_t q, int64_t q_head_
     return a;
 }
 
-// The part of the module in bindings_decode.cpp.
+// The parts of the module in bindings_decode.cpp and bindings_blocks.cpp.
 void bind_decode(nanobind::module_& m);
+void bind_blocks(nanobind::module_& m);
 
 }  // namespace saccade

@@ -18,7 +18,13 @@ constexpr int64_t kSplitKeys = 1024;  // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
 constexpr int kHeadTile = 4;         // query heads of a register tile
 
-template <class Math, class T>
+// What may look at the weights of a step: `tally(row, max, e, count)` gets exp2(logit - max) of its keys, for query head
+// `row` of the task.
+struct NoTally {
+    static constexpr bool wanted = false;
+};
+
+template <class Math, class T, class Tally = NoTally>
 class DecodeTask {
     static constexpr bool kDot = Math::per_unit == 2;  // bf16 dot products
     using Q = std::conditional_t<kDot, uint16_t, float>;
@@ -28,9 +34,9 @@ class DecodeTask {
     // `first_head`. Results: o [shared, head_dim] (not divided by the sums), max (base 2) and sum [shared]; those of
     // the next group lie `stride` rows on. `scratch` is the thread's own if null, else of scratch_size().
     DecodeTask(const Attention& a, int64_t row, int64_t first_head, int64_t groups, int64_t shared, int64_t stride,
-               float* o, float* max, float* sum, void* scratch = nullptr)
+               float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
         : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
-          stride_(stride), o_(o), max_(max), sum_(sum) {
+          stride_(stride), o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(scratch ? scratch : thread_scratch(count.used())));
@@ -70,15 +76,6 @@ class DecodeTask {
         }
     }
 
-  private:
-    void carve(Carver& c) {
-        q_ = c.take<Q>(groups_ * shared_ * q_stride_);
-        s_ = c.take<float>(kHeadTile * kScores);
-        p_ = c.take<float>(groups_ * shared_ * kScores);
-        alpha_ = c.take<float>(groups_ * shared_);
-        steps_ = c.take<KeyStep<kDecodeStep>>(2);
-    }
-
     // All keys first, then all values: the order in which they lie in the pools.
     void take_step(const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
         for (int64_t g = 0; g < groups_; ++g)
@@ -101,6 +98,15 @@ class DecodeTask {
                     default: accumulate<4>(g, h, step, soon);
                 }
             }
+    }
+
+  private:
+    void carve(Carver& c) {
+        q_ = c.take<Q>(groups_ * shared_ * q_stride_);
+        s_ = c.take<float>(kHeadTile * kScores);
+        p_ = c.take<float>(groups_ * shared_ * kScores);
+        alpha_ = c.take<float>(groups_ * shared_);
+        steps_ = c.take<KeyStep<kDecodeStep>>(2);
     }
 
     // Row offset of group `g` against group 0.
@@ -174,7 +180,9 @@ class DecodeTask {
             sum = Simd::add(sum, x);
             if constexpr (kDot) Simd::store_row(reinterpret_cast<uint16_t*>(p) + j, x);
             else Simd::store(p + j, x);
+            if constexpr (Tally::wanted) Simd::store(s + j, x);
         }
+        if constexpr (Tally::wanted) (*tally_)(g * shared_ + h, max, s, count);
         Simd::store(lanes, Simd::exp2(Simd::sub(Simd::set1(old_max), shift)));
         alpha_[g * shared_ + h] = lanes[0];
         total = total * lanes[0] + Simd::sum(sum);
@@ -260,6 +268,7 @@ class DecodeTask {
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;
+    Tally* tally_;
 };
 
 }  // namespace

@@ -2,10 +2,13 @@
 #pragma once
 
 #include "antidiagonal.h"
+#include "block_scores.h"
 #include "decode.h"
 #include "gather.h"
+#include "label_scores.h"
 #include "line_cover.h"
 #include "prefill.h"
+#include "progressive.h"
 #include "score_tables.h"
 
 namespace saccade {
@@ -39,6 +42,21 @@ void antidiagonals(const Sample& s) {
 void gather(const Gather& g) {
     if (g.attention.storage == Storage::bf16) gather_typed<HalfMath, uint16_t>(g);
     else gather_typed<Fp32Math, float>(g);
+}
+
+void progressive(const Progressive& p) {
+    if (p.attention.storage == Storage::bf16) progressive_typed<HalfMath, uint16_t>(p);
+    else progressive_typed<Fp32Math, float>(p);
+}
+
+void rank_blocks(const BlockRanking& r) {
+    if (r.storage == Storage::bf16) {
+        if (r.summary_storage == Storage::bf16) rank_blocks_typed<uint16_t, uint16_t>(r);
+        else rank_blocks_typed<uint16_t, float>(r);
+    } else {
+        if (r.summary_storage == Storage::bf16) rank_blocks_typed<float, uint16_t>(r);
+        else rank_blocks_typed<float, float>(r);
+    }
 }
 
 void sink_share(const SinkShare& c) {

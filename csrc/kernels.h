@@ -130,6 +130,50 @@ struct SinkShare {
     float* lse;  // [heads, 3]: first keys, all others as estimated, last keys
 };
 
+// Ranked blocks of one row with a stopping rule (saccade/selection/blocks.py). `attention` holds the row, out, lse and
+// block_size.
+struct Progressive {
+    Attention attention;
+    int64_t units, always_count, ranked, microbatch;
+    const int32_t *always, *order;  // [units, always_count], [units, ranked]
+    double epsilon;
+    bool least, mean;  // rest="min", stop="mean"
+    // Ranked blocks read and the rule's estimate at the end, [units]; what was read as lists: [units + 1] and
+    // [units * (always_count + ranked) + 1].
+    int64_t* used;
+    float* coverage;
+    int64_t* offsets;
+    int32_t* indices;
+};
+
+// Blocks by their summaries [blocks, 2, kv_heads, head_dim] (saccade/ops/block_scores.py).
+struct BlockRanking {
+    Storage storage, summary_storage;
+    const void* q;  // [heads, head_dim]
+    int64_t q_head_stride;
+    const void* summary;
+    const void* tail;  // of block last - 1, if that one is in no summary; null: it is
+    int64_t heads, kv_heads, head_dim, units;
+    int64_t first, last;  // blocks that are ranked
+    int64_t count;        // 0: all by falling score, else the best, rising
+    int32_t* out;         // [units, count or last - first]
+    int threads;
+};
+
+// Keys by their labels (saccade/ops/labels.py): codes in tiles of 16 keys, [kv_heads, tiles, planes, 16], a plane being
+// a channel, or two of them in 4 bits each, with (least, step) fp32 [kv_heads, tiles, 2, 16].
+struct LabelScores {
+    const float* q;  // [kv_heads, rows, channels]
+    int64_t kv_heads, rows, channels, tiles, length;
+    bool packed;
+    const uint8_t* codes;
+    const float* range;
+    float* scores;                // [kv_heads * rows, length], or null
+    int64_t first, last, count;  // else the best of keys first .. last - 1, rising
+    int32_t* best;                // [kv_heads * rows, count + 1]
+    int threads;
+};
+
 // The kernels of one instruction set.
 struct KernelSet {
     const char* name;
@@ -147,6 +191,9 @@ struct KernelSet {
     float (*read_pass)(const void* data, int64_t bytes);
     // Reads `count` rows of `row_bytes` (a multiple of 64) in the order of `rows`.
     float (*gather_pass)(const void* data, const int32_t* rows, int64_t count, int64_t row_bytes);
+    void (*progressive)(const Progressive&);
+    void (*rank_blocks)(const BlockRanking&);
+    void (*label_scores)(const LabelScores&);
 };
 
 extern const KernelSet portable_kernels;

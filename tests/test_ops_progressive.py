@@ -9,14 +9,26 @@ import torch
 from helpers import Planted, arkvale_scores, brute_force, call, planted_heads
 
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend
+from saccade.ops import Trace, attend, cpu
 from saccade.selection import Blocks, Dense, Ranking, Shape
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64, where planted logits reach 20
 
 
-def alg1(q, k, v, ranking: Ranking, unit: int) -> tuple[torch.Tensor, int]:
-    """PSA's Algorithm 1 as printed, with plain sums of exponentials in float64, for the query heads of one unit."""
+@pytest.fixture(params=["reference", *cpu.supported_isas()])
+def backend(request):
+    """Every way the call may run: the reference, and each instruction set's kernels."""
+    if request.param == "reference":
+        yield "reference"
+        return
+    cpu.set_isa(request.param)
+    yield "cpu"
+    cpu.set_isa(None)
+
+
+def alg1(q, k, v, ranking: Ranking, unit: int) -> tuple[torch.Tensor, int, float]:
+    """PSA's Algorithm 1 as printed, with plain sums of exponentials in float64, for the query heads of one unit: the
+    attention, ranked blocks read, and the coverage at the end."""
     shape, size, n = ranking.shape, ranking.block_size, k.shape[1]
     per_unit = shape.heads // ranking.units
     heads = torch.arange(unit * per_unit, (unit + 1) * per_unit)
@@ -26,7 +38,7 @@ def alg1(q, k, v, ranking: Ranking, unit: int) -> tuple[torch.Tensor, int]:
     read = ranking.always[unit].tolist()
     as_acc = sums[:, read].sum(1)
     as_min = torch.full_like(as_acc, math.inf)
-    order, used = ranking.order[unit].tolist(), 0
+    order, used, enough = ranking.order[unit].tolist(), 0, 1.0
     while used < len(order):
         batch = order[used : used + ranking.microbatch]
         used += len(batch)
@@ -35,11 +47,12 @@ def alg1(q, k, v, ranking: Ranking, unit: int) -> tuple[torch.Tensor, int]:
         least = sums[:, batch].amin(1)
         as_min = torch.minimum(as_min, least) if ranking.rest == "min" else sums[:, batch].amax(1)
         coverage = as_acc / (as_acc + as_min * (len(order) - used))
-        if float(coverage.min() if ranking.stop == "all" else coverage.mean()) > ranking.epsilon:
+        enough = float(coverage.min() if ranking.stop == "all" else coverage.mean())
+        if enough > ranking.epsilon:
             break
     kept = torch.isin(torch.arange(n) // size, torch.tensor(read))
     weights = terms * kept / as_acc[:, None]
-    return (weights[:, None] @ v[of].double())[:, 0], used
+    return (weights[:, None] @ v[of].double())[:, 0], used, enough
 
 
 def psa_ranking(q, view, size, units, *, always=(0, 1), **options) -> Ranking:
@@ -58,19 +71,22 @@ def psa_ranking(q, view, size, units, *, always=(0, 1), **options) -> Ranking:
 @pytest.mark.parametrize("stop", ["all", "mean"])
 @pytest.mark.parametrize("units", [1, 2, 8])
 @pytest.mark.parametrize("n", [640, 671])
-def test_the_progressive_op_is_alg_1(rest, stop, units, n):
+def test_the_progressive_op_is_alg_1(backend, rest, stop, units, n):
     q, k, v, view = call(8, 2, 1, n, 32, seed=n)
     for epsilon, microbatch in ((0.5, 4), (0.9, 3), (0.95, 1)):
         ranking = psa_ranking(q, view, 32, units, epsilon=epsilon, microbatch=microbatch, rest=rest, stop=stop)
         ranking.check()
         trace = Trace()
-        out, lse = attend(q, view, ranking, trace=trace)
+        out, lse = attend(q, view, ranking, backend=backend, trace=trace)
+        assert trace.backend.startswith(backend)
         used = trace.used
         assert isinstance(used, Blocks)
+        used.check()
         counts = used.block_mask()[:, 0].sum(1) - ranking.always.shape[1]
         for unit in range(units):
-            expected, read = alg1(q, k, v, ranking, unit)
+            expected, read, coverage = alg1(q, k, v, ranking, unit)
             assert int(counts[unit]) == read
+            assert float(trace.coverage[unit]) == pytest.approx(coverage, abs=1e-4)
             heads = slice(unit * 8 // units, (unit + 1) * 8 // units)
             torch.testing.assert_close(out[heads, 0].double(), expected, **CLOSE)
         # what was read, attended as plain blocks, is the same attention
@@ -79,53 +95,67 @@ def test_the_progressive_op_is_alg_1(rest, stop, units, n):
         torch.testing.assert_close(lse, again_lse, **CLOSE)
 
 
-def test_epsilon_one_reads_all_and_zero_one_microbatch():
+def test_epsilon_one_reads_all_and_zero_one_microbatch(backend):
     q, _, _, view = call(8, 2, 1, 700, 32, seed=20)
     for microbatch in (1, 4, 7):
         for epsilon, expected in ((1.0, 18), (0.0, microbatch)):
             trace = Trace()
             ranking = psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=microbatch)
-            out, _ = attend(q, view, ranking, trace=trace)
+            out, _ = attend(q, view, ranking, backend=backend, trace=trace)
             assert trace.used.block_mask()[:, 0].sum(1).tolist() == [4 + expected] * 2
             if epsilon == 1.0:
                 torch.testing.assert_close(out, attend(q, view)[0], **CLOSE)
 
 
-def test_epsilon_one_reads_all_even_where_the_unread_underflow():
+def test_epsilon_one_reads_all_even_where_the_unread_underflow(backend):
     """A dominant sink makes the estimate exactly 1.0 in float32; the comparison is strict, so reading goes on."""
     q, k, v = planted_heads(2, 1, 400, pattern=Planted(sink=200.0), seed=1)
     view = KVView.from_tensors(k, v)
     trace = Trace()
-    attend(q[:, -1:], view, psa_ranking(q[:, -1:], view, 32, 1, epsilon=1.0, microbatch=1), trace=trace)
+    attend(
+        q[:, -1:], view, psa_ranking(q[:, -1:], view, 32, 1, epsilon=1.0, microbatch=1), backend=backend, trace=trace
+    )
     assert int(trace.used.block_mask().sum()) == 13
 
 
-def test_used_blocks_never_fall_as_epsilon_rises():
+def test_used_blocks_never_fall_as_epsilon_rises(backend):
     for seed in range(2):
         q, _, _, view = call(8, 2, 1, 900, 32, seed=seed)
         for rest in ("min", "last_max"):
             before = torch.zeros(2, 1, 29, dtype=torch.bool)
             for epsilon in (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0):
                 trace = Trace()
-                attend(q, view, psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=1, rest=rest), trace=trace)
+                attend(
+                    q,
+                    view,
+                    psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=1, rest=rest),
+                    backend=backend,
+                    trace=trace,
+                )
                 now = trace.used.block_mask()
                 assert not (before & ~now).any()
                 before = now
 
 
-def test_a_one_token_last_block_does_not_stop_the_reading():
+def test_a_one_token_last_block_does_not_stop_the_reading(backend):
     """It is always read and stays out of the estimate, so 640 and 641 tokens read as many ranked blocks (P2)."""
     q, k, v = planted_heads(4, 2, 641, seed=6)
     counts = []
     for n in (640, 641):
         view = KVView.from_tensors(k[:, :n], v[:, :n])
         trace = Trace()
-        attend(q[:, 600:601], view, psa_ranking(q[:, 600:601], view, 32, 2, epsilon=0.9, microbatch=1), trace=trace)
+        attend(
+            q[:, 600:601],
+            view,
+            psa_ranking(q[:, 600:601], view, 32, 2, epsilon=0.9, microbatch=1),
+            backend=backend,
+            trace=trace,
+        )
         counts.append(trace.used.block_mask()[:, 0].sum(1) - int(n > 640))
     assert torch.equal(*counts)
 
 
-def test_an_oracle_ranking_gives_a_lower_bound_of_coverage():
+def test_an_oracle_ranking_gives_a_lower_bound_of_coverage(backend):
     q, k, _, view = call(4, 4, 1, 640, 32, seed=21)
     logits = (q @ k.transpose(1, 2))[:, 0] / math.sqrt(32)
     block_lse = torch.logsumexp(logits.unflatten(1, (-1, 32)), -1)
@@ -134,20 +164,20 @@ def test_an_oracle_ranking_gives_a_lower_bound_of_coverage():
     for epsilon in (0.5, 0.9, 0.95, 0.99):
         trace = Trace()
         ranking = Ranking(shape, 32, torch.full((4, 1), 19).int(), order.int(), epsilon=epsilon, microbatch=1)
-        _, lse = attend(q, view, ranking, trace=trace)
+        _, lse = attend(q, view, ranking, backend=backend, trace=trace)
         coverage = torch.exp(lse[:, 0] - torch.logsumexp(logits, -1))
         assert (coverage >= epsilon).all()
 
 
-def test_ranking_with_empty_always_and_with_empty_order():
+def test_ranking_with_empty_always_and_with_empty_order(backend):
     q, k, v, view = call(4, 2, 1, 96, 32, seed=22)
     shape = Shape.suffix(4, 2, 1, 96)
     none = torch.empty(2, 0, dtype=torch.int32)
     every = torch.arange(3).int().expand(2, -1)
     dense = brute_force(q, k, v, Dense(shape).mask())[0]
     for always, order in ((none, every), (every, none)):
-        out, _ = attend(q, view, Ranking(shape, 32, always, order, epsilon=1.0))
+        out, _ = attend(q, view, Ranking(shape, 32, always, order, epsilon=1.0), backend=backend)
         torch.testing.assert_close(out.double(), dense, **CLOSE)
-    out, lse = attend(q, view, Ranking(shape, 32, none, none, epsilon=1.0))
+    out, lse = attend(q, view, Ranking(shape, 32, none, none, epsilon=1.0), backend=backend)
     assert (out == 0).all()
     assert torch.isneginf(lse).all()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from saccade.kv.summaries import summarize
 from saccade.methods.base import Query
-from saccade.ops.scores import cuboid_scores, top_places
+from saccade.ops.block_scores import top_blocks
 from saccade.selection import Blocks, Dense, Selection
 
 UNITS = ("q_head", "kv_head", "layer")
@@ -23,20 +23,19 @@ def top_pages(query: Query, kind: str, size: int, unit: str, count: int, first: 
     if count >= pages or first + last >= pages:
         return Dense(shape)
     units = {"q_head": shape.heads, "kv_head": shape.kv_heads, "layer": 1}[unit]
-    forced = torch.cat([torch.arange(first), torch.arange(pages - last, pages)]).expand(units, -1)
+    ends = torch.arange(first, dtype=torch.int32), torch.arange(pages - last, pages, dtype=torch.int32)
+    forced = torch.cat(ends).expand(units, -1)
     if ranked <= 0:
         return _blocks(query, size, forced)
-    summary = query.kv.summary(kind, size)
+    tail = None
     if last == 0 and shape.k_len % size:
         tail = summarize(query.kv.keys(shape.k_len // size * size), kind)  # [parts, G, d]
-        summary = torch.cat([summary, tail[None]])
-    scores = cuboid_scores(query.q[:, 0], summary[first : pages - last])  # [H, candidates]
-    query.cost.estimated += scores.shape[1]
-    best = top_places(scores.unflatten(0, (units, -1)).mean(1), ranked) + first
+    query.cost.estimated += pages - last - first
+    best = top_blocks(query.q[:, 0], query.kv.summary(kind, size), units, ranked, first, pages - last, tail)
     return _blocks(query, size, torch.cat([forced[:, :first], best, forced[:, first:]], 1))
 
 
 def _blocks(query: Query, size: int, pages: Tensor) -> Blocks:
-    """``pages`` int [units, m], rising."""
+    """``pages`` int32 [units, m], rising."""
     units, count = pages.shape
-    return Blocks(query.shape, size, torch.arange(units + 1) * count, pages.flatten().to(torch.int32))
+    return Blocks(query.shape, size, torch.arange(units + 1) * count, pages.flatten())

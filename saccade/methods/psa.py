@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
-from saccade.ops.scores import cuboid_scores
+from saccade.ops.block_scores import ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
 
 SINK_BLOCKS = 2  # always read, with the last full and the partial block (algorithms.md 4.5 P2)
@@ -52,18 +52,16 @@ class PSA(Method):
         count = SINK_BLOCKS + 1 + (partial > 0)
         if shape.k_len <= (count + self.microbatch) * size:
             return Dense(shape)
-        scores = cuboid_scores(query.q[:, 0], query.kv.summary("cuboid", size))  # [H, full]
-        query.cost.estimated += full
         units = shape.kv_heads if self.unit == "kv_head" else 1
-        ranked = scores.unflatten(0, (units, -1)).mean(1)[:, SINK_BLOCKS : full - 1]
-        order = torch.sort(ranked, dim=1, descending=True, stable=True).indices + SINK_BLOCKS
+        order = ranked_blocks(query.q[:, 0], query.kv.summary("cuboid", size), units, SINK_BLOCKS, full - 1)
+        query.cost.estimated += order.shape[1]
         always = torch.arange(count, dtype=torch.int32, device=order.device)  # a list from the host would wait for it
         always[SINK_BLOCKS:] += full - 1 - SINK_BLOCKS
         return Ranking(
             shape,
             size,
             always.expand(units, -1),
-            order.to(torch.int32),
+            order,
             epsilon=self.epsilon,
             microbatch=self.microbatch,
             rest=self.rest,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import cpu, cpu_decode, reference, triton
+from saccade.ops import cpu, cpu_blocks, cpu_decode, reference, triton
 from saccade.ops.candidates import choose
 from saccade.ops.merge import merge_state
 from saccade.ops.progressive import attend_ranking
@@ -25,12 +25,14 @@ BACKENDS = ("auto", "cpu", "reference", "triton")
 @dataclass
 class Trace:
     """Filled in by ``attend``: which backend ran, which selection was really read (a Ranking ends as Blocks), and, for
-    calls of one row that set ``want_weights``, the softmax weights over it (see ``ops.weights.selected_weights``)."""
+    calls of one row that set ``want_weights``, the softmax weights over it (see ``ops.weights.selected_weights``). Of a
+    Ranking also the rule's estimate of each unit's coverage when it stopped, fp32 [units], but on a GPU."""
 
     backend: str = ""
     used: Selection | None = None
     want_weights: bool = False
     weights: Tensor | None = None
+    coverage: Tensor | None = None
 
 
 def attend(
@@ -71,7 +73,7 @@ def attend(
     if softcap is not None and not softcap > 0:
         raise SaccadeError(f"softcap={softcap} must be above 0; leave it None for no cap")
     trace = trace if trace is not None else Trace()
-    trace.used, trace.weights = selection, None
+    trace.used, trace.weights, trace.coverage = selection, None, None
     out, lse = _run(q, view, selection, scale, softcap, backend, threads, trace)
     if trace.want_weights and trace.weights is None:
         with indices_on(q.device):
@@ -97,10 +99,17 @@ def _run(
         trace.backend = "triton"
         out, lse, trace.used = triton.attend_ranking(q, view, selection, scale=scale, softcap=softcap)
         return out, lse
+    if isinstance(selection, Ranking) and backend in ("auto", "cpu") and cpu_blocks.supports(q, view, selection):
+        trace.backend = f"cpu/{cpu.isa()}"
+        out, lse, trace.used, trace.coverage = cpu_blocks.attend_ranking(
+            q, view, selection, scale=scale, softcap=softcap, threads=threads
+        )
+        return out, lse
     if isinstance(selection, Ranking) and backend not in ("cpu", "triton"):
         trace.backend = "reference"
         with indices_on(q.device):
-            out, lse, trace.used = attend_ranking(q, view, selection.to(q.device), scale=scale, softcap=softcap)
+            read = attend_ranking(q, view, selection.to(q.device), scale=scale, softcap=softcap)
+        out, lse, trace.used, trace.coverage = read
         return out, lse
     if isinstance(selection, Tokens) and backend in ("auto", "cpu") and cpu_decode.supports(q, view, selection):
         return _gather(q, view, selection, scale, softcap, threads, trace)

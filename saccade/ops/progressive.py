@@ -13,8 +13,9 @@ from saccade.selection import Blocks, Ranking
 
 def attend_ranking(
     q: Tensor, kv: KVView, ranking: Ranking, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Blocks]:
-    """``q`` [heads, 1, head_dim]. Returns ``(out, lse, read)``: like ``attend``, and the blocks that were read.
+) -> tuple[Tensor, Tensor, Blocks, Tensor]:
+    """``q`` [heads, 1, head_dim]. Returns ``(out, lse, read, coverage)``: like ``attend``, the blocks that were read,
+    and the rule's estimate of each unit's coverage when it stopped, fp32 [units].
 
     All sums of exponentials are kept as log-sum-exp, where Alg. 1 as printed overflows.
     """
@@ -22,21 +23,22 @@ def attend_ranking(
     per_unit = shape.heads // ranking.units
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    used = []
+    used, covered = [], []
     for unit in range(ranking.units):
         heads = slice(unit * per_unit, (unit + 1) * per_unit)
         kv_heads = range(unit * per_unit // shape.group, ((unit + 1) * per_unit - 1) // shape.group + 1)
         reader = _Reader(q[heads, 0].float(), kv, list(kv_heads), ranking.block_size, scale, softcap)
-        out[heads, 0], lse[heads, 0], count = _run(reader, ranking, unit)
+        out[heads, 0], lse[heads, 0], count, coverage = _run(reader, ranking, unit)
         used.append(count)
-    return out.to(q.dtype), lse, ranking.prefix(used)
+        covered.append(coverage)
+    return out.to(q.dtype), lse, ranking.prefix(used), torch.tensor(covered)
 
 
-def _run(reader: _Reader, ranking: Ranking, unit: int) -> tuple[Tensor, Tensor, int]:
+def _run(reader: _Reader, ranking: Ranking, unit: int) -> tuple[Tensor, Tensor, int, float]:
     order = ranking.order[unit]
     acc_out, acc_lse, _ = reader.read(ranking.always[unit])
     least = torch.full_like(acc_lse, torch.inf)
-    done, total = 0, order.numel()
+    done, total, enough = 0, order.numel(), 1.0
     while done < total:
         batch = order[done : done + ranking.microbatch]
         out, lse, block_lse = reader.read(batch)
@@ -47,10 +49,10 @@ def _run(reader: _Reader, ranking: Ranking, unit: int) -> tuple[Tensor, Tensor, 
         else:
             least = block_lse.amax(-1)
         coverage = 1.0 / (1.0 + (total - done) * torch.exp(least - acc_lse))
-        enough = coverage.mean() if ranking.stop == "mean" else coverage.min()
-        if float(enough) > ranking.epsilon:
+        enough = float(coverage.mean() if ranking.stop == "mean" else coverage.min())
+        if enough > ranking.epsilon:
             break
-    return acc_out, acc_lse, done
+    return acc_out, acc_lse, done, enough
 
 
 class _Reader:

@@ -1,0 +1,72 @@
+// Decode by blocks and by labels: saccade/ops/cpu_blocks.py keeps the tensors alive.
+#include "bindings.h"
+
+namespace nb = nanobind;
+
+namespace saccade {
+namespace {
+
+void progressive(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
+                 uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                 int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, uintptr_t out,
+                 uintptr_t lse, int64_t block_size, int64_t units, int64_t always_count, int64_t ranked,
+                 int64_t microbatch, uintptr_t always, uintptr_t order, double epsilon, bool least, bool mean,
+                 uintptr_t used, uintptr_t coverage, uintptr_t offsets, uintptr_t indices) {
+    Progressive p{};
+    p.attention = geometry(threads, storage, q, q_head_stride, q_row_stride, k_pool, v_pool, table, heads, kv_heads,
+                           head_dim, page, q_len, q_start, scale, softcap);
+    p.attention.out = pointer<void>(out);
+    p.attention.lse = pointer<float>(lse);
+    p.attention.out_rows = 1;
+    p.attention.keys = Keys::blocks;
+    p.attention.block_size = block_size;
+    p.attention.units = units;
+    p.units = units;
+    p.always_count = always_count;
+    p.ranked = ranked;
+    p.microbatch = microbatch;
+    p.always = pointer<const int32_t>(always);
+    p.order = pointer<const int32_t>(order);
+    p.epsilon = epsilon;
+    p.least = least;
+    p.mean = mean;
+    p.used = pointer<int64_t>(used);
+    p.coverage = pointer<float>(coverage);
+    p.offsets = pointer<int64_t>(offsets);
+    p.indices = pointer<int32_t>(indices);
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.progressive(p);
+}
+
+void rank_blocks(int isa, int threads, int storage, int summary_storage, uintptr_t q, int64_t q_head_stride,
+                 uintptr_t summary, uintptr_t tail, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t units,
+                 int64_t first, int64_t last, int64_t count, uintptr_t out) {
+    const BlockRanking r{static_cast<Storage>(storage), static_cast<Storage>(summary_storage), pointer<const void>(q),
+                         q_head_stride, pointer<const void>(summary), pointer<const void>(tail), heads, kv_heads,
+                         head_dim, units, first, last, count, pointer<int32_t>(out), threads};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.rank_blocks(r);
+}
+
+void label_scores(int isa, int threads, uintptr_t q, int64_t kv_heads, int64_t rows, int64_t channels, int64_t tiles,
+                  int64_t length, bool packed, uintptr_t codes, uintptr_t range, uintptr_t scores, int64_t first,
+                  int64_t last, int64_t count, uintptr_t best) {
+    const LabelScores c{pointer<const float>(q), kv_heads, rows, channels, tiles, length, packed,
+                        pointer<const uint8_t>(codes), pointer<const float>(range), pointer<float>(scores), first, last,
+                        count, pointer<int32_t>(best), threads};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.label_scores(c);
+}
+
+}  // namespace
+
+void bind_blocks(nb::module_& m) {
+    m.def("progressive", &progressive);
+    m.def("rank_blocks", &rank_blocks);
+    m.def("label_scores", &label_scores);
+}
+
+}  // namespace saccade

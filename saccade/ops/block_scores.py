@@ -1,0 +1,36 @@
+"""Blocks ranked by what their summaries say of a decode step's query, without a look at their keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.ops import cpu_blocks
+from saccade.ops.scores import cuboid_scores, top_places
+
+
+def block_scores(q: Tensor, summary: Tensor, units: int) -> Tensor:
+    """Criticality ``sum_d max(q_d hi_d, q_d lo_d)``, meaned over a unit's query heads (ArkVale, Quest; algorithms.md
+    4.2): ``q`` [heads, head_dim], ``summary`` [blocks, 2, kv_heads, head_dim] -> fp32 [units, blocks]."""
+    return cuboid_scores(q, summary.float()).unflatten(0, (units, -1)).mean(1)
+
+
+def top_blocks(
+    q: Tensor, summary: Tensor, units: int, count: int, first: int, last: int, tail: Tensor | None = None
+) -> Tensor:
+    """The ``count`` blocks of highest criticality among ``first .. last - 1``, ties to the lower: int32 [units, count],
+    rising. ``tail`` [2, kv_heads, head_dim] stands for block ``last - 1`` where ``summary`` ends before it."""
+    if count >= last - first:
+        return torch.arange(first, last, dtype=torch.int32, device=q.device).expand(units, -1)
+    if count > 0 and cpu_blocks.ranks(q, summary, units):
+        return cpu_blocks.rank_blocks(q, summary, units, first, last, count, tail)
+    parts = summary[first:last] if tail is None else torch.cat([summary[first:], tail[None].to(summary.dtype)])
+    return (top_places(block_scores(q, parts, units), count) + first).to(torch.int32)
+
+
+def ranked_blocks(q: Tensor, summary: Tensor, units: int, first: int, last: int) -> Tensor:
+    """Blocks ``first .. last - 1`` by falling criticality, ties to the lower: int32 [units, last - first]."""
+    if last > first and cpu_blocks.ranks(q, summary, units):
+        return cpu_blocks.rank_blocks(q, summary, units, first, last, 0)
+    scores = block_scores(q, summary[first:last], units)
+    return (torch.sort(scores, dim=1, descending=True, stable=True).indices + first).to(torch.int32)
