@@ -36,8 +36,9 @@ class LLM:
     ``max_requests`` full-length sequences need. ``prefill_chunk``: most prompt tokens of one request in one step.
     ``device``: ``cpu``, ``cuda`` or ``cuda:N``. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton``
     (GPU kernels or an error) or ``reference``. ``exact`` makes a result independent of its batch to the last bit, at
-    the price of one pass over the weights per request; by default yes in float32 and no otherwise. Raises SaccadeError
-    with one line that says the way out.
+    the price of one pass over the weights per request; by default yes in float32 and no otherwise. ``cuda_graphs``
+    records batched decode steps on a GPU and replays them; without it their kernels are launched one by one. Raises
+    SaccadeError with one line that says the way out.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class LLM:
         threads: int | None = None,
         exact: bool | None = None,
         device: str = "cpu",
+        cuda_graphs: bool = True,
     ) -> None:
         self.policy = Policy.parse(policy)
         _positive("prefill_chunk", prefill_chunk)
@@ -95,6 +97,7 @@ class LLM:
             backend=backend,
             threads=threads,
             exact=spec.dtype == torch.float32 if exact is None else exact,
+            cuda_graphs=cuda_graphs,
         )
         self.engine.check_policy(self.policy)
 

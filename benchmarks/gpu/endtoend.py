@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from harness import Results, say
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from saccade.engine.executor import Executor
 from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request, Sequence, Work
+from saccade.engine.sampler import Sampler
 from saccade.kv.pool import BlockPool
 from saccade.methods.policy import Policy
 from saccade.models import attention
@@ -26,9 +27,16 @@ from saccade.models.interface import ModelSpec
 from saccade.models.runner import HFRunner
 
 CHUNK = 16384
+STEPS = 16  # decode steps timed
+GREEDY = SamplingParams(temperature=0)
 LAYERS = int(os.environ.get("LAYERS", "32"))
 PREFILL = ("dense", "flexprefill(max_budget=16384)", "flexprefill(max_budget=8192)")
-DECODE = ("dense", "psa(epsilon=0.125)", "psa(epsilon=0.02)")
+DECODE = os.environ.get(
+    "DECODE",
+    "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
+).split()
+SIZES = ((65536, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
+WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
 
 def build(device: str) -> tuple[Any, ModelSpec]:
@@ -76,8 +84,7 @@ class Bench:
         self.model, self.spec = build("cuda")
         runner = HFRunner(self.model, FAMILIES["llama"], self.spec)
         self.executor = Executor(runner)
-        per_block = BlockPool.block_bytes(8, 128, 32, torch.bfloat16)
-        self.pool = BlockPool(int(40e9 * LAYERS / 32) // per_block, 8, 128, dtype=torch.bfloat16, device="cuda")
+        self.pool: BlockPool | None = None
         self.results.facts = {
             "layers": LAYERS,
             "prefill_chunk": CHUNK,
@@ -87,10 +94,20 @@ class Bench:
         self.results.write()
         say(str(self.results.facts))
 
+    def room(self, tokens: int) -> None:
+        """A pool for ``tokens`` tokens in place of the one before."""
+        self.pool = None
+        torch.cuda.empty_cache()
+        blocks = self.spec.layers * -(-tokens // 32)
+        self.pool = BlockPool(blocks, 8, 128, dtype=torch.bfloat16, device="cuda")
+
     def request(self, tokens: int, policy: str) -> Request:
+        assert self.pool is not None
         sequence = Sequence(self.pool, self.spec.layers)
         ids = torch.randint(0, 128256, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-        return Request(sequence, ids, SamplingParams(), Policy.parse(policy), 1 << 18, self.spec.layers)
+        request = Request(sequence, ids, GREEDY, Policy.parse(policy), 1 << 18, self.spec.layers)
+        request.sampler = Sampler(GREEDY)
+        return request
 
     def prefill(self, request: Request, chunk: int = CHUNK) -> None:
         sequence = request.sequence
@@ -125,34 +142,36 @@ class Bench:
         )
         return taken
 
-    def decode(self, tokens: int, batch: int, policy: str, dense: float | None, steps: int = 12) -> float:
-        """Decode steps after a context whose keys and values are random."""
+    def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
+        """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
         requests = [self.request(tokens, policy) for _ in range(batch)]
-        for request in requests:
-            sequence = request.sequence
-            sequence.kv.reserve(tokens + steps + 8)
-            for layer in range(self.spec.layers):
-                k, v = torch.randn(2, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
-                sequence.kv.append(layer, k, v)
-            sequence.advance(tokens)
 
         def step() -> None:
             works = []
             for request in requests:
-                sequence = request.sequence
-                sequence.extend([7], "decode", request.policy)
-                at = len(sequence.tokens)
-                works.append(Work(request, at - 1, at, "decode", request.policy, tokens, False))
-            self.executor.run(works)
+                at = len(request.sequence.tokens)
+                works.append(Work(request, at - 1, at, "decode", request.policy, tokens - 1, False))
+            found = self.executor.run(works)
             for request in requests:
                 if request.error:
                     raise RuntimeError(request.error)
+                token = found[request.id]
+                token = token if isinstance(token, int) else int(token.argmax())
+                request.sequence.extend([token], "decode", request.policy)
 
         try:
-            for _ in range(3):
+            for request in requests:
+                sequence = request.sequence
+                sequence.kv.reserve(tokens + STEPS + 8)
+                for layer in range(self.spec.layers):
+                    k, v = torch.randn(2, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
+                    sequence.kv.append(layer, k, v)
+                sequence.advance(tokens)
+                sequence.extend([7], "decode", request.policy)
+            for _ in range(4):  # compiles, records, and replays twice
                 step()
-            taken = seconds(lambda: [step() for _ in range(steps)]) / steps
-            report = requests[0].report.decode.as_dict()
+            taken = seconds(lambda: [step() for _ in range(STEPS)]) / STEPS
+            report = requests[0].report.as_dict()
         finally:
             for request in requests:
                 request.sequence.kv.free()
@@ -163,8 +182,9 @@ class Bench:
             policy=policy,
             ms_per_step=1000 * taken,
             tokens_per_second=batch / taken,
-            density=report["density"],
-            backends=str(report["backends"]),
+            density=report["decode"]["density"],
+            backends=str(report["decode"]["backends"]),
+            notes=str(report["notes"]),
             speedup=None if dense is None else dense / taken,
         )
         return taken
@@ -180,8 +200,70 @@ class Bench:
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
         self.results.add(what="time to first token", context=tokens, batch=1, policy="transformers sdpa", seconds=taken)
 
+    def transformers_decode(self, tokens: int, batch: int, attention_name: str, static: bool) -> None:
+        """Greedy steps of transformers' model over its own cache, whose keys and values are random."""
+        self.pool = None
+        torch.cuda.empty_cache()
+        self.model.set_attn_implementation(attention_name)
+        try:
+            with torch.inference_mode():
+                cache = self._cache(tokens, batch, static)
+                ids = torch.full((batch, 1), 7, device="cuda")
+                at = tokens
+
+                def step() -> None:
+                    nonlocal ids, at
+                    position = torch.full((batch, 1), at, device="cuda")
+                    out = self.model(ids, past_key_values=cache, position_ids=position, use_cache=True)
+                    ids, at = out.logits[:, -1:].argmax(-1), at + 1
+                    ids.tolist()
+
+                for _ in range(3):
+                    step()
+                taken = seconds(lambda: [step() for _ in range(STEPS)]) / STEPS
+        finally:
+            self.model.set_attn_implementation(attention.ATTENTION_NAME)
+        name = f"transformers {attention_name}, {'static' if static else 'dynamic'} cache"
+        self.results.add(
+            what="decode",
+            context=tokens,
+            batch=batch,
+            policy=name,
+            ms_per_step=1000 * taken,
+            tokens_per_second=batch / taken,
+        )
+
+    def _cache(self, tokens: int, batch: int, static: bool) -> Any:
+        config = self.model.config
+        cache = StaticCache(config, max_cache_len=tokens + STEPS + 8) if static else DynamicCache(config=config)
+        for layer in range(self.spec.layers):
+            shape = (batch, 8, tokens, 128)
+            k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            cache.update(k, v, layer, {"cache_position": torch.arange(tokens, device="cuda")})
+        return cache
+
     def run(self) -> None:
+        if "prefill" in WANTED:
+            self.run_prefill()
+        for tokens, batch in SIZES if "decode" in WANTED else ():
+            self.room(batch * (tokens + STEPS + 40))
+            dense = None
+            for policy in DECODE:
+                taken = self.results.attempt(
+                    f"decode {tokens} x {batch} {policy}",
+                    lambda p=policy, d=dense, n=tokens, b=batch: self.decode(n, b, p, d),
+                )
+                dense = taken if policy == "dense" else dense
+        for tokens, batch in SIZES if "transformers" in WANTED else ():
+            for static in (False, True):
+                self.results.attempt(
+                    f"transformers decode {tokens} x {batch}",
+                    lambda n=tokens, b=batch, s=static: self.transformers_decode(n, b, "sdpa", s),
+                )
+
+    def run_prefill(self) -> None:
         attempt = self.results.attempt
+        self.room(131072 + 64)
         for policy in PREFILL:  # compile what is compiled at first use
             attempt(f"warm up {policy}", lambda p=policy: self.warm_up(p))
         for tokens in (32768, 131072):
@@ -192,14 +274,6 @@ class Bench:
                 )
                 dense = taken if policy == "dense" else dense
             attempt(f"transformers {tokens}", lambda n=tokens: self.transformers(n))
-        for tokens, batch in ((32768, 8), (131072, 1), (131072, 2)):
-            dense = None
-            for policy in DECODE:
-                taken = attempt(
-                    f"decode {tokens} x {batch} {policy}",
-                    lambda p=policy, d=dense, n=tokens, b=batch: self.decode(n, b, p, d),
-                )
-                dense = taken if policy == "dense" else dense
 
 
 def main() -> None:

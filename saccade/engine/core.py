@@ -36,6 +36,7 @@ class Engine:
         backend: str = "auto",
         threads: int | None = None,
         exact: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -45,7 +46,7 @@ class Engine:
             pool, self.layers, chunk=chunk, max_batch_rows=chunk + max_requests, max_requests=max_requests
         )
         self.abandoned: deque[Sequence] = deque()  # of sessions nobody holds any more; appended from any thread
-        self.executor = Executor(model.runner, backend, threads, exact, model.path)
+        self.executor = Executor(model.runner, backend, threads, exact, model.path, cuda_graphs)
 
     def new_sequence(self) -> Sequence:
         return Sequence(self.pool, self.layers, self.model.runner.rope_regime)
@@ -169,7 +170,7 @@ class Engine:
         self._finish(request, reason)
         return StepOutput(request, new_text=request.stopper.release(final=True))
 
-    def _settle(self, work: Work, logits: Tensor | None, seconds: float) -> StepOutput:
+    def _settle(self, work: Work, logits: Tensor | int | None, seconds: float) -> StepOutput:
         request = work.request
         stats = request.report.phase(work.phase)
         method = getattr(work.policy, work.phase).text
@@ -188,10 +189,11 @@ class Engine:
                 self._finish(request, "error")
         return output
 
-    def _take_token(self, request: Request, logits: Tensor, output: StepOutput) -> None:
+    def _take_token(self, request: Request, logits: Tensor | int, output: StepOutput) -> None:
+        """``logits``, or the token itself."""
         params, sequence = request.params, request.sequence
-        token = request.sampler.sample(sequence.tokens, logits)
-        if params.logprobs is not None:
+        token = logits if isinstance(logits, int) else request.sampler.sample(sequence.tokens, logits)
+        if params.logprobs is not None and isinstance(logits, Tensor):
             self._record_logprobs(request, logits, token)
         sequence.extend([token], "decode", request.policy)
         if len(sequence.tokens) == self.model.runner.restart_length:

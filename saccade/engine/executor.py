@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade.engine.clock import Clock, timed
 from saccade.engine.freezing import frozen_rows, interleaved, runs
 from saccade.engine.observe import AttentionCall, Observer
-from saccade.engine.report import selection_kind
+from saccade.engine.report import ran_dense, selection_kind
 from saccade.engine.request import Request, Work
 from saccade.engine.sampler import row_logprobs
 from saccade.engine.states import follow_prefill, gone_before
@@ -20,8 +20,11 @@ from saccade.methods.base import Chunk, Cost, Evicting, Query
 from saccade.methods.dense import DenseMethod
 from saccade.models.calibration import Calibrations
 from saccade.models.interface import AheadRows, FrozenRows, LayerAttention, Runner, ScoredRows, Segment
-from saccade.ops import Trace, attend, indices_on, merge_state
+from saccade.ops import Trace, attend, indices_on, merge_state, triton
 from saccade.selection import Band, Dense, Selection, cut, without
+
+if TYPE_CHECKING:
+    from saccade.engine.batched import BatchedDecode
 
 
 class Executor:
@@ -40,6 +43,7 @@ class Executor:
         threads: int | None = None,
         exact: bool = False,
         folder: Path | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.runner = runner
         self.exact = exact
@@ -48,21 +52,47 @@ class Executor:
         self.observer: Observer | None = None  # see engine.observe
         self.clock: Clock | None = None  # see engine.clock
         self.calibrations = Calibrations(runner.spec, folder)
+        self.batched = batched_decode(runner, backend, cuda_graphs)
 
-    def run(self, batch: list[Work]) -> dict[int, Tensor]:
-        """Compute the rows of ``batch``; logits fp32 [vocab] by request id where a work item ends its sequence.
+    def run(self, batch: list[Work]) -> dict[int, Tensor | int]:
+        """Compute the rows of ``batch``; by request id where a work item ends its sequence, logits fp32 [vocab] on the
+        CPU, or the next token where the request takes the likeliest and the device has found it.
 
         A request whose own attention fails gets ``error`` set and no logits; the others are unaffected.
         """
-        logits: dict[int, Tensor] = {}
+        logits: dict[int, Tensor | int] = {}
         try:
             for part in [[work] for work in batch] if self.exact else [batch]:
-                logits |= self._run_packed(part)
+                rest, done = self._run_batched(part)
+                logits |= done
+                if rest:
+                    logits |= self._run_packed(rest)
         except BaseException:  # an interrupt, say: some layers hold the new rows and others do not
             for work in batch:
                 work.request.sequence.undo(work)
             raise
         return logits
+
+    def _run_batched(self, batch: list[Work]) -> tuple[list[Work], dict[int, Tensor | int]]:
+        """Run the decode rows that one batched step can serve: the others, and the results."""
+        batched = self.batched
+        if batched is None or self.observer is not None or self.clock is not None:
+            return batch, {}
+        rest: list[Work] = []
+        rows: list[Work] = []
+        for work in batch:
+            (rows if batched.serves(work) else rest).append(work)
+        done: dict[int, Tensor | int] = {}
+        for part in batched.parts(rows):
+            try:
+                done |= batched.run(part)
+            except batched.Failed as error:
+                for work in part:
+                    work.request.report.note(
+                        f"decode: the batched step failed and torch served rows one by one: {error}"
+                    )
+                rest += part
+        return rest, done
 
     def _run_packed(self, batch: list[Work]) -> dict[int, Tensor]:
         token_ids: list[int] = []
@@ -99,6 +129,16 @@ class Executor:
             if work.request.error is None:
                 work.request.sequence.advance(work.stop)
         return {owner.id: row for owner, row in zip(owners, logits) if owner.error is None}
+
+
+def batched_decode(runner: Runner, backend: str, cuda_graphs: bool) -> BatchedDecode | None:
+    """Whoever serves batched decode steps; None where the model is on no GPU or no Triton kernels are to run."""
+    device = getattr(runner, "device", None)
+    if device is None or device.type != "cuda" or backend not in ("auto", "triton") or not triton.available():
+        return None
+    from saccade.engine.batched import BatchedDecode  # needs Triton
+
+    return BatchedDecode(cast(Any, runner), cuda_graphs)
 
 
 def _prompt_scores(scored: list[tuple[int, Request, int]]) -> ScoredRows:
@@ -282,9 +322,7 @@ class _BatchContext:
         else:
             selection = method.select_prefill(chunk)
         if isinstance(selection, Dense) and not isinstance(method, DenseMethod):
-            request.report.note(
-                f"{work.phase}: '{method.name}' ran dense where its settings or a short context leave nothing to skip"
-            )
+            request.report.note(ran_dense(work.phase, method.name))
         if chunk.window is not None:
             selection = cut(selection, chunk.window)
         if chunk.gone is None or (isinstance(chunk, Query) and isinstance(chunk.states[chunk.layer], Evicting)):

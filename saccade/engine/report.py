@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from saccade.methods.base import Cost
@@ -41,10 +42,32 @@ class LayerStats:
             self.searches += cost.searches
             self.searchable += used.shape.heads
 
+    def add_counts(
+        self, calls: int, causal: int, keys: int, extra: Tensor | None, heads: int, estimated: int, retrievals: int
+    ) -> None:
+        """Count ``calls`` decode rows at once, of ``causal`` pairs, that read ``keys`` and ``extra`` keys (int64
+        [units]) and scored ``estimated`` blocks in ``retrievals`` of them."""
+        pairs = torch.full((heads,), keys, dtype=torch.int64, device="cpu")
+        if extra is not None:
+            pairs = pairs + extra.cpu().repeat_interleave(heads // len(extra))
+        self.attended = pairs if self.attended is None else self.attended + pairs.to(self.attended.device)
+        self.calls += calls
+        self.causal += causal
+        self.estimated += estimated
+        self.retrievals += retrievals
+
     def skip(self, rows: int, pairs: int) -> None:
         """Count ``rows`` that skipped the layer, to whom the causal mask allows ``pairs``."""
         self.frozen += rows
         self.causal += pairs
+
+
+class Late(Protocol):
+    """Counts that are kept elsewhere while a request runs."""
+
+    def settle(self) -> None:
+        """Move what was counted since the last time into the report."""
+        ...
 
 
 @dataclass
@@ -57,9 +80,12 @@ class PhaseStats:
     backends: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
+    late: dict[Any, Late] = field(default_factory=dict)  # what is counted elsewhere until it is asked for
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
+        for counts in self.late.values():
+            counts.settle()
         active = [(layer, layer.attended) for layer in self.layers if layer.attended is not None and layer.causal]
         per_head = [[pairs / layer.causal for pairs in counts.tolist()] for layer, counts in active]
         per_layer = [sum(heads) / len(heads) for heads in per_head]
@@ -80,6 +106,8 @@ class PhaseStats:
             "rows_frozen": sum(layer.frozen for layer in self.layers),
             "rows_frozen_per_layer": [layer.frozen for layer in self.layers],
             "retrievals": sum(layer.retrievals for layer, _ in active),
+            "searches": searches,
+            "searchable": searchable,
             "search_ratio": searches / searchable if searchable else None,
             "density_per_layer": [round(value, 6) for value in per_layer],
             "density_per_head": [[round(value, 6) for value in heads] for heads in per_head],
@@ -121,6 +149,11 @@ class Report:
             "decode": self.decode.as_dict(),
             "notes": list(self.notes),
         }
+
+
+def ran_dense(phase: str, method: str) -> str:
+    """The note of a method that chose nothing."""
+    return f"{phase}: '{method}' ran dense where its settings or a short context leave nothing to skip"
 
 
 def selection_kind(selection: Selection) -> str:

@@ -27,6 +27,12 @@ class Sampler:
         else:
             self.generator.manual_seed(params.seed)
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token is the likeliest, whatever came before, and nothing else of the logits is wanted."""
+        params = self.params
+        return params.greedy and params.repetition_penalty == 1.0 and params.logprobs is None
+
     def sample(self, ids: list[int], logits: Tensor) -> int:
         """``ids`` the sequence so far, ``logits`` fp32 [vocab] -> token id. Greedy ties go to the lower id."""
         scores = self.warpers.process(ids, logits)

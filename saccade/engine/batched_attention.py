@@ -1,0 +1,67 @@
+"""The attention of a batched decode step: rows stored and attended group by group, each group as its plan says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.engine.batched_plan import BestBlocks, Ends, Plan
+from saccade.engine.batched_rows import RowBuffers
+from saccade.kv.pool import BlockPool
+from saccade.models.interface import LayerAttention
+from saccade.ops.merge import merge_state
+from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
+from saccade.ops.triton.decode import Pages, attend_decode
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows ``first .. first + rows - 1`` of a step decode under one plan."""
+
+    plan: Plan
+    first: int
+    rows: int
+
+
+class StepAttention:
+    """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
+    at most ``longest`` keys."""
+
+    def __init__(self, groups: tuple[Group, ...], buffers: RowBuffers, pool: BlockPool, longest: int) -> None:
+        self.groups, self.buffers, self.pool, self.longest = groups, buffers, pool, longest
+        self.lengths = buffers.numbers[2].to(torch.int32)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        """See AttentionContext: q [heads, rows, head_dim], one row a sequence."""
+        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        with torch._C.DisableTorchFunction():  # see ops.triton: an ambient device costs at every attribute
+            parts = [self._attend(group, layer, q, k, v, spec) for group in self.groups]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.transpose(0, 1)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError  # no decode row is frozen
+
+    def _attend(self, group: Group, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        rows = slice(group.first, group.first + group.rows)
+        reading, blocks = group.plan.layers[layer], group.plan.blocks
+        q = q[rows]
+        pages = Pages(self.pool.k, self.pool.v, self.buffers.tables[layer, rows], self.lengths[rows], self.longest)
+        summaries = None
+        if blocks is not None:  # also where the layer itself reads everything: its summaries stay complete
+            summaries = Summaries(self.buffers.pointers[layer, rows], blocks.choice.size, blocks.choice.kind)
+        append_rows(k[rows], v[rows], pages, summaries)
+        lists = None
+        if isinstance(reading, Ends):
+            lists = band_lists(pages, reading.sinks, reading.window)
+        elif isinstance(reading, BestBlocks):
+            assert summaries is not None
+            scores = score_blocks(q, pages, summaries, reading.choice)
+            lists = choose_best(scores, pages, reading.choice)
+        out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
+        if spec.sinks is not None:  # extra logits without values: a merge with an empty-valued state
+            sinks = spec.sinks.to(lse.dtype).expand_as(lse)
+            out, _ = merge_state(out, lse, torch.zeros_like(out), sinks)
+        return out

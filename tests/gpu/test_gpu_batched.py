@@ -1,0 +1,92 @@
+"""Batched decode steps on a GPU, recorded in graphs: what they give against the executor's own path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_helpers import tokens
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.kv.view import KVView
+from saccade.ops import attend
+from saccade.ops.triton.decode import attend_decode
+from saccade.ops.triton.dispatch import pages_of
+from saccade.selection import Dense, Shape
+
+POLICIES = (
+    "dense",
+    "streaming(sinks=4, window=60)",
+    "arkvale(budget=128)",
+    "quest(budget=128, dense_layers=1)",
+    "psa(epsilon=0.9)",
+)
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPTS = [random_ids(length, seed=length) for length in (400, 37, 513, 290, 511)]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Without batched steps, with steps launched one by one, with recorded ones: one random float32 Llama."""
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32)
+    made = [
+        LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, cuda_graphs=graphs)
+        for graphs in (False, False, True)
+    ]
+    made[0].engine.executor.batched = None
+    return made
+
+
+def counts(output):
+    report = dict(output.report["decode"])
+    return {name: report[name] for name in ("density_per_head", "keys_estimated", "retrievals", "selections")}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_counts_equal_those_of_the_own_path(engines, policy):
+    own, plain, recorded = (one.generate(PROMPTS, PARAMS, policy=policy) for one in engines)
+    for left, middle, right in zip(own, plain, recorded):
+        assert left.error is None
+        assert tokens(left) == tokens(middle) == tokens(right)
+        assert counts(left) == counts(middle) == counts(right)
+        assert right.report["notes"] == left.report["notes"]
+    steps = engines[2].engine.executor.batched._steps.values()
+    assert any(step.graph is not None for step in steps)
+
+
+def test_methods_side_by_side(engines):
+    policies = [*POLICIES[:4], "topk(k=24)"]
+    own, _, recorded = (one.generate(PROMPTS, PARAMS, policy=policies) for one in engines)
+    for left, right in zip(own, recorded):
+        assert tokens(left) == tokens(right)
+        assert counts(left) == counts(right)
+
+
+def test_turns(engines):
+    answers = []
+    for one in (engines[0], engines[2]):
+        with one.session(policy="arkvale(budget=128)") as session:
+            turns = [session.generate(ids, PARAMS) for ids in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
+            answers.append([tokens(turn) for turn in turns])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_rows_of_unequal_length_agree_with_the_reference(dtype):
+    rng = torch.Generator("cuda").manual_seed(0)
+    lengths = (1, 64, 4001, 20000)
+    k, v = torch.randn(2, 2, sum(lengths), 128, device="cuda", generator=rng).to(dtype)
+    whole = KVView.from_tensors(k, v, shuffle_seed=0)
+    views = [whole.upto(length) for length in lengths]
+    q = torch.randn(4, 8, 128, device="cuda", generator=rng).to(dtype)
+    out, _ = attend_decode(q, pages_of(views), None, scale=128**-0.5)
+    for row, view in enumerate(views):
+        shape = Shape.suffix(8, 2, 1, view.length)
+        expected, _ = attend(
+            q[row][:, None].float(),
+            KVView(view.k_pool.float(), view.v_pool.float(), view.table, view.length),
+            Dense(shape),
+            backend="reference",
+        )
+        error = (out[row][:, None].float() - expected).norm() / expected.norm()
+        assert float(error) < 2e-2

@@ -1,0 +1,117 @@
+"""Batched decode steps give what the executor's own path gives: tokens, stored keys and reports. CPU tensors, Triton's
+interpreter, no graphs."""
+
+from __future__ import annotations
+
+import pytest
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from engine_helpers import finish, start, tokens
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.engine.batched import BatchedDecode
+
+POLICIES = ("dense", "streaming(sinks=2, window=40)", "arkvale(budget=96)", "quest(budget=64, dense_layers=1)")
+FEW = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32)
+
+
+def engine(folder, batched: bool, **options) -> LLM:
+    made = LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False, **options)
+    if batched:
+        made.engine.executor.batched = BatchedDecode(made.model.runner)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    return engine(folder, False), engine(folder, True)
+
+
+def same(reports) -> None:
+    """Everything a report counts, times and names of kernels aside."""
+    left, right = ({**report["decode"], "seconds": 0, "tokens_per_second": 0} for report in reports)
+    for one in (left, right):
+        one["backends"] = sum(one["backends"].values())
+    assert left == right
+    assert reports[0]["notes"] == reports[1]["notes"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_reports_equal_those_of_the_own_path(engines, policy):
+    prompts = [random_ids(length, seed=length) for length in (30, 190, 223)]
+    own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+        assert set(right.report["decode"]["backends"]) == {"triton"}
+
+
+def test_methods_side_by_side_with_one_that_is_not_served(engines):
+    prompts = [random_ids(length, seed=length) for length in (150, 190, 223, 130, 170)]
+    policies = [*POLICIES, "topk(k=24)"]
+    own, batched = (one.generate(prompts, FEW, policy=policies) for one in engines)
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+
+
+def test_sampling_and_logprobs(engines):
+    params = [
+        SamplingParams(max_tokens=4, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=0, logprobs=2),
+    ]
+    prompts = [random_ids(100, seed=1), random_ids(110, seed=2)]
+    own, batched = (one.generate(prompts, params, policy="dense") for one in engines)
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        assert (left.outputs[0].logprobs is None) == (right.outputs[0].logprobs is None)
+    assert all(len(entries) >= 2 for entries in batched[1].outputs[0].logprobs)
+
+
+def test_a_second_turn_finds_keys_and_summaries(engines):
+    """Turns long enough to fill blocks in decode, and a prefill in between that fills others unseen by the step."""
+    answers = []
+    for one in engines:
+        with one.session(policy="arkvale(budget=96)") as session:
+            turns = [
+                session.generate(random_ids(length, seed=length), SamplingParams(temperature=0, max_tokens=36))
+                for length in (120, 3, 40)
+            ]
+            answers.append([(turn.outputs[0].token_ids, turn.report) for turn in turns])
+    for (own, own_report), (batched, batched_report) in zip(*answers):
+        assert own == batched
+        same([own_report, batched_report])
+
+
+def test_preemption_and_cancelling(folder):
+    """A pool too small for two: one is preempted and computed again; a cancelled one leaves its row to others."""
+    prompts = [random_ids(length, seed=length) for length in (250, 240)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = []
+    for batched in (False, True):
+        one = LLM(folder, kv_memory=17 * 3 * 2 * 2 * 32 * 32 * 4, prefill_chunk=256, exact=False)
+        if batched:
+            one.engine.executor.batched = BatchedDecode(one.model.runner)
+        requests = [start(one, ids, params, "arkvale(budget=96)") for ids in prompts]
+        for _ in range(6):
+            one.engine.step()
+        third = start(one, random_ids(20, seed=9), params)
+        finish(one.engine)
+        outputs.append([request.final_ids for request in [*requests, third]])
+        assert sum(request.report.preemptions for request in requests) > 0
+        assert one.engine.pool.used_blocks == 0
+    assert outputs[0] == outputs[1]
+
+
+def test_a_step_that_fails_says_so_and_takes_the_own_path(folder, monkeypatch):
+    one = engine(folder, True)
+    monkeypatch.setattr("saccade.engine.batched_attention.append_rows", lambda *args: 1 / 0)
+    prompt = random_ids(60, seed=4)
+    output = one.generate(prompt, FEW, policy="dense")[0]
+    assert any("the batched step failed" in note and "ZeroDivisionError" in note for note in output.report["notes"])
+    assert tokens(output) == tokens(engine(folder, False).generate(prompt, FEW, policy="dense")[0])
