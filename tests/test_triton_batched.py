@@ -11,11 +11,13 @@ from saccade.kv.pool import BlockPool
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
+from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.ops import attend
 from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, choose_best, score_blocks
+from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.decode import Pages, attend_decode
-from saccade.selection import Band, Blocks, Dense
+from saccade.selection import Band, Blocks, Dense, Ranking
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 
@@ -138,3 +140,34 @@ def test_equal_scores_go_to_the_lower_block():
     for take, wanted in ((1, [1]), (3, [1, 2, 4]), (4, [1, 2, 3, 4]), (6, [1, 2, 3, 4, 5, 6])):
         lists = choose_best(scores, pages, PageChoice(16, "minmax", 1, 1, 1, take, 64))
         assert lists.indices[0, : lists.counts[0]].tolist() == [0, *wanted, 7]
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_rows_rank_the_blocks_that_psa_ranks(size):
+    method = PSA(block_size=size, microbatch=2)
+    choice = PageChoice(size, "cuboid", KV_HEADS, 2, 1, 0, 6 * size - 1, after_full=True)
+    rows = Rows([20, 0, 6 * size - 1, 6 * size, 225, 640], size)
+    append_rows(rows.k, rows.v, rows.pages, rows.summaries)
+    always, order, counts = rank_blocks(score_blocks(rows.q, rows.pages, rows.summaries, choice), rows.pages, choice)
+    assert counts[:, KV_HEADS : 2 * KV_HEADS].tolist() == [[0, 0], [0, 0]]  # padding
+    for row, q, view in rows.views():
+        selection = method.select_decode(Query.of(q, view), None)
+        for unit in range(KV_HEADS):
+            at = row * KV_HEADS + unit
+            forced, ranked = always[at, : counts[0, at]], order[at, : counts[1, at]]
+            if isinstance(selection, Dense):
+                assert forced.tolist() == list(range(-(-view.length // size)))
+                assert ranked.numel() == 0
+            else:
+                assert isinstance(selection, Ranking)
+                assert forced.tolist() == selection.always[unit].tolist()
+                assert ranked.tolist() == selection.order[unit].tolist()
+
+
+def test_equal_scores_rank_by_block():
+    scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
+    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 8), torch.tensor([128]), 128)
+    always, order, counts = rank_blocks(scores, pages, PageChoice(16, "cuboid", 1, 1, 1, 0, 64, after_full=True))
+    assert counts.tolist() == [[2], [6]]
+    assert always[0, :2].tolist() == [0, 7]
+    assert order[0, :6].tolist() == [1, 4, 2, 3, 6, 5]
