@@ -46,8 +46,9 @@ inline Attention geometry(int threads, int storage, uintptr_t q, int64_t q_head_
     return a;
 }
 
-// The parts of the module in bindings_decode.cpp and bindings_blocks.cpp.
+// The parts of the module in bindings_decode.cpp, bindings_blocks.cpp and sharing.cpp.
 void bind_decode(nanobind::module_& m);
 void bind_blocks(nanobind::module_& m);
+void bind_sharing(nanobind::module_& m);
 
 }  // namespace saccade

@@ -16,7 +16,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS
 from saccade.methods.policy import Policy
-from saccade.ops import Trace, attend
+from saccade.ops import Trace, attend, cpu
 from saccade.selection import Dense
 
 PATTERN = Planted(sink=2.0, columns=(31, 90), slashes=(5,), blocks=(3,), strength=4.0)
@@ -93,7 +93,10 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
     ],
     ids=str,
 )
-def test_every_step_reads_what_the_definition_says(options):
+@pytest.mark.parametrize("kernels", [True, False])
+def test_every_step_reads_what_the_definition_says(options, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(cpu, "available", lambda: False)
     method = CIS(**({"k": 20, "sinks": 4, "local": 6, "s": 8} | options))
     q, k, view = stream(165, 130, seed=1)
     share = 1 if method.unit == "q_head" else 2

@@ -16,34 +16,24 @@ At least every ``s``-th step of a head retrieves: retrieval ratios below 1 / s, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.ops.sharing import Anchors, keep, share
 from saccade.selection import Candidates, Dense, Selection, Tokens
-
-_NONE = torch.iinfo(torch.int32).max  # pads lists, behind every position
-
-
-@dataclass
-class _Anchor:
-    """Who retrieved at one step, and what: ``direction`` fp32 [units, channels] of length 1, ``has`` bool [units],
-    ``keys`` int32 [units, most], rising, padded with ``_NONE``."""
-
-    position: int
-    direction: Tensor
-    has: Tensor
-    keys: Tensor
 
 
 @dataclass
 class _State:
+    """``fresh``: which units retrieve at the step at hand, bool [units]; None if none does."""
+
     block: int = -1
-    anchors: list[_Anchor] = field(default_factory=list)
-    fresh: _Anchor | None = None  # of the step at hand, its keys not known yet
+    anchors: Anchors | None = None
+    fresh: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,87 +90,38 @@ class CIS(Method):
         state.fresh = None
         if n <= self.sinks + k + self.local:
             return Dense(shape)
-        block = (query.step if self.align == "step" else shape.q_start) // self.s
-        if block != state.block:
-            state.block, state.anchors = block, []
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
-        direction = query.q[:, 0].float().reshape(units, -1)
-        direction = direction / direction.norm(dim=-1, keepdim=True).clamp(min=1e-38)
-        whose = self._whose(direction, state.anchors)
-        searching = whose < 0
-        lists = self._shared(state.anchors, whose, n)
-        listed = lists != _NONE
-        counts = listed.sum(1)
+        anchors = self._anchors(query, state, units)
+        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap)
         searches = int(searching.sum())
         query.cost.scored += round(n * searches / units)
-        query.cost.estimated += len(state.anchors)
+        query.cost.estimated += anchors.count
         query.cost.searches = searches * shape.heads // units
-        if searches:
-            state.fresh = _Anchor(shape.q_start, direction, searching, lists)
-        return Candidates(
-            shape,
-            torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
-            lists[listed],
-            torch.where(searching, k, n),
-            self.sinks,
-            self.local,
-            searching if searches else None,
-        )
+        state.fresh = searching if searches else None
+        k_of = torch.where(searching, k, n)
+        return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh)
 
-    def _whose(self, direction: Tensor, anchors: list[_Anchor]) -> Tensor:
-        """The most recent anchor similar enough, int64 [units]; -1: none."""
-        whose = torch.full((direction.shape[0],), -1)
-        for number, anchor in enumerate(anchors):
-            alike = anchor.has & ((direction * anchor.direction).sum(-1) > self.tau)
-            whose = torch.where(alike, number, whose)
-        return whose
+    def _anchors(self, query: Query, state: _State, units: int) -> Anchors:
+        """Those of the query's block of steps."""
+        shape, (heads, _, head_dim) = query.shape, query.q.shape
+        block = (query.step if self.align == "step" else shape.q_start) // self.s
+        if state.anchors is None or block != state.block:
+            longest = shape.k_len + self.s
+            # What a step reads at most: all of it may be shared, with the neighbours of its best.
+            capacity = self.budget(longest) + self.sinks + self.local + 2 * self.r * self._spread(longest)
+            if state.anchors is None or state.anchors.capacity < capacity:
+                state.anchors = Anchors.empty(units, heads * head_dim // units, capacity)
+            state.block, state.anchors.count = block, 0
+        return state.anchors
 
-    def _shared(self, anchors: list[_Anchor], whose: Tensor, n: int) -> Tensor:
-        """The keys that each unit reads of its anchor, and those of the gap: int32 [units, most], padded."""
-        if not anchors:
-            return torch.full((whose.numel(), 0), _NONE, dtype=torch.int32)
-        most = max(anchor.keys.shape[1] for anchor in anchors)
-        known = torch.stack(
-            [torch.nn.functional.pad(anchor.keys, (0, most - anchor.keys.shape[1]), value=_NONE) for anchor in anchors]
-        )
-        keys = known[whose.clamp(min=0), torch.arange(whose.numel())]
-        keys[(whose < 0)] = _NONE
-        if not self.cover_gap:
-            return keys
-        left = torch.tensor([anchor.position + 1 - self.local for anchor in anchors])[whose.clamp(min=0)]
-        gap = left[:, None] + torch.arange(n - self.local - int(left.min()))
-        gap = gap.masked_fill((gap >= n - self.local) | (whose < 0)[:, None], _NONE)
-        return torch.cat([keys, gap.to(torch.int32)], 1)
+    def _spread(self, keys: int) -> int:
+        """How many of the keys retrieved out of ``keys`` bring their neighbours along."""
+        return self.budget(keys) // 3 if self.m is None else self.m
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: _State) -> None:
-        anchor, state.fresh = state.fresh, None
-        if anchor is None or not isinstance(selection, Tokens) or weights is None:
+        searching, anchors = state.fresh, state.anchors
+        state.fresh = None
+        if searching is None or anchors is None or not isinstance(selection, Tokens) or weights is None:
             return
-        anchor.keys = self._dilated(selection, weights.mean(0), anchor.has, query.shape.k_len)
-        state.anchors.append(anchor)
-
-    def _dilated(self, read: Tokens, weights: Tensor, has: Tensor, n: int) -> Tensor:
-        """What the units that retrieved share: what they read between sinks and window, and the neighbours of its
-        heaviest; int32 [units, most], padded."""
-        which = has.nonzero()[:, 0]
-        counts = read.offsets.diff()[which]
-        places = read.offsets[which][:, None] + torch.arange(int(counts.max()))
-        listed = torch.arange(places.shape[1]) < counts[:, None]
-        places = places.clamp(max=read.indices.numel() - 1)
-        keys, weight = read.indices[places], weights[places]
-        low, high = self.sinks, n - self.local
-        middle = listed & (keys >= low) & (keys < high)
-        k = int(middle.sum(1).max())
-        m = min(k, self.budget(n) // 3 if self.m is None else self.m)
-        order = torch.sort(weight.masked_fill(~middle, -1.0), dim=1, descending=True, stable=True).indices[:, :m]
-        reach = torch.arange(-self.r, self.r + 1, dtype=torch.int32)
-        near = (keys.gather(1, order)[..., None] + reach).flatten(1)
-        near = near.masked_fill(~middle.gather(1, order).repeat_interleave(reach.numel(), 1), _NONE)
-        near = near.masked_fill((near < low) | (near >= high), _NONE)
-        merged = torch.cat([keys.masked_fill(~middle, _NONE), near], 1).sort(1).values
-        merged[:, 1:][merged.diff(dim=1) == 0] = _NONE
-        merged = merged.sort(1).values
-        merged = merged[:, : int((merged != _NONE).sum(1).max())]
-        out = torch.full((has.numel(), merged.shape[1]), _NONE, dtype=torch.int32)
-        out[which] = merged
-        return out
+        n = query.shape.k_len
+        keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self._spread(n), self.r)

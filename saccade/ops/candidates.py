@@ -3,12 +3,14 @@ one pass with the attention."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.reference import logits
-from saccade.selection import Candidates, Tokens
+from saccade.selection import Candidates, Shape, Tokens
 
 
 def choose(q: Tensor, kv: KVView, selection: Candidates, *, scale: float, softcap: float | None = None) -> Tokens:
@@ -31,6 +33,30 @@ def choose(q: Tensor, kv: KVView, selection: Candidates, *, scale: float, softca
         few = torch.arange(min(selection.idle_keys, shape.k_len))
         read = [few if idle[head] else read[head // per_unit] for head in range(shape.heads)]
     return Tokens.from_lists(shape, read)
+
+
+def visible(kv: KVView, selection: Candidates) -> tuple[KVView, Candidates]:
+    """``kv`` without the pages that ``selection`` hides, and the same choice among what is left: a kernel then reads
+    what is visible and nothing else. Where the hidden keys are not whole pages, ``kv`` itself and lists."""
+    (start, stop), page, shape = selection.hidden, kv.block_size, selection.shape
+    if start % page or stop % page:
+        return kv, selection.spelt_out()
+    table = torch.cat([kv.table[: start // page], kv.table[stop // page :]])
+    indices = selection.indices
+    return KVView(kv.k_pool, kv.v_pool, table, kv.length - (stop - start)), replace(
+        selection,
+        shape=Shape.suffix(shape.heads, shape.kv_heads, 1, shape.k_len - (stop - start)),
+        indices=torch.where(indices >= stop, indices - (stop - start), indices),
+        hidden=(0, 0),
+    )
+
+
+def put_back(read: Tokens, selection: Candidates) -> Tokens:
+    """What was ``read`` of :func:`visible`, at its positions in the whole."""
+    shape, (start, stop) = selection.shape, selection.hidden
+    if read.shape == shape:
+        return read
+    return Tokens(shape, read.offsets, torch.where(read.indices >= start, read.indices + (stop - start), read.indices))
 
 
 def _best(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import cpu
+from saccade.ops.candidates import put_back, visible
 from saccade.ops.cpu import reads
 from saccade.selection import Candidates, Shape, Tokens
 
@@ -40,6 +41,12 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tokens, Tensor | None]:
     """Attention of one row over the best candidates, or over lists as they are: (out, lse, what was read, its weights
     as :func:`saccade.ops.weights.selected_weights` lays them out). ``Candidates.rest`` is left to the caller."""
+    if isinstance(selection, Candidates) and selection.hidden != (0, 0):
+        seen, moved = visible(kv, selection)
+        out, lse, read, weights = attend(
+            q, seen, moved, scale=scale, softcap=softcap, threads=threads, want_weights=want_weights
+        )
+        return out, lse, put_back(read, selection), weights
     shape = selection.shape
     call = cpu._Call(q, kv, shape, scale, softcap, threads)
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.selection.base import Selection, Shape
-from saccade.selection.csr import check_below, check_csr
+from saccade.selection.csr import check_below, check_csr, offsets_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,8 +17,9 @@ class Candidates(Selection):
     """Per unit a list of candidate keys, of which the op scores all and reads the ``k`` best. Decode only.
 
     ``offsets`` int64 [units + 1], ``indices`` int32 [nnz]: the candidates; ``k`` int64 [units]: how many of them are
-    read. A unit with ``full`` (bool [units]) has every key for a candidate and an empty list. The first ``sinks`` and
-    the last ``local`` keys are forced: read beside the ``k``, and never among the listed candidates.
+    read. A unit with ``full`` (bool [units]) has every key for a candidate but those ``hidden`` by a window (from, to),
+    and an empty list. The first ``sinks`` and the last ``local`` keys are forced: read beside the ``k``, and never
+    among the listed candidates.
 
     One query head ranks by logit; several that share a unit by the mean of their softmax weights over the candidates
     and the forced keys; ties go to the lower index. Heads that are ``idle`` (bool [heads]) read the first ``idle_keys``
@@ -40,6 +41,7 @@ class Candidates(Selection):
     idle: Tensor | None = None
     idle_keys: int = 0
     rest: tuple[Tensor, Tensor] | None = None
+    hidden: tuple[int, int] = (0, 0)
 
     @classmethod
     def all_keys(cls, shape: Shape, units: int, k: int, sinks: int = 0, local: int = 0) -> Candidates:
@@ -68,8 +70,19 @@ class Candidates(Selection):
         """The candidates of a unit, forced keys left out: int64, rising."""
         first, last = self.forced
         if self.full is not None and bool(self.full[unit]):
-            return torch.arange(first, last)
+            keys = torch.arange(first, last)
+            return keys[(keys < self.hidden[0]) | (keys >= self.hidden[1])]
         return self.indices[int(self.offsets[unit]) : int(self.offsets[unit + 1])].long()
+
+    def spelt_out(self) -> Candidates:
+        """The same with a list for every unit."""
+        if self.full is None:
+            return self
+        parts = [self.listed(unit) for unit in range(self.units)]
+        counts = torch.tensor([part.numel() for part in parts])
+        return replace(
+            self, offsets=offsets_of(counts), indices=torch.cat(parts).to(torch.int32), full=None, hidden=(0, 0)
+        )
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         first, last = self.forced

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.selection.base import Selection, Tokens
+from saccade.selection.base import Selection
 from saccade.selection.candidates import Candidates
 from saccade.selection.csr import offsets_of
-from saccade.selection.narrowed import Narrowed
+from saccade.selection.narrowed import Narrowed, plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,7 @@ def without(selection: Selection, gone: Tensor) -> Selection:
         return selection
     if isinstance(selection, Candidates):
         return _without_candidates(selection, gone_for(gone, selection.units))
-    left = Without(selection, gone)
-    plain = left.shape.q_len == 1 and left.row_bias(0, 0, 1) is None
-    return Tokens.from_mask(left.shape, left.unit_mask()) if plain else left
+    return plain(Without(selection, gone))
 
 
 def _without_candidates(candidates: Candidates, gone: Tensor) -> Candidates:
@@ -59,6 +57,7 @@ def _without_candidates(candidates: Candidates, gone: Tensor) -> Candidates:
         sinks=candidates.sinks if kept else 0,
         local=candidates.local if kept else 0,
         full=None,
+        hidden=(0, 0),
         idle_keys=candidates.idle_keys if kept else 0,
         idle=candidates.idle if kept else None,
         rest=candidates.rest if kept else None,

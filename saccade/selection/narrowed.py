@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.selection.base import Selection, Shape
+from saccade.selection.base import Selection, Shape, Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,3 +48,11 @@ class Narrowed(Selection):
 
     def _inner_unit(self, unit: int) -> int:
         return unit * self.inner.units // self.units
+
+
+def plain(selection: Narrowed) -> Selection:
+    """The same for one row as token lists, which have kernels and know what they read; others, and what biases its
+    logits, as it is."""
+    if selection.shape.q_len > 1 or selection.row_bias(0, 0, 1) is not None:
+        return selection
+    return Tokens.from_mask(selection.shape, selection.unit_mask())

@@ -14,7 +14,7 @@ from saccade.selection.blocks import Blocks, Ranking
 from saccade.selection.candidates import Candidates
 from saccade.selection.csr import list_ids, offsets_of
 from saccade.selection.mixed import Mixed
-from saccade.selection.narrowed import Narrowed
+from saccade.selection.narrowed import Narrowed, plain
 
 KERNEL_BLOCK = 16  # on coarser grids than this the cut of everything is a list of blocks, which has fast kernels
 
@@ -98,7 +98,7 @@ def cut(selection: Selection, cone: Cone) -> Selection:
         return _cut_candidates(selection, cone, last)
     if isinstance(selection, Mixed):
         return replace(selection, parts=tuple(cut(part, cone) for part in selection.parts))
-    return Windowed(selection, cone)
+    return plain(Windowed(selection, cone))
 
 
 def _cut_dense(shape: Shape, cone: Cone, last: int) -> Selection:
@@ -123,7 +123,7 @@ def _cut_band(band: Band, cone: Cone, last: int) -> Selection:
     # Each one's sinks may reach into the other's window; then what both see is no band.
     if band.shape.q_len == 1 and min(start, last - band.window + 1) >= max(sinks, band.sinks):
         return Band(band.shape, window=min(band.window, last + 1 - start), sinks=min(band.sinks, sinks))
-    return Windowed(band, cone)
+    return plain(Windowed(band, cone))
 
 
 def _cut_tokens(tokens: Tokens, cone: Cone) -> Tokens:
@@ -139,7 +139,7 @@ def _cut_blocks(blocks: Blocks, cone: Cone) -> Selection:
         blocks = _finer(blocks, cone.block_size)
         size = cone.block_size
     if cone.block_size % size:
-        return Windowed(blocks, cone)
+        return plain(Windowed(blocks, cone))
     starts = _query_block_starts(blocks.shape, size, cone).repeat(blocks.units) // size
     keep = (blocks.indices < cone.sink_keys // size) | (blocks.indices >= starts[list_ids(blocks.offsets)])
     own = (blocks.first_q_block + torch.arange(blocks.q_blocks)).repeat(blocks.units)
@@ -161,19 +161,25 @@ def _cut_ranking(ranking: Ranking, cone: Cone, last: int) -> Ranking:
 
 def _cut_candidates(candidates: Candidates, cone: Cone, last: int) -> Candidates:
     """Forced keys and candidates within the cone; the ranking is among those."""
-    start = cone.start(last)
-    parts = [candidates.listed(unit) for unit in range(candidates.units)]
-    parts = [part[(part < cone.sink_keys) | (part >= start)] for part in parts]
-    if candidates.local == 0:
-        parts = [part if part.numel() else torch.tensor([last]) for part in parts]
+    sinks, start = cone.sink_keys, cone.start(last)
+    if candidates.hidden != (0, 0):
+        candidates = candidates.spelt_out()
+    offsets, indices, full = candidates.offsets, candidates.indices, candidates.full
+    keep = (indices < sinks) | (indices >= start)
+    if not bool(keep.all()):
+        offsets, indices = _kept(offsets, indices, keep)
+    if candidates.local == 0:  # then the row's own key is forced for nobody, and a list may end empty
+        empty = offsets.diff() == 0
+        own = torch.full((candidates.units,), last)
+        offsets, indices = _joined(offsets, indices, empty if full is None else empty & ~full, own)
     return replace(
         candidates,
-        offsets=offsets_of(torch.tensor([part.numel() for part in parts])),
-        indices=torch.cat(parts).to(torch.int32),
-        sinks=min(candidates.sinks, cone.sink_keys),
+        offsets=offsets,
+        indices=indices,
+        sinks=min(candidates.sinks, sinks),
         local=min(candidates.local, last + 1 - start),
-        full=None,
-        idle_keys=min(candidates.idle_keys, cone.sink_keys),
+        idle_keys=min(candidates.idle_keys, sinks),
+        hidden=(0, 0) if full is None else (sinks, start),
     )
 
 
@@ -195,10 +201,22 @@ def _finer(blocks: Blocks, size: int) -> Blocks:
 
 def _filtered(offsets: Tensor, indices: Tensor, keep: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     """(offsets, indices) of what is kept of flat lists; a list that would lose its last entry gets its ``own``."""
-    which = list_ids(offsets)
-    counts = torch.bincount(which[keep], minlength=own.numel())
-    emptied = (counts == 0) & (offsets.diff() > 0)
-    which = torch.cat([which[keep], emptied.nonzero()[:, 0]])
-    left = torch.cat([indices[keep], own[emptied].to(indices.dtype)])
+    if bool(keep.all()):
+        return offsets, indices
+    left, kept = _kept(offsets, indices, keep)
+    return _joined(left, kept, (left.diff() == 0) & (offsets.diff() > 0), own)
+
+
+def _kept(offsets: Tensor, indices: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
+    return before[offsets], indices[keep]
+
+
+def _joined(offsets: Tensor, indices: Tensor, empty: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Flat lists, of which the ``empty`` ones get their ``own`` entry."""
+    if not bool(empty.any()):
+        return offsets, indices
+    which = torch.cat([list_ids(offsets), empty.nonzero()[:, 0]])
     order = torch.sort(which, stable=True).indices
-    return offsets_of(counts + emptied), left[order]
+    left = torch.cat([indices, own[empty].to(indices.dtype)])
+    return offsets_of(offsets.diff() + empty), left[order]
