@@ -105,6 +105,31 @@ def test_costs_by_hand(results):
     assert group.cell(group.runs[0]).density("decode") == 1.0
 
 
+def test_mcnemar_counts_samples_that_only_one_side_answered_wholly(tmp_path):
+    """Dense has eight right and a half; psa loses six of the eight and gains the half: p = 2 (1 + 7) / 2^7."""
+    dense, psa = [1] * 8 + [0.5], [1, 1, 0, 0.9, 0.5, 0, 0, 0, 1]
+    for name, scores in (("dense", dense), ("psa", psa)):
+        write(tmp_path / name, config(name), [row("one", at, score) for at, score in enumerate(scores)])
+    (group,) = load_groups([tmp_path])
+    assert group.cell(group.runs[1]).chance == pytest.approx(2 * (1 + 7) / 2**7)
+    assert group.cell(group.runs[0]).chance == 1.0
+    _, markdown, _ = write_report([tmp_path], tmp_path / "out")
+    (line,) = [line for line in markdown.read_text().splitlines() if line.startswith("| `psa`")]
+    assert "| 0.12 |" in line
+
+
+def test_the_retrieval_ratio_counts_heads_where_a_method_reuses(tmp_path):
+    """Without counts of searches it is calls that scored, over steps and layers (2)."""
+    rows = [row("one", 0, 1), row("one", 1, 1)]
+    write(tmp_path / "psa", config("psa"), rows)
+    for at, one in enumerate(rows):
+        one["cost"]["decode"] |= {"searches": 3 + at, "searchable": 80}
+    write(tmp_path / "cis", config("cis"), rows)
+    (group,) = load_groups([tmp_path])
+    ratios = {run.policy: group.cell(run).retrieval_ratio for run in group.runs}
+    assert ratios == {"psa": pytest.approx(5 / (10 * 2)), "cis": pytest.approx(7 / 160)}
+
+
 def test_the_baseline_is_dense_of_the_same_protocol_and_only_of_the_same_samples(tmp_path):
     for letter, score in (("A", 1.0), ("B", 0.5)):
         write(tmp_path / f"dense{letter}", config("dense", letter), [row("one", 0, score)])

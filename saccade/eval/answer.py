@@ -16,7 +16,10 @@ from saccade.llm import LLM
 from saccade.outputs import RequestOutput
 from saccade.session import Session
 
-COUNTS = ("tokens", "keys_attended", "keys_causal", "keys_scored", "keys_estimated", "retrievals")
+COUNTS = (
+    *("tokens", "keys_attended", "keys_causal", "keys_scored", "keys_estimated", "retrievals"),
+    *("searches", "searchable"),
+)
 
 
 def answer(llm: LLM, sample: Sample, setting: Setting) -> tuple[dict[str, Any], dict[str, float]]:

@@ -12,10 +12,11 @@ from typing import Any
 from saccade.errors import RequestError
 from saccade.eval.results import CONFIG, SCORES, TIMINGS, Log, read_json
 from saccade.eval.samples import read_jsonl
-from saccade.eval.stats import Interval, mean_interval, paired_difference
+from saccade.eval.stats import Interval, mcnemar, mean_interval, paired_difference
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _POSITION = re.compile(r"[_\-/:](begin|middle|end)$")
+_RIGHT = 1 - 1e-9  # a score above it has every turn right
 Row = dict[str, Any]
 
 
@@ -117,6 +118,14 @@ class Cell:
         own, dense = zip(*self._pairs)
         return paired_difference(own, dense)
 
+    @cached_property
+    def chance(self) -> float | None:
+        """McNemar's p over the samples that one of the two answered wholly right and the other not."""
+        if not self._pairs:
+            return None
+        own, dense = ([float(score > _RIGHT) for score in side] for side in zip(*self._pairs))
+        return mcnemar(own, dense)
+
     @property
     def prompt_tokens(self) -> float | None:
         """Mean length that samples reached, answers to the last question excluded."""
@@ -144,6 +153,13 @@ class Cell:
         """A count per row of one head of one layer."""
         tokens = self.total(phase, "tokens")
         return _ratio(self.total(phase, name), (tokens or 0) * self.run.config["model"]["shape"]["layers"])
+
+    @property
+    def retrieval_ratio(self) -> float | None:
+        """Share of decode steps, over layers, that scored keys or summaries to choose anew; for methods that at times
+        reuse what they found, over query heads too."""
+        searchable = self.total("decode", "searchable")
+        return _ratio(self.total("decode", "searches"), searchable) if searchable else self.per_step("retrievals")
 
     @property
     def kv_bytes(self) -> float | None:

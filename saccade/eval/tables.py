@@ -67,6 +67,13 @@ SCORES = (
     ),
     Column("percent", "% of dense", lambda cell: cell.percent, lambda value: f"{value:.1f}"),
 )
+CHANCE = Column(
+    "mcnemar_p",
+    "p (McNemar)",
+    lambda cell: None if cell.run.policy == "dense" else cell.chance,
+    lambda value: f"{value:.2g}",
+    "chance that as many samples change between wholly right and not, for or against dense, by a fair coin",
+)
 COSTS = (
     Column("prefill_density", "prefill density", lambda cell: cell.density("prefill"), _share, "pairs read / causal"),
     Column("decode_density", "decode density", lambda cell: cell.density("decode"), _share, "pairs read / causal"),
@@ -80,9 +87,9 @@ COSTS = (
     Column(
         "retrieval_ratio",
         "retrieval ratio",
-        lambda cell: cell.per_step("retrievals"),
+        lambda cell: cell.retrieval_ratio,
         lambda value: f"{value:.2f}",
-        "share of decode steps that scored keys or summaries to choose anew",
+        "share of decode steps (of query heads' steps, where they at times reuse) that scored keys or summaries anew",
     ),
     Column(
         "kv_bytes_per_step",
@@ -98,7 +105,7 @@ QUALITY = (
 )
 TIME = (Column("seconds", "seconds", lambda cell: cell.seconds, lambda value: f"{value:.1f}", "prefill and decode"),)
 REACHED = (Column("prompt_tokens", "prompt tokens", lambda cell: cell.prompt_tokens, _count, "mean length reached"),)
-OVERALL = (*SCORES, *COSTS, *QUALITY, *TIME)
+OVERALL = (*SCORES, CHANCE, *COSTS, *QUALITY, *TIME)
 PER_TASK = (*SCORES, *(column for column in COSTS if column.key != "retrieval_ratio"), *QUALITY, *REACHED)
 _EXTRA = (  # for csv alone
     Column("difference_low", "", _low),
