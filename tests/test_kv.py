@@ -116,8 +116,27 @@ def test_storage_rounds_to_its_type_once():
     kv = SequenceKV(pool, 1)
     kv.reserve(40)
     kv.append(0, k, v)
-    assert torch.equal(kv.view(0).keys(), k.bfloat16())
-    assert kv.view(0).summary("minmax", 16).dtype == torch.float32
+    keys = k.bfloat16()
+    assert torch.equal(kv.view(0).keys(), keys)
+    assert kv.view(0).summary("mean", 16).dtype == torch.float32
+    extremes = kv.view(0).summary("minmax", 16)  # in the keys' dtype: they are keys' values
+    assert extremes.dtype == torch.bfloat16
+    for block in range(2):
+        own = keys[:, 16 * block : 16 * block + 16]
+        assert torch.equal(extremes[block], torch.stack([own.amax(1), own.amin(1)]))
+    cuboids = kv.view(0).summary("cuboid", 16)
+    exact = summaries.summarize(keys[:, :32].unflatten(1, (2, 16)), "cuboid").permute(2, 0, 1, 3)
+    assert torch.equal(cuboids, exact.bfloat16())
+
+
+def test_many_summaries_are_made_a_tile_at_a_time(monkeypatch):
+    view = KVView.from_tensors(*rows(331, 1), shuffle_seed=1)
+    whole = [view.summary(kind, 16) for kind in summaries.KINDS]
+    monkeypatch.setattr(summaries, "TILE_KEYS", 64)
+    for kind, expected in zip(summaries.KINDS, whole):
+        assert torch.equal(view.summary(kind, 16), expected)
+        assert expected.shape == (20, 1 if kind == "mean" else 2, G, D)
+    assert view.upto(15).summary("minmax", 16).shape == (0, 2, G, D)
 
 
 def test_layers_may_be_ahead_of_each_other_within_a_step():

@@ -144,7 +144,7 @@ class _Summary:
         self.buffer = torch.empty(0)
 
     def upto(self, view: KVView) -> Tensor:
-        """fp32 [full blocks, parts, kv_heads, head_dim]."""
+        """[full blocks, parts, kv_heads, head_dim], as ``summarize_view`` makes them."""
         full = view.length // self.block_size
         if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)

@@ -120,8 +120,8 @@ class KVView:
         return self.k_pool[slots, kv_head, offsets], self.v_pool[slots, kv_head, offsets]
 
     def summary(self, kind: str, block_size: int) -> Tensor:
-        """Summary of every *full* block of ``block_size`` tokens: fp32 [full, parts, kv_heads, head_dim] (see
-        summaries.py)."""
+        """Summary of every *full* block of ``block_size`` tokens: [full, parts, kv_heads, head_dim], fp32 or the keys'
+        dtype (see summaries.py)."""
         if self.summaries is not None:
             return self.summaries(kind, block_size)[: self.length // block_size]
         from saccade.kv.summaries import summarize_view
