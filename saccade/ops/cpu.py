@@ -283,7 +283,8 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple
     by_key, positions = weights.float().T.contiguous(), positions.long().contiguous()
     if by_key.data_ptr() == weights.data_ptr():
         by_key = by_key.clone()  # one row: its transpose is itself, and the kernel writes over it
-    lines, counts = torch.empty(2, keys, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+    lines = torch.empty(2, keys, dtype=torch.int32, device="cpu")  # whatever device is the default
+    counts = torch.empty(2, dtype=torch.int64, device="cpu")
     recovered = _kernels.cover(
         _isa_index(),
         by_key.data_ptr(),
