@@ -12,12 +12,14 @@ from saccade import LLM, SamplingParams
 from saccade.engine.batched import BatchedDecode
 
 POLICIES = ("dense", "streaming(sinks=2, window=40)", "arkvale(budget=96)", "quest(budget=64, dense_layers=1)")
-FEW = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32)
+    return make_checkpoint(
+        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
+    )
 
 
 def engine(folder, batched: bool, **options) -> LLM:
@@ -74,14 +76,12 @@ def test_sampling_and_logprobs(engines):
 
 
 def test_a_second_turn_finds_keys_and_summaries(engines):
-    """Turns long enough to fill blocks in decode, and a prefill in between that fills others unseen by the step."""
+    """Pages of 16 fill in decode steps, and in a short prefill between them that summarizes none."""
     answers = []
     for one in engines:
-        with one.session(policy="arkvale(budget=96)") as session:
-            turns = [
-                session.generate(random_ids(length, seed=length), SamplingParams(temperature=0, max_tokens=36))
-                for length in (120, 3, 40)
-            ]
+        with one.session(policy="quest(budget=32, dense_layers=0)") as session:
+            params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+            turns = [session.generate(random_ids(length, seed=length), params) for length in (60, 15, 3)]
             answers.append([(turn.outputs[0].token_ids, turn.report) for turn in turns])
     for (own, own_report), (batched, batched_report) in zip(*answers):
         assert own == batched
@@ -90,15 +90,15 @@ def test_a_second_turn_finds_keys_and_summaries(engines):
 
 def test_preemption_and_cancelling(folder):
     """A pool too small for two: one is preempted and computed again; a cancelled one leaves its row to others."""
-    prompts = [random_ids(length, seed=length) for length in (250, 240)]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [random_ids(length, seed=length) for length in (250, 252)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     outputs = []
     for batched in (False, True):
-        one = LLM(folder, kv_memory=17 * 3 * 2 * 2 * 32 * 32 * 4, prefill_chunk=256, exact=False)
+        one = LLM(folder, kv_memory=17 * 2 * 2 * 2 * 32 * 32 * 4, prefill_chunk=256, exact=False)
         if batched:
             one.engine.executor.batched = BatchedDecode(one.model.runner)
         requests = [start(one, ids, params, "arkvale(budget=96)") for ids in prompts]
-        for _ in range(6):
+        for _ in range(3):
             one.engine.step()
         third = start(one, random_ids(20, seed=9), params)
         finish(one.engine)

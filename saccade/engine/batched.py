@@ -21,7 +21,7 @@ from saccade.engine.batched_tally import Tally
 from saccade.engine.report import Report
 from saccade.engine.request import Work
 from saccade.methods.base import Method
-from saccade.models import decode_step
+from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import pad
 
@@ -64,13 +64,13 @@ class BatchedDecode:
         self._tallies: dict[int, Tally] = {}  # by row
         self._pool: Any = None
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
-        self._serves = decode_step.serves(runner)
+        self._forward = DecodeStep(runner)
 
     def serves(self, work: Work) -> bool:
         """Whether this row can be part of a batched step."""
         policy, sequence = work.policy, work.request.sequence
         return (
-            self._serves
+            self._forward.serves
             and work.phase == "decode"
             and work.length == 1
             and work.request.error is None
@@ -189,7 +189,7 @@ class BatchedDecode:
         def forward() -> None:
             context = StepAttention(step.groups, buffers, pool, step.longest)
             tokens, positions = buffers.numbers[0, :rows], buffers.numbers[1, :rows]
-            step.logits = decode_step.decode_rows(self.runner, tokens, positions, context)
+            step.logits = self._forward.run(tokens, positions, context)
             step.best = step.logits.argmax(-1)
 
         if step.graph is not None:

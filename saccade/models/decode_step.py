@@ -1,27 +1,82 @@
 """One decode step of many sequences as a fixed row of launches: nothing on the way asks the host for anything that only
-the device knows, so a CUDA graph can record it."""
+the device knows, so a CUDA graph can record it.
+
+Layers of the Llama shape run as matrix products with a few kernels between them, all others as transformers' modules.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from saccade.models.interface import AttentionContext
+from saccade.models.interface import AttentionContext, LayerAttention
+from saccade.models.rotary import RotaryRows
 from saccade.models.runner import HFRunner
+from saccade.ops.triton.rows import add_norm, gated, rotate
+
+FAMILIES = ("llama", "mistral", "qwen2")
 
 
-def serves(runner: HFRunner) -> bool:
-    """Whether a row's rotary factors hang on its position alone: for others the host decides, at every step."""
-    rotary = runner._rotary
-    return rotary.long_from is None and rotary._grows_from is None
+class DecodeStep:
+    """Decode steps of ``runner``'s model on its device."""
+
+    def __init__(self, runner: HFRunner) -> None:
+        self.runner = runner
+        rotary = runner._rotary
+        # Other rotary factors hang on more than a row's position: the host decides, at every step.
+        self.serves = rotary.long_from is None and rotary._grows_from is None
+        self.lean = _of_llama_shape(runner)
+
+    @torch.inference_mode()
+    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        """``token_ids``, ``positions`` int64 [rows] on the model's device, one row a sequence -> float32 logits [rows,
+        vocab_size]. ``ctx`` is asked to attend with all rows at once."""
+        runner = self.runner
+        hidden = runner._embed(token_ids[None])
+        rotary = runner._rotary.embed(hidden, positions[None], ())
+        if self.lean and rotary.for_layer(0)[0].shape[-1] == runner.spec.head_dim:
+            return runner.family.finish_logits(self._lean(hidden[0], rotary, ctx), runner.config).float()
+        for index in range(runner.spec.layers):
+            hidden = runner._layer(index, hidden, positions[None], rotary.for_layer(index), ctx)
+        return runner._logits(hidden[0])
+
+    def _lean(self, hidden: Tensor, rotary: RotaryRows, ctx: AttentionContext) -> Tensor:
+        """All layers over ``hidden`` [rows, channels], which is overwritten; the head's output [rows, vocab_size]."""
+        runner, rows = self.runner, hidden.shape[0]
+        hidden, delta = hidden.contiguous(), None
+        for index, layer in enumerate(runner._decoder.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            x = _normed(hidden, delta, layer.input_layernorm)
+            q, k, v = (
+                project(x).view(rows, -1, runner.spec.head_dim)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            cos, sin = rotary.for_layer(index)
+            rotate(q, k, cos[0], sin[0])
+            spec = LayerAttention(scale=float(attention.scaling), window=runner.spec.windows[index])
+            out = ctx.attend(index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), spec)
+            delta = attention.o_proj(out.transpose(0, 1).reshape(rows, -1))
+            x = _normed(hidden, delta, layer.post_attention_layernorm)
+            delta = mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x)))
+        return runner._head(_normed(hidden, delta, runner._norm))
 
 
-@torch.inference_mode()
-def decode_rows(runner: HFRunner, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
-    """``token_ids``, ``positions`` int64 [rows] on the model's device, one row a sequence -> float32 logits [rows,
-    vocab_size]. ``ctx`` is asked to attend with all rows at once."""
-    hidden = runner._embed(token_ids[None])
-    rotary = runner._rotary.embed(hidden, positions[None], ())
-    for index in range(runner.spec.layers):
-        hidden = runner._layer(index, hidden, positions[None], rotary.for_layer(index), ctx)
-    return runner._logits(hidden[0])
+def _normed(hidden: Tensor, delta: Tensor | None, norm: Any) -> Tensor:
+    return add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+
+
+def _of_llama_shape(runner: HFRunner) -> bool:
+    """Whether every layer is what :meth:`DecodeStep._lean` computes."""
+    if runner.family.model_type not in FAMILIES or runner.config.hidden_act != "silu":
+        return False
+    for layer in runner._decoder.layers:
+        products = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkvo"]
+        products += [getattr(layer.mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        if not all(type(one) is nn.Linear for one in products):
+            return False
+        if not all(type(one).__name__.endswith("RMSNorm") and hasattr(one, "variance_epsilon") for one in norms):
+            return False
+    return runner.spec.head_dim % 2 == 0
