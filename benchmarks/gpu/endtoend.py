@@ -36,6 +36,7 @@ DECODE = os.environ.get(
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
 ).split()
 SIZES = ((65536, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
+PROFILED = bool(os.environ.get("PROFILE"))
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
 
@@ -76,6 +77,17 @@ def seconds(call: Callable[[], Any]) -> float:
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def profile(step: Callable[[], Any], steps: int = 4) -> None:
+    """Print where the device's time goes in a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)[:16]
+    for row in rows:
+        say(f"  {row.self_device_time_total / steps:9.1f} us {row.count / steps:6.1f} calls  {row.key[:90]}")
 
 
 class Bench:
@@ -171,6 +183,8 @@ class Bench:
             for _ in range(4):  # compiles, records, and replays twice
                 step()
             taken = seconds(lambda: [step() for _ in range(STEPS)]) / STEPS
+            if PROFILED:
+                profile(step)
             report = requests[0].report.as_dict()
         finally:
             for request in requests:
@@ -281,4 +295,5 @@ def main() -> None:
     Bench().run()
 
 
-main()
+if __name__ == "__main__":
+    main()
