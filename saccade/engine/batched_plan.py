@@ -54,7 +54,7 @@ class BestBlocks:
         blocks = -(-length // size)
         forced = choice.first + choice.last + (choice.after_full and length % size > 0)
         keys = (forced + max(0, choice.take)) * size - (size * blocks - length)
-        scored = length // size if self.rule is not None else blocks - forced if choice.take > 0 else 0
+        scored = blocks - forced if self.rule is not None or choice.take > 0 else 0
         return "blocks", keys, scored
 
 

@@ -21,7 +21,7 @@ class SequenceKV:
         self._stored_tables = self._tables.to(pool.k.device)  # the same tensor on a CPU
         self._lengths = [0] * layers
         self._summaries: dict[tuple[int, str, int], _Summary] = {}
-        self.version = 0  # grows when block tables change or rows are forgotten: copies of them are then out of date
+        self.version = 0  # grows when tables, or rows that no kernel stored, or buffers of summaries change
 
     @property
     def layers(self) -> int:
@@ -79,6 +79,7 @@ class SequenceKV:
         else:
             KVView(self.pool.k, self.pool.v, self._stored_tables[layer], start).write(start, k, v)
         self._lengths[layer] = start + count
+        self.version += 1
 
     def appended(self, count: int) -> None:
         """Count ``count`` rows that a kernel has stored in every layer, and the blocks that it summarized."""
@@ -90,8 +91,9 @@ class SequenceKV:
         return self._stored_tables
 
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
-        """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: float32 [>= blocks,
-        parts, kv_heads, head_dim]. Rows beyond the full blocks are not filled."""
+        """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
+        parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
+        self.version += 1
         return [
             self._summary(layer, kind, block_size).room(blocks, self._plain_view(layer)) for layer in range(self.layers)
         ]
@@ -105,7 +107,10 @@ class SequenceKV:
         """What ops and methods see of one layer."""
 
         def summaries(kind: str, block_size: int) -> Tensor:
-            return self._summary(layer, kind, block_size).upto(self._plain_view(layer))
+            summary = self._summary(layer, kind, block_size)
+            before, kept = summary.buffer, summary.upto(self._plain_view(layer))
+            self.version += summary.buffer is not before
+            return kept
 
         plain = self._plain_view(layer)
         return KVView(plain.k_pool, plain.v_pool, plain.table, plain.length, summaries)

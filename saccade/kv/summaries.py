@@ -4,8 +4,8 @@
 parts (hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound of every dot product. ``mean`` is the
 mean key.
 
-A CPU keeps the intervals in the keys' own dtype: every step reads them all, so half the bytes is half the time. Extremes
-lose nothing by it; cuboids are rounded, as in ArkVale's code, which keeps its digests in the model's dtype.
+Intervals are kept in the keys' own dtype: every step reads them all, so half the bytes is half the time. Extremes lose
+nothing by it; cuboids are rounded, as in ArkVale's code, which keeps its digests in the model's dtype.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
 
 def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: int) -> Tensor:
     """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], of the keys'
-    dtype for intervals on a CPU, else fp32."""
-    own = kind != "mean" and view.k_pool.device.type == "cpu"
+    dtype for intervals, else fp32."""
+    own = kind != "mean"
     step = max(1, TILE_KEYS // block_size)
     tiles = []
     for start in range(first, max(last, first + 1), step):

@@ -1,5 +1,5 @@
-"""What a decode step of many sequences needs beside attention, in a few launches a layer: new rows into the pages, block
-summaries, scores of blocks against them, and lists of the best.
+"""What a decode step of many sequences needs beside attention, in a few launches a layer: new rows into the pages,
+block summaries, scores of blocks against them, and lists of the best.
 
 A row stands for one sequence's token of the step. ``lengths`` int32 [rows] count the keys that it sees, its own among
 them; a row of length 0 is padding, which is neither stored nor read. The host is never asked for what only the device
@@ -21,8 +21,8 @@ from saccade.ops.triton.decode import KeyLists, Pages
 
 @dataclass(frozen=True)
 class Summaries:
-    """Where each row's summaries of full blocks lie: ``pointers`` int64 [rows] to float32 [blocks, 2, kv_heads,
-    head_dim], contiguous, with room for the block that the row may fill; ``kind`` "cuboid" or "minmax" (see
+    """Where each row's summaries of full blocks lie: ``pointers`` int64 [rows] to [blocks, 2, kv_heads, head_dim] of
+    the keys' dtype, contiguous, with room for the block that the row may fill; ``kind`` "cuboid" or "minmax" (see
     kv.summaries)."""
 
     pointers: Tensor
@@ -182,10 +182,10 @@ def _append(
                     center = (high + low) / 2
                     spread = tl.sum(tl.abs(center[None, :] - keys), 0) / SIZE
                     high, low = center + spread, center - spread
-                base = tl.load(pointers + row).to(tl.pointer_type(tl.float32))
+                base = tl.load(pointers + row).to(tl.pointer_type(k_pool.dtype.element_ty))
                 block = (at // SIZE).to(tl.int64)
-                tl.store(base + (block * 2 * KV_HEADS + kv_head) * D + channel, high, mask=real)
-                tl.store(base + ((block * 2 + 1) * KV_HEADS + kv_head) * D + channel, low, mask=real)
+                tl.store(base + (block * 2 * KV_HEADS + kv_head) * D + channel, high.to(k.dtype), mask=real)
+                tl.store(base + ((block * 2 + 1) * KV_HEADS + kv_head) * D + channel, low.to(k.dtype), mask=real)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -206,7 +206,7 @@ def _score(
     wanted = (block >= FIRST) & (block < stop)
     out = scores + (row * UNITS + unit).to(tl.int64) * blocks + block
     if (tl.program_id(0) * TILE < stop) & (length > 0):
-        base = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(tl.float32)), 16)
+        base = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
         channel = tl.arange(0, D_PAD)
         member = tl.arange(0, G_PAD)
         there = wanted[:, None] & (channel[None, :] < D)
@@ -221,8 +221,8 @@ def _score(
             above = tl.sum(tl.maximum(q, 0.0), 0)
             below = tl.sum(tl.minimum(q, 0.0), 0)
             at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
-            high = tl.load(at, mask=there, other=0.0)
-            low = tl.load(at + KV_HEADS * D, mask=there, other=0.0)
+            high = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            low = tl.load(at + KV_HEADS * D, mask=there, other=0.0).to(tl.float32)
             total += tl.sum(high * above[None, :] + low * below[None, :], 1)
         mean = total / (GROUP * PER)
         tl.store(out, tl.where(wanted, mean, float("-inf")), mask=block < blocks)
