@@ -15,16 +15,8 @@ from saccade.methods.base import (
     require_number,
     require_whole,
 )
-from saccade.methods.labels import (
-    CALIBRATION,
-    CHANNELS_BY,
-    PROMPT_ROWS,
-    SOURCES,
-    WHOLE_BITS,
-    Labels,
-    heaviest_channels,
-    top_tokens,
-)
+from saccade.methods.labels import CALIBRATION, CHANNELS_BY, PROMPT_ROWS, SOURCES, around, heaviest_channels
+from saccade.ops.labels import WHOLE_BITS, Labels
 from saccade.selection import Dense, Selection
 
 
@@ -85,4 +77,6 @@ class DoubleSparsity(Method):
         if count >= shape.k_len:
             return Dense(shape)
         query.cost.estimated += shape.k_len
-        return top_tokens(query, state.scores(query.q[:, 0], self.unit), count, self.sinks, self.local)
+        last = shape.k_len - self.local
+        best = state.top(query.q[:, 0], self.unit, count - self.sinks - self.local, self.sinks, last)
+        return around(shape, best, self.sinks, last)

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
-from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, heaviest_channels
+from saccade.methods.labels import CALIBRATION, SOURCES, around, heaviest_channels
+from saccade.ops.labels import WHOLE_BITS, Labels
 from saccade.ops.scores import row_logits, top_places
-from saccade.selection import Dense, Selection, Tokens
+from saccade.selection import Dense, Selection
 
 
 @dataclass(eq=False)
 class Shared:
     """State of one layer. ``donor``: for each unit the unit whose set it takes. ``layer_donor``: the layer whose sets
-    this one takes, or None. ``sets`` int64 [units, heavy], made when the middle ended before ``since``. ``critical``
-    int64 [units, rows, heavy], sorted: the keys of most weight of the prompt's last rows, until the layers' donors are
-    settled."""
+    this one takes, or None. ``sets`` int32 [units, heavy], rising, made when the middle ended before ``since``.
+    ``critical`` int64 [units, rows, heavy], sorted: the keys of most weight of the prompt's last rows, until the
+    layers' donors are settled."""
 
     labels: Labels | None
     donor: list[int]
@@ -102,10 +103,7 @@ class HShare(Method):
                 self._retrieve(query, state)
         else:
             query.cost.searches = 0
-        units = state.sets.shape[0]
-        around = torch.cat([torch.arange(self.sinks), torch.arange(state.since, shape.k_len)]).expand(units, -1)
-        tokens = torch.sort(torch.cat([around, state.sets], 1), dim=1).values
-        return Tokens(shape, torch.arange(units + 1) * tokens.shape[1], tokens.flatten().to(torch.int32))
+        return around(shape, state.sets, self.sinks, state.since)
 
     def _retrieve(self, query: Query, state: Shared) -> None:
         """New sets for the units that share with nobody; the others' rows repeat their donors'."""
@@ -116,11 +114,11 @@ class HShare(Method):
                 for g in range(shape.kv_heads)
             ]
             scores = torch.cat([one if self.unit == "q_head" else one.mean(0, keepdim=True) for one in logits])
+            best = (top_places(scores[:, first:last], self.heavy) + first).to(torch.int32)
         else:
             state.labels.extend(query.kv)
-            scores = state.labels.scores(query.q[:, 0], self.unit)
-        ranked = scores[:, first:last]
-        state.sets, state.since = (top_places(ranked, self.heavy) + first)[state.donor], last
+            best = state.labels.top(query.q[:, 0], self.unit, self.heavy, first, last)
+        state.sets, state.since = best[state.donor], last
         heads = len(set(state.donor)) * shape.heads // len(state.donor)
         work = -(-shape.k_len * heads // shape.heads)
         query.cost.searches = heads

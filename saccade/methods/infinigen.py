@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
-from saccade.methods.labels import WHOLE_BITS, Labels, top_tokens
+from saccade.methods.labels import top_tokens
+from saccade.ops.labels import WHOLE_BITS, Labels
 from saccade.selection import Dense, Selection
 
 CALIBRATION = "skew"  # an orthogonal matrix per KV head: see `saccade calibrate`
