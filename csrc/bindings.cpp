@@ -168,6 +168,7 @@ NB_MODULE(_kernels, m) {
     m.def("read_pass", &read_pass);
     m.def("gather_pass", &gather_pass);
     saccade::bind_decode(m);
+    saccade::bind_rows(m);
     saccade::bind_sharing(m);
     saccade::bind_blocks(m);
 }

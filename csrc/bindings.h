@@ -48,6 +48,7 @@ inline Attention geometry(int threads, int storage, uintptr_t q, int64_t q_head_
 
 // The parts of the module in bindings_decode.cpp, bindings_blocks.cpp and sharing.cpp.
 void bind_decode(nanobind::module_& m);
+void bind_rows(nanobind::module_& m);  // bindings_rows.cpp
 void bind_blocks(nanobind::module_& m);
 void bind_sharing(nanobind::module_& m);
 

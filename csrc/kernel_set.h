@@ -9,6 +9,7 @@
 #include "line_cover.h"
 #include "prefill.h"
 #include "progressive.h"
+#include "rows.h"
 #include "score_tables.h"
 
 namespace saccade {
@@ -72,6 +73,21 @@ void cover(const CoverCall& call) {
     call.counts[0] = c.column_count;
     call.counts[1] = c.distance_count;
     *call.recovered = c.recovered;
+}
+
+void project_rows(const ProjectRows& c) {
+    if (c.storage == static_cast<int>(Storage::bf16)) layer::project_rows_typed<uint16_t>(c);
+    else layer::project_rows_typed<float>(c);
+}
+
+void finish_rows(const FinishRows& c) {
+    if (c.storage == static_cast<int>(Storage::bf16)) layer::finish_rows_typed<uint16_t>(c);
+    else layer::finish_rows_typed<float>(c);
+}
+
+void head_rows(const HeadRows& c) {
+    if (c.storage == static_cast<int>(Storage::bf16)) layer::head_rows_typed<uint16_t>(c);
+    else layer::head_rows_typed<float>(c);
 }
 
 float read_pass(const void* data, int64_t bytes) {

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "row_calls.h"
+
 #define SACCADE_INLINE inline __attribute__((always_inline))
 
 namespace saccade {
@@ -194,6 +196,9 @@ struct KernelSet {
     void (*progressive)(const Progressive&);
     void (*rank_blocks)(const BlockRanking&);
     void (*label_scores)(const LabelScores&);
+    void (*project_rows)(const ProjectRows&);
+    void (*finish_rows)(const FinishRows&);
+    void (*head_rows)(const HeadRows&);
 };
 
 extern const KernelSet portable_kernels;

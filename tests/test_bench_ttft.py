@@ -128,7 +128,7 @@ def test_timing_ends_with_its_block(folder):
     clock = Clock()
     with timing(llm.engine, clock):
         llm.generate(prompt(64, 300), FIRST)
-    assert clock.seconds.keys() == {"attention", "selection"}
+    assert {"attention", "selection"} <= clock.seconds.keys()
     before = dict(clock.seconds)
     llm.generate(prompt(64, 300), FIRST)
     assert clock.seconds == before

@@ -87,6 +87,14 @@ class AheadRows:
     visit: Callable[[int, Tensor], None]
 
 
+class Stopwatch(Protocol):
+    """Adds up the time of named stretches."""
+
+    def begin(self, name: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
 class AttentionContext(Protocol):
     """Supplied by the engine for one packed forward pass."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.models.families import Family
+from saccade.models.fused import FusedDecoder
 from saccade.models.interface import (
     AheadRows,
     AttentionContext,
@@ -21,8 +22,10 @@ from saccade.models.interface import (
     ModelSpec,
     ScoredRows,
     Segment,
+    Stopwatch,
 )
 from saccade.models.rotary import CosSin, Rotary, RotaryRows
+from saccade.ops.layer_rows import MOST_ROWS
 
 SCORED_SLICE = 256  # rows: 128 MiB of float32 logits at a vocabulary of 128K
 
@@ -41,6 +44,7 @@ class HFRunner:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._norm = getattr(self._decoder, family.final_norm)
+        self._fused = FusedDecoder.of(model, spec)
         self._rotary = Rotary(self._decoder.rotary_emb, self.config, per_layer_type=family.rotary_per_layer_type)
 
     @property
@@ -55,6 +59,12 @@ class HFRunner:
         itself beyond the trained context. A store that shares or extends cached keys compares regimes.
         """
         return self._rotary.regime(length)
+
+    def watch(self, stopwatch: Stopwatch | None) -> None:
+        """Have ``stopwatch`` time, as "linear", the parts of layers that run without transformers' modules, which
+        whoever times those cannot see. None ends it."""
+        if self._fused is not None:
+            self._fused.stopwatch = stopwatch
 
     @property
     def layers_rotate_alike(self) -> bool:
@@ -97,7 +107,11 @@ class HFRunner:
                 ahead.visit(index + 1, seen.q)
             skip = None if frozen is None else frozen.skip(index)
             if skip is None or not bool(skip.any()):
-                hidden = self._layer(index, hidden, positions, rotary.for_layer(index), ctx)
+                pair = rotary.for_layer(index)
+                if self._fused is not None and self._fused.serves(hidden, pair):
+                    self._fused.layer(index, hidden, pair, ctx)
+                else:
+                    hidden = self._layer(index, hidden, positions, pair, ctx)
                 continue
             assert frozen is not None
             projected, live = (skip & frozen.projected).nonzero()[:, 0], (~skip).nonzero()[:, 0]
@@ -152,7 +166,11 @@ class HFRunner:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """``hidden`` [rows, hidden] -> float32 [rows, vocab]. The family's last step runs in the model's dtype."""
-        return self.family.finish_logits(self._head(self._norm(hidden)), self.config).float()
+        if self._fused is not None and 0 < len(hidden) <= MOST_ROWS:
+            raw = self._fused.logits(hidden)
+        else:
+            raw = self._head(self._norm(hidden))
+        return self.family.finish_logits(raw, self.config).float()
 
 
 class _Seen(Exception):

@@ -1,0 +1,314 @@
+// What a decoder layer of the Llama shape does to a few rows besides attention: norms, products with weight matrices,
+// rotations, gated activations. Every weight is read once for all rows, in order, and a row's result does not depend on
+// how many rows there are. Values are rounded to the storage type wherever the layer's own modules would round them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "kernels.h"
+#include "math.h"
+#include "threads.h"
+
+namespace saccade {
+namespace {
+namespace layer {
+
+constexpr int kOutTile = 4;         // rows of a weight matrix that are read together
+constexpr int kRowTile = 4;         // rows of x in a register tile
+constexpr int64_t kTaskRows = 32;   // rows of a weight matrix to a task
+
+template <class T>
+struct RowMath {
+    using Math = std::conditional_t<std::is_same_v<T, uint16_t>, HalfMath, Fp32Math>;
+    static constexpr bool kDot = Math::per_unit == 2;
+    using X = std::conditional_t<kDot, uint16_t, float>;  // what x is multiplied as
+    static constexpr int64_t unit = kDot ? 2 * W : W;     // values a vector
+
+    static SACCADE_INLINE F load_w(const T* p) {
+        if constexpr (kDot) return Math::load(p);
+        else return Simd::load_row(p);
+    }
+    static SACCADE_INLINE F load_x(const X* p) {
+        if constexpr (kDot) return Math::load(p);
+        else return Simd::load(p);
+    }
+    static SACCADE_INLINE F mac(F acc, F a, F b) { return Math::mac(acc, a, b); }
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(uint16_t x) {
+    uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+inline void store_value(float* p, float x) { *p = x; }
+inline void store_value(uint16_t* p, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) *p = static_cast<uint16_t>((bits >> 16) | 0x40);
+    else *p = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+template <class T>
+inline float rounded(float x) {
+    T stored;
+    store_value(&stored, x);
+    return to_float(stored);
+}
+
+// x rounded to the storage type, lane by lane.
+template <class T>
+inline F rounded(F x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+    T stored[W];
+    Simd::store_row(stored, x);
+    return Simd::load_row(stored);
+}
+
+// out[r][o] = sum over i of w[o][i] * x[r][i] for O rows of w and R rows of x.
+template <class T, int O, int R>
+inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, float* out) {
+    using M = RowMath<T>;
+    F acc[R][O];
+    for (int r = 0; r < R; ++r)
+        for (int o = 0; o < O; ++o) acc[r][o] = Simd::set1(0);
+    int64_t i = 0;
+    for (; i + M::unit <= in; i += M::unit) {
+        F a[O];
+        for (int o = 0; o < O; ++o) {
+            const T* p = w + o * in + i;
+            Simd::prefetch(p + O * in);  // the next tile's; harmless behind the last
+            a[o] = M::load_w(p);
+        }
+        for (int r = 0; r < R; ++r) {
+            F b = M::load_x(x + r * in + i);
+            for (int o = 0; o < O; ++o) acc[r][o] = M::mac(acc[r][o], a[o], b);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int o = 0; o < O; ++o) {
+            float rest = 0;
+            for (int64_t j = i; j < in; ++j) rest += to_float(w[o * in + j]) * to_float(x[r * in + j]);
+            out[r * O + o] = Simd::sum(acc[r][o]) + rest;
+        }
+}
+
+// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded; y has `stride` values a row.
+template <class T>
+void multiply(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
+              int64_t last, T* y, int64_t stride) {
+    const T *w = static_cast<const T*>(m.weight), *bias = static_cast<const T*>(m.bias);
+    float sums[kOutTile * kRowTile];
+    auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
+        constexpr int O = decltype(outs)::value, R = decltype(count)::value;
+        product<T, O, R>(w + o * in, in, x + r * in, sums);
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < O; ++j)
+                store_value(y + (r + i) * stride + o + j, sums[i * O + j] + (bias ? to_float(bias[o + j]) : 0.0f));
+    };
+    auto all_rows = [&](auto outs, int64_t o) {
+        int64_t r = 0;
+        for (; r + kRowTile <= rows; r += kRowTile) tile(outs, std::integral_constant<int, kRowTile>{}, o, r);
+        for (; r < rows; ++r) tile(outs, std::integral_constant<int, 1>{}, o, r);
+    };
+    int64_t o = first;
+    for (; o + kOutTile <= last; o += kOutTile) all_rows(std::integral_constant<int, kOutTile>{}, o);
+    for (; o < last; ++o) all_rows(std::integral_constant<int, 1>{}, o);
+}
+
+// What x is multiplied as: itself, or as fp32 in `room`.
+template <class T>
+const typename RowMath<T>::X* operand(const T* x, int64_t count, float* room) {
+    if constexpr (std::is_same_v<T, typename RowMath<T>::X>) return x;
+    else {
+        for (int64_t i = 0; i < count; ++i) room[i] = to_float(x[i]);
+        return room;
+    }
+}
+
+// y = weight * round(x / rms(x)) over `n` channels, the squares' mean raised by epsilon.
+template <class T>
+void rms_norm(const T* x, const T* weight, double epsilon, int64_t n, T* y) {
+    F acc = Simd::set1(0);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        F v = Simd::load_row(x + i);
+        acc = Simd::fma(v, v, acc);
+    }
+    float sum = Simd::sum(acc);
+    for (int64_t j = i; j < n; ++j) sum += to_float(x[j]) * to_float(x[j]);
+    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(n) + static_cast<float>(epsilon));
+    const F factor = Simd::set1(scale);
+    for (i = 0; i + W <= n; i += W)
+        Simd::store_row(y + i,
+                        Simd::mul(Simd::load_row(weight + i), rounded<T>(Simd::mul(Simd::load_row(x + i), factor))));
+    for (; i < n; ++i) store_value(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
+}
+
+// One head, in place: x cos + rotate_half(x) sin.
+template <class T>
+void rotate(T* x, const T* cos, const T* sin, int64_t n) {
+    const int64_t half = n / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = to_float(x[i]), b = to_float(x[i + half]);
+        const float low = rounded<T>(a * to_float(cos[i])) + rounded<T>(-b * to_float(sin[i]));
+        const float high = rounded<T>(b * to_float(cos[i + half])) + rounded<T>(a * to_float(sin[i + half]));
+        store_value(x + i, low);
+        store_value(x + i + half, high);
+    }
+}
+
+// gate = silu(gate) * up
+template <class T>
+void gated(T* gate, const T* up, int64_t n) {
+    const F one = Simd::set1(1.0f), zero = Simd::set1(0.0f);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        F g = Simd::load_row(gate + i);
+        F e = Simd::exp2(Simd::mul(Simd::abs(g), Simd::set1(-kLog2e)));
+        F sigmoid = Simd::div(Simd::less(g, zero, e, one), Simd::add(one, e));
+        Simd::store_row(gate + i, Simd::mul(rounded<T>(Simd::mul(g, sigmoid)), Simd::load_row(up + i)));
+    }
+    for (; i < n; ++i) {
+        const float g = to_float(gate[i]);
+        store_value(gate + i, rounded<T>(g / (1.0f + std::exp(-g))) * to_float(up[i]));
+    }
+}
+
+template <class T>
+void add_rows(T* x, const T* y, int64_t n) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) Simd::store_row(x + i, Simd::add(Simd::load_row(x + i), Simd::load_row(y + i)));
+    for (; i < n; ++i) store_value(x + i, to_float(x[i]) + to_float(y[i]));
+}
+
+// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, kTaskRows at a time.
+template <class Work>
+void over_rows(const int64_t* sizes, int pieces, int threads, Work&& work) {
+    struct Context {
+        const int64_t* sizes;
+        int pieces;
+        Work* work;
+    } context{sizes, pieces, &work};
+    int64_t tasks = 0;
+    for (int p = 0; p < pieces; ++p) tasks += (sizes[p] + kTaskRows - 1) / kTaskRows;
+    parallel_for(
+        tasks, threads,
+        [](void* data, int64_t index) {
+            Context& c = *static_cast<Context*>(data);
+            for (int p = 0; p < c.pieces; ++p) {
+                const int64_t count = (c.sizes[p] + kTaskRows - 1) / kTaskRows;
+                if (index < count) {
+                    (*c.work)(p, index * kTaskRows, std::min(c.sizes[p], (index + 1) * kTaskRows));
+                    return;
+                }
+                index -= count;
+            }
+        },
+        &context);
+}
+
+template <class T>
+void norm_rows(const void* hidden, const void* weight, double epsilon, int64_t rows, int64_t n, T* y) {
+    const T* x = static_cast<const T*>(hidden);
+    for (int64_t r = 0; r < rows; ++r) rms_norm<T>(x + r * n, static_cast<const T*>(weight), epsilon, n, y + r * n);
+}
+
+template <class T>
+void project_rows_typed(const ProjectRows& c) {
+    auto carve = [&](Carver& take) {
+        T* x = take.template take<T>(c.rows * c.channels);
+        return std::pair<T*, float*>(x, take.template take<float>(c.rows * c.channels));
+    };
+    Carver count(nullptr);
+    carve(count);
+    Carver carver(static_cast<char*>(thread_scratch(count.used())));
+    auto [x, room] = carve(carver);
+    norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, x);
+    const auto* operands = operand<T>(x, c.rows * c.channels, room);
+    const int64_t sizes[3] = {c.parts[0].rows, c.parts[1].rows, c.parts[2].rows};
+    over_rows(sizes, 3, c.threads, [&](int part, int64_t first, int64_t last) {
+        multiply<T>(c.parts[part], c.channels, operands, c.rows, first, last, static_cast<T*>(c.out[part]),
+                    sizes[part]);
+    });
+    for (int part = 0; part < 2; ++part) {
+        T* out = static_cast<T*>(c.out[part]);
+        const T* norm = static_cast<const T*>(c.head_norms[part]);
+        for (int64_t r = 0; r < c.rows; ++r)
+            for (int64_t at = 0; at < sizes[part]; at += c.head_dim) {
+                T* head = out + r * sizes[part] + at;
+                if (norm) rms_norm<T>(head, norm, c.head_epsilon, c.head_dim, head);
+                if (c.cos)
+                    rotate<T>(head, static_cast<const T*>(c.cos) + r * c.head_dim,
+                              static_cast<const T*>(c.sin) + r * c.head_dim, c.head_dim);
+            }
+    }
+}
+
+template <class T>
+void finish_rows_typed(const FinishRows& c) {
+    const int64_t rows = c.rows, n = c.channels, inner = c.gate.rows;
+    struct Room {
+        T *x, *y, *gate, *up;
+        float* wide;
+    };
+    auto carve = [&](Carver& take) {
+        Room room;
+        room.x = take.template take<T>(rows * n);
+        room.y = take.template take<T>(rows * n);
+        room.gate = take.template take<T>(rows * inner);
+        room.up = take.template take<T>(rows * inner);
+        room.wide = take.template take<float>(rows * std::max(std::max(inner, n), c.attended_channels));
+        return room;
+    };
+    Carver count(nullptr);
+    carve(count);
+    Carver carver(static_cast<char*>(thread_scratch(count.used())));
+    Room room = carve(carver);
+    T* hidden = static_cast<T*>(c.hidden);
+
+    const auto* x = operand<T>(static_cast<const T*>(c.attended), rows * c.attended_channels, room.wide);
+    over_rows(&n, 1, c.threads, [&](int, int64_t first, int64_t last) {
+        multiply<T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
+    });
+    add_rows<T>(hidden, room.y, rows * n);
+
+    norm_rows<T>(hidden, c.norm, c.epsilon, rows, n, room.x);
+    x = operand<T>(room.x, rows * n, room.wide);
+    over_rows(&inner, 1, c.threads, [&](int, int64_t first, int64_t last) {
+        multiply<T>(c.gate, n, x, rows, first, last, room.gate, inner);
+        multiply<T>(c.up, n, x, rows, first, last, room.up, inner);
+        for (int64_t r = 0; r < rows; ++r)
+            gated<T>(room.gate + r * inner + first, room.up + r * inner + first, last - first);
+    });
+    x = operand<T>(room.gate, rows * inner, room.wide);
+    over_rows(&n, 1, c.threads, [&](int, int64_t first, int64_t last) {
+        multiply<T>(c.down, inner, x, rows, first, last, room.y, n);
+    });
+    add_rows<T>(hidden, room.y, rows * n);
+}
+
+template <class T>
+void head_rows_typed(const HeadRows& c) {
+    auto carve = [&](Carver& take) {
+        T* x = take.template take<T>(c.rows * c.channels);
+        return std::pair<T*, float*>(x, take.template take<float>(c.rows * c.channels));
+    };
+    Carver count(nullptr);
+    carve(count);
+    Carver carver(static_cast<char*>(thread_scratch(count.used())));
+    auto [x, room] = carve(carver);
+    norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, x);
+    const auto* operands = operand<T>(x, c.rows * c.channels, room);
+    over_rows(&c.head.rows, 1, c.threads, [&](int, int64_t first, int64_t last) {
+        multiply<T>(c.head, c.channels, operands, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
+    });
+}
+
+}  // namespace layer
+}  // namespace
+}  // namespace saccade

@@ -1,0 +1,145 @@
+"""The row kernels of a decoder layer against transformers' own modules, on every instruction set that runs here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import CONFIGS, make_checkpoint
+
+from saccade.models.fused import FAMILIES
+from saccade.models.interface import Segment
+from saccade.models.loader import load_model
+from saccade.ops import attend, cpu
+from saccade.ops.layer_rows import MOST_ROWS, Matrix, Norm, RowLayer, head, reads
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=cpu.supported_isas() or ["none"])
+def isa(request):
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa(None)
+
+
+class Attention:
+    """Plain causal attention of the rows among themselves; keeps what the layers handed over."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, ...]] = []
+
+    def attend(self, layer, q, k, v, spec):
+        self.seen.append((q.clone(), k.clone(), v.clone(), spec))
+        return attend(q, (k, v), scale=spec.scale, backend="reference")[0]
+
+
+def ran(runner, rows: int, fused: bool):
+    kept, context = runner._fused, Attention()
+    runner._fused = kept if fused else None
+    ids = (torch.arange(rows) * 7 + 3) % 250
+    try:
+        logits = runner.run(
+            ids,
+            torch.arange(rows) + 20,
+            context,
+            segments=[Segment(0, rows, rows + 20)],
+            logit_rows=torch.arange(rows),
+        )
+    finally:
+        runner._fused = kept
+    return logits, context.seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_layers_hand_over_what_the_modules_do(family, dtype, isa, tmp_path):
+    runner = load_model(make_checkpoint(family, tmp_path), dtype=dtype).runner
+    assert runner._fused is not None
+    for rows in (1, 3, 6):
+        ours, seen = ran(runner, rows, fused=True)
+        theirs, wanted = ran(runner, rows, fused=False)
+        near = TOLERANCE[dtype]
+        assert float((ours - theirs).abs().max()) <= near * float(theirs.abs().max())
+        for (*parts, spec), (*others, other) in zip(seen, wanted, strict=True):
+            assert (spec.scale, spec.window, spec.softcap) == (other.scale, other.window, other.softcap)
+            for a, b in zip(parts, others):
+                assert a.shape == b.shape
+                assert float((a - b).abs().max()) <= near * max(1.0, float(b.abs().max()))
+
+
+def test_a_row_does_not_hang_on_the_others(isa, tmp_path):
+    runner = load_model(make_checkpoint("qwen3", tmp_path), dtype=torch.float32).runner
+    layer = runner._fused.layers[0]
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(MOST_ROWS, 48, generator=rng)
+    cos, sin = torch.rand(2, MOST_ROWS, 16, generator=rng)
+    attended = torch.randn(4, MOST_ROWS, 16, generator=rng)
+    together = layer.project(hidden, cos, sin)
+    whole = hidden.clone()
+    layer.finish(whole, attended)
+    for row in range(MOST_ROWS):
+        part = slice(row, row + 1)
+        alone = layer.project(hidden[part], cos[part], sin[part])
+        assert all(torch.equal(a[:, part], b) for a, b in zip(together, alone))
+        own = hidden[part].clone()
+        layer.finish(own, attended[:, part])
+        assert torch.equal(own, whole[part])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("threads", [1, 3])
+def test_shapes_that_fill_no_vector(dtype, threads, isa):
+    """Channels that are no multiple of anything, and more outputs than one task takes."""
+    rng = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5).to(dtype)
+
+    channels, dim, inner, rows = 45, 14, 101, 5
+    norm, second = Norm(1 + draw(channels), 1e-5), Norm(1 + draw(channels), 1e-6)
+    q, k, v = (Matrix(draw(heads * dim, channels), draw(heads * dim)) for heads in (3, 1, 1))
+    output, down = Matrix(draw(channels, 3 * dim), draw(channels)), Matrix(draw(channels, inner))
+    gate, up = Matrix(draw(inner, channels), draw(inner)), Matrix(draw(inner, channels))
+    layer = RowLayer(norm, q, k, v, output, second, gate, up, down, dim)
+    hidden, attended = draw(rows, channels) * 6, draw(3, rows, dim) * 3
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        projected = layer.project(hidden, None, None)
+        done = hidden.clone()
+        layer.finish(done, attended)
+        logits = head(hidden, second, gate)
+    finally:
+        torch.set_num_threads(before)
+
+    def normed(x, by):
+        return x / (x.square().mean(-1, keepdim=True) + by.epsilon).sqrt() * by.weight.double()
+
+    def through(x, by):
+        return x @ by.weight.double().T + (0 if by.bias is None else by.bias.double())
+
+    x = hidden.double()
+    wanted = [through(normed(x, norm), part).unflatten(1, (-1, dim)).transpose(0, 1) for part in (q, k, v)]
+    after = x + through(attended.double().transpose(0, 1).flatten(1), output)
+    inside = normed(after, second)
+    after = after + through(torch.nn.functional.silu(through(inside, gate)) * through(inside, up), down)
+    near = TOLERANCE[dtype]
+    for ours, exact in (*zip(projected, wanted), (done, after), (logits, through(normed(x, second), gate))):
+        assert ours.dtype == dtype
+        assert float((ours.double() - exact).abs().max()) <= near * float(exact.abs().max())
+
+
+def test_models_of_other_shapes_keep_their_modules(tmp_path):
+    for family in ("gemma", "phi3", "mixtral", "granite"):
+        assert family in CONFIGS
+        folder = tmp_path / family
+        folder.mkdir()
+        assert load_model(make_checkpoint(family, folder), dtype=torch.float32).runner._fused is None
+
+
+def test_only_plain_weights_are_read():
+    assert reads(torch.zeros(4, 4), None, torch.zeros(4))
+    assert not reads(torch.zeros(4, 4).T[:3], torch.zeros(4))
+    assert not reads(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16))
+    assert not reads(torch.zeros(4, dtype=torch.float16))
