@@ -10,6 +10,7 @@
 #include "prefill.h"
 #include "progressive.h"
 #include "rows.h"
+#include "row_passes.h"
 #include "score_tables.h"
 
 namespace saccade {

@@ -176,6 +176,25 @@ struct LabelScores {
     int threads;
 };
 
+// One operation on `rows` rows of `width` values (row_passes.h), all of one storage type. `x` and `other` have strides, in
+// elements; `out` and `weight` are contiguous. For rotate `x` is [heads, rows, head_dim], `weight` and `other` are the
+// cosines and sines [rows, width], and the result goes to `x`.
+enum class RowPass : int { rms_norm = 0, silu_mul = 1, rotate = 2 };
+
+struct PassCall {
+    RowPass op;
+    Storage storage;
+    int threads;
+    int64_t rows, width, heads;
+    void* x;
+    int64_t x_stride, head_stride;
+    const void* other;
+    int64_t other_stride;
+    const void* weight;
+    void* out;
+    float eps;
+};
+
 // The kernels of one instruction set.
 struct KernelSet {
     const char* name;
@@ -199,6 +218,7 @@ struct KernelSet {
     void (*project_rows)(const ProjectRows&);
     void (*finish_rows)(const FinishRows&);
     void (*head_rows)(const HeadRows&);
+    void (*row_pass)(const PassCall&);
 };
 
 extern const KernelSet portable_kernels;

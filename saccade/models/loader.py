@@ -23,6 +23,7 @@ from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
 from saccade.models.interface import ModelSpec
+from saccade.models.passes import install
 from saccade.models.probe import probe_layers
 from saccade.models.refusals import refuse_unsupported
 from saccade.models.rotary import rope_type
@@ -70,6 +71,7 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     model.to(target)
     model.eval()
     spec = _spec(model, family, run_dtype)
+    install(model, spec)
     generation_config = model.generation_config
     notes += _config_notes(config)
     for note in notes:
