@@ -30,17 +30,20 @@ def chunk_of(rows: int, n: int, pattern: str = "lines", seed: int = 0, heads: in
 
 
 def exact(gamma: float = 0.9, **options) -> FlexPrefill:
-    return FlexPrefill(gamma=gamma, **{"tau": 0.0, "block_size": 64, "min_budget": 0, **options})
+    """Without a floor, by blocks and all vertical-slash unless ``options`` say otherwise."""
+    return FlexPrefill(gamma=gamma, **{"tau": 0.0, "block_size": 64, "min_budget": 0, "lines": "block", **options})
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("gamma", [0.3, 0.6, 0.9, 0.95, 0.99])
 @pytest.mark.parametrize(("rows", "n"), [(700, 700), (200, 700), (65, 640), (5, 700), (1, 700), (130, 450)])
-def test_vertical_slash_heads_keep_gamma_of_the_representative_rows(pattern, gamma, rows, n):
-    """Eq. 3 on the rows that were looked at: the last block of rows of the chunk, on average over them."""
+@pytest.mark.parametrize("options", [{"lines": "block"}, {"lines": "token"}, {"tau": 1.0}])
+def test_every_head_keeps_gamma_of_the_representative_rows(pattern, gamma, rows, n, options):
+    """Eq. 3 on the rows that were looked at, the last block of rows of the chunk, on average over them; query-aware
+    heads (tau=1) too."""
     q, k, view, _ = chunk_of(rows, n, pattern, seed=rows)
     for size in (64, 128):
-        used = run_method(exact(gamma, block_size=size), "prefill", q, view, rows)[2]
+        used = run_method(exact(gamma, block_size=size, **options), "prefill", q, view, rows)[2]
         looked_at = min(rows, size)
         mass = mass_of(q[:, -looked_at:], k, used.mask()[:, -looked_at:]).mean(1)
         assert (mass >= gamma - 1e-5).all()
@@ -77,8 +80,8 @@ def test_the_diagonal_and_the_first_block_are_always_read(rows):
 def test_a_planted_column_and_slash_are_covered_on_every_row():
     columns, slashes = (7, 301), (13, 190)
     q, _, view, _ = chunk_of(700, 700, "lines", seed=3)
-    for size in (64, 128):
-        mask = run_method(exact(0.9, block_size=size), "prefill", q, view, 700)[2].mask()
+    for options in ({"block_size": 64}, {"block_size": 128}, {"lines": "token"}):
+        mask = run_method(exact(0.9, **options), "prefill", q, view, 700)[2].mask()
         for column in columns:
             assert mask[:, column:, column].all()
         for slash in slashes:
@@ -94,16 +97,18 @@ def test_a_slash_on_a_block_border_is_covered():
         assert torch.diagonal(mask, -slash, 1, 2).all()
 
 
-@pytest.mark.parametrize("tau", [0.0, 1.0])
+@pytest.mark.parametrize(("tau", "lines"), [(0.0, "block"), (0.0, "token"), (1.0, "block")])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("min_budget", [0, 256])
-def test_monotone_in_gamma(tau, pattern, min_budget):
-    """More weight asked for never drops a block, with or without a floor."""
+def test_monotone_in_gamma(tau, lines, pattern, min_budget):
+    """More weight asked for never drops a key, with or without a floor."""
     for rows in (700, 130):
         q, _, view, _ = chunk_of(rows, 700, pattern, seed=5)
         before = None
         for gamma in (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0):
-            mask = run_method(exact(gamma, tau=tau, min_budget=min_budget), "prefill", q, view, rows)[2].mask()
+            mask = run_method(exact(gamma, tau=tau, lines=lines, min_budget=min_budget), "prefill", q, view, rows)[
+                2
+            ].mask()
             assert before is None or not (before & ~mask).any(), gamma
             before = mask
 
@@ -247,6 +252,9 @@ def test_each_head_decides_for_itself():
         {"min_budget": 1.5},
         {"max_budget": 64},
         {"max_budget": 512, "min_budget": 1024},
+        {"lines": "row"},
+        {"lines": "block", "mode": "paper"},
+        {"lines": "block", "mode": "reference"},
     ],
 )
 def test_bad_options_are_refused(options):

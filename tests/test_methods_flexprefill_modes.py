@@ -111,6 +111,31 @@ def test_paper_lines_are_monotone_in_gamma():
             before = mask
 
 
+def test_the_fixed_mode_reads_the_paper_s_lines_and_knows_the_true_blocks_of_the_last_rows():
+    """Query-aware heads as in Alg. 4 but for the query blocks of the representative rows: there the fewest key blocks
+    that hold gamma of those rows' true weight."""
+    q, k, view, _ = setup(300, 690, FLAT)
+    options = {"gamma": 0.6, "block_size": 64, "min_budget": 0}
+    paper, fixed = (
+        run_method(FlexPrefill(**options, tau=1.0, mode=mode), "prefill", q, view, 300)[2]
+        for mode in ("paper", "fixed")
+    )
+    assert isinstance(paper, Blocks)
+    assert isinstance(fixed, Blocks)
+    assert torch.equal(paper.block_mask()[:, :-2], fixed.block_mask()[:, :-2])  # rows 626 .. 689 lie in blocks 9 and 10
+    for head in range(4):
+        weights = weights_of(q, k, head, 64).sum(0)
+        chosen = set(fewest([float(part.sum()) for part in weights.split(64)], 0.6))
+        for block in (9, 10):
+            row = fixed.block_mask()[head, block - fixed.first_q_block]
+            assert set(row.nonzero()[:, 0].tolist()) == {c for c in chosen | {0, block} if c <= block}
+    alike = [
+        run_method(FlexPrefill(**options, tau=0.0, mode=mode), "prefill", q, view, 300)[2].mask()
+        for mode in ("paper", "fixed")
+    ]
+    assert torch.equal(*alike)
+
+
 def test_paper_heads_of_both_kinds_stand_side_by_side():
     q, k, v = planted_heads(4, 2, 700, pattern=LINES)
     flat = planted_heads(4, 2, 700, pattern=FLAT, noise=0.05)
@@ -121,7 +146,7 @@ def test_paper_heads_of_both_kinds_stand_side_by_side():
     assert kinds.tolist() == [False, False, True, True]
     used = run_method(FlexPrefill(**options, mode="paper"), "prefill", q, view, 700)[2]
     assert isinstance(used, Mixed)
-    blocks = run_method(FlexPrefill(**{**options, "tau": 1.0}), "prefill", q, view, 700)[2]
+    blocks = run_method(FlexPrefill(**{**options, "tau": 1.0}, mode="paper"), "prefill", q, view, 700)[2]
     lines = run_method(FlexPrefill(**{**options, "tau": 0.0}, mode="paper"), "prefill", q, view, 700)[2]
     assert isinstance(blocks, Blocks)
     assert torch.equal(used.mask()[2:], blocks.mask()[2:])
@@ -150,7 +175,7 @@ def test_without_flatten_every_query_block_reaches_gamma(mode):
 
 def test_without_flatten_query_blocks_choose_by_hand():
     q, k, view, _ = setup(300, 700, FLAT)
-    method = FlexPrefill(gamma=0.6, tau=1.0, block_size=64, min_budget=0, flatten=False)
+    method = FlexPrefill(gamma=0.6, tau=1.0, block_size=64, min_budget=0, flatten=False, mode="paper")
     used = run_method(method, "prefill", q, view, 300)[2]
     assert isinstance(used, Blocks)
     for head in range(4):
@@ -254,8 +279,8 @@ def test_the_published_code_may_miss_gamma_where_the_fixed_mode_does_not():
     columns = tuple(range(40, 640, 64))
     q, k, view, _ = setup(700, 700, Planted(sink=0.0, columns=columns, slashes=(), blocks=(), strength=10.0))
     kept = {}
-    for mode in ("fixed", "reference"):
-        method = FlexPrefill(gamma=0.9, tau=0.0, block_size=64, min_budget=0, mode=mode)
+    for mode, lines in (("fixed", "block"), ("reference", "token")):
+        method = FlexPrefill(gamma=0.9, tau=0.0, block_size=64, min_budget=0, mode=mode, lines=lines)
         mask = run_method(method, "prefill", q, view, 700)[2].mask()
         kept[mode] = mass_of(q[:, -64:], k, mask[:, -64:]).mean(1)
     assert (kept["fixed"] >= 0.9 - 1e-5).all()

@@ -74,13 +74,13 @@ def test_block_means_follow_the_grid(q_len, ahead):
 
 
 FLEX = [
-    FlexPrefill(block_size=64, min_budget=64, gamma=0.7),
-    FlexPrefill(block_size=64, min_budget=256, gamma=0.6),
-    FlexPrefill(block_size=64, min_budget=0, max_budget=192, gamma=0.9),
-    FlexPrefill(block_size=128, min_budget=128, gamma=0.4),
-    FlexPrefill(block_size=64, min_budget=64, tau=1.0, gamma=0.8),
-    FlexPrefill(block_size=64, min_budget=64, tau=1.0, gamma=0.8, flatten=False),
-    FlexPrefill(block_size=64, min_budget=64, tau=0.0, gamma=0.9),
+    FlexPrefill(lines="block", block_size=64, min_budget=64, gamma=0.7),
+    FlexPrefill(lines="block", block_size=64, min_budget=256, gamma=0.6),
+    FlexPrefill(lines="block", block_size=64, min_budget=0, max_budget=192, gamma=0.9),
+    FlexPrefill(lines="block", block_size=128, min_budget=128, gamma=0.4),
+    FlexPrefill(lines="block", block_size=64, min_budget=64, tau=1.0, gamma=0.8),
+    FlexPrefill(lines="block", block_size=64, min_budget=64, tau=1.0, gamma=0.8, flatten=False),
+    FlexPrefill(lines="block", block_size=64, min_budget=64, tau=0.0, gamma=0.9),
 ]
 
 

@@ -30,7 +30,7 @@ CHUNK = 16384
 STEPS = 16  # decode steps timed
 GREEDY = SamplingParams(temperature=0)
 LAYERS = int(os.environ.get("LAYERS", "32"))
-PREFILL = ("dense", "flexprefill(max_budget=16384)", "flexprefill(max_budget=8192)")
+PREFILL = ("dense", "flexprefill(lines=block, max_budget=16384)", "flexprefill(lines=block, max_budget=8192)")
 DECODE = os.environ.get(
     "DECODE",
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",

@@ -33,7 +33,7 @@ TRIED = (
     Config(64, 64, 4, 3),
     Config(64, 128, 4, 2, copy=True),
 )
-METHODS = ("flexprefill", "flexprefill(gamma=0.9)", "flexprefill(gamma=0.8)", "flexprefill(gamma=0.6)")
+METHODS = tuple(f"flexprefill({at}lines=block)" for at in ("", "gamma=0.9, ", "gamma=0.8, ", "gamma=0.6, "))
 
 
 def random_blocks(shape: Shape, size: int, density: float, seed: int = 0) -> Blocks:

@@ -1,17 +1,18 @@
 """FlexPrefill: per head and input, query-aware blocks or vertical-slash lines up to a cumulative weight gamma (ICLR
-2025).
+2025), with the promise of its eq. 3 restored: the published code turns a token count into a block count and may miss
+gamma on the very rows it looked at, and so may Alg. 4 as printed (algorithms.md 2.3-2.5). Here
 
-This is the block-level form of the paper's Alg. 1-4 with the promise of its eq. 3 restored: the published code turns a
-token count into a block count and may miss gamma on the very rows it looked at (algorithms.md 2.3-2.5). Here
-
-* vertical blocks and slash groups are each counted by cumulative mass >= gamma;
-* a slash group of ``block_size`` distances straddles two block diagonals, and both are taken, so the blocks cover the
-  lines;
-* the budget holds for the union of both directions, in tokens of every query block;
+* a vertical-slash head reads the columns and the distances of cumulative mass >= gamma, token by token (Alg. 3).
+  ``lines="block"`` counts key blocks and groups of ``block_size`` distances instead, for a kernel that reads blocks: to
+  hold gamma a few heavy blocks suffice where it takes many single tokens, so rows that nobody looked at lose more
+  (docs/claims.md). Such a group straddles two block diagonals, and both are taken, so the blocks cover the lines;
+* a query-aware head reads the block pairs of cumulative pooled mass >= gamma (Alg. 4), which promises nothing to a
+  single row; in the query blocks of the rows looked at their true block weights count instead of the pooled ones;
+* the budget holds for the union of both directions, in tokens of every row or query block;
 * any appended chunk works: representative rows are the chunk's last ones and the block grid is anchored at position 0.
 
-``mode="paper"`` has Alg. 3's lines token by token beside Alg. 4's blocks, ``mode="reference"`` selects what the
-published code selects, faults included (flexprefill_modes.py).
+``mode="paper"`` leaves Alg. 4 as printed, ``mode="reference"`` selects what the published code selects, faults included
+(flexprefill_modes.py).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch import Tensor
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, require_choice, require_number, require_whole
 from saccade.methods.flexprefill_device import select_blocks
-from saccade.methods.flexprefill_modes import HeadPick, paper_lines, reference_blocks, selection_of
+from saccade.methods.flexprefill_modes import reference_blocks, token_lines
 from saccade.ops import triton
 from saccade.ops.scores import block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
-from saccade.selection import Dense, Selection
+from saccade.selection import Blocks, Dense, Lines, Mixed, Selection, Shape
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class FlexPrefill(Method):
     min_budget: int = 1024
     max_budget: int | None = None
     mode: str = "fixed"
+    lines: str = "token"
     flatten: bool = True
 
     def __post_init__(self) -> None:
@@ -63,6 +65,9 @@ class FlexPrefill(Method):
                 raise PolicyError(f"max_budget={self.max_budget} is below min_budget={self.min_budget}")
         require_choice("mode", self.mode, ("fixed", "paper", "reference"))
         require_choice("flatten", self.flatten, (True, False))
+        require_choice("lines", self.lines, ("token", "block"))
+        if self.mode != "fixed" and self.lines != "token":
+            raise PolicyError(f"lines={self.lines} does not go with mode={self.mode}, which says what a line is")
         if self.mode == "reference" and not self.flatten:
             raise PolicyError("flatten=false does not go with mode=reference, whose code knows no such choice")
 
@@ -80,16 +85,32 @@ class FlexPrefill(Method):
             return reference_blocks(chunk, self.gamma, self.tau, size, self.min_budget, self.max_budget)
         if self.gamma >= 1.0:
             return Dense(shape)
-        if chunk.q.is_cuda and self.mode == "fixed" and triton.selects(chunk.q, chunk.kv):
+        if chunk.q.is_cuda and self.lines == "block" and triton.selects(chunk.q, chunk.kv):
             return select_blocks(self, chunk)
         pooled = mean_keys(chunk.kv, size)
         columns, slashes = self._sums(chunk)
         query_aware = self._divergence(chunk, pooled, columns) < self.tau
-        picks = [
-            self._pick(chunk, head, pooled[head // shape.group], columns[head], slashes[head], bool(query_aware[head]))
-            for head in range(shape.heads)
-        ]
-        return selection_of(shape, size, picks)
+        by_block = query_aware if self.lines == "token" else torch.ones_like(query_aware)
+        first = shape.q_start // size
+        q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
+        masks = torch.zeros(shape.heads, q_blocks, pooled.shape[1], dtype=torch.bool)
+        for head in by_block.nonzero()[:, 0].tolist():
+            if query_aware[head]:
+                needed = self._query_aware(chunk, head, pooled[head // shape.group], columns[head], first, q_blocks)
+            else:
+                needed = self._vertical_slash(
+                    block_sums(columns[head], size), block_sums(slashes[head], size), first, q_blocks
+                )
+            masks[head] = self._keep(needed, first)
+        blocks = Blocks.from_block_mask(shape, size, masks)
+        if bool(by_block.all()):
+            return blocks
+        by_line = ~by_block[:, None]
+        vertical, slash = token_lines(
+            needed_shares(columns), needed_shares(slashes), self.gamma, size, self.min_budget, self.max_budget
+        )
+        lines = Lines.from_masks(shape, vertical & by_line, slash & by_line)
+        return Mixed(shape, (lines, blocks), by_block.long()) if bool(by_block.any()) else lines
 
     def head_kinds(self, chunk: Chunk) -> Tensor:
         """bool [heads]: which heads count as query-aware for this chunk."""
@@ -113,23 +134,6 @@ class FlexPrefill(Method):
         estimate = torch.softmax(mean_q @ pooled.transpose(1, 2) * chunk.scale, -1).flatten(0, 1)
         return root_jsd(estimate, block_sums(columns, self.block_size) / rows)
 
-    def _pick(
-        self, chunk: Chunk, head: int, pooled: Tensor, columns: Tensor, slashes: Tensor, query_aware: bool
-    ) -> HeadPick:
-        """What one query head picks: a block mask [q_blocks, k_blocks] or lines. ``pooled`` [k_blocks, d];
-        ``columns``, ``slashes`` [n]: weight by key and by distance."""
-        shape, size = chunk.shape, self.block_size
-        if self.mode == "paper" and not query_aware:
-            vertical, slash = needed_shares(columns), needed_shares(slashes)
-            return paper_lines(vertical, slash, self.gamma, size, self.min_budget, self.max_budget)
-        first = shape.q_start // size
-        q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
-        if query_aware:
-            needed = self._query_aware(chunk, head, pooled, first, q_blocks)
-        else:
-            needed = self._vertical_slash(block_sums(columns, size), block_sums(slashes, size), first, q_blocks)
-        return self._keep(needed, first)
-
     def _vertical_slash(self, columns: Tensor, slash: Tensor, first: int, q_blocks: int) -> Tensor:
         """Alg. 3 on blocks: the gamma from which on a vertical block or a slash group wants each block pair.
         ``columns``, ``slash`` [k_blocks]: weight by key block and by group of distances."""
@@ -138,14 +142,26 @@ class FlexPrefill(Method):
         distance = _block_distance(first, q_blocks, vertical.numel())
         return torch.minimum(vertical[None, :], diagonals[distance.clamp(min=0)])
 
-    def _query_aware(self, chunk: Chunk, head: int, pooled: Tensor, first: int, q_blocks: int) -> Tensor:
-        """Alg. 4: the gamma from which on each block pair belongs to the heaviest pairs by pooled attention."""
+    def _query_aware(
+        self, chunk: Chunk, head: int, pooled: Tensor, columns: Tensor, first: int, q_blocks: int
+    ) -> Tensor:
+        """Alg. 4: the gamma from which on each block pair belongs to the heaviest pairs by pooled attention; but by
+        true weights where they are known. ``pooled`` [k_blocks, d]; ``columns`` [n]: the weight of the representative
+        rows by key."""
         shape, size, k_blocks = chunk.shape, self.block_size, pooled.shape[0]
         mean_q = mean_queries(chunk.q[head : head + 1], shape, size)[0]
         acausal = _block_distance(first, q_blocks, k_blocks) < 0
         chunk.cost.estimated += q_blocks * k_blocks // shape.heads
         shares = torch.softmax((mean_q @ pooled.T * chunk.scale).masked_fill(acausal, -torch.inf), -1)
-        return needed_shares(shares.flatten()).view_as(shares) if self.flatten else needed_shares(shares)
+        needed = needed_shares(shares.flatten()).view_as(shares) if self.flatten else needed_shares(shares)
+        if self.mode == "fixed":
+            needed[-self.known_blocks(shape) :] = needed_shares(block_sums(columns, size))
+        return needed
+
+    def known_blocks(self, shape: Shape) -> int:
+        """How many of the last query blocks the representative rows lie in."""
+        end = shape.q_start + shape.q_len
+        return (end - 1) // self.block_size - (end - min(self.block_size, shape.q_len)) // self.block_size + 1
 
     def _keep(self, needed: Tensor, first: int) -> Tensor:
         """What gamma wants, in each query block no fewer and no more blocks than the budget allows, and always the

@@ -1,7 +1,7 @@
 """FlexPrefill's selection on a GPU: every head at once, and no number read back to the host before the kernel runs.
 
-It decides as ``mode="fixed"`` does, with two differences of rounding: sums are float32, and pooled block pairs of equal
-weight at gamma's edge are all taken.
+It decides as ``lines="block"`` does on a CPU, with two differences of rounding: sums are float32, and pooled block
+pairs of equal weight at gamma's edge are all taken.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
         threshold = mass_threshold(shares.flatten(1), method.gamma, by_pooled)
     else:
         each = by_pooled.repeat_interleave(q_blocks, output_size=by_pooled.numel() * q_blocks)
-        threshold = mass_threshold(shares.flatten(0, 1), method.gamma, each).unflatten(0, (-1, q_blocks))
+        threshold = mass_threshold(shares.flatten(0, 1), method.gamma, each)
+    threshold = threshold.view(shape.heads, -1).expand(-1, q_blocks).clone()
+    known = method.known_blocks(shape)  # the last query blocks, whose true weights count
+    shares[:, -known:] = (columns / rows)[:, None]
+    threshold[:, -known:] = mass_threshold(columns / rows, method.gamma, by_pooled)[:, None]
     vertical, groups = needed_shares(columns), needed_shares(slashes)
     diagonals = torch.minimum(groups, torch.cat([groups[:, :1], groups[:, :-1]], 1))
     least, most = method.budget_blocks

@@ -1,4 +1,4 @@
-"""FlexPrefill as its paper and as its published code have it; the repaired form is in flexprefill.py.
+"""FlexPrefill's token lines (Alg. 3), and its published code; the repaired form is in flexprefill.py.
 
 Both read any appended chunk, which neither defines: the representative rows are the chunk's last ones and the block
 grid is anchored at position 0. On a whole prompt they are the originals.
@@ -11,44 +11,29 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk
 from saccade.ops.scores import block_sums, mean_keys, mean_queries, row_weights, slash_sums
-from saccade.selection import Blocks, Lines, Mixed, Selection, Shape
-
-HeadPick = Tensor | tuple[Tensor, Tensor]  # a block mask [q_blocks, k_blocks], or columns and distances
+from saccade.selection import Blocks
 
 
-def paper_lines(
+def token_lines(
     vertical: Tensor, slash: Tensor, gamma: float, block_size: int, least: int, most: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Alg. 3 for one head, token by token: (columns, distances).
+    """Alg. 3, token by token: (columns, distances), bool [heads, n] each.
 
-    ``vertical``, ``slash`` [n]: the gamma from which on a column or a distance is wanted. The first ``block_size``
-    columns and distances stand for the first and the diagonal block, which are always read. A row reads a key a line at
-    most, so at least ``least`` and at most ``most`` lines hold the budget of its tokens, both directions together; they
-    come and go in the order in which a growing gamma would add them.
+    ``vertical``, ``slash`` [heads, n]: the gamma from which on a column or a distance is wanted. The first
+    ``block_size`` columns and distances stand for the first and the diagonal block, which are always read. A row reads
+    a key a line at most, so at least ``least`` and at most ``most`` lines hold the budget of its tokens, both
+    directions together; they come and go in the order in which a growing gamma would add them.
     """
-    n = vertical.numel()
-    needed = torch.cat([vertical, slash])
+    n = vertical.shape[1]
+    needed = torch.cat([vertical, slash], 1)
     forced = torch.arange(n).repeat(2) < block_size
-    rank = torch.sort(needed.masked_fill(forced, -1.0), stable=True).indices.argsort()
     wanted = needed < max(gamma, 1e-9)  # the heaviest of all is wanted even by gamma=0
-    keep = forced | (wanted & (rank < (2 * n if most is None else most))) | (rank < least)
-    return keep[:n].nonzero()[:, 0], keep[n:].nonzero()[:, 0]
-
-
-def selection_of(shape: Shape, block_size: int, picks: list[HeadPick]) -> Selection:
-    """One selection from what each query head picked."""
-    masks = [pick for pick in picks if isinstance(pick, Tensor)]
-    if len(masks) == len(picks):
-        return Blocks.from_block_mask(shape, block_size, torch.stack(masks))
-    none = torch.empty(0, dtype=torch.int64)
-    columns, distances = zip(*((none, none) if isinstance(pick, Tensor) else pick for pick in picks))
-    lines = Lines.from_lists(shape, columns, distances)
-    if not masks:
-        return lines
-    blank = torch.zeros_like(masks[0])
-    blocks = torch.stack([pick if isinstance(pick, Tensor) else blank for pick in picks])
-    choice = torch.tensor([int(isinstance(pick, Tensor)) for pick in picks])
-    return Mixed(shape, (lines, Blocks.from_block_mask(shape, block_size, blocks)), choice)
+    keep = forced | wanted
+    if most is not None or least > 0:
+        order = torch.sort(needed.masked_fill(forced, -1.0), stable=True).indices
+        rank = torch.empty_like(order).scatter_(1, order, torch.arange(2 * n).expand_as(order))
+        keep = forced | (wanted & (rank < (2 * n if most is None else most))) | (rank < least)
+    return keep[:, :n], keep[:, n:]
 
 
 def reference_blocks(

@@ -46,6 +46,12 @@ class Lines(Selection):
             torch.cat(slash),
         )
 
+    @classmethod
+    def from_masks(cls, shape: Shape, columns: Tensor, distances: Tensor) -> Lines:
+        """From bool [units, k_len] each: which columns and which distances."""
+        vertical, slash = (mask.nonzero()[:, 1].to(torch.int32) for mask in (columns, distances))
+        return cls(shape, offsets_of(columns.sum(1)), vertical, offsets_of(distances.sum(1)), slash)
+
     def unit_lines(self, unit: int) -> tuple[Tensor, Tensor]:
         """(columns, distances) of one unit, int64."""
         columns = self.columns[self.v_offsets[unit] : self.v_offsets[unit + 1]].long()

@@ -22,7 +22,7 @@ def test_results_do_not_change_from_run_to_run():
     lists = random_blocks(shape, 128, 8).to(q.device)
     one, _, _, one_view, one_shape = data(8, 2, 1, 3000, 128)
     few = random_blocks(one_shape, 32, 2)
-    method = FlexPrefill(min_budget=128, gamma=0.8)
+    method = FlexPrefill(lines="block", min_budget=128, gamma=0.8)
     calls = [
         lambda: attend(q, view, Dense(shape))[0],
         lambda: attend(q, view, lists)[0],
@@ -40,7 +40,10 @@ def test_results_do_not_change_from_run_to_run():
 @pytest.mark.parametrize("q_len", [2048, 600])
 def test_flexprefill_selects_what_it_selects_on_the_host(q_len):
     q, k, v = planted_heads(8, 2, 2048, 64, 0, noise=0.6)
-    for method in (FlexPrefill(min_budget=256, gamma=0.8), FlexPrefill(min_budget=128, gamma=0.8, tau=1.0)):
+    for method in (
+        FlexPrefill(lines="block", min_budget=256, gamma=0.8),
+        FlexPrefill(lines="block", min_budget=128, gamma=0.8, tau=1.0),
+    ):
         on_host = method.select_prefill(Chunk.of(q[:, -q_len:], KVView.from_tensors(k, v)))
         chunk = Chunk.of(q[:, -q_len:].cuda(), KVView.from_tensors(k.cuda(), v.cuda()))
         found = method.select_prefill(chunk)
