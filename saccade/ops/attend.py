@@ -149,10 +149,17 @@ def _attend_candidates(
     if backend in ("auto", "cpu") and cpu_decode.supports(q, view, selection):
         out, lse = _gather(q, view, selection, scale, softcap, threads, trace)
     else:
-        with indices_on(q.device):
-            chosen = choose(q, view, selection.to(q.device), scale=scale, softcap=softcap)
+        on_triton = backend == "triton" or (backend == "auto" and q.is_cuda)
+        on_triton = on_triton and triton.chooses(q, view, selection)
+        if on_triton:
+            chosen = triton.choose_candidates(q, view, selection, scale=scale, softcap=softcap)
+        else:
+            with indices_on(q.device):
+                chosen = choose(q, view, selection.to(q.device), scale=scale, softcap=softcap)
         trace.used = chosen
         out, lse = _run(q, view, chosen, scale, softcap, backend, threads, trace)
+        if on_triton and trace.want_weights:
+            trace.weights = triton.read_weights(q, view, chosen, lse, scale=scale, softcap=softcap)
         if trace.want_weights and trace.weights is None:  # of what was read, before the estimate of the rest joins
             trace.weights = selected_weights(q, view, chosen, lse, scale=scale, softcap=softcap)
     if selection.rest is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.ops import cpu
+from saccade.ops import cpu, triton
 from saccade.selection import Tokens
 from saccade.selection.csr import offsets_of
 
@@ -24,8 +24,8 @@ class Anchors:
 
     ``directions`` fp32 [room, units, channels], of length 1; ``has`` bool [room, units]: which units retrieved;
     ``counts`` int32 [room, units]; ``keys`` int32 [room, units, capacity], rising, of which the first ``counts`` are
-    shared; ``positions`` int64 [room]: where the queries stand. The place behind the last anchor holds the query at
-    hand.
+    shared; ``positions`` int64 [room]: where the queries stand, the first of them at ``first``. The place behind the
+    last anchor holds the query at hand.
     """
 
     directions: Tensor
@@ -34,6 +34,7 @@ class Anchors:
     keys: Tensor
     positions: Tensor
     count: int = 0
+    first: int = 0
 
     @classmethod
     def empty(cls, units: int, channels: int, capacity: int) -> Anchors:
@@ -76,6 +77,8 @@ def share(
     direction = anchors.directions[anchors.count]
     if _kernels_serve(anchors, q) and q.shape[1] % 16 == 0:
         return _share_in_kernel(anchors, q, tau, local, length, cover_gap)
+    if q.is_cuda and triton.available():
+        return triton.share(anchors, q, tau, local, length, cover_gap)
     rows = q.float().reshape(direction.shape)
     direction.copy_(rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-38))
     whose = torch.full((anchors.units,), -1)
@@ -114,7 +117,11 @@ def keep(
     at = anchors.count
     anchors.reserve()
     anchors.has[at], anchors.positions[at] = searching, position
+    anchors.first = position if at == 0 else anchors.first
     anchors.count += 1
+    if weights.is_cuda and triton.available():
+        triton.keep(anchors, at, read, weights, middle, best, reach)
+        return
     if _kernels_serve(anchors, weights):
         weights = weights if weights.stride(-1) == 1 else weights.contiguous()
         cpu._kernels.keep_keys(

@@ -66,7 +66,7 @@ def test_any_number_of_readers_gives_the_same(readers):
     expected, _ = attend(q, view, ranking, backend="reference")
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
     for _ in range(20):
-        out, _, _ = attend_progressive(
+        out, *_ = attend_progressive(
             q[:, 0][None], pages_of([view]), ranking.always, ranking.order, 32, rule, scale=64**-0.5, readers=readers
         )
         torch.testing.assert_close(out[0], expected[:, 0], atol=1e-4, rtol=1e-4)

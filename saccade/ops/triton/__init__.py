@@ -4,13 +4,17 @@ an NVIDIA GPU (or on CPU tensors under Triton's interpreter, ``TRITON_INTERPRET=
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.selection import Blocks, Dense, Ranking, Selection, Shape
+from saccade.selection import Blocks, Candidates, Dense, Ranking, Selection, Shape, Tokens
+
+if TYPE_CHECKING:
+    from saccade.ops.sharing import Anchors
 
 _installed = importlib.util.find_spec("triton") is not None
 
@@ -43,6 +47,54 @@ def selects(q: Tensor, kv: KVView) -> bool:
     """Whether the selection kernels can read ``q`` and ``kv``: heads of up to 256 channels, in float32 64."""
     narrow = q.shape[-1] * (1 if q.element_size() == 2 else 4) <= 256
     return narrow and supports(q, kv, Dense(Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], kv.length)))
+
+
+def chooses(q: Tensor, kv: KVView, selection: Candidates) -> bool:
+    """Whether :func:`choose_candidates` and :func:`read_weights` can serve this call."""
+    few, many = sorted((selection.units, kv.kv_heads))
+    return selects(q, kv) and many % few == 0
+
+
+def choose_candidates(
+    q: Tensor, kv: KVView, selection: Candidates, *, scale: float, softcap: float | None = None, room: int | None = None
+) -> Tokens:
+    """See ops.triton.candidates."""
+    from saccade.ops.triton import candidates, dispatch
+
+    with _without_ambient_device():
+        kv, selection = dispatch.on_device(kv, q.device), selection.to(q.device)
+        return candidates.choose(q, kv, selection, scale=scale, softcap=softcap, room=room)
+
+
+def read_weights(
+    q: Tensor, kv: KVView, tokens: Tokens, lse: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """See ops.triton.candidates."""
+    from saccade.ops.triton import candidates, dispatch
+
+    with _without_ambient_device():
+        kv, tokens = dispatch.on_device(kv, q.device), tokens.to(q.device)
+        return candidates.read_weights(q, kv, tokens, lse, scale=scale, softcap=softcap)
+
+
+def share(
+    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ops.sharing.share."""
+    from saccade.ops.triton import sharing
+
+    with _without_ambient_device():
+        return sharing.share(anchors, q, tau, local, length, cover_gap)
+
+
+def keep(
+    anchors: Anchors, at: int, read: Tokens, weights: Tensor, middle: tuple[int, int], best: int, reach: int
+) -> None:
+    """See ops.sharing.keep."""
+    from saccade.ops.triton import sharing
+
+    with _without_ambient_device():
+        sharing.keep(anchors, at, read, weights, middle, best, reach)
 
 
 def attend(

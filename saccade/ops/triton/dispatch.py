@@ -95,7 +95,7 @@ def attend_ranking(
     kv, ranking = on_device(kv, q.device), ranking.to(q.device)
     pages = pages_of([kv.upto(ranking.shape.q_start + 1)])
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
-    out, lse, used = attend_progressive(
+    out, lse, used, _ = attend_progressive(
         q[:, 0][None],
         pages,
         ranking.always,

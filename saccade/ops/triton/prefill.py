@@ -207,8 +207,11 @@ def _prefill(
         # Lists are sorted: only the last block can be the diagonal one.
         plain = tl.maximum(count - 1, 0) * per
         masked = count * per
+        block = tl.load(ids, mask=masked > 0, other=0)
         for i in tl.range(0, plain, num_stages=STAGES):
-            start = tl.load(ids + i // per) * SIZE + (i % per) * KEYS
+            start = block * SIZE + (i % per) * KEYS
+            # The next is read a turn ahead: fetching a tile waits for its place.
+            block = tl.load(ids + tl.minimum(i + 1, masked - 1) // per)
             acc, weight, top = _step(
                 acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
                 softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,

@@ -1,8 +1,9 @@
 """PSA's progressive attention with the stop decided on the device (PSA, Alg. 1; see ops/progressive.py for the rule).
 
-Several programs serve one unit and read microbatches in turn. Each publishes what a microbatch weighs, follows the rule
-over the unbroken run of microbatches published so far, by whomever, and sets the unit's stop once it holds. Nobody
-waits: a program that does not know of the stop yet reads one microbatch too many, and the merge leaves that out.
+Several programs serve one unit and read microbatches in turn. Each publishes what a microbatch weighs, and follows the
+rule over the unbroken run of microbatches published so far, by whomever, while keys of its own are on their way. Who
+sees the rule hold ends; a second kernel merges what the rule let in and leaves out what was read beyond it. Near the
+end a program holds back what the rule will most likely not want, for a while: nobody waits for anybody for good.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision, processors
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.decode import Pages
 
 MOST_KEYS = 512  # of one microbatch: it is one tile
-WINDOW = 32  # published microbatches looked at in one go
+WINDOW = 64  # published microbatches looked at in one go
+HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
 
 
 @dataclass(frozen=True)
@@ -41,42 +43,40 @@ def attend_progressive(
     *,
     scale: float,
     softcap: float | None = None,
+    counts: Tensor | None = None,
     readers: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    held_back: int = HELD_BACK,
+    keys: int = 64,
+    maxnreg: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
-    are block ids of ``size`` keys, ``order`` by criticality. Returns ``out`` like q, ``lse`` float32 [batch, heads] and
-    how many microbatches each unit used, int32 [batch * kv_heads]: the first after which the rule holds, or all.
+    are block ids of ``size`` keys, ``order`` by criticality. Returns ``out`` like q, ``lse`` float32 [batch, heads],
+    how many microbatches each unit used, int32 [batch * kv_heads]: the first after which the rule holds, or all; and
+    what was published, int64 [batch * kv_heads, microbatches * group]: not 0 where a microbatch was read.
 
-    ``readers`` programs serve each unit; by default what fills the device twice over.
+    ``counts`` int32 [2, batch * kv_heads], contiguous: how many entries of ``always`` and of ``order`` count for each
+    unit, all by default. ``readers`` programs serve each unit; by default what fills the device twice over.
     """
     batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
     units, ranked = order.shape
     group, device = heads // kv_heads, q.device
-    rows = torch.arange(units, device=device)
-    first = KeyLists(
-        rows * always.shape[1],
-        torch.full((units,), always.shape[1], dtype=torch.int32, device=device),
-        always.contiguous(),
-        kv_heads,
-        size,
-        always.shape[1],
-    )
-    base_out, base_lse = attend_decode(q, pages, first, scale=scale, softcap=softcap)
-    parts = -(-ranked // rule.microbatch)
+    ahead = -(-always.shape[1] // rule.microbatch)  # microbatches of `always`: they come first and never stop
+    parts = ahead + -(-ranked // rule.microbatch)
     if readers is None:
-        readers = max(1, min(2 * processors(device) // units, parts, 32))
+        readers = max(1, min(2 * processors(device) // units, parts, WINDOW))
     part_out = torch.empty(batch, heads, parts, head_dim, dtype=torch.float32, device=device)
-    weights = torch.empty(2, batch, heads, parts, dtype=torch.float32, device=device)  # log-sum-exp; the rule's rest
-    state = torch.zeros(units, parts + 1, dtype=torch.int32, device=device)  # published; the stop, or 0
-    rule_of = (rule.epsilon, parts, ranked, weights.stride(0))
+    published = torch.zeros(units, parts * group + 1, dtype=torch.int64, device=device)  # weights; last, the stop or 0
+    rule_of = (rule.epsilon, parts, ahead, ranked)
+    each = published if counts is None else counts  # unused pointers must still be pointers
     static = {
         "GROUP": group,
-        "PER_PAD": pad(group),
+        "FEW": pad(group, 1),
         "MICROBATCH": rule.microbatch,
         "LEAST": rule.rest == "min",
         "MEAN": rule.stop == "mean",
         "WINDOW": WINDOW,
+        "RAGGED": counts is not None,
     }
     _read[(readers, kv_heads, batch)](
         q,
@@ -84,48 +84,52 @@ def attend_progressive(
         pages.v,
         pages.tables,
         pages.lengths,
+        always.contiguous(),
         order.contiguous(),
-        base_lse,
+        each,
         part_out,
-        weights,
-        state,
+        published,
         q.stride(0),
         q.stride(1),
         pages.tables.stride(0),
         scale * LOG2E,
         softcap or 0.0,
         *rule_of,
+        always.shape[1],
+        held_back,
         KV_HEADS=kv_heads,
+        PER_PAD=pad(group),
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=pages.k.shape[2],
         SIZE=size,
         BLOCKS=pad(rule.microbatch, 1),
+        TILE=max(size, min(keys, pad(rule.microbatch, 1) * size)),
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         **static,
         num_warps=4,
+        maxnreg=maxnreg,
     )
-    _settle[(units,)](base_lse, weights, state, *rule_of, **static, num_warps=1)
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=device)
+    used = torch.empty(units, dtype=torch.int32, device=device)
     _merge_used[(batch * heads,)](
-        base_out,
-        base_lse,
         part_out,
-        weights,
-        state,
+        published,
         out,
         lse,
-        parts,
-        GROUP=group,
+        used,
+        each,
+        *rule_of,
+        **static,
         D=head_dim,
         D_PAD=pad(head_dim),
         PARTS=32,
         LN2=LN2,
         num_warps=4,
     )
-    return out, lse, state[:, parts]
+    return out, lse, used, published[:, :-1]
 
 
 @triton.jit
@@ -134,55 +138,95 @@ def _smaller(a, b):
 
 
 @triton.jit
+def _log_of(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rest_of(word):
+    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _follow(
-    published, weights, plane, unit, cursor, total, least, epsilon, parts, ranked,
-    GROUP: tl.constexpr, PER_PAD: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
+    words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked,
+    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Fold the next unbroken run of published microbatches into the rule.
 
-    ``total`` and ``least`` [PER_PAD]: base-2 log-sum-exp of all before ``cursor``, and the least block's. Returns the
-    new cursor, total and least, and the number of microbatches after which the rule holds (0: not yet)."""
+    ``words`` of the unit: base-2 log-sum-exps below, the rule's rest above, 0 where not published: one word, so that
+    who sees the one sees the other. ``total`` [FEW] is the sum of all before ``cursor`` over 2**anchor, in float64, so
+    that in whatever runs it was added all come to one result. ``least`` [FEW]: the least block's. Returns them moved
+    on; ``aim``, the microbatches that the rule will most likely let in; and how many it does let in (0: not known).
+    """
     at = tl.arange(0, WINDOW)
-    flags = tl.atomic_add(published + cursor + at, 0, mask=cursor + at < parts, sem="acquire")
-    run = tl.min(tl.where((flags == 0) | (cursor + at >= parts), at, WINDOW), 0)
-    head = tl.arange(0, PER_PAD)
-    known = (head < GROUP)[:, None] & (at < run)[None, :]
-    place = weights + ((unit * GROUP + head) * parts)[:, None] + cursor + at[None, :]
-    logs = tl.load(place, mask=known, other=float("-inf"), volatile=True)
-    rest = tl.load(place + plane, mask=known, other=float("inf"), volatile=True)
-    top = tl.maximum(total, tl.max(logs, 1))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    sums = tl.exp2(total - top)[:, None] + tl.cumsum(tl.exp2(logs - top[:, None]), 1)
+    head = tl.arange(0, FEW)
+    there = (head < GROUP)[:, None] & (cursor + at < parts)[None, :]
+    word = tl.load(words + (cursor + at)[None, :] * GROUP + head[:, None], mask=there, other=0, volatile=True)
+    ready = tl.min(tl.where((word != 0) | (head >= GROUP)[:, None], 1, 0), 0)
+    run = tl.min(tl.where((ready == 0) | (cursor + at >= parts), at, WINDOW), 0)
+    logs = _log_of(word)
+    first = tl.sum(tl.where((at == 0)[None, :], logs, 0.0), 1)
+    anchor = tl.where(cursor == 0, first, anchor)
+    known = (at < run)[None, :] & (head < GROUP)[:, None]
+    weights = tl.where(known, tl.exp2((logs - anchor[:, None]).to(tl.float64)), 0.0)
+    sums = total[:, None] + tl.cumsum(weights, 1)
+    ranks = cursor + at >= ahead
+    rest = tl.where(known & ranks[None, :], _rest_of(word), float("inf"))
     if LEAST:
         rest = tl.minimum(tl.associative_scan(rest, 1, _smaller), least[:, None])
         least = tl.minimum(least, tl.min(rest, 1))
-    left = tl.maximum(ranked - (cursor + at + 1) * MICROBATCH, 0).to(tl.float32)
-    coverage = 1.0 / (1.0 + left[None, :] * tl.exp2(rest - top[:, None]) / sums)
+    block = tl.exp2((rest - anchor[:, None]).to(tl.float64))
+    left = tl.maximum(ranked - (cursor + at + 1 - ahead) * MICROBATCH, 0).to(tl.float64)
+    coverage = 1.0 / (1.0 + left[None, :] * block / tl.where(sums > 0.0, sums, 1.0))
     coverage = tl.where(left[None, :] == 0.0, 1.0, coverage)
     if MEAN:
         enough = tl.sum(tl.where((head < GROUP)[:, None], coverage, 0.0), 0) / GROUP
     else:
         enough = tl.min(tl.where((head < GROUP)[:, None], coverage, 1.0), 0)
-    hit = tl.min(tl.where((enough > epsilon) & (at < run), at, WINDOW), 0)
+    hit = tl.min(tl.where((enough > epsilon) & (at < run) & ranks, at, WINDOW), 0)
     found = tl.where(hit < WINDOW, cursor + hit + 1, 0)
-    total = top + tl.log2(tl.exp2(total - top) + tl.sum(tl.exp2(logs - top[:, None]), 1))
-    return cursor + run, total, least, found
+    if run > 0:
+        total += tl.sum(weights, 1)
+        # As if all that follows weighed what the last of the run did.
+        last = (at == run - 1)[None, :]
+        each = tl.sum(tl.where(last, weights, 0.0), 1)
+        rival = tl.sum(tl.where(last & known, block, 0.0), 1)
+        share = 1.0 / tl.maximum(epsilon, 1e-6).to(tl.float64) - 1.0
+        wanted = rival * (ranked + ahead * MICROBATCH) - share * (total - (cursor + run) * each)
+        wanted = wanted / tl.maximum(rival * MICROBATCH + share * each, 1e-300)
+        wanted = tl.max(tl.where(head < GROUP, wanted, 0.0), 0)
+        aim = tl.where(cursor + run > ahead, tl.minimum(wanted, parts).to(tl.int32) + 1, aim)
+    return cursor + run, anchor, total, least, aim, found
 
 
-@triton.jit(do_not_specialize=["table_stride", "parts", "ranked", "plane"])
+@triton.jit
+def _own(counts, unit, units, MICROBATCH: tl.constexpr):
+    """What there is for one unit: blocks always read, ranked ones, microbatches of the former and of both."""
+    listed, ranked = tl.load(counts + unit), tl.load(counts + units + unit)
+    ahead = tl.cdiv(listed, MICROBATCH)
+    return listed, ranked, ahead, ahead + tl.cdiv(ranked, MICROBATCH)
+
+
+@triton.jit(do_not_specialize=["table_stride", "parts", "ahead", "ranked", "always_each", "held_back"])
 def _read(
-    q_ptr, k_pool, v_pool, tables, lengths, order, base_lse, part_out, weights, state, q_batch, q_head, table_stride,
-    scale_log2, softcap, epsilon, parts, ranked, plane,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, PER_PAD: tl.constexpr,
-    MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr, WINDOW: tl.constexpr,
+    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, part_out, published, q_batch, q_head, table_stride,
+    scale_log2, softcap, epsilon, parts, ahead, ranked, always_each, held_back,
+    KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    KEYS: tl.constexpr = BLOCKS * SIZE
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     unit = batch * KV_HEADS + kv_head
     length = tl.load(lengths + batch)
     table = tables + batch.to(tl.int64) * table_stride
+    always += unit.to(tl.int64) * always_each
+    order += unit.to(tl.int64) * ranked
+    most = parts
+    if RAGGED:
+        always_each, ranked, ahead, parts = _own(counts, unit, KV_HEADS * tl.num_programs(2), MICROBATCH)
     head = tl.arange(0, PER_PAD)
     mine = head < GROUP
     channel = tl.arange(0, D_PAD)
@@ -191,102 +235,117 @@ def _read(
         mask=mine[:, None] & (channel[None, :] < D),
         other=0.0,
     )
-    published = state + unit * (parts + 1)
-    stop = published + parts
-    cursor = 0
-    total = tl.load(base_lse + unit * GROUP + head, mask=mine, other=float("-inf")) * 1.4426950408889634
-    least = tl.full([PER_PAD], float("inf"), tl.float32)
-    number = tl.arange(0, KEYS)
+    words = published + unit.to(tl.int64) * (most * GROUP + 1)
+    cursor, found, aim = 0, 0, parts
+    anchor = tl.zeros([FEW], tl.float32)
+    total = tl.zeros([FEW], tl.float64)
+    least = tl.full([FEW], float("inf"), tl.float32)
     part = tl.program_id(0)
-    stopped = tl.atomic_add(stop, 0, sem="relaxed")
-    while (part < parts) & (stopped == 0):
-        entry = part * MICROBATCH + number // SIZE
-        valid = (number // SIZE < MICROBATCH) & (entry < ranked)
-        key = tl.load(order + unit.to(tl.int64) * ranked + entry, mask=valid, other=0) * SIZE + number % SIZE
-        valid = valid & (key < length)
-        row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-        there = valid[:, None] & (channel[None, :] < D)
-        offset = row[:, None] * D + channel[None, :]
-        k = tl.load(k_pool + offset, mask=there, other=0.0)
-        v = tl.load(v_pool + offset, mask=there, other=0.0)
-        scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        top = tl.max(scores, 1)  # a ranked block has a key, so no maximum is -inf
-        p = tl.exp2(scores - top[:, None])
-        weight = tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / weight[:, None]
-        log = top + tl.log2(weight)
-        by_block = tl.sum(tl.reshape(p, [PER_PAD, BLOCKS, SIZE]), 2)
-        there_block = tl.arange(0, BLOCKS)
-        there_block = (there_block < MICROBATCH) & (part * MICROBATCH + there_block < ranked)
-        if LEAST:
-            rest = top + tl.log2(tl.min(tl.where(there_block[None, :], by_block, float("inf")), 1))
-        else:
-            rest = top + tl.log2(tl.max(by_block, 1))
-        place = (unit * GROUP + head).to(tl.int64) * parts + part
-        tl.store(weights + place, log, mask=mine)
-        tl.store(weights + plane + place, rest, mask=mine)
-        tl.store(part_out + place[:, None] * D + channel[None, :], acc, mask=mine[:, None] & (channel[None, :] < D))
-        tl.debug_barrier()  # all threads have stored before one publishes
-        tl.atomic_xchg(published + part, 1, sem="release")
-        cursor, total, least, found = _follow(
-            published, weights, plane, unit, cursor, total, least, epsilon, parts, ranked, GROUP, PER_PAD, MICROBATCH,
-            LEAST, MEAN, WINDOW,
+    looks = 0
+    while (part < parts) & (found == 0):
+        cursor, anchor, total, least, aim, found = _follow(
+            words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
+            MEAN, WINDOW,
         )  # fmt: skip
-        if found > 0:
-            tl.atomic_cas(stop, 0, found)
-        stopped = tl.atomic_add(stop, 0, sem="relaxed")
-        part += tl.num_programs(0)
+        looks += 1
+        if (found == 0) & ((part <= aim) | (looks > held_back)):
+            acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
+            weight = tl.zeros([PER_PAD], tl.float32)
+            top = tl.full([PER_PAD], float("-inf"), tl.float32)
+            rest = tl.full([PER_PAD], float("inf") if LEAST else float("-inf"), tl.float32)
+            for start in tl.range(0, BLOCKS * SIZE, TILE, num_stages=1):
+                number = start + tl.arange(0, TILE)
+                entry = part * MICROBATCH + number // SIZE
+                in_first = (number // SIZE < MICROBATCH) & (part < ahead) & (entry < always_each)
+                block = tl.load(always + entry, mask=in_first, other=0)
+                entry -= ahead * MICROBATCH
+                in_order = (number // SIZE < MICROBATCH) & (part >= ahead) & (entry < ranked)
+                block += tl.load(order + entry, mask=in_order, other=0)
+                key = block * SIZE + number % SIZE
+                valid = (in_first | in_order) & (key < length)
+                row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
+                there = valid[:, None] & (channel[None, :] < D)
+                offset = row[:, None] * D + channel[None, :]
+                k = tl.load(k_pool + offset, mask=there, other=0.0)
+                scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+                scores = tl.where(valid[None, :], scores, float("-inf"))
+                higher = tl.maximum(top, tl.max(scores, 1))
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                shrink = tl.exp2(top - base)
+                p = tl.exp2(scores - base[:, None])
+                weight = weight * shrink + tl.sum(p, 1)
+                v = tl.load(v_pool + offset, mask=there, other=0.0)
+                acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+                top = higher
+                by_block = tl.sum(tl.reshape(p, [PER_PAD, TILE // SIZE, SIZE]), 2)
+                if LEAST:
+                    among = start // SIZE + tl.arange(0, TILE // SIZE)
+                    among = (among < MICROBATCH) & ((part - ahead) * MICROBATCH + among < ranked)
+                    lightest = tl.min(tl.where(among[None, :], by_block, float("inf")), 1)
+                    rest = tl.minimum(rest, base + tl.log2(lightest))
+                else:
+                    rest = tl.maximum(rest, base + tl.log2(tl.max(by_block, 1)))
+            log = top + tl.log2(weight)  # a listed block has a key, so a microbatch weighs something
+            word = (log.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (
+                rest.to(tl.int32, bitcast=True).to(tl.int64) << 32
+            )
+            tl.store(words + part * GROUP + head, tl.where(word == 0, 1, word), mask=mine)
+            place = (unit * GROUP + head).to(tl.int64) * most + part
+            tl.store(
+                part_out + place[:, None] * D + channel[None, :],
+                acc / weight[:, None],
+                mask=mine[:, None] & (channel[None, :] < D),
+            )
+            part += tl.num_programs(0)
+            looks = 0
+    if found > 0:
+        tl.store(words + most * GROUP, tl.cast(found, tl.int64))  # whoever stores it, it is the same
 
 
-@triton.jit(do_not_specialize=["parts", "ranked", "plane"])
-def _settle(
-    base_lse, weights, state, epsilon, parts, ranked, plane,
-    GROUP: tl.constexpr, PER_PAD: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Where all was read and nobody saw the rule hold, find where it did."""
-    unit = tl.program_id(0)
-    published = state + unit * (parts + 1)
-    head = tl.arange(0, PER_PAD)
-    total = tl.load(base_lse + unit * GROUP + head, mask=head < GROUP, other=float("-inf")) * 1.4426950408889634
-    least = tl.full([PER_PAD], float("inf"), tl.float32)
-    cursor = 0
-    found = tl.load(published + parts)
-    while (found == 0) & (cursor < parts):
-        cursor, total, least, found = _follow(
-            published, weights, plane, unit, cursor, total, least, epsilon, parts, ranked, GROUP, PER_PAD, MICROBATCH,
-            LEAST, MEAN, WINDOW,
-        )  # fmt: skip
-    tl.store(published + parts, tl.where(found == 0, parts, found))
-
-
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "ahead", "ranked"])
 def _merge_used(
-    base_out, base_lse, part_out, weights, state, out, lse, parts,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, LN2: tl.constexpr,
+    part_out, published, out, lse, used, counts, epsilon, parts, ahead, ranked,
+    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr,
+    LN2: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    used = tl.load(state + (row // GROUP) * (parts + 1) + parts)
+    most = parts
+    words = published + row // GROUP * (most * GROUP + 1)
+    found = tl.load(words + most * GROUP).to(tl.int32)
+    if RAGGED:
+        _, ranked, ahead, parts = _own(counts, row // GROUP, tl.num_programs(0) // GROUP, MICROBATCH)
+    cursor, aim = 0, parts
+    anchor = tl.zeros([FEW], tl.float32)
+    total = tl.zeros([FEW], tl.float64)
+    least = tl.full([FEW], float("inf"), tl.float32)
+    while (found == 0) & (cursor < parts):  # all was read before anybody saw the rule hold
+        cursor, anchor, total, least, aim, found = _follow(
+            words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
+            MEAN, WINDOW,
+        )  # fmt: skip
+    found = tl.where(found == 0, parts, found)
+    if row % GROUP == 0:
+        tl.store(used + row // GROUP, found - ahead)
     channel = tl.arange(0, D_PAD)
-    top = tl.load(base_lse + row) / LN2
-    weight = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.load(base_out + row * D + channel, mask=channel < D, other=0.0).to(tl.float32) * weight
-    for first in tl.range(0, used, PARTS):
+    acc = tl.zeros([D_PAD], tl.float32)
+    weight = 0.0
+    top = float("-inf")
+    for first in tl.range(0, found, PARTS, num_stages=2):
         part = first + tl.arange(0, PARTS)
-        logs = tl.load(weights + row * parts + part, mask=part < used, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(logs, 0))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - anchor)
-        p = tl.exp2(logs - anchor)
+        logs = _log_of(tl.load(words + part * GROUP + row % GROUP, mask=part < found, other=0))
+        logs = tl.where(part < found, logs, float("-inf"))
         rows = tl.load(
-            part_out + (row * parts + part)[:, None] * D + channel[None, :],
-            mask=(part < used)[:, None] & (channel[None, :] < D),
+            part_out + (row * most + part)[:, None] * D + channel[None, :],
+            mask=(part < found)[:, None] & (channel[None, :] < D),
             other=0.0,
         )
+        higher = tl.maximum(top, tl.max(logs, 0))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(logs - higher)
         acc = acc * shrink + tl.sum(p[:, None] * rows, 0)
         weight = weight * shrink + tl.sum(p, 0)
         top = higher
-    total = tl.where(weight == 0.0, 1.0, weight)
-    tl.store(out + row * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
-    tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * LN2)
+    read = tl.where(weight == 0.0, 1.0, weight)  # a unit may have nothing to read
+    tl.store(out + row * D + channel, (acc / read).to(out.dtype.element_ty), mask=channel < D)
+    tl.store(lse + row, (top + tl.log2(read)) * LN2)

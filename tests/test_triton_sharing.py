@@ -1,0 +1,59 @@
+"""CIS's kernels against what shared keys are by definition, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from helpers import generator
+from test_ops_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
+
+from saccade.ops import triton
+from saccade.ops.sharing import Anchors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("best", "reach"), [(0, 1), (7, 1), (30, 4), (500, 2)])
+def test_shared_sets_follow_their_definition(dtype, best, reach):
+    """Three anchors, whose directions are axes; later queries lean on one of them, or on none."""
+    n, anchors, sets = 200, Anchors.empty(UNITS, 2 * DIM, capacity=200), []
+    for number in range(3):
+        length = n + 2 * number
+        q = torch.zeros(HEADS, DIM, dtype=dtype)
+        q[:, number] = 3.0 + number
+        anchors.reserve()
+        assert bool(triton.share(anchors, q, 0.8, LOCAL, length, True)[2].all())  # axes are not alike
+        has = torch.tensor([True, number > 0, number < 2, False])
+        read, weights = retrieved(length, (40, 1, 60, 0), seed=number)
+        anchors.has[number], anchors.positions[number] = has, length - 1
+        anchors.first, anchors.count = n - 1, number + 1
+        triton.keep(anchors, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        sets.append(expected_sets(read, weights, has, length, best, reach))
+    for axis, spread, cover in ((0, 0.0, True), (1, 0.5, True), (2, 0.5, False), (1, 1.0, True), (5, 0.0, True)):
+        q = torch.zeros(HEADS, DIM, dtype=dtype)
+        q[:, axis], q[:, 9] = 1.0, spread  # cosine 1, 0.894 or 0.707
+        anchors.reserve()
+        offsets, keys, searching = triton.share(anchors, q, 0.8, LOCAL, 210, cover)
+        for unit in range(UNITS):
+            alike = axis < 3 and spread < 0.75 and bool(anchors.has[axis, unit])
+            assert bool(searching[unit]) == (not alike)
+            left = n + 2 * axis - LOCAL
+            gap = range(left, 210 - LOCAL) if alike and cover else ()
+            found = keys[offsets[unit] : offsets[unit + 1]].tolist()
+            assert found == (sorted({*sets[axis][unit], *gap}) if alike else [])
+
+
+def test_the_most_recent_of_several_counts():
+    anchors, read = Anchors.empty(UNITS, 2 * DIM, capacity=100), None
+    q = torch.randn(HEADS, DIM, generator=generator(3))
+    for number in range(2):
+        anchors.reserve()
+        triton.share(anchors, q, 0.8, LOCAL, 100 + number, False)
+        read, weights = retrieved(100 + number, (20, 20, 20, 20), seed=number)
+        anchors.has[number], anchors.positions[number], anchors.count = True, 99 + number, number + 1
+        triton.keep(anchors, number, read, weights, (SINKS, 100 - LOCAL), 0, 0)
+    anchors.reserve()
+    offsets, keys, _ = triton.share(anchors, q, 0.8, LOCAL, 110, False)
+    for unit, keys_read in enumerate(read.lists()):
+        wanted = [key for key in keys_read.tolist() if SINKS <= key < 100 - LOCAL]
+        assert keys[offsets[unit] : offsets[unit + 1]].tolist() == wanted
