@@ -13,10 +13,11 @@ from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
-from saccade.ops import attend
+from saccade.ops import Trace, attend
 from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, choose_best, score_blocks
-from saccade.ops.triton.batched_rank import rank_blocks
+from saccade.ops.triton.batched_rank import rank_blocks, ranked_keys
 from saccade.ops.triton.decode import Pages, attend_decode
+from saccade.ops.triton.progressive import Rule, attend_progressive
 from saccade.selection import Band, Blocks, Dense, Ranking
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -171,3 +172,29 @@ def test_equal_scores_rank_by_block():
     assert counts.tolist() == [[2], [6]]
     assert always[0, :2].tolist() == [0, 7]
     assert order[0, :6].tolist() == [1, 4, 2, 3, 6, 5]
+
+
+@pytest.mark.parametrize(("rest", "stop"), [("last_max", "all"), ("min", "mean")])
+def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
+    method = PSA(epsilon=0.6, block_size=16, microbatch=2, rest=rest, stop=stop)
+    choice = PageChoice(16, "cuboid", KV_HEADS, 2, 1, 0, 95, after_full=True)
+    rows = Rows([20, 0, 96, 225, 640], 16)
+    append_rows(rows.k, rows.v, rows.pages, rows.summaries)
+    always, order, counts = rank_blocks(score_blocks(rows.q, rows.pages, rows.summaries, choice), rows.pages, choice)
+    rule = Rule(method.epsilon, method.microbatch, rest, stop)
+    out, _, used, _ = attend_progressive(
+        rows.q, rows.pages, always, order, 16, rule, scale=0.8, counts=counts, readers=2
+    )
+    read = ranked_keys(used, counts, 16, 2).view(-1, KV_HEADS)
+    assert torch.equal(out[1], torch.zeros(HEADS, DIM))
+    stopped = 0
+    for row, q, view in rows.views():
+        selection = method.select_decode(Query.of(q, view), None)
+        trace = Trace()
+        expected, _ = attend(q, view, selection, scale=0.8, backend="reference", trace=trace)
+        torch.testing.assert_close(out[row][:, None], expected, atol=1e-5, rtol=1e-5)
+        pairs = trace.used.unit_pairs().expand(KV_HEADS) if trace.used is not None else torch.tensor([view.length] * 2)
+        forced = selection.always.shape[1] * 16 - (-view.length % 16) if isinstance(selection, Ranking) else view.length
+        assert (read[row] + forced).tolist() == pairs.tolist()
+        stopped += int((pairs < view.length).sum())
+    assert stopped  # the rule held somewhere

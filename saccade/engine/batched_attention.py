@@ -12,8 +12,10 @@ from saccade.engine.batched_rows import RowBuffers
 from saccade.kv.pool import BlockPool
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
-from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
+from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, choose_best, score_blocks
+from saccade.ops.triton.batched_rank import rank_blocks, ranked_keys
 from saccade.ops.triton.decode import Pages, attend_decode
+from saccade.ops.triton.progressive import Rule, attend_progressive
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,35 @@ class StepAttention:
         elif isinstance(reading, BestBlocks):
             assert summaries is not None
             scores = score_blocks(q, pages, summaries, reading.choice)
+            if reading.rule is not None:
+                return self._progressive(q, pages, scores, reading.choice, reading.rule, layer, rows, spec)
             lists = choose_best(scores, pages, reading.choice)
         out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
-        if spec.sinks is not None:  # extra logits without values: a merge with an empty-valued state
-            sinks = spec.sinks.to(lse.dtype).expand_as(lse)
-            out, _ = merge_state(out, lse, torch.zeros_like(out), sinks)
+        return _with_sinks(out, lse, spec)
+
+    def _progressive(
+        self,
+        q: Tensor,
+        pages: Pages,
+        scores: Tensor,
+        choice: PageChoice,
+        rule: Rule,
+        layer: int,
+        rows: slice,
+        spec: LayerAttention,
+    ) -> Tensor:
+        always, order, counts = rank_blocks(scores, pages, choice)
+        out, lse, used, _ = attend_progressive(
+            q, pages, always, order, choice.size, rule, scale=spec.scale, softcap=spec.softcap, counts=counts
+        )
+        read = ranked_keys(used, counts, choice.size, rule.microbatch)
+        self.buffers.read[layer, rows] += read.view(-1, self.pool.kv_heads)
+        return _with_sinks(out, lse, spec)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, spec: LayerAttention) -> Tensor:
+    """``out`` [rows, heads, head_dim] after a layer's extra logits without values: a merge with an empty-valued
+    state."""
+    if spec.sinks is None:
         return out
+    return merge_state(out, lse, torch.zeros_like(out), spec.sinks.to(lse.dtype).expand_as(lse))[0]

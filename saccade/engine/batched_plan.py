@@ -61,7 +61,7 @@ class BestBlocks:
 Reading = Everything | Ends | BestBlocks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What each layer reads under one method, whose text is ``name``."""
 
@@ -105,7 +105,6 @@ def _blocks(method: Method, spec: ModelSpec) -> BestBlocks | None:
         keys = method.microbatch * method.block_size
         if method.unit != "kv_head" or method.block_size not in SIZES or keys > MOST_KEYS:
             return None
-        return None
         most = (SINK_BLOCKS + 2 + method.microbatch) * method.block_size - 1
         choice = PageChoice(method.block_size, "cuboid", spec.kv_heads, SINK_BLOCKS, 1, 0, most, after_full=True)
         return BestBlocks(choice, Rule(method.epsilon, method.microbatch, method.rest, method.stop))

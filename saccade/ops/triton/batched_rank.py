@@ -83,3 +83,9 @@ def _rank(
             )
             rank += tl.sum(ahead.to(tl.int32), 1)
         tl.store(order + entry * blocks + rank, mine, mask=real)
+
+
+def ranked_keys(used: Tensor, counts: Tensor, size: int, microbatch: int) -> Tensor:
+    """Keys of ranked blocks that each unit read, int64 [units]: ``used`` microbatches (progressive.attend_progressive)
+    of the ``counts[1]`` blocks of its order, all of them full."""
+    return torch.minimum(used * microbatch, counts[1]).to(torch.int64) * size
