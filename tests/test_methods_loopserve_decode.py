@@ -35,17 +35,28 @@ def steps(method: LoopServe, count: int, heads: int = 4, kv_heads: int = 2, soft
         method.observe(query, selection, None, state)
 
 
-def heaviest(q, k, position: int, rows: list[int], heads: list[int], budget: int, forced=(), softcap=None) -> list[int]:
-    """Keys before ``position`` by summed weight of ``rows``, ties to the lower index."""
-    sums = torch.zeros(position + 1).double()
+def heaviest(
+    q, k, position: int, rows: list[int], heads: list[int], budget: int, forced=(), softcap=None, slashes=False
+) -> list[tuple[str, int]]:
+    """Lines by summed weight of ``rows``: keys before ``position``, and distances above 0; ties to keys, then lower."""
+    keys, distances = torch.zeros(position + 1).double(), torch.zeros(position + 1).double()
     for head in heads:
         for row in rows:
             logits = k[head // 2, : row + 1].double() @ q[head, row].double() / math.sqrt(32)
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            sums[: row + 1] += torch.softmax(logits, 0)
-    sums[list(forced)] = math.inf
-    order = sorted(range(position), key=lambda i: (-float(sums[i]), i))
-    return sorted(order[:budget])
+            weights = torch.softmax(logits, 0)
+            keys[: row + 1] += weights
+            distances[: row + 1] += weights.flip(0)
+    keys[list(forced)] = math.inf
+    lines = [("key", i, float(keys[i])) for i in range(position)]
+    lines += [("distance", d, float(distances[d])) for d in range(1, position + 1)] if slashes else []
+    lines.sort(key=lambda line: (-line[2], line[0] == "distance", line[1]))
+    return [line[:2] for line in lines[:budget]]
+
+
+def reached(lines: list[tuple[str, int]], position: int) -> set[int]:
+    """The keys where lines meet the row at ``position``."""
+    return {at if kind == "key" else position - at for kind, at in lines}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +87,10 @@ def test_it_is_dense_until_its_first_choice_and_chooses_every_n_d(options, choos
     [{}, {"n_d": 5}, {"n_d": 40}, {"observed": 3, "n_d": 8}, {"force": True, "n_d": 6, "sinks": 2}, {"n_d": 1}],
     ids=str,
 )
-def test_rows_read_the_choice_and_everything_since(options, unit):
-    method = LoopServe(budget=25, unit=unit, **options)
-    index: dict[int, list[int]] = {}
+@pytest.mark.parametrize("slashes", [True, False])
+def test_rows_read_the_choice_and_everything_since(options, unit, slashes):
+    method = LoopServe(budget=25, unit=unit, slashes=slashes, **options)
+    index: dict[int, list[tuple[str, int]]] = {}
     since = 0
     for step, q, k, query, selection in steps(method, 34):
         position = PROMPT + step
@@ -94,17 +106,17 @@ def test_rows_read_the_choice_and_everything_since(options, unit):
             assert query.cost.scored == sum(row + 1 for row in rows)
             for u in range(2 if unit == "kv_head" else 4):
                 heads = [2 * u, 2 * u + 1] if unit == "kv_head" else [u]
-                index[u] = heaviest(q, k, position, rows, heads, 25, forced)
+                index[u] = heaviest(q, k, position, rows, heads, 25, forced, slashes=slashes)
         else:
             assert query.cost.scored == 0
         assert isinstance(selection, Tokens)
         for u, read in enumerate(selection.lists()):
-            assert read.tolist() == index[u] + list(range(since, position + 1))
+            assert read.tolist() == sorted(reached(index[u], position) | set(range(since, position + 1)))
 
 
 def test_with_one_observed_row_every_step_reads_its_exact_best():
     """n_d = 1 and the row at hand: top-B by its own weights, and its own key."""
-    for step, q, k, _, selection in steps(LoopServe(budget=20, n_d=1, first=0, unit="q_head"), 10):
+    for step, q, k, _, selection in steps(LoopServe(budget=20, n_d=1, first=0, unit="q_head", slashes=False), 10):
         position = PROMPT + step
         for head, read in enumerate(selection.lists()):
             logits = k[head // 2, :position] @ q[head, position]
@@ -113,11 +125,35 @@ def test_with_one_observed_row_every_step_reads_its_exact_best():
 
 
 def test_softcap_reaches_the_choice():
-    for step, q, k, _, selection in steps(LoopServe(budget=20, first=2, unit="q_head"), 3, softcap=0.5):
+    method = LoopServe(budget=20, first=2, unit="q_head", slashes=False)
+    for step, q, k, _, selection in steps(method, 3, softcap=0.5):
         if step == 2:
             for head, read in enumerate(selection.lists()):
                 rows = list(range(PROMPT - 13, PROMPT + 3))
-                assert read.tolist()[:-1] == heaviest(q, k, PROMPT + 2, rows, [head], 20, softcap=0.5)
+                lines = heaviest(q, k, PROMPT + 2, rows, [head], 20, softcap=0.5)
+                assert set(read.tolist()[:-1]) == reached(lines, PROMPT + 2)
+
+
+def test_a_head_that_copies_finds_keys_that_no_row_has_looked_at():
+    """Every row looks 40 keys back. Eq. 7 alone chooses what past rows saw, and misses the key of every row since."""
+    n, prompt = 120, 60
+    k = torch.eye(n, 128)[None]
+    q = 30 * torch.cat([k[:, :40], k[:, : n - 40]], 1)  # row p asks for key p - 40
+    view = KVView.from_tensors(k, torch.zeros_like(k))
+    found = {}
+    for slashes in (True, False):
+        method = LoopServe(budget=20, n_d=16, slashes=slashes)
+        state = method.begin(Chunk.of(q[:, prompt - 16 : prompt], view.upto(prompt)))
+        hits = []
+        for position in range(prompt, n):
+            query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - prompt)
+            selection = method.select_decode(query, state)
+            hits.append(bool(selection.row_mask(0, 0, 1)[0, position - 40]))
+            method.observe(query, selection, None, state)
+        found[slashes] = hits
+    assert all(found[True])
+    assert all(found[False][:17])  # dense, then the row that chooses
+    assert not any(found[False][17:32])
 
 
 @pytest.mark.parametrize("budget", [PROMPT + 17, PROMPT + 16, PROMPT + 40])
@@ -131,7 +167,8 @@ def test_short_contexts_never_choose_and_late_ones_wait_for_their_turn(budget):
 def test_a_key_left_out_may_come_back():
     """Nothing is lost: a key that one choice leaves out is chosen by a later one."""
     chosen = [
-        set(selection.lists()[0].tolist()) for step, *_, selection in steps(LoopServe(budget=15, n_d=3, first=0), 30)
+        set(selection.lists()[0].tolist())
+        for step, *_, selection in steps(LoopServe(budget=15, n_d=3, first=0, slashes=False), 30)
     ]
     choices = chosen[::3]
     returned = [

@@ -18,14 +18,17 @@ where the paper is silent or cannot be run as printed:
 With chunked prefill every chunk is a turn of its own.
 
 Decode is dense until output step ``first``; then, at that step and every ``n_d`` steps, the queries of the last ``n_d``
-tokens, the one at hand among them, choose the ``budget`` keys of the greatest summed weight. In between every row reads
+tokens, the one at hand among them, choose the ``budget`` lines of the greatest summed weight. In between every row reads
 those and all keys since. What is not chosen stays stored, and may be chosen next time. Where the paper is silent:
 
 * the printed rule also fires at step 0 when ``n_d`` divides 16, against the text: ``at_start=true`` lets it;
 * ``observed`` rows, evenly among the last ``n_d``, suffice to choose by (default: all, as in the paper, which costs as
   many products as dense decode);
+* ``slashes``: columns and slashes of the observed rows compete for the budget, and a slash's key moves along with the
+  row. Alg. 3 hands the slash lines to decoding without a formula; eq. 7 alone (``slashes=false``) chooses keys that past
+  rows looked at, and so loses whoever copies: its next key is one that no row has looked at yet;
 * nothing is forced but what is new: ``force=true`` adds the first ``sinks`` keys and those of the observed tokens;
-* keys are chosen per KV head by weights summed over its group; ``unit="q_head"`` chooses per query head.
+* lines are chosen per KV head by weights summed over its group; ``unit="q_head"`` chooses per query head.
 
 The columns that prefill chose are not carried into decode, and the answer's keys are not computed again when the next
 turn begins: the paper gives no formula for the one, and leaves the other to the store.
@@ -42,14 +45,16 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
 from saccade.ops.line_cover import cover_rows
-from saccade.ops.scores import line_sums, row_weights
+from saccade.ops.scores import line_sums, row_weights, top_places
 from saccade.selection import Dense, Lines, Selection, Shape, Tokens
+from saccade.selection.csr import offsets_of
 
 
 @dataclass
 class _State:
     """``rows`` [heads, at most n_d, head_dim]: the queries of the last tokens, the step's own still missing. ``chosen``
-    int64 [units, budget], rising, out of the keys before ``until``, the step's own that chose; None: none yet."""
+    int64 [units, budget]: lines, numbers below ``until`` columns and ``until`` + D the keys at distance D; None: none
+    yet. They come from the keys before ``until``, the step's own that chose."""
 
     rows: Tensor
     chosen: Tensor | None = None
@@ -60,7 +65,7 @@ class _State:
 class LoopServe(Method):
     """Prefill: per query head the lines, by new weight per new cell, that recover ``alpha`` of the attention of
     ``samples`` of the appended rows and the ``last_rows``. Fewer than ``min_rows`` rows are dense: lines cannot pay for
-    their choice. ``alpha=1`` is dense. Decode: ``budget`` keys, chosen at output step ``first`` and every ``n_d``
+    their choice. ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step ``first`` and every ``n_d``
     steps."""
 
     name: ClassVar[str] = "loopserve"
@@ -81,6 +86,7 @@ class LoopServe(Method):
     at_start: bool = False
     force: bool = False
     sinks: int = 4
+    slashes: bool = True
 
     def __post_init__(self) -> None:
         require_number("alpha", self.alpha, 0.0, 1.0)
@@ -96,7 +102,7 @@ class LoopServe(Method):
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         if self.observed is not None:
             require_whole("observed", self.observed, 1)
-        for name in ("at_start", "force"):
+        for name in ("at_start", "force", "slashes"):
             require_choice(name, getattr(self, name), (False, True))
         object.__setattr__(self, "tail_rows", self.n_d)
 
@@ -132,17 +138,20 @@ class LoopServe(Method):
         if state.chosen is None:
             return Dense(shape)
         query.cost.searches = query.cost.searches or 0
-        units, new = state.chosen.shape[0], torch.arange(state.until, n)
-        keys = torch.cat([state.chosen, new.expand(units, -1)], 1)
-        return Tokens(shape, torch.arange(units + 1) * keys.shape[1], keys.flatten().to(torch.int32))
+        # Several lines may meet in one key, and distances reach keys that are new and read anyway.
+        chosen, until = state.chosen, state.until
+        new = torch.arange(until, n).expand(len(chosen), -1)
+        keys = torch.cat([torch.where(chosen < until, chosen, n - 1 + until - chosen), new], 1).sort(1).values
+        fresh = torch.nn.functional.pad(keys.diff(dim=1) > 0, (1, 0), value=True)
+        return Tokens(shape, offsets_of(fresh.sum(1)), keys[fresh].to(torch.int32))
 
     def _due(self, step: int) -> bool:
         """Whether output step ``step``, from 0, chooses."""
         return (step >= self.first or self.at_start) and (step - self.first) % self.n_d == 0
 
     def _choose(self, query: Query, state: _State) -> Tensor:
-        """The keys of greatest weight over the observed rows, ties to the lower index: int64 [units, budget], rising.
-        The row's own key is no candidate: it is read anyway."""
+        """The lines of greatest weight over the observed rows, ties to columns and the lower: int64 [units, budget],
+        rising, as in the state. The row's own key is no candidate: it is read anyway."""
         shape, n = query.shape, query.shape.k_len
         rows = torch.cat([state.rows, query.q], 1)[:, -self.n_d :]
         seen = rows.shape[1]
@@ -151,18 +160,24 @@ class LoopServe(Method):
         block = Shape.suffix(shape.heads, shape.kv_heads, seen, n)
         query.cost.scored += int((block.q_start + 1 + which).sum())
         if count == seen:
-            sums, _ = line_sums(rows, query.kv, block, seen, query.scale, query.softcap)
+            columns, slashes = line_sums(rows, query.kv, block, seen, query.scale, query.softcap)
         else:
             groups = range(shape.kv_heads)
-            weights = [row_weights(rows, query.kv, block, g, which, query.scale, query.softcap) for g in groups]
-            sums = torch.cat(weights).sum(1)
+            weights = torch.cat(
+                [row_weights(rows, query.kv, block, g, which, query.scale, query.softcap) for g in groups]
+            )
+            columns, slashes = weights.sum(1), torch.zeros_like(weights[:, 0])
+            for at, row in enumerate((block.q_start + which).tolist()):
+                slashes[:, : row + 1] += weights[:, at, : row + 1].flip(1)
         if self.unit == "kv_head":
-            sums = sums.unflatten(0, (shape.kv_heads, -1)).sum(1)
-        sums = sums[:, : n - 1]
+            columns, slashes = (part.unflatten(0, (shape.kv_heads, -1)).sum(1) for part in (columns, slashes))
+        columns = columns[:, : n - 1]
         if self.force:
-            sums[:, : self.sinks] = sums[:, n - seen :] = torch.inf
-        order = torch.sort(sums, dim=1, descending=True, stable=True).indices
-        return order[:, : self.budget].sort(1).values
+            columns[:, : self.sinks] = columns[:, n - seen :] = torch.inf
+        if not self.slashes:
+            return top_places(columns, self.budget)
+        slashes[:, 0] = -1.0  # the row's own key
+        return top_places(torch.cat([columns, slashes], 1), self.budget)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: _State) -> None:
         state.rows = torch.cat([state.rows, query.q], 1)[:, -self.n_d :]
