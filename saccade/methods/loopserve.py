@@ -18,15 +18,15 @@ where the paper is silent or cannot be run as printed:
 With chunked prefill every chunk is a turn of its own.
 
 Decode is dense until output step ``first``; then, at that step and every ``n_d`` steps, the queries of the last ``n_d``
-tokens, the one at hand among them, choose the ``budget`` lines of the greatest summed weight. In between every row reads
-those and all keys since. What is not chosen stays stored, and may be chosen next time. Where the paper is silent:
+tokens, the one at hand among them, choose the ``budget`` lines of the greatest summed weight. In between every row
+reads those and all keys since. What is not chosen stays stored, and may be chosen next time. Where the paper is silent:
 
 * the printed rule also fires at step 0 when ``n_d`` divides 16, against the text: ``at_start=true`` lets it;
 * ``observed`` rows, evenly among the last ``n_d``, suffice to choose by (default: all, as in the paper, which costs as
   many products as dense decode);
 * ``slashes``: columns and slashes of the observed rows compete for the budget, and a slash's key moves along with the
-  row. Alg. 3 hands the slash lines to decoding without a formula; eq. 7 alone (``slashes=false``) chooses keys that past
-  rows looked at, and so loses whoever copies: its next key is one that no row has looked at yet;
+  row. Alg. 3 hands the slash lines to decoding without a formula; eq. 7 alone (``slashes=false``) chooses keys that
+  past rows looked at, and so loses whoever copies: its next key is one that no row has looked at yet;
 * nothing is forced but what is new: ``force=true`` adds the first ``sinks`` keys and those of the observed tokens;
 * lines are chosen per KV head by weights summed over its group; ``unit="q_head"`` chooses per query head.
 
@@ -65,8 +65,8 @@ class _State:
 class LoopServe(Method):
     """Prefill: per query head the lines, by new weight per new cell, that recover ``alpha`` of the attention of
     ``samples`` of the appended rows and the ``last_rows``. Fewer than ``min_rows`` rows are dense: lines cannot pay for
-    their choice. ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step ``first`` and every ``n_d``
-    steps."""
+    their choice. ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step ``first`` and every
+    ``n_d`` steps."""
 
     name: ClassVar[str] = "loopserve"
     paper: ClassVar[str] = "LoopServe, arXiv:2507.13681"
