@@ -104,8 +104,19 @@ def test_decode_rows_count_what_was_scored_and_planted_candidates_stay():
     for row in (lfps, cis):
         assert row.speedup_topk == pytest.approx(row.topk_ms / row.ms)
         assert row.ms >= row.observe_ms > 0
+    assert cis.search_ratio == pytest.approx(cis.keys_scored / 3000, rel=0.01)
+    assert lfps.search_ratio is None
     read = (lfps.keys_scored + lfps.density * 3000) * 4  # keys of all heads' lists, 64 bytes each, at 0.5 GB/s
     assert lfps.gather_limit_ms == pytest.approx(read * 64 / 0.5 / 1e6, rel=0.01)
+
+
+def test_a_window_leaves_fewer_keys_to_decode():
+    """Of 3000 keys the last layer's window hides those between the sinks and about 30 %, on its grid of 128."""
+    settings = Settings("decode", [3000], 4, 2, 32, torch.bfloat16, 1, [], ["dense+psaw", "cpe"], 64, 3, "auto")
+    rows = {row.method: row for row in run(settings, {"gemm_gflops": 1.0, "read_gbps": 1.0, "gather_gbps": 0.5})}
+    assert rows["dense+psaw"].density == pytest.approx(1 - (768 - 128) / 3000, abs=0.001)
+    assert rows["cpe"].density < 0.3
+    assert rows["cpe"].search_ratio >= 1 / 16
 
 
 @pytest.mark.parametrize(("q_len", "units"), [(1, 2), (2048, 4)])

@@ -335,9 +335,11 @@ def _density(text: str) -> float:
 
 
 def _method(text: str, suite: str) -> str:
-    from saccade.methods import parse_method
+    from saccade.methods import Policy, parse_method
 
     name, at, share = text.partition("@")
+    if suite == "decode" and Policy.parse(name).window is not None:
+        return text
     method = parse_method(name)
     if at:
         if method.name != "lfps" or not 0 < _density(share) < 0.5:

@@ -14,11 +14,11 @@ from saccade.bench import baselines
 from saccade.bench.inputs import Problem
 from saccade.bench.ops import DECODE_BLOCK, Row, Settings, _flops, _limit_ms, random_blocks
 from saccade.bench.timing import CLOCKS
-from saccade.methods import Chunk, Method, Query, parse_method
+from saccade.methods import Chunk, Method, Policy, Query
 from saccade.methods.lfps import LFPS
 from saccade.ops import Trace, attend
 from saccade.ops.score_tables import ScoreTables
-from saccade.selection import Selection, Tokens
+from saccade.selection import Cone, Selection, Tokens, cut
 
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 TAIL = 64  # rows of the prompt that methods may look at
 WARM = 6  # steps before the first that counts
 RUN = 4  # neighbouring keys of a planted line
+LAYERS = 32  # a window is that of the last of so many layers, where it hides most
 FLAT = 0.02  # queries of planted rows, so that what tables hold stays there
 
 
 @dataclass
 class DecodeRow(Row):
-    """``keys_scored`` is exact logits per query head and step, ``observe_ms`` the learning part of ``ms``, ``topk_ms``
+    """``keys_scored`` is exact logits per query head and step, ``search_ratio`` the share of (query head, step) pairs
+    that looked for keys anew, None for methods that always do, ``observe_ms`` the learning part of ``ms``, ``topk_ms``
     a step of own exact top-k of the method's unit and k = 0.02; ``gather_limit_ms`` the time of the bytes read: scored
     keys and attended values, listed ones at the rate of gathering rows, others at that of reading in order."""
 
     keys_scored: float
+    search_ratio: float | None
     observe_ms: float
     topk_ms: float
     speedup_topk: float
@@ -50,6 +53,7 @@ class _Measured:
     attention: float
     observe: float
     scored: float
+    searches: float | None
     trace: Trace
     used: Selection
 
@@ -63,7 +67,7 @@ def context(settings: Settings, limits: dict[str, float], problem: Problem) -> I
     own = {unit: f"topk(k=0.02, unit={unit})" for unit in ("q_head", "kv_head")} if settings.methods else {}
     names += [
         *own.values(),
-        *(text for text in settings.methods if parse_method(_plain(text)).text not in own.values()),
+        *(text for text in settings.methods if Policy.parse(_plain(text)).text not in own.values()),
     ]
     dense_ms, topk_ms = 0.0, dict.fromkeys(own, 0.0)
     for name in names:
@@ -73,8 +77,7 @@ def context(settings: Settings, limits: dict[str, float], problem: Problem) -> I
         if unit is not None:
             topk_ms[unit] = measured.total
         row = _row(settings, limits, problem, name, measured, dense_ms, best, torch_ms[best])
-        method = parse_method(_plain(name)) if not name.startswith("random_blocks") else None
-        row.topk_ms = topk_ms.get(getattr(method, "unit", "kv_head"), 0.0)
+        row.topk_ms = topk_ms.get(getattr(_decoding(name)[0], "unit", "kv_head"), 0.0)
         row.speedup_topk = row.topk_ms / measured.total
         yield row
 
@@ -126,6 +129,7 @@ def _row(
         percent_of_gemm=100 * _flops(problem, used) / limits["gemm_gflops"] / 1e6 / measured.attention,
         time_over_density=measured.attention / (density * dense_ms),
         keys_scored=measured.scored,
+        search_ratio=measured.searches,
         observe_ms=measured.observe,
         topk_ms=0.0,
         speedup_topk=0.0,
@@ -139,19 +143,20 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
     searches in some steps and reuses in others, whose steps are unlike each other."""
     now, views, shape = CLOCKS[settings.clock], problem.views, problem.shape
     fixed = random_blocks(shape, DECODE_BLOCK, float(name[14:-1]), settings.kv_heads) if name[:6] == "random" else None
-    method = parse_method(_plain(name)) if fixed is None else parse_method("dense")
+    method, cone = _decoding(name)
     planted = float(name.partition("@")[2] or 0)
     rows = _rows(problem, FLAT if planted else 1.0)
     states = [_state(method, problem, view, rows, planted, copy) for copy, view in enumerate(views)]
     count = max(3, settings.repeats)
     parts: list[tuple[float, float, float]] = []
-    reuses, scored, trace = False, [], Trace()
+    reuses, scored, searches, trace = False, [], [], Trace()
     for step in range(WARM + 16 * count):
         view, state = views[step % len(views)], states[step % len(views)]
         q = rows[:, TAIL // 2 + step % (TAIL // 2)][:, None]
         began = now()
         query = Query.of(q, view, step=step // len(views))
         selection = fixed if fixed is not None else method.select_decode(query, state)
+        selection = selection if cone is None else cut(selection, cone)
         chosen = now()
         trace = Trace(want_weights=method.wants_weights)
         attend(q, view, selection, backend=settings.backend, threads=settings.threads, trace=trace)
@@ -163,17 +168,25 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
             parts.append((chosen - began, attended - chosen, ended - attended))
             scored.append(query.cost.scored)
             reuses |= query.cost.searches is not None
+            searches.append((query.cost.searches or 0) / shape.heads)
         if len(parts) >= (16 * len(views) if reuses else count) and step >= len(views):
             break
     take = statistics.fmean if reuses else statistics.median
     selection_ms, attention_ms, observe_ms = (1000 * take(part) for part in zip(*parts))
     total = 1000 * take([sum(part) for part in parts])
     assert trace.used is not None
-    return _Measured(total, selection_ms, attention_ms, observe_ms, statistics.fmean(scored), trace, trace.used)
+    ratio = statistics.fmean(searches) if reuses else None
+    return _Measured(total, selection_ms, attention_ms, observe_ms, statistics.fmean(scored), ratio, trace, trace.used)
 
 
 def _plain(name: str) -> str:
     return name.partition("@")[0]
+
+
+def _decoding(name: str) -> tuple[Method, Cone | None]:
+    """The method that decodes, and what its policy's window shows it in the last layer."""
+    policy = Policy.parse("dense" if name.startswith("random_blocks") else _plain(name))
+    return policy.decode, None if policy.window is None else policy.window.at(LAYERS - 1, LAYERS)
 
 
 def _rows(problem: Problem, size: float) -> Tensor:

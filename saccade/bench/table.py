@@ -60,13 +60,14 @@ def _print_steps(console: Console, rows: Sequence[DecodeRow]) -> None:
     table = Table()
     for name in ("context", "method"):
         table.add_column(name, no_wrap=True)
-    for name in ("keys scored", "observe ms", "x own top-k", "gather limit ms", "% of it"):
+    for name in ("keys scored", "searches", "observe ms", "x own top-k", "gather limit ms", "% of it"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             str(row.context),
             row.method,
             f"{row.keys_scored:.0f}",
+            "-" if row.search_ratio is None else f"{row.search_ratio:.3f}",
             f"{row.observe_ms:.2f}",
             f"{row.speedup_topk:.2f}" if row.topk_ms else "-",
             f"{row.gather_limit_ms:.2f}",
