@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.loopserve_device import on_device, select_lines
 from saccade.ops.line_cover import cover_rows
 from saccade.ops.scores import line_sums, row_weights, top_places
 from saccade.selection import Dense, Lines, Selection, Shape, Tokens
@@ -112,6 +113,8 @@ class LoopServe(Method):
             return Dense(shape)
         rows = self.sample(chunk)
         chunk.cost.scored += rows.numel() * shape.k_len
+        if on_device(chunk, self.overlap):
+            return select_lines(chunk, rows, self.alpha)
         lines = cover_rows(chunk.q, chunk.kv, shape, rows, self.alpha, chunk.scale, chunk.softcap, overlap=self.overlap)
         return Lines.from_lists(shape, *zip(*lines))
 

@@ -71,7 +71,7 @@ def attend_progressive(
     each = published if counts is None else counts  # unused pointers must still be pointers
     static = {
         "GROUP": group,
-        "FEW": pad(group, 1),
+        "FEW": pad(group, 256 // WINDOW),  # no two threads look at one word: they might not see the same
         "MICROBATCH": rule.microbatch,
         "LEAST": rule.rest == "min",
         "MEAN": rule.stop == "mean",
