@@ -150,7 +150,7 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
     count = max(3, settings.repeats)
     parts: list[tuple[float, float, float]] = []
     reuses, scored, searches, trace = False, [], [], Trace()
-    for step in range(WARM + 16 * count):
+    for step in range(WARM + 16 * max(count, len(views))):
         view, state = views[step % len(views)], states[step % len(views)]
         q = rows[:, TAIL // 2 + step % (TAIL // 2)][:, None]
         began = now()
