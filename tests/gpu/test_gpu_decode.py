@@ -16,7 +16,10 @@ from saccade.ops.triton.progressive import Rule, attend_progressive
 from saccade.selection import Dense, Ranking, Tokens
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (80, torch.float16), (128, torch.float32)])
+@pytest.mark.parametrize(("head_dim", "dtype"), [
+    (64, torch.bfloat16), (80, torch.float16), (96, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16),
+    (128, torch.float32),
+])  # fmt: skip
 @pytest.mark.parametrize("n", [5, 4001])
 def test_dense_decode(head_dim, dtype, n):
     q, k, v, view, shape = data(8, 2, 1, n, head_dim, dtype)
@@ -30,9 +33,10 @@ def test_block_decode(size, units, structured):
     agrees(q, k, v, view, random_blocks(shape, size, units))
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("units", [2, 8])
-def test_token_decode(units):
-    q, k, v, view, shape = data(8, 2, 1, 4001, 128)
+def test_token_decode(units, head_dim):
+    q, k, v, view, shape = data(8, 2, 1, 4001, head_dim)
     lists = [torch.randperm(4001)[: 100 + 9 * unit] for unit in range(units)]
     agrees(q, k, v, view, Tokens.from_lists(shape, lists))
 
@@ -56,9 +60,9 @@ def test_the_progressive_kernel_stops_where_the_loop_stops(rest, epsilon):
         assert torch.equal(traces[1].used.block_mask().cpu(), traces[0].used.block_mask().cpu())
 
 
-@pytest.mark.parametrize("readers", [1, 3, 32])
-def test_any_number_of_readers_gives_the_same(readers):
-    q, k, v = planted_heads(8, 2, 20000, 64, 1)
+@pytest.mark.parametrize(("readers", "heads"), [(1, 8), (3, 8), (32, 8), (64, 2), (16, 6)])
+def test_any_number_of_readers_gives_the_same(readers, heads):
+    q, k, v = planted_heads(heads, 2, 20000, 64, 1)
     view = KVView.from_tensors(k.cuda(), v.cuda(), shuffle_seed=0)
     q = q[:, -1:].cuda()
     with q.device:

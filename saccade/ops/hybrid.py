@@ -1,0 +1,82 @@
+"""Decode over keys in two places: the query goes to the host, attends to the keys that lie there, and the result comes
+back and meets what the device holds (LFPS on a GPU: sinks and window there, everything else in host memory)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.kv.view import KVView
+from saccade.ops.attend import Trace, attend
+from saccade.ops.merge import merge_state
+from saccade.selection import Candidates, Selection, Tokens
+
+
+def attend_hybrid(
+    q: Tensor,
+    near: KVView,
+    far: KVView,
+    near_selection: Selection,
+    far_selection: Selection,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    threads: int | None = None,
+    far_trace: Trace | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``q`` [heads, 1, head_dim] over the keys of ``near_selection`` in ``near``, on q's device, and those of
+    ``far_selection`` in ``far``, on the host: ``out`` like q, ``lse`` float32 [heads, 1], as one attention over both.
+
+    The views are of one sequence, with its positions; pages that a view's selection does not name need not hold
+    anything. The selections must have no key in common. Only the query, its result and its log-sum-exp travel:
+    head_dim + 1 numbers a head each way; the device works on its part meanwhile. ``far_trace`` is of the part on the
+    host. Raises SaccadeError where ``far`` does not lie on the host.
+    """
+    if far.k_pool.device.type != "cpu":
+        raise SaccadeError(f"the far keys lie on {far.k_pool.device}, not in host memory; use ops.attend for both")
+    sent = None
+    query = q
+    if q.is_cuda:  # on its way before the near part is launched, which it need not wait for
+        query = torch.empty(q.shape, dtype=q.dtype, device="cpu", pin_memory=True)
+        query.copy_(q, non_blocking=True)
+        sent = torch.cuda.Event()
+        sent.record()
+    out, lse = attend(q, near, near_selection, scale=scale, softcap=softcap)
+    if sent is not None:
+        sent.synchronize()
+    with torch.device("cpu"):
+        far_out, far_lse = attend(
+            query, far, far_selection.to(query.device), scale=scale, softcap=softcap, threads=threads, trace=far_trace
+        )
+    return merge_state(out, lse, far_out.to(q.device), far_lse.to(q.device))
+
+
+def split_forced(selection: Candidates) -> tuple[Tokens, Candidates]:
+    """``selection`` in two: its forced keys, for the near part, and its candidates without them, for the far one. An
+    idle head has its few keys among the former and nothing among the latter. The ``rest`` is in neither.
+
+    Raises SaccadeError where several heads choose together: they rank by weights, of which the forced keys have their
+    part, so that the far part alone cannot choose.
+    """
+    shape, (first, last) = selection.shape, selection.forced
+    if selection.units != shape.heads:
+        raise SaccadeError(
+            f"candidates of {selection.units} units for {shape.heads} query heads cannot be split: heads that choose "
+            f"together rank by weights over forced keys too; use unit='q_head'"
+        )
+    device = selection.k.device
+    ends = torch.cat([torch.arange(first, device=device), torch.arange(last, shape.k_len, device=device)])
+    sizes = torch.full((shape.heads,), ends.numel(), dtype=torch.int64, device=device)
+    keys = ends.to(torch.int32).expand(shape.heads, -1)
+    listed = torch.ones(keys.shape, dtype=torch.bool, device=device)
+    if selection.idle is not None:
+        few = ends < min(selection.idle_keys, shape.k_len)
+        listed = torch.where(selection.idle[:, None], few, listed)
+        sizes = listed.sum(1)
+    near = Tokens(shape, torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), keys[listed])
+    spelt = selection.spelt_out()  # a full unit's candidates are those between the forced keys
+    far = replace(spelt, sinks=0, local=0, idle_keys=0, rest=None)
+    return near, far

@@ -1,0 +1,90 @@
+"""What is chosen on a GPU, candidates, shared keys and lines, against the host's choice; the same from run to run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_helpers import data
+from helpers import planted_heads
+from test_ops_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
+
+from saccade.kv.view import KVView
+from saccade.ops import Trace, attend, triton
+from saccade.ops.candidates import choose
+from saccade.ops.line_cover import cover_lines
+from saccade.ops.scores import row_weights
+from saccade.ops.sharing import Anchors
+from saccade.ops.triton.line_cover import cover
+from saccade.ops.weights import selected_weights
+from saccade.selection import Candidates, Shape
+
+
+def on_host(q, view) -> tuple[torch.Tensor, KVView]:
+    return q.cpu(), KVView.from_tensors(view.keys().cpu(), view.values().cpu())
+
+
+def rising_lists(units: int, n: int, sinks: int, local: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(units)
+    parts = [torch.randperm(n - sinks - local, generator=rng)[: 900 + u].sort().values + sinks for u in range(units)]
+    counts = torch.tensor([len(part) for part in parts])
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)), torch.cat(parts).to(torch.int32)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("units", [8, 2, 1])
+def test_the_best_candidates(units, head_dim):
+    """float32 storage where it fits, so that both rank by the same numbers; equal keys but for ties of a last bit."""
+    q, _, _, view, shape = data(8, 2, 1, 9000, head_dim, torch.float32 if head_dim <= 64 else torch.bfloat16)
+    offsets, indices = rising_lists(units, 9000, 16, 64)
+    listed = Candidates(shape, offsets, indices, torch.full((units,), 300), 16, 64)
+    every = Candidates.all_keys(shape, units, 432, 16, 64)
+    for selection in (listed, every):
+        trace, expected = Trace(want_weights=True), choose(*on_host(q, view), selection, scale=head_dim**-0.5)
+        out, lse = attend(q, view, selection.to(q.device), trace=trace)
+        assert trace.backend == "triton"
+        assert torch.isfinite(out).all()
+        assert torch.equal(trace.used.offsets.cpu(), expected.offsets)
+        differs = (trace.used.unit_mask().cpu() ^ expected.unit_mask()).sum()
+        assert differs <= 0.02 * expected.indices.numel()
+        weights = selected_weights(*on_host(q, view), trace.used.to("cpu"), lse.cpu(), scale=head_dim**-0.5)
+        torch.testing.assert_close(trace.weights.cpu(), weights, atol=1e-3, rtol=2e-2)
+        for _ in range(10):
+            again = triton.choose_candidates(q, view, selection, scale=head_dim**-0.5)
+            assert torch.equal(again.indices, trace.used.indices)
+
+
+@pytest.mark.parametrize(("best", "reach"), [(0, 1), (7, 1), (500, 2)])
+def test_shared_keys(best, reach):
+    n, anchors = 200, Anchors.empty(UNITS, 2 * DIM, capacity=200)
+    for name in ("directions", "has", "counts", "keys", "positions"):
+        setattr(anchors, name, getattr(anchors, name).cuda())
+    q = torch.zeros(HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    q[:, 3] = 2.0
+    assert bool(triton.share(anchors, q, 0.8, LOCAL, n, True)[2].all())
+    has = torch.tensor([True, True, False, True])
+    read, weights = retrieved(n, (40, 1, 60, 0), seed=1)
+    anchors.has[0], anchors.positions[0], anchors.first, anchors.count = has.cuda(), n - 1, n - 1, 1
+    triton.keep(anchors, 0, read.to(q.device), weights.cuda(), (SINKS, n - LOCAL), best, reach)
+    anchors.reserve()
+    for _ in range(10):
+        offsets, keys, searching = triton.share(anchors, q, 0.8, LOCAL, n + 5, True)
+        for unit, wanted in enumerate(expected_sets(read, weights, has, n, best, reach)):
+            found = keys[offsets[unit] : offsets[unit + 1]].tolist()
+            assert bool(searching[unit]) != bool(has[unit])
+            assert found == (sorted({*wanted, *range(n - LOCAL, n + 5 - LOCAL)}) if has[unit] else [])
+
+
+@pytest.mark.parametrize(("n", "q_len"), [(700, 700), (6000, 900)])
+def test_lines_cover_what_the_host_s_do(n, q_len):
+    q, k, v = planted_heads(4, 2, n, 64, 0, noise=0.5)
+    view, shape = KVView.from_tensors(k, v), Shape.suffix(4, 2, q_len, n)
+    rows = torch.arange(0, q_len, 7)
+    weights = torch.cat([row_weights(q[:, -q_len:], view, shape, g, rows, 0.125) for g in range(2)])
+    positions, first = shape.q_start + rows, shape.q_start
+    marks = [cover(weights.cuda(), positions.cuda(), first, 0.9) for _ in range(5)]
+    for head in range(4):
+        expected = cover_lines(weights[head], positions, first, 0.9)
+        for kind, lines in enumerate((expected.columns, expected.distances)):
+            assert all(torch.equal(one[kind], marks[0][kind]) for one in marks)
+            differs = marks[0][kind][head].cpu().index_put((lines,), ~marks[0][kind][head].cpu()[lines])
+            assert differs.sum() <= 0.02 * max(50, lines.numel())
