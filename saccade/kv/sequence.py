@@ -20,6 +20,7 @@ class SequenceKV:
         self._tables = torch.zeros(layers, 16, dtype=torch.int32, device="cpu")
         self._stored_tables = self._tables.to(pool.k.device)  # the same tensor on a CPU
         self._lengths = [0] * layers
+        self._everywhere = 0  # blocks that every layer has
         self._summaries: dict[tuple[int, str, int], _Summary] = {}
         self.version = 0  # grows when tables, or rows that no kernel stored, or buffers of summaries change
 
@@ -45,12 +46,16 @@ class SequenceKV:
     def missing_blocks(self, tokens: int) -> int:
         """Slots that must still be allocated before ``tokens`` tokens fit."""
         wanted = -(-tokens // self.pool.block_size)
+        if wanted <= self._everywhere:  # asked for every sequence at every step
+            return 0
         return sum(max(0, wanted - len(slots)) for slots in self._slots)
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens in every layer. Raises CapacityError, taking nothing, when the pool is
         short."""
         wanted = -(-tokens // self.pool.block_size)
+        if wanted <= self._everywhere:
+            return
         missing = self.missing_blocks(tokens)
         fresh = self.pool.allocate(missing)
         if wanted > self._tables.shape[1]:
@@ -63,6 +68,7 @@ class SequenceKV:
                 self._tables[layer, len(slots) : wanted] = torch.tensor(fresh[:count], dtype=torch.int32)
                 slots.extend(fresh[:count])
                 del fresh[:count]
+        self._everywhere = wanted
         if missing:
             self._stored_tables = self._tables.to(self.pool.k.device)
             self.version += 1
@@ -118,6 +124,7 @@ class SequenceKV:
     def truncate(self, length: int) -> None:
         """Forget tokens from ``length`` on and give their blocks back."""
         keep = -(-length // self.pool.block_size)
+        self._everywhere = min(self._everywhere, keep)
         self.version += 1
         for layer, slots in enumerate(self._slots):
             self._lengths[layer] = min(self._lengths[layer], length)
