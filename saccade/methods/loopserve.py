@@ -74,7 +74,7 @@ class LoopServe(Method):
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     alpha: float = 0.995
-    samples: int = 192
+    samples: int = 448
     last_rows: int = 64
     overlap: str = "exact"
     min_rows: int = 64
