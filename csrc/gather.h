@@ -1,10 +1,10 @@
-// Attention of one query row per head over listed keys: score the candidates, pick the best, softmax, sum the values, in
-// one pass per KV head. Bound by memory: rows are asked for well ahead of their use.
+// Attention of one query row per head over listed keys: score the candidates, pick the best, softmax, sum the values,
+// in one pass per KV head.
 #pragma once
 
 #include <cstdlib>
 
-#include "math.h"
+#include "gather_rows.h"
 #include "threads.h"
 #include "top_k.h"
 
@@ -13,16 +13,14 @@ namespace {
 
 template <class Math, class T>
 class GatherTask {
-    static constexpr bool kDot = Math::per_unit == 2;
-    static constexpr int kTile = 4;       // heads and rows of a register tile
-    static constexpr int kAhead = 24;     // rows between asking for one and using it
-    static constexpr int64_t kStep = 64;  // values summed before the sums are stored
-    using Q = std::conditional_t<kDot, uint16_t, float>;
+    using Rows = GatherRows<Math, T>;
+    using Q = typename Rows::Q;
+    static constexpr int64_t kTile = Rows::kTile;
 
   public:
     GatherTask(const Gather& g, int64_t kv_head)
-        : g_(g), a_(g.attention), logits_(g.attention), kv_head_(kv_head), d_(a_.head_dim),
-          q_stride_((d_ + 31) / 32 * 32), group_(a_.heads / a_.kv_heads), own_units_(g.units / a_.kv_heads),
+        : g_(g), a_(g.attention), logits_(g.attention), rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32},
+          kv_head_(kv_head), d_(a_.head_dim), group_(a_.heads / a_.kv_heads), own_units_(g.units / a_.kv_heads),
           per_unit_(a_.heads / g.units), longest_(0), full_(false) {
         shift_ = (a_.page & (a_.page - 1)) ? -1 : __builtin_ctzll(a_.page);
         for (int64_t u = 0; u < own_units_; ++u) {
@@ -37,33 +35,32 @@ class GatherTask {
         carve(count);
         Carver carver(static_cast<char*>(thread_scratch(count.used())));
         carve(carver);
-        std::memset(q_, 0, group_ * q_stride_ * sizeof(Q));
+        std::memset(q_, 0, group_ * rows_of_.q_stride * sizeof(Q));
         for (int64_t h = 0; h < group_; ++h) {
             const T* from = static_cast<const T*>(a_.q) + (kv_head * group_ + h) * a_.q_head_stride;
-            Q* to = q_ + h * q_stride_;
-            if constexpr (kDot) std::memcpy(to, from, d_ * sizeof(T));
+            Q* to = q_ + h * rows_of_.q_stride;
+            if constexpr (Rows::kDot) std::memcpy(to, from, d_ * sizeof(T));
             else
                 for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(from + c));
         }
     }
 
     void run() {
-        const T* k = static_cast<const T*>(a_.k_pool);
         if (full_) {  // every key once, for all heads of the group
             for (int64_t i = 0; i < g_.keys; ++i) rows_[i] = row_of(i);
-            for (int64_t h = 0; h < group_; h += kTile) score_tile(k, h, group_ - h, g_.keys);
+            score(0, group_, g_.keys);
         }
-        for (int64_t u = 0; u < own_units_; ++u) run_unit(k, kv_head_ * own_units_ + u, u * per_unit_);
+        for (int64_t u = 0; u < own_units_; ++u) run_unit(kv_head_ * own_units_ + u, u * per_unit_);
     }
 
   private:
     void carve(Carver& c) {
-        q_ = c.take<Q>(group_ * q_stride_);
+        q_ = c.take<Q>(group_ * rows_of_.q_stride);
         s_ = c.take<float>(group_ * longest_);
         r_ = c.take<float>(longest_);
         spare_ = c.take<uint32_t>(longest_ + W);
-        rows_ = c.take<int64_t>(longest_);
-        read_ = c.take<int64_t>(longest_);
+        rows_ = c.take<int64_t>(longest_ + Rows::kAhead);
+        read_ = c.take<int64_t>(longest_ + Rows::kAhead);
         position_ = c.take<int32_t>(longest_);
         chosen_ = c.take<int32_t>(longest_);
         p_ = c.take<float>(per_unit_ * longest_);
@@ -78,124 +75,80 @@ class GatherTask {
     bool idle(int64_t h) const { return g_.idle && g_.idle[kv_head_ * group_ + h]; }
 
     // Unit `unit`, whose heads are number first .. first + per_unit - 1 of the group.
-    void run_unit(const T* k, int64_t unit, int64_t first) {
+    void run_unit(int64_t unit, int64_t first) {
         const bool whole = g_.full && g_.full[unit];
         int voters = 0;
         for (int64_t h = 0; h < per_unit_; ++h) voters += !idle(first + h);
-        int64_t places;  // forced keys, candidates, forced keys, in the order of their positions
-        if (whole) {
-            places = g_.keys;
-        } else {
-            const int32_t* list = g_.indices + g_.offsets[unit];
-            const int64_t count = g_.offsets[unit + 1] - g_.offsets[unit];
-            places = 0;
-            for (int64_t i = 0; i < g_.sinks; ++i) position_[places++] = static_cast<int32_t>(i);
-            if (voters) {
-                std::memcpy(position_ + places, list, count * sizeof *list);
-                places += count;
-                for (int64_t i = g_.keys - g_.local; i < g_.keys; ++i) position_[places++] = static_cast<int32_t>(i);
-            }
-            for (int64_t i = 0; i < places; ++i) rows_[i] = row_of(position_[i]);
-            for (int64_t h = 0; h < per_unit_; h += kTile) score_tile(k, first + h, per_unit_ - h, places);
-        }
-        int64_t count = places;
+        const int64_t places = whole ? g_.keys : list_places(unit, voters > 0);
+        if (!whole) score(first, per_unit_, places);
         const int64_t candidates = places - g_.sinks - g_.local, wanted = g_.k[unit];
         const bool picks = voters && candidates > wanted;
-        if (!voters) count = g_.idle_keys;
-        if (picks) {
-            count = g_.sinks;
-            for (int64_t i = 0; i < g_.sinks; ++i) chosen_[i] = static_cast<int32_t>(i);
-            if (wanted > 0) {
-                const float* score = rank(first, voters, places);
-                TopK(spare_).run(score + g_.sinks, candidates, wanted, static_cast<int32_t>(g_.sinks), chosen_ + count);
-                count += wanted;
-            }
-            for (int64_t i = places - g_.local; i < places; ++i) chosen_[count++] = static_cast<int32_t>(i);
-        } else {
-            for (int64_t i = 0; i < count; ++i) chosen_[i] = static_cast<int32_t>(i);
-        }
+        int64_t count = voters ? places : g_.idle_keys;
+        if (picks) count = pick(first, voters, places, candidates, wanted);
+        int64_t* read = picks ? read_ : rows_;
+        for (int64_t j = 0; picks && j < count; ++j) read_[j] = whole ? row_of(chosen_[j]) : rows_[chosen_[j]];
+        for (int64_t j = 0; !picks && whole && j < count; ++j) rows_[j] = row_of(j);  // a unit before may have others
+        Rows::pad(read, count);
+        const T* v = static_cast<const T*>(a_.v_pool);
+        rows_of_.begin(v, read);
         for (int64_t h = 0; h < per_unit_; ++h) {
             const int64_t own = idle(first + h) ? (g_.idle_keys < count ? g_.idle_keys : count) : count;
-            weigh(first + h, h, own, count);
+            weigh(first + h, h, own, count, picks);
         }
-        for (int64_t j = 0; j < count; ++j) read_[j] = whole ? row_of(chosen_[j]) : rows_[chosen_[j]];
-        const int64_t* rows = read_;
         std::memset(o_, 0, per_unit_ * d_ * sizeof(float));
-        for (int64_t h = 0; h < per_unit_; h += kTile) {
-            switch (per_unit_ - h) {
-                case 1: values<1>(h, rows, count); break;
-                case 2: values<2>(h, rows, count); break;
-                case 3: values<3>(h, rows, count); break;
-                default: values<4>(h, rows, count);
-            }
-        }
+        for (int64_t h = 0; h < per_unit_; h += kTile)
+            rows_of_.values(per_unit_ - h, v, read, count, p_ + h * longest_, longest_, o_ + h * d_);
         for (int64_t h = 0; h < per_unit_; ++h) {
             T* out = static_cast<T*>(a_.out) + (kv_head_ * group_ + first + h) * a_.out_rows * d_;
             for (int64_t c = 0; c < d_; c += W) Simd::store_row(out + c, Simd::load(o_ + h * d_ + c));
         }
-        emit(unit, first, whole);
+        emit(unit, first, whole, picks);
     }
 
-    // s[head][place] = base-2 logit of places 0 .. count - 1 for heads h .. of the group.
-    void score_tile(const T* k, int64_t h, int64_t left, int64_t count) {
-        switch (left) {
-            case 1: scores<1>(k, h, count); break;
-            case 2: scores<2>(k, h, count); break;
-            case 3: scores<3>(k, h, count); break;
-            default: scores<4>(k, h, count);
+    // Forced keys, candidates, forced keys, in the order of their positions: their number.
+    int64_t list_places(int64_t unit, bool voted) {
+        const int32_t* list = g_.indices + g_.offsets[unit];
+        const int64_t count = g_.offsets[unit + 1] - g_.offsets[unit];
+        int64_t places = 0;
+        for (int64_t i = 0; i < g_.sinks; ++i) position_[places++] = static_cast<int32_t>(i);
+        if (voted) {
+            std::memcpy(position_ + places, list, count * sizeof *list);
+            places += count;
+            for (int64_t i = g_.keys - g_.local; i < g_.keys; ++i) position_[places++] = static_cast<int32_t>(i);
         }
-        for (int64_t i = h; i < h + (left < kTile ? left : kTile); ++i) {
-            float* s = s_ + i * longest_;
-            const int64_t rounded = (count + W - 1) / W * W;
+        for (int64_t i = 0; i < places; ++i) rows_[i] = row_of(position_[i]);
+        return places;
+    }
+
+    // Base-2 logits s[head][place] of `heads` heads from number `first` of the group on, for places 0 .. count - 1.
+    void score(int64_t first, int64_t heads, int64_t count) {
+        const T* k = static_cast<const T*>(a_.k_pool);
+        const int64_t rounded = (count + W - 1) / W * W;
+        Rows::pad(rows_, count);
+        for (int64_t h = first; h < first + heads; h += kTile) {
+            rows_of_.begin(k, rows_);
+            rows_of_.scores(first + heads - h, q_ + h * rows_of_.q_stride, k, rows_, count, s_ + h * longest_,
+                            longest_);
+        }
+        for (int64_t h = first; h < first + heads; ++h) {
+            float* s = s_ + h * longest_;
             for (int64_t j = count; j < rounded; ++j) s[j] = 0;
             for (int64_t j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
             for (int64_t j = count; j < rounded; ++j) s[j] = -__builtin_inff();
         }
     }
 
-    template <int HT>
-    void scores(const T* k, int64_t h, int64_t count) {
-        const Q* q = q_ + h * q_stride_;
-        float* s = s_ + h * longest_;
-        for (int64_t j = 0; j < (count < kAhead ? count : kAhead); ++j) ask(k + rows_[j]);
-        for (int64_t j = 0; j < count; j += 4) {
-            const T* row[4];
-            for (int r = 0; r < 4; ++r) row[r] = k + rows_[j + r < count ? j + r : count - 1];
-            for (int r = 0; r < 4; ++r)
-                if (j + r + kAhead < count) ask(k + rows_[j + r + kAhead]);
-            F acc[HT][4];
-            for (auto& head : acc)
-                for (F& x : head) x = Simd::set1(0);
-            if constexpr (kDot) {
-                for (int64_t c = 0; c < d_; c += 2 * W) {
-                    F x[4];
-                    for (int r = 0; r < 4; ++r)
-                        x[r] = d_ - c >= 2 * W ? Math::load(row[r] + c) : Math::load(row[r] + c, 0xffffu);
-                    for (int i = 0; i < HT; ++i) {
-                        F y = Math::load(q + i * q_stride_ + c);
-                        for (int r = 0; r < 4; ++r) acc[i][r] = Math::mac(acc[i][r], x[r], y);
-                    }
-                }
-            } else {
-                for (int64_t c = 0; c < d_; c += W) {
-                    F x[4];
-                    for (int r = 0; r < 4; ++r) x[r] = Simd::load_row(row[r] + c);
-                    for (int i = 0; i < HT; ++i) {
-                        F y = Simd::load(q + i * q_stride_ + c);
-                        for (int r = 0; r < 4; ++r) acc[i][r] = Math::mac(acc[i][r], x[r], y);
-                    }
-                }
-            }
-            for (int i = 0; i < HT; ++i) {  // longest_ is a multiple of 64: a last tile has room
-                float sums[4];
-                Simd::sum4(acc[i], sums);
-                std::memcpy(s + i * longest_ + j, sums, sizeof sums);
-            }
+    // The forced places and the best `wanted` of the candidates, to chosen_; returns their number.
+    int64_t pick(int64_t first, int voters, int64_t places, int64_t candidates, int64_t wanted) {
+        int64_t count = 0;
+        for (; count < g_.sinks; ++count) chosen_[count] = static_cast<int32_t>(count);
+        if (wanted > 0) {
+            const float* score = rank(first, voters, places);
+            TopK(spare_).run(score + g_.sinks, candidates, wanted, static_cast<int32_t>(g_.sinks), chosen_ + count);
+            count += wanted;
         }
-    }
-
-    SACCADE_INLINE void ask(const T* row) const {
-        for (int64_t c = 0; c < d_; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
+        for (int64_t i = places - g_.local; i < places; ++i) chosen_[count++] = static_cast<int32_t>(i);
+        return count;
     }
 
     // What places are ranked by: the logits of a single voter, or the sum of the voters' softmax weights.
@@ -232,12 +185,15 @@ class GatherTask {
         return top;
     }
 
-    // Weights over the first `own` of `count` chosen places, 0 beyond, and the head's log-sum-exp.
-    void weigh(int64_t in_group, int64_t h, int64_t own, int64_t count) {
+    // Weights over the first `own` of `count` places (those in chosen_, or the first ones), 0 beyond, and the head's
+    // log-sum-exp.
+    void weigh(int64_t in_group, int64_t h, int64_t own, int64_t count, bool picks) {
         const float* s = s_ + in_group * longest_;
         float* p = p_ + h * longest_;
         const int64_t rounded = (count + W - 1) / W * W;
-        for (int64_t j = 0; j < own; ++j) p[j] = s[chosen_[j]];
+        if (picks)
+            for (int64_t j = 0; j < own; ++j) p[j] = s[chosen_[j]];
+        else std::memcpy(p, s, own * sizeof(float));
         for (int64_t j = own; j < rounded; ++j) p[j] = -__builtin_inff();
         const float top = greatest(p, rounded);
         F sum = Simd::set1(0);
@@ -253,46 +209,16 @@ class GatherTask {
             total > 0 ? top * kLn2 + __builtin_logf(total) : -__builtin_inff();
     }
 
-    template <int HT>
-    void values(int64_t h, const int64_t* rows, int64_t count) {
-        const T* v = static_cast<const T*>(a_.v_pool);
-        for (int64_t j = 0; j < (count < kAhead ? count : kAhead); ++j) ask(v + rows[j]);
-        for (int64_t j = 0; j < count; j += kStep) {
-            const int64_t stop = j + kStep < count ? j + kStep : count;
-            for (int64_t i = j + kAhead; i < stop + kAhead && i < count; ++i) ask(v + rows[i]);
-            int64_t c = 0;
-            for (; c + 4 * W <= d_; c += 4 * W) sum_rows<HT, 4>(v, h, rows, j, stop, c);
-            for (; c < d_; c += W) sum_rows<HT, 1>(v, h, rows, j, stop, c);
-        }
-    }
-
-    template <int HT, int N>
-    void sum_rows(const T* v, int64_t h, const int64_t* rows, int64_t j, int64_t stop, int64_t c) {
-        float* o = o_ + h * d_ + c;
-        const float* p = p_ + h * longest_;
-        F acc[HT][N];
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < N; ++n) acc[i][n] = Simd::load(o + i * d_ + n * W);
-        for (; j < stop; ++j) {
-            const T* row = v + rows[j] + c;
-            F x[N];
-            for (int n = 0; n < N; ++n) x[n] = Simd::load_row(row + n * W);
-            for (int i = 0; i < HT; ++i) {
-                const F w = Simd::set1(p[i * longest_ + j]);
-                for (int n = 0; n < N; ++n) acc[i][n] = Simd::fma(w, x[n], acc[i][n]);
-            }
-        }
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < N; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
-    }
-
     // Says what was read, and with which weights.
-    void emit(int64_t unit, int64_t first, bool whole) {
+    void emit(int64_t unit, int64_t first, bool whole, bool picks) {
         const bool per_head = g_.lists > g_.units;
         for (int64_t l = 0; l < (per_head ? per_unit_ : 1); ++l) {
             const int64_t list = per_head ? kv_head_ * group_ + first + l : unit, at = g_.out_offsets[list];
             const int64_t own = g_.out_offsets[list + 1] - at;
-            for (int64_t j = 0; j < own; ++j) g_.chosen[at + j] = whole ? chosen_[j] : position_[chosen_[j]];
+            int32_t* out = g_.chosen + at;
+            for (int64_t j = 0; picks && j < own; ++j) out[j] = whole ? chosen_[j] : position_[chosen_[j]];
+            if (!picks && !whole) std::memcpy(out, position_, own * sizeof *out);
+            for (int64_t j = 0; !picks && whole && j < own; ++j) out[j] = static_cast<int32_t>(j);
             if (!g_.weights) continue;
             for (int64_t h = 0; h < (per_head ? 1 : per_unit_); ++h)
                 std::memcpy(g_.weights + h * g_.weight_stride + at, p_ + (l + h) * longest_, own * sizeof(float));
@@ -302,7 +228,8 @@ class GatherTask {
     const Gather& g_;
     const Attention& a_;
     Logits logits_;
-    int64_t kv_head_, d_, q_stride_, group_, own_units_, per_unit_, longest_;
+    Rows rows_of_;
+    int64_t kv_head_, d_, group_, own_units_, per_unit_, longest_;
     bool full_;
     int shift_;
     Q* q_;

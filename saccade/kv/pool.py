@@ -81,11 +81,11 @@ class BlockPool:
         self._free.extend(reversed(slots))
 
 
-def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Let Linux back a large CPU tensor with pages of 2 MiB. Scattered rows of 4 KiB pages cost a page walk each, and
-    even reading in order is slower. Only advice: without it everything works as before."""
+def ask_for_huge_pages(tensor: Tensor, least: int = 16) -> None:
+    """Let Linux back a CPU tensor of at least ``least`` pages of 2 MiB with such pages. Scattered rows of 4 KiB pages
+    cost a page walk each, and even reading in order is slower. Only advice: without it everything works as before."""
     size = tensor.numel() * tensor.element_size()
-    if tensor.device.type != "cpu" or size < 16 * HUGE_PAGE or not sys.platform.startswith("linux"):
+    if tensor.device.type != "cpu" or size < least * HUGE_PAGE or not sys.platform.startswith("linux"):
         return
     start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     stop = (tensor.data_ptr() + size) // HUGE_PAGE * HUGE_PAGE

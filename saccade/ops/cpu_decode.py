@@ -103,7 +103,8 @@ def candidates(
 ) -> tuple[Tensor, Tensor]:
     """``score_tables.candidates``."""
     out_offsets = torch.empty(tables.units + 1, dtype=torch.int64)
-    indices = torch.empty(tables.units * length, dtype=torch.int32)  # pages that nothing is written to cost nothing
+    # Pages that nothing is written to cost nothing; the kernel writes 16 entries at a time.
+    indices = torch.empty(tables.units * length + 16, dtype=torch.int32)
     cpu._kernels.scan_tables(
         cpu._isa_index(),
         torch.get_num_threads(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.kv.pool import ask_for_huge_pages
 from saccade.kv.view import KVView
 from saccade.ops import cpu_decode
 from saccade.ops.reference import logits
@@ -46,9 +47,9 @@ class ScoreTables:
     def of(cls, vertical: Tensor, slash: Tensor, first: int, row: int) -> ScoreTables:
         """From true values float32 [units, n] of the positions ``first ..`` and of the distances 0 .. n - 1."""
         units, n = vertical.shape
-        room = _padded(n + 1024) - n
-        vertical, slash = (torch.nn.functional.pad(part.float(), (0, room)).contiguous() for part in (vertical, slash))
-        bounds = torch.empty(2, units, (n + room) // BLOCK)
+        capacity = _padded(n + 1024)
+        vertical, slash = _widened((vertical, slash), capacity)
+        bounds = torch.empty(2, units, capacity // BLOCK)
         sums, scale = torch.zeros(units, 2, 4, dtype=torch.float64), torch.ones(units, dtype=torch.float64)
         tables = cls(first, vertical, slash, bounds[0], bounds[1], sums, scale, torch.full((units,), row))
         for unit in range(units):
@@ -67,11 +68,9 @@ class ScoreTables:
         """Make room for ``length`` positions; new entries are 0."""
         if length <= self.capacity:
             return
-        room = _padded(2 * length) - self.capacity
-        self.vertical, self.slash = (torch.nn.functional.pad(part, (0, room)) for part in (self.vertical, self.slash))
-        self.vertical_max, self.slash_max = (
-            torch.nn.functional.pad(part, (0, room // BLOCK)) for part in (self.vertical_max, self.slash_max)
-        )
+        capacity = _padded(2 * length)
+        self.vertical, self.slash = _widened((self.vertical, self.slash), capacity)
+        self.vertical_max, self.slash_max = _widened((self.vertical_max, self.slash_max), capacity // BLOCK)
 
     def refresh(self, unit: int) -> None:
         """Compute a unit's power sums and bounds anew."""
@@ -235,6 +234,18 @@ def sink_share(
     last = parts[-1] if n > max(n - local, sinks) else none
     middle = (row @ mean_key[..., None])[..., 0].flatten() * scale + 0.5 * row.square().sum(-1).flatten() * spread
     return torch.stack([first, middle + log_count, last], 1)
+
+
+def _widened(tables: tuple[Tensor, Tensor], width: int) -> Tensor:
+    """Two tables [units, n] as one tensor fp32 [2, units, width], with zeros behind. Entries are visited here and
+    there, so large ones ask for huge pages, as the keys do."""
+    units, n = tables[0].shape
+    wide = torch.empty(2, units, width, device=tables[0].device)
+    ask_for_huge_pages(wide, 2)
+    for part, values in zip(wide, tables):
+        part[:, :n] = values
+        part[:, n:] = 0.0
+    return wide
 
 
 def _padded(n: int) -> int:

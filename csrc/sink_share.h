@@ -1,0 +1,47 @@
+// How much of a head's attention rests on its first keys, by estimate: LFPS's bypass.
+#pragma once
+
+#include "math.h"
+
+namespace saccade {
+namespace {
+
+// Natural log-sum-exps of one row's logits over the first keys and over the last ones, and LFPS's estimate of that over
+// all keys but the first (eq. 5).
+template <class T>
+void sink_share_typed(const SinkShare& c) {
+    const Attention& a = c.attention;
+    const int64_t d = a.head_dim, group = a.heads / a.kv_heads, n = a.q_start + 1;
+    const Logits logits(a);
+    for (int64_t h = 0; h < a.heads; ++h) {
+        const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
+        const int64_t g = h / group;
+        auto lse = [&](int64_t from, int64_t to) {
+            float total = 0, top = kNoMax;
+            for (int64_t i = from; i < to; ++i) {
+                const T* k = static_cast<const T*>(a.k_pool) +
+                             ((a.table[i / a.page] * a.kv_heads + g) * a.page + i % a.page) * d;
+                F sum = Simd::set1(0);
+                for (int64_t x = 0; x < d; x += W) sum = Simd::fma(Simd::load_row(q + x), Simd::load_row(k + x), sum);
+                float lanes[W];
+                Simd::store(lanes, logits(Simd::set1(Simd::sum(sum))));
+                const float s = lanes[0] * kLn2, next = s > top ? s : top;
+                total = total * __builtin_expf(top - next) + __builtin_expf(s - next);
+                top = next;
+            }
+            return total > 0 ? top + __builtin_logf(total) : -__builtin_inff();
+        };
+        c.lse[h * 3] = lse(0, c.sinks < n ? c.sinks : n);
+        F mean = Simd::set1(0), square = Simd::set1(0);
+        for (int64_t x = 0; x < d; x += W) {
+            const F y = Simd::load_row(q + x);
+            mean = Simd::fma(y, Simd::load(c.mean_key + g * d + x), mean);
+            square = Simd::fma(y, y, square);
+        }
+        c.lse[h * 3 + 1] = Simd::sum(mean) * a.scale + 0.5f * Simd::sum(square) * c.spread[h] + c.log_count;
+        c.lse[h * 3 + 2] = lse(n - c.local > c.sinks ? n - c.local : c.sinks, n);
+    }
+}
+
+}  // namespace
+}  // namespace saccade
