@@ -15,9 +15,9 @@ namespace saccade {
 namespace {
 namespace layer {
 
-constexpr int kOutTile = 4;         // rows of a weight matrix that are read together
-constexpr int kRowTile = 4;         // rows of x in a register tile
-constexpr int64_t kTaskRows = 32;   // rows of a weight matrix to a task
+constexpr int kRowTile = 4;        // rows of x in a register tile
+constexpr int64_t kTaskRows = 32;  // rows of a weight matrix to a task
+constexpr int64_t kAhead = 8192;   // bytes; harmless behind the end
 
 template <class T>
 struct RowMath {
@@ -69,32 +69,34 @@ inline F rounded(F x) {
     return Simd::load_row(stored);
 }
 
-// out[r][o] = sum over i of w[o][i] * x[r][i] for O rows of w and R rows of x.
-template <class T, int O, int R>
+// out[r] = sum over i of w[i] * x[r][i] for R rows of x. Weights are read like a stream: several accumulators hide the
+// latency of the products, and what lies kAhead bytes on is fetched.
+template <class T, int R>
 inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, float* out) {
     using M = RowMath<T>;
-    F acc[R][O];
+    constexpr int U = W >= 16 ? 4 : 2;
+    F acc[R][U];
     for (int r = 0; r < R; ++r)
-        for (int o = 0; o < O; ++o) acc[r][o] = Simd::set1(0);
+        for (int u = 0; u < U; ++u) acc[r][u] = Simd::set1(0);
     int64_t i = 0;
+    for (; i + U * M::unit <= in; i += U * M::unit)
+        for (int u = 0; u < U; ++u) {
+            const T* p = w + i + u * M::unit;
+            Simd::prefetch(reinterpret_cast<const char*>(p) + kAhead);
+            const F a = M::load_w(p);
+            for (int r = 0; r < R; ++r) acc[r][u] = M::mac(acc[r][u], a, M::load_x(x + r * in + i + u * M::unit));
+        }
     for (; i + M::unit <= in; i += M::unit) {
-        F a[O];
-        for (int o = 0; o < O; ++o) {
-            const T* p = w + o * in + i;
-            Simd::prefetch(p + O * in);  // the next tile's; harmless behind the last
-            a[o] = M::load_w(p);
-        }
-        for (int r = 0; r < R; ++r) {
-            F b = M::load_x(x + r * in + i);
-            for (int o = 0; o < O; ++o) acc[r][o] = M::mac(acc[r][o], a[o], b);
-        }
+        const F a = M::load_w(w + i);
+        for (int r = 0; r < R; ++r) acc[r][0] = M::mac(acc[r][0], a, M::load_x(x + r * in + i));
     }
-    for (int r = 0; r < R; ++r)
-        for (int o = 0; o < O; ++o) {
-            float rest = 0;
-            for (int64_t j = i; j < in; ++j) rest += to_float(w[o * in + j]) * to_float(x[r * in + j]);
-            out[r * O + o] = Simd::sum(acc[r][o]) + rest;
-        }
+    for (int r = 0; r < R; ++r) {
+        float rest = 0;
+        for (int64_t j = i; j < in; ++j) rest += to_float(w[j]) * to_float(x[r * in + j]);
+        F sum = Simd::add(acc[r][0], acc[r][1]);
+        if constexpr (U == 4) sum = Simd::add(sum, Simd::add(acc[r][2], acc[r][3]));
+        out[r] = Simd::sum(sum) + rest;
+    }
 }
 
 // y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded; y has `stride` values a row.
@@ -102,22 +104,19 @@ template <class T>
 void multiply(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
               int64_t last, T* y, int64_t stride) {
     const T *w = static_cast<const T*>(m.weight), *bias = static_cast<const T*>(m.bias);
-    float sums[kOutTile * kRowTile];
-    auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
-        constexpr int O = decltype(outs)::value, R = decltype(count)::value;
-        product<T, O, R>(w + o * in, in, x + r * in, sums);
-        for (int i = 0; i < R; ++i)
-            for (int j = 0; j < O; ++j)
-                store_value(y + (r + i) * stride + o + j, sums[i * O + j] + (bias ? to_float(bias[o + j]) : 0.0f));
-    };
-    auto all_rows = [&](auto outs, int64_t o) {
+    float sums[kRowTile];
+    for (int64_t o = first; o < last; ++o) {
+        const float plus = bias ? to_float(bias[o]) : 0.0f;
         int64_t r = 0;
-        for (; r + kRowTile <= rows; r += kRowTile) tile(outs, std::integral_constant<int, kRowTile>{}, o, r);
-        for (; r < rows; ++r) tile(outs, std::integral_constant<int, 1>{}, o, r);
-    };
-    int64_t o = first;
-    for (; o + kOutTile <= last; o += kOutTile) all_rows(std::integral_constant<int, kOutTile>{}, o);
-    for (; o < last; ++o) all_rows(std::integral_constant<int, 1>{}, o);
+        for (; r + kRowTile <= rows; r += kRowTile) {
+            product<T, kRowTile>(w + o * in, in, x + r * in, sums);
+            for (int i = 0; i < kRowTile; ++i) store_value(y + (r + i) * stride + o, sums[i] + plus);
+        }
+        for (; r < rows; ++r) {
+            product<T, 1>(w + o * in, in, x + r * in, sums);
+            store_value(y + r * stride + o, sums[0] + plus);
+        }
+    }
 }
 
 // What x is multiplied as: itself, or as fp32 in `room`.

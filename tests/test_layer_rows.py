@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, make_checkpoint
 
+from saccade.models import fused
 from saccade.models.fused import FAMILIES
 from saccade.models.interface import Segment
 from saccade.models.loader import load_model
@@ -143,3 +144,17 @@ def test_only_plain_weights_are_read():
     assert not reads(torch.zeros(4, 4).T[:3], torch.zeros(4))
     assert not reads(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16))
     assert not reads(torch.zeros(4, dtype=torch.float16))
+
+
+def test_weights_move_and_stay_what_they_are(tmp_path, monkeypatch):
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
+    before = load_model(folder, dtype=torch.float32).runner
+    monkeypatch.setattr(fused, "ARENA_BYTES", 1 << 17)
+    after = load_model(folder, dtype=torch.float32).runner
+    whole = dict(before.model.state_dict())
+    assert all(torch.equal(part, whole[name]) for name, part in after.model.state_dict().items())
+    places = [layer.mlp.gate_proj.weight.untyped_storage().data_ptr() for layer in after.model.model.layers]
+    own = [layer.mlp.gate_proj.weight.untyped_storage().data_ptr() for layer in before.model.model.layers]
+    assert len(set(own)) == 3 > len(set(places))
+    assert after.model.lm_head.weight is after.model.model.embed_tokens.weight
+    assert torch.equal(ran(after, 3, fused=True)[0], ran(before, 3, fused=True)[0])

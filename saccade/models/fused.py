@@ -6,14 +6,20 @@ module loop in ``runner`` remains the oracle, and what runs everything else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from saccade.kv.pool import ask_for_huge_pages
 from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec, Stopwatch
 from saccade.models.rotary import CosSin
 from saccade.ops.layer_rows import MOST_ROWS, Matrix, Norm, RowLayer, head, reads
 
+ARENA_BYTES = 1 << 26
+LINE = 64  # values: weights begin at a cache line
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
@@ -37,6 +43,7 @@ class FusedDecoder:
         if model.config.model_type not in FAMILIES or model.config.hidden_act != "silu" or not spec.head_dim:
             return None  # a spec that is blank still: the model is being probed
         decoder = model.get_decoder()
+        gather_weights([module for module in model.modules() if isinstance(module, nn.Linear)])
         try:
             layers = [_layer(layer, spec) for layer in decoder.layers]
             norm, matrix = _norm(decoder.norm), _matrix(model.get_output_embeddings())
@@ -77,6 +84,31 @@ class FusedDecoder:
         out = head(hidden.contiguous(), self.norm, self.head)
         self.stopwatch.end()
         return out
+
+
+@torch.inference_mode(False)
+def gather_weights(modules: Sequence[nn.Linear]) -> None:
+    """Move the weights of large models on a CPU, of one dtype, into memory with pages of 2 MiB, in the order of the
+    modules: a step reads each of them once, and its reading is faster by a quarter. They stay the parameters they are;
+    at most ``ARENA_BYTES`` more are needed while they move."""
+    weights = list({id(module.weight): module.weight for module in modules}.values())
+    if sum(_bytes(weight) for weight in weights) < ARENA_BYTES or len({weight.dtype for weight in weights}) > 1:
+        return
+    if any(weight.device.type != "cpu" for weight in weights):
+        return
+    while weights:
+        some = [weights.pop(0)]
+        while weights and sum(map(_bytes, some)) < ARENA_BYTES:
+            some.append(weights.pop(0))
+        starts = list(accumulate((-(-weight.numel() // LINE) * LINE for weight in some), initial=0))
+        arena = torch.empty(starts[-1], dtype=some[0].dtype)
+        ask_for_huge_pages(arena)
+        for start, weight in zip(starts, some):
+            weight.data = arena[start : start + weight.numel()].view(weight.shape).copy_(weight.data)
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
 
 
 class _Unlike(Exception):
