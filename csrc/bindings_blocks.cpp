@@ -61,12 +61,24 @@ void label_scores(int isa, int threads, uintptr_t q, int64_t kv_heads, int64_t r
     set.label_scores(c);
 }
 
+void label_keys(int isa, int threads, int storage, uintptr_t k_pool, uintptr_t table, int64_t kv_heads,
+                int64_t head_dim, int64_t page, uintptr_t channel, int64_t channels, int64_t bits, int64_t tiles,
+                int64_t first, int64_t last, uintptr_t codes, uintptr_t range) {
+    const LabelKeys c{static_cast<Storage>(storage), pointer<const void>(k_pool), pointer<const int32_t>(table),
+                      kv_heads, head_dim, page, pointer<const int64_t>(channel), channels, bits, tiles, first, last,
+                      pointer<uint8_t>(codes), pointer<float>(range), threads};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.label_keys(c);
+}
+
 }  // namespace
 
 void bind_blocks(nb::module_& m) {
     m.def("progressive", &progressive);
     m.def("rank_blocks", &rank_blocks);
     m.def("label_scores", &label_scores);
+    m.def("label_keys", &label_keys);
 }
 
 }  // namespace saccade

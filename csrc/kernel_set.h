@@ -5,7 +5,7 @@
 #include "block_scores.h"
 #include "decode.h"
 #include "gather.h"
-#include "label_scores.h"
+#include "label_keys.h"
 #include "line_cover.h"
 #include "prefill.h"
 #include "progressive.h"

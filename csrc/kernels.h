@@ -195,6 +195,19 @@ struct PassCall {
     float eps;
 };
 
+// Makes the labels of keys first .. last - 1, whole tiles from a tile's first key on.
+struct LabelKeys {
+    Storage storage;
+    const void* k_pool;  // [slots, kv_heads, page, head_dim]
+    const int32_t* table;
+    int64_t kv_heads, head_dim, page;
+    const int64_t* channel;  // [kv_heads, channels]
+    int64_t channels, bits, tiles, first, last;
+    uint8_t* codes;
+    float* range;
+    int threads;
+};
+
 // The kernels of one instruction set.
 struct KernelSet {
     const char* name;
@@ -215,6 +228,7 @@ struct KernelSet {
     void (*progressive)(const Progressive&);
     void (*rank_blocks)(const BlockRanking&);
     void (*label_scores)(const LabelScores&);
+    void (*label_keys)(const LabelKeys&);
     void (*project_rows)(const ProjectRows&);
     void (*finish_rows)(const FinishRows&);
     void (*head_rows)(const HeadRows&);

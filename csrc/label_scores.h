@@ -12,9 +12,6 @@ namespace {
 constexpr int kLabelTile = 16;
 
 class LabelTask {
-    using Bytes = uint8_t __attribute__((vector_size(kLabelTile)));
-    using Ints = int32_t __attribute__((vector_size(4 * kLabelTile)));
-    using Floats = float __attribute__((vector_size(4 * kLabelTile)));
     static constexpr int kParts = kLabelTile / W;  // vectors of a tile
     static constexpr int kRows = 4;                // queries of a register tile
 
@@ -56,19 +53,21 @@ class LabelTask {
         const uint8_t* codes = c_.codes + kv_head_ * c_.tiles * planes_ * kLabelTile;
         const float* range = c_.range + kv_head_ * c_.tiles * 2 * kLabelTile;
         for (int64_t tile = 0; tile * kLabelTile < c_.length; ++tile) {
-            F acc[HT][kParts];
-            for (auto& head : acc)
-                for (F& x : head) x = Simd::set1(0);
+            F acc[2][HT][kParts];  // two sums that do not wait for each other
+            for (auto& sum : acc)
+                for (auto& head : sum)
+                    for (F& x : head) x = Simd::set1(0);
             for (int64_t plane = 0; plane < planes_; ++plane, codes += kLabelTile) {
                 if (plane % 4 == 0) Simd::prefetch(codes + 1024);
-                Bytes bytes;
-                std::memcpy(&bytes, codes, sizeof bytes);
-                const Ints code = __builtin_convertvector(bytes, Ints);
-                if (c_.packed) {
-                    add<HT>(code & 15, q + 2 * plane, acc);
-                    if (2 * plane + 1 < c_.channels) add<HT>(code >> 4, q + 2 * plane + 1, acc);
-                } else {
-                    add<HT>(code, q + plane, acc);
+                const bool second = 2 * plane + 1 < c_.channels;
+                for (int part = 0; part < kParts; ++part) {
+                    const I code = Simd::load_bytes(codes + part * W);
+                    if (c_.packed) {
+                        add<HT>(Simd::low_bits(code), q + 2 * plane, acc[0], part);
+                        if (second) add<HT>(Simd::high_bits(code), q + 2 * plane + 1, acc[1], part);
+                    } else {
+                        add<HT>(code, q + plane, acc[plane & 1], part);
+                    }
                 }
             }
             const int64_t at = tile * kLabelTile;
@@ -77,7 +76,8 @@ class LabelTask {
                 float out[kLabelTile];
                 for (int part = 0; part < kParts; ++part) {
                     const float* low = range + tile * 2 * kLabelTile + part * W;
-                    const F x = Simd::fma(acc[h][part], Simd::load(low + kLabelTile), Simd::mul(sums[h], Simd::load(low)));
+                    const F sum = Simd::add(acc[0][h][part], acc[1][h][part]);
+                    const F x = Simd::fma(sum, Simd::load(low + kLabelTile), Simd::mul(sums[h], Simd::load(low)));
                     Simd::store(out + part * W, x);
                 }
                 float* to = c_.scores ? c_.scores + (kv_head_ * c_.rows + first + h) * c_.length
@@ -88,14 +88,10 @@ class LabelTask {
     }
 
     template <int HT>
-    SACCADE_INLINE void add(const Ints& code, const float* q, F (&acc)[HT][kParts]) const {
-        const Floats values = __builtin_convertvector(code, Floats);
-        F x[kParts];
-        std::memcpy(x, &values, sizeof x);
-        for (int h = 0; h < HT; ++h) {
-            const F y = Simd::set1(q[h * c_.channels]);
-            for (int part = 0; part < kParts; ++part) acc[h][part] = Simd::fma(x[part], y, acc[h][part]);
-        }
+    SACCADE_INLINE void add(I code, const float* q, F (&acc)[HT][kParts], int part) const {
+        const F x = Simd::to_float(code);
+        for (int h = 0; h < HT; ++h)
+            acc[h][part] = Simd::fma(x, Simd::set1(q[h * c_.channels]), acc[h][part]);
     }
 
     const LabelScores& c_;

@@ -75,6 +75,13 @@ struct Simd {
         I x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
         return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
     }
+    static I load_bytes(const uint8_t* p) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I low_bits(I x) { return _mm256_and_si256(x, _mm256_set1_epi32(15)); }
+    static I high_bits(I x) { return _mm256_srli_epi32(x, 4); }
+    static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
+
     static void store_row(float* p, F x) { store(p, x); }
     static void store_row(uint16_t* p, F x) {
         I bits = _mm256_castps_si256(x);

@@ -72,6 +72,13 @@ struct Simd {
         I x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
         return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
     }
+    static I load_bytes(const uint8_t* p) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I low_bits(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(15)); }
+    static I high_bits(I x) { return _mm512_srli_epi32(x, 4); }
+    static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+
     static void store_row(float* p, F x) { store(p, x); }
     static void store_row(uint16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));

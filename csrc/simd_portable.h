@@ -94,6 +94,12 @@ struct Simd {
         return (F)x;
     }
 
+    // W bytes as integers, and integers as floats.
+    static I load_bytes(const uint8_t* p) { return I{p[0], p[1], p[2], p[3]}; }
+    static I low_bits(I x) { return x & 15; }
+    static I high_bits(I x) { return x >> 4; }
+    static F to_float(I x) { return __builtin_convertvector(x, F); }
+
     static void store_row(float* p, F x) { store(p, x); }
     static void store_row(uint16_t* p, F x) {
         for (int i = 0; i < W; ++i) p[i] = to_bf16(x[i]);

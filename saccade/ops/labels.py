@@ -42,6 +42,9 @@ class Labels:
         """Take in the keys of ``kv`` that are new."""
         if kv.length == self.length:
             return
+        if self._has_kernel(kv.k_pool) and self.basis is None and kv.dtype in cpu._STORAGE:
+            self._extend(kv)
+            return
         tile = 1 if self.whole else TILE
         for start in range(self.length // tile * tile, kv.length, STEP_KEYS):  # a tile begun is made anew
             stop = min(start + STEP_KEYS, kv.length)
@@ -49,17 +52,20 @@ class Labels:
             keys = keys if self.basis is None else keys @ self.basis
             labels = keys.gather(2, self.channels[:, None].expand(-1, keys.shape[1], -1))
             rows = slice(start // tile, -(-stop // tile))
-            if not self.whole:
-                labels, extent = self._quantized(labels)
-                self._range = self._stored(self._range, extent, rows)
-            self._codes = self._stored(self._codes, labels, rows)
+            if self.whole:
+                self._codes = self._with_room(self._codes, rows.stop, labels)
+                self._codes[:, rows] = labels
+            else:
+                codes, extent = self._quantized(labels)
+                self._make_room(rows.stop, codes, extent)
+                self._codes[:, rows], self._range[:, rows] = codes, extent
             self.length = stop
 
     def scores(self, q: Tensor, unit: str = "q_head") -> Tensor:
         """``q`` [heads, head_dim] against every label: fp32 [units, length], unscaled; of a ``kv_head`` its group's
         mean."""
         picked = self._picked(q, unit)
-        if self._has_kernel():
+        if self._has_kernel(self._codes):
             scores = torch.empty(picked.shape[0] * picked.shape[1], self.length)
             self._run(picked, scores=scores)
             return scores
@@ -76,7 +82,7 @@ class Labels:
     def top(self, q: Tensor, unit: str, count: int, first: int, last: int) -> Tensor:
         """The ``count`` keys of highest score among ``first .. last - 1``, ties to the lower: int32 [units, count],
         rising."""
-        if 0 < count < last - first and self._has_kernel():
+        if 0 < count < last - first and self._has_kernel(self._codes):
             picked = self._picked(q, unit)
             best = torch.empty(picked.shape[0] * picked.shape[1], count + 1, dtype=torch.int32)
             self._run(picked, first=first, last=last, best=best)
@@ -103,18 +109,48 @@ class Labels:
             codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
         return codes, extent
 
-    def _stored(self, buffer: Tensor, fresh: Tensor, rows: slice) -> Tensor:
-        """``fresh`` at ``rows`` of the second axis; the buffer grows where it is too short."""
-        if self.length == 0 or rows.stop > buffer.shape[1]:
-            grown = fresh.new_empty(fresh.shape[0], max(rows.stop, 2 * rows.start), *fresh.shape[2:])
-            if self.length:
-                grown[:, : rows.start] = buffer[:, : rows.start]
-            buffer = grown
-        buffer[:, rows] = fresh
-        return buffer
+    def _make_room(self, tiles: int, codes: Tensor, extent: Tensor) -> None:
+        self._codes = self._with_room(self._codes, tiles, codes)
+        self._range = self._with_room(self._range, tiles, extent)
 
-    def _has_kernel(self) -> bool:
-        return not self.whole and cpu.available() and self._codes.device.type == "cpu"
+    def _with_room(self, buffer: Tensor, rows: int, like: Tensor) -> Tensor:
+        """``buffer``, or a larger one like ``like`` [G, any, ...] with its content, for ``rows`` of the second axis."""
+        if self.length and rows <= buffer.shape[1]:
+            return buffer
+        grown = like.new_empty(like.shape[0], max(rows, 2 * buffer.shape[1] if self.length else 0), *like.shape[2:])
+        if self.length:
+            grown[:, : buffer.shape[1]] = buffer
+        return grown
+
+    def _extend(self, kv: KVView) -> None:
+        """``extend`` by the kernel."""
+        kv_heads, count = self.channels.shape
+        planes = (count + 1) // 2 if self.packed else count
+        codes, extent = torch.empty(kv_heads, 0, planes, TILE, dtype=torch.uint8), torch.empty(kv_heads, 0, 2, TILE)
+        self._make_room(-(-kv.length // TILE), codes, extent)
+        channels, table = self.channels.contiguous(), kv.table.int().contiguous()
+        cpu._kernels.label_keys(
+            cpu._isa_index(),
+            torch.get_num_threads(),
+            cpu._STORAGE[kv.dtype],
+            kv.k_pool.data_ptr(),
+            table.data_ptr(),
+            kv_heads,
+            kv.head_dim,
+            kv.block_size,
+            channels.data_ptr(),
+            count,
+            self.bits,
+            self._codes.shape[1],
+            self.length // TILE * TILE,
+            kv.length,
+            self._codes.data_ptr(),
+            self._range.data_ptr(),
+        )
+        self.length = kv.length
+
+    def _has_kernel(self, of: Tensor) -> bool:
+        return not self.whole and cpu.available() and of.device.type == "cpu" and of.is_contiguous()
 
     def _run(
         self, picked: Tensor, scores: Tensor | None = None, first: int = 0, last: int = 0, best: Tensor | None = None
