@@ -12,7 +12,8 @@ from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.flexprefill_device import _block_means, select_blocks
 from saccade.ops import attend
-from saccade.ops.scores import block_sums, mean_queries, row_logits, slash_sums
+from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, slash_sums
+from saccade.ops.triton import choose, shares
 from saccade.ops.triton.choose import compact, mass_threshold
 from saccade.ops.triton.line_sums import line_sums
 from saccade.selection import Blocks, Shape
@@ -97,3 +98,26 @@ def test_flexprefill_on_the_device_selects_what_it_selects_on_the_host(method, q
     out, _ = attend(chunk.q, chunk.kv, got, backend="triton")
     reference, _ = attend(chunk.q, chunk.kv, got, backend="reference")
     torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_longer_than_one_program_takes_have_the_same_threshold(monkeypatch):
+    mass = torch.rand(3, 700, generator=torch.Generator().manual_seed(2)) ** 6
+    active = torch.tensor([True, False, True])
+    found = mass_threshold(mass, 0.7, active)
+    monkeypatch.setattr(choose, "ONE_PASS", 100)
+    torch.testing.assert_close(mass_threshold(mass, 0.7, active), found, atol=0, rtol=1e-5)
+
+
+def test_shares_of_heavier_lines_and_of_pooled_blocks():
+    mass = torch.rand(3, 90, generator=torch.Generator().manual_seed(4))
+    mass[0, 10:30], mass[1] = 0.5, 0.0  # ties; a row without any weight
+    torch.testing.assert_close(shares.needed_shares(mass), needed_shares(mass).float(), atol=1e-6, rtol=1e-6)
+    scores = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(5))
+    acausal = torch.arange(9) > 4 + torch.arange(5)[:, None]
+    expected = torch.softmax(scores.masked_fill(acausal, -torch.inf), -1)
+    torch.testing.assert_close(shares.pooled_shares(scores.clone(), 4), expected)
+    estimate = torch.randn(8, 40, generator=torch.Generator().manual_seed(6))
+    columns = torch.softmax(estimate + torch.arange(8)[:, None] * torch.linspace(0, 2, 40), -1) * 64
+    roots = root_jsd(torch.softmax(estimate, -1), columns / 64)
+    assert 0 < int((roots < 0.3).sum()) < 8
+    assert torch.equal(shares.close_to(estimate, columns, 64, 0.3), roots < 0.3)

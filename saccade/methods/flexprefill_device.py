@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
-from saccade.ops.scores import mean_keys, needed_shares, root_jsd
+from saccade.ops.scores import mean_keys
 from saccade.selection import Blocks
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
     """Block lists of every query head for a chunk on the GPU."""
     from saccade.ops.triton.choose import choose_blocks, mass_threshold
     from saccade.ops.triton.line_sums import line_sums
+    from saccade.ops.triton.shares import close_to, needed_shares, pooled_shares
 
     shape, size = chunk.shape, method.block_size
     rows = min(size, shape.q_len)
@@ -34,12 +35,8 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
     q_blocks, k_blocks = scores.shape[1:]
     chunk.cost.estimated += q_blocks * k_blocks
     last = chunk.q[:, -rows:].mean(1, keepdim=True, dtype=torch.float32)
-    estimate = torch.softmax(_grouped(last, pooled)[:, 0] * chunk.scale, -1)
-    by_pooled = root_jsd(estimate, columns / rows) < method.tau
-    first = shape.q_start // size
-    block = torch.arange(k_blocks, device=scores.device)
-    acausal = block > first + torch.arange(q_blocks, device=scores.device)[:, None]
-    shares = torch.softmax(scores.masked_fill_(acausal, -torch.inf), -1)
+    by_pooled = close_to(_grouped(last, pooled)[:, 0] * chunk.scale, columns, rows, method.tau)
+    shares = pooled_shares(scores, shape.q_start // size)
     if method.flatten:
         threshold = mass_threshold(shares.flatten(1), method.gamma, by_pooled)
     else:
@@ -52,9 +49,7 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
     vertical, groups = needed_shares(columns), needed_shares(slashes)
     diagonals = torch.minimum(groups, torch.cat([groups[:, :1], groups[:, :-1]], 1))
     least, most = method.budget_blocks
-    return choose_blocks(
-        shape, size, vertical.float(), diagonals.float(), shares, by_pooled, threshold, method.gamma, least, most
-    )
+    return choose_blocks(shape, size, vertical, diagonals, shares, by_pooled, threshold, method.gamma, least, most)
 
 
 def _grouped(rows: Tensor, keys: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ def choose(
             counts,
             selection.indices,
             none if selection.full is None else selection.full,
+            selection.k,
             scores,
             q.stride(0),
             width + ends,
@@ -192,7 +193,7 @@ def _candidate(number, valid, listed, first, hidden, lost, everything, FULL: tl.
 
 @triton.jit(do_not_specialize=["width", "ends", "first", "last", "hidden", "lost"])
 def _score(
-    q_ptr, k_pool, table, offsets, counts, indices, full, scores, q_head, width, ends, first, last, hidden, lost,
+    q_ptr, k_pool, table, offsets, counts, indices, full, k, scores, q_head, width, ends, first, last, hidden, lost,
     scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FULL: tl.constexpr,
@@ -208,7 +209,9 @@ def _score(
     mine = tl.arange(0, PER_PAD)
     out = scores + (program * PER + mine).to(tl.int64)[:, None] * width + number[None, :]
     stored = (mine < PER)[:, None] & (number < width)[None, :]
-    if tl.program_id(0) * KEYS < count + ends:
+    if tl.load(k + unit) >= count:
+        pass  # all are read, whatever they score
+    elif tl.program_id(0) * KEYS < count + ends:
         listed = indices + tl.load(offsets + unit)
         key = _candidate(number, number < count, listed, first, hidden, lost, everything, FULL)
         end = number - count  # the forced keys come behind the candidates

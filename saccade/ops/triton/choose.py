@@ -11,6 +11,7 @@ from saccade.ops.triton.common import pad
 from saccade.selection import Blocks, Shape
 
 CHUNK = 8192  # entries one program sums in one pass
+ONE_PASS = 1 << 16  # entries up to which one program does all passes over a row: launches would cost more
 
 
 def mass_threshold(mass: Tensor, share: float, active: Tensor) -> Tensor:
@@ -21,6 +22,10 @@ def mass_threshold(mass: Tensor, share: float, active: Tensor) -> Tensor:
     """
     rows, m = mass.shape
     share = max(share, 1e-9)  # the heaviest of all is wanted even by a share of 0
+    if m <= ONE_PASS:
+        found = torch.empty(rows, dtype=torch.float32, device=mass.device)
+        _threshold[(rows,)](mass, active, found, m, share, SPAN=min(512, pad(m)), num_warps=8)
+        return found
     chunks = -(-m // CHUNK)
     parts = torch.empty(rows, chunks, 16, dtype=torch.float32, device=mass.device)
     bits = torch.zeros(rows, dtype=torch.int32, device=mass.device)
@@ -85,6 +90,35 @@ def compact(shape: Shape, block_size: int, taken: Tensor) -> Blocks:
     return Blocks(shape, block_size, offsets, indices)
 
 
+@triton.jit(do_not_specialize=["m"])
+def _threshold(mass, active, found, m, share, SPAN: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    bits = tl.zeros([], tl.int32)
+    if tl.load(active + row):
+        wanted = 0.0
+        for turn in tl.range(0, 8):
+            shift = 28 - 4 * turn
+            above = tl.zeros([16], tl.float32)
+            for start in tl.range(0, m, SPAN):
+                at = start + tl.arange(0, SPAN)
+                above += _above(mass + row * m, at, m, bits, shift)
+            if turn == 0:  # the first candidate of the first pass is 0: all entries lie above it
+                wanted = share * tl.max(above, 0)
+            digit = tl.maximum(tl.sum((above >= wanted).to(tl.int32), 0) - 1, 0)
+            bits += digit << shift
+    tl.store(found + row, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _above(mass, at, m, known, shift):
+    """Weight of entries ``at`` that lie above each of the candidates known + digit << shift."""
+    value = tl.load(mass + at, mask=at < m, other=0.0)
+    pattern = value.to(tl.int32, bitcast=True)
+    # The digit says how many of the candidates this entry reaches.
+    digit = tl.where(pattern < known, -1, tl.minimum((pattern - known) >> shift, 15))
+    return tl.sum(tl.where(digit[:, None] >= tl.arange(0, 16)[None, :], value[:, None], 0.0), 0)
+
+
 @triton.jit(do_not_specialize=["m", "chunks", "shift"])
 def _mass_above(mass, active, bits, parts, m, chunks, shift, SPAN: tl.constexpr, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -94,11 +128,7 @@ def _mass_above(mass, active, bits, parts, m, chunks, shift, SPAN: tl.constexpr,
         above = tl.zeros([16], tl.float32)
         for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, m), SPAN):
             at = start + tl.arange(0, SPAN)
-            value = tl.load(mass + row.to(tl.int64) * m + at, mask=at < m, other=0.0)
-            pattern = value.to(tl.int32, bitcast=True)
-            # The digit says how many of the candidates known + digit << shift this entry reaches.
-            digit = tl.where(pattern < known, -1, tl.minimum((pattern - known) >> shift, 15))
-            above += tl.sum(tl.where(digit[:, None] >= step[None, :], value[:, None], 0.0), 0)
+            above += _above(mass + row.to(tl.int64) * m, at, m, known, shift)
         tl.store(parts + (row * chunks + chunk) * 16 + step, above)
 
 
