@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from saccade.engine.batched_rows import RowBuffers
 from saccade.engine.batched_tally import Tally
 from saccade.engine.report import Report
 from saccade.engine.request import Work
+from saccade.kv.pool import BlockPool
 from saccade.methods.base import Method
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
@@ -61,6 +63,7 @@ class BatchedDecode:
         self._plans: dict[Method, Plan | None] = {}
         self._steps: OrderedDict[Key, _Step] = OrderedDict()
         self._buffers: RowBuffers | None = None
+        self._kv: BlockPool | None = None
         self._tallies: dict[int, Tally] = {}  # by row
         self._pool: Any = None
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
@@ -99,16 +102,16 @@ class BatchedDecode:
         order = sorted(grouped, key=lambda plan: plan.name)
         sizes = [(plan, pad(len(grouped[plan]), 1)) for plan in order]
         longest = pad(max(work.stop for work in works), SHORTEST)
-        buffers = self._room(
-            sum(rows for _, rows in sizes), -(-longest // works[0].request.sequence.kv.pool.block_size)
-        )
+        pool = works[0].request.sequence.kv.pool
+        buffers = self._room(pool, sum(rows for _, rows in sizes), -(-longest // pool.block_size))
         placed: list[Work | None] = []
         for plan, rows in sizes:
             placed += [*grouped[plan], *[None] * (rows - len(grouped[plan]))]
         try:
             self._place(buffers, placed)
             step = self._step((tuple(sizes), longest))
-            self._launch(step, buffers, placed)
+            with self._here():
+                self._launch(step, buffers, placed)
         except Exception as error:
             for plan in grouped:  # not tried again
                 self._plans = {method: None if known == plan else known for method, known in self._plans.items()}
@@ -123,12 +126,13 @@ class BatchedDecode:
             self._plans[method] = plan_of(method, self.runner.spec)
         return self._plans[method]
 
-    def _room(self, rows: int, pages: int) -> RowBuffers:
+    def _room(self, pool: BlockPool, rows: int, pages: int) -> RowBuffers:
         have = self._buffers
-        if have is None or not have.fits(rows, pages):
+        if have is None or pool is not self._kv or not have.fits(rows, pages):
+            self._kv = pool
             for row in list(self._tallies):
                 self._take(row)
-            self._steps.clear()  # recordings know the old buffers
+            self._steps.clear()  # recordings know the old buffers and pool
             rows, pages = max(rows, 8, 0 if have is None else have.rows), max(pages, 0 if have is None else have.pages)
             spec = self.runner.spec
             self._buffers = have = RowBuffers(spec.layers, pad(rows, 1), pages, spec.kv_heads, self.runner.device)
@@ -183,8 +187,8 @@ class BatchedDecode:
         return self._steps[key]
 
     def _launch(self, step: _Step, buffers: RowBuffers, placed: list[Work | None]) -> None:
-        pool = next(work for work in placed if work is not None).request.sequence.kv.pool
-        rows = len(placed)
+        pool, rows = self._kv, len(placed)
+        assert pool is not None
 
         def forward() -> None:
             context = StepAttention(step.groups, buffers, pool, step.longest)
@@ -202,6 +206,11 @@ class BatchedDecode:
         for work in placed:
             if work is not None and self.note is not None:
                 work.request.report.note(self.note)
+
+    def _here(self) -> AbstractContextManager[Any]:
+        """The model's device as the current one: launches and recordings go there."""
+        device = self.runner.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _on_stream(self, forward: Callable[[], None]) -> None:
         """Run on the stream that records: what kernels keep for a stream then exists before a recording."""

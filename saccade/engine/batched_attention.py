@@ -12,8 +12,8 @@ from saccade.engine.batched_rows import RowBuffers
 from saccade.kv.pool import BlockPool
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
-from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, choose_best, score_blocks
-from saccade.ops.triton.batched_rank import rank_blocks, ranked_keys
+from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, score_blocks
+from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks, ranked_keys
 from saccade.ops.triton.decode import Pages, attend_decode
 from saccade.ops.triton.progressive import Rule, attend_progressive
 
@@ -63,7 +63,7 @@ class StepAttention:
             scores = score_blocks(q, pages, summaries, reading.choice)
             if reading.rule is not None:
                 return self._progressive(q, pages, scores, reading.choice, reading.rule, layer, rows, spec)
-            lists = choose_best(scores, pages, reading.choice)
+            lists = choose_blocks(scores, pages, reading.choice)
         out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
         return _with_sinks(out, lse, spec)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import pad, pool_rows
+from saccade.ops.triton.common import pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
 
 
@@ -78,15 +78,21 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
     )
 
 
-def score_blocks(q: Tensor, pages: Pages, summaries: Summaries, choice: PageChoice) -> Tensor:
+def score_blocks(
+    q: Tensor,
+    pages: Pages,
+    summaries: Summaries,
+    choice: PageChoice,
+    tiles: tuple[int, int, int] | None = None,
+) -> Tensor:
     """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: ArkVale's and Quest's score of each block
     (ops.scores.cuboid_scores), meaned over a unit's query heads; -inf where a block is not to be chosen. ``n`` is what
-    ``pages.longest`` keys make."""
+    ``pages.longest`` keys make. ``tiles``: blocks a program, warps, stages."""
     rows, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
     blocks = -(-pages.longest // choice.size)
     scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=q.device)
-    tile = 32 if rows * choice.units * blocks >= 32 * 1024 else 16
+    tile, warps, stages = tiles or ((64, 4, 3) if rows * choice.units * blocks >= 64 * 1024 else (16, 2, 3))
     _score[(triton.cdiv(blocks, tile), choice.units, rows)](
         q,
         pages.lengths,
@@ -100,13 +106,15 @@ def score_blocks(q: Tensor, pages: Pages, summaries: Summaries, choice: PageChoi
         UNITS=choice.units,
         D=head_dim,
         D_PAD=pad(head_dim),
-        G_PAD=pad(heads // kv_heads, 1),
+        G_PAD=pad(heads // kv_heads),
         SIZE=choice.size,
         FIRST=choice.first,
         LAST=choice.last,
         AFTER_FULL=choice.after_full,
         TILE=tile,
-        num_warps=4,
+        STAGES=stages,
+        PRECISION=precision(q.dtype),
+        num_warps=warps,
     )
     return scores
 
@@ -193,7 +201,7 @@ def _score(
     q_ptr, lengths, pointers, scores, q_row, q_head, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     G_PAD: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, AFTER_FULL: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PER: tl.constexpr = KV_HEADS // UNITS
@@ -210,21 +218,20 @@ def _score(
         channel = tl.arange(0, D_PAD)
         member = tl.arange(0, G_PAD)
         there = wanted[:, None] & (channel[None, :] < D)
-        total = tl.zeros([TILE], tl.float32)
-        for number in tl.static_range(PER):
-            kv_head = unit * PER + number
+        total = tl.zeros([TILE, G_PAD], tl.float32)
+        for kv_head in tl.range(unit * PER, unit * PER + PER, num_stages=STAGES):
             q = tl.load(
                 q_ptr + row.to(tl.int64) * q_row + (kv_head * GROUP + member)[:, None] * q_head + channel[None, :],
                 mask=(member < GROUP)[:, None] & (channel[None, :] < D),
                 other=0.0,
-            ).to(tl.float32)
-            above = tl.sum(tl.maximum(q, 0.0), 0)
-            below = tl.sum(tl.minimum(q, 0.0), 0)
+            )
             at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
-            high = tl.load(at, mask=there, other=0.0).to(tl.float32)
-            low = tl.load(at + KV_HEADS * D, mask=there, other=0.0).to(tl.float32)
-            total += tl.sum(high * above[None, :] + low * below[None, :], 1)
-        mean = total / (GROUP * PER)
+            high = tl.load(at, mask=there, other=0.0)
+            low = tl.load(at + KV_HEADS * D, mask=there, other=0.0)
+            zero = tl.zeros_like(q)
+            total = tl.dot(high, tl.trans(tl.maximum(q, zero)), total, input_precision=PRECISION)
+            total = tl.dot(low, tl.trans(tl.minimum(q, zero)), total, input_precision=PRECISION)
+        mean = tl.sum(total, 1) / (GROUP * PER)
         tl.store(out, tl.where(wanted, mean, float("-inf")), mask=block < blocks)
     else:
         tl.store(out, tl.full([TILE], float("-inf"), tl.float32), mask=block < blocks)
