@@ -22,13 +22,15 @@ part() { # name, seconds, command...
 }
 
 : >"$OUT/log.txt"
-wanted="${*:-limits tests prefill decode endtoend}"
+wanted="${*:-limits tests prefill decode sharing endtoend reference}"
 for name in $wanted; do
     case "$name" in
-        limits) part limits 30 "$python" "$here/limits.py" ;;
-        tests) part tests 150 bash "$here/run_tests.sh" ;;
-        prefill) part prefill 120 "$python" "$here/prefill.py" ;;
-        decode) part decode 100 "$python" "$here/decode.py" ;;
+        limits) part limits 20 "$python" "$here/limits.py" ;;
+        tests) part tests 110 bash "$here/run_tests.sh" ;;
+        prefill) part prefill 105 "$python" "$here/prefill.py" ;;
+        decode) part decode 85 "$python" "$here/decode.py" ;;
+        sharing) part sharing 40 "$python" "$here/sharing.py" ;;
+        reference) part reference 50 "$python" "$here/reference.py" ;;
         endtoend) part endtoend 115 "$python" "$here/endtoend.py" ;;
         *) echo "unknown part $name" ;;
     esac
