@@ -187,6 +187,8 @@ class _BatchContext:
         return AheadRows(torch.tensor([row for _, row in looking]), visit) if looking else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        if len(self.batch) == 1 and self.frozen is None:  # what one request's decode step is made of
+            return self._attend_whole(self.batch[0], layer, q, k, v, spec)
         out = torch.zeros_like(q)
         start = 0
         for work, segment in zip(self.batch, self.segments):
@@ -201,6 +203,18 @@ class _BatchContext:
             except Exception as error:  # one request's failure must not take the others down
                 work.request.error = f"layer {layer}, {work.phase}: {type(error).__name__}: {error}"
         return out
+
+    def _attend_whole(
+        self, work: Work, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention
+    ) -> Tensor:
+        """The attention of a pass that holds nothing but one request's rows."""
+        if work.request.error is None:
+            try:
+                with indices_on(q.device):
+                    return self._attend_rows(work, layer, q, k, v, spec, None)
+            except Exception as error:
+                work.request.error = f"layer {layer}, {work.phase}: {type(error).__name__}: {error}"
+        return torch.zeros_like(q)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         start = 0

@@ -19,7 +19,9 @@ class LayerStats:
     calls: int = 0
     causal: int = 0  # pairs the causal mask allows, per query head, those of frozen rows among them
     frozen: int = 0  # rows that skipped the layer
-    attended: Tensor | None = None  # int64 [heads]
+    attended: Tensor | None = None  # int64 [heads], of calls whose heads may differ
+    even: int = 0  # pairs per head of the other calls
+    heads: int = 1
     scored: int = 0
     estimated: int = 0
     retrievals: int = 0  # calls that scored keys or summaries to choose
@@ -27,12 +29,11 @@ class LayerStats:
     searchable: int = 0
 
     def add(self, used: Selection, cost: Cost) -> None:
-        pairs = used.pairs()
-        if pairs.numel() == 1:
-            pairs = pairs.expand(used.shape.heads)
-        if self.attended is not None and self.attended.is_cuda:
-            pairs = pairs.to(self.attended.device, non_blocking=True)
-        self.attended = pairs.clone() if self.attended is None else self.attended.to(pairs.device) + pairs
+        self.heads, even = used.shape.heads, used.even_pairs()
+        if even is None:
+            self._attend(used)
+        else:
+            self.even += even
         self.calls += 1
         self.causal += used.shape.causal_pairs
         self.scored += cost.scored
@@ -55,6 +56,20 @@ class LayerStats:
         self.causal += causal
         self.estimated += estimated
         self.retrievals += retrievals
+
+    def _attend(self, used: Selection) -> None:
+        pairs = used.pairs()
+        if pairs.numel() == 1:
+            pairs = pairs.expand(used.shape.heads)
+        if self.attended is not None and self.attended.is_cuda:
+            pairs = pairs.to(self.attended.device, non_blocking=True)
+        self.attended = pairs.clone() if self.attended is None else self.attended.to(pairs.device) + pairs
+
+    def pairs(self) -> Tensor | None:
+        """int64 [heads]: pairs that each query head attended to; None before the first call."""
+        if self.attended is not None:
+            return self.attended + self.even
+        return torch.full((self.heads,), self.even) if self.calls else None
 
     def skip(self, rows: int, pairs: int) -> None:
         """Count ``rows`` that skipped the layer, to whom the causal mask allows ``pairs``."""
@@ -86,7 +101,8 @@ class PhaseStats:
         """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
         for counts in self.late.values():
             counts.settle()
-        active = [(layer, layer.attended) for layer in self.layers if layer.attended is not None and layer.causal]
+        counted = [(layer, layer.pairs()) for layer in self.layers]
+        active = [(layer, pairs) for layer, pairs in counted if pairs is not None and layer.causal]
         per_head = [[pairs / layer.causal for pairs in counts.tolist()] for layer, counts in active]
         per_layer = [sum(heads) / len(heads) for heads in per_head]
         rows = max(1, self.tokens) * max(1, len(active))

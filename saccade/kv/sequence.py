@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -81,7 +84,8 @@ class SequenceKV:
         if count == 1:  # a decode step: the host knows its slot, so a device is given two copies and no index
             block, offset = divmod(start, self.pool.block_size)
             slot = self._slots[layer][block]
-            self.pool.k[slot, :, offset], self.pool.v[slot, :, offset] = k[:, 0], v[:, 0]
+            for pool, row in ((self.pool.k, k), (self.pool.v, v)):
+                pool.select(0, slot).select(1, offset).copy_(row.select(1, 0))
         else:
             KVView(self.pool.k, self.pool.v, self._stored_tables[layer], start).write(start, k, v)
         self._lengths[layer] = start + count
@@ -111,15 +115,13 @@ class SequenceKV:
 
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
+        return self._plain_view(layer, partial(self._summaries_of, layer))
 
-        def summaries(kind: str, block_size: int) -> Tensor:
-            summary = self._summary(layer, kind, block_size)
-            before, kept = summary.buffer, summary.upto(self._plain_view(layer))
-            self.version += summary.buffer is not before
-            return kept
-
-        plain = self._plain_view(layer)
-        return KVView(plain.k_pool, plain.v_pool, plain.table, plain.length, summaries)
+    def _summaries_of(self, layer: int, kind: str, block_size: int) -> Tensor:
+        summary = self._summary(layer, kind, block_size)
+        before, kept = summary.buffer, summary.upto(self._plain_view(layer))
+        self.version += summary.buffer is not before
+        return kept
 
     def truncate(self, length: int) -> None:
         """Forget tokens from ``length`` on and give their blocks back."""
@@ -143,8 +145,8 @@ class SequenceKV:
             self._summaries[key] = _Summary(kind, block_size)
         return self._summaries[key]
 
-    def _plain_view(self, layer: int) -> KVView:
-        return KVView(self.pool.k, self.pool.v, self._stored_tables[layer], self._lengths[layer])
+    def _plain_view(self, layer: int, summaries: Callable[[str, int], Tensor] | None = None) -> KVView:
+        return KVView(self.pool.k, self.pool.v, self._stored_tables[layer], self._lengths[layer], summaries)
 
 
 class _Summary:

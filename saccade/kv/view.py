@@ -73,6 +73,8 @@ class KVView:
 
     def upto(self, length: int) -> KVView:
         """The first ``length`` tokens of this view."""
+        if length == self.length:
+            return self
         return KVView(self.k_pool, self.v_pool, self.table, length, self.summaries)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:

@@ -165,8 +165,8 @@ def _attend_rows(
     addresses = [part.data_ptr() for part in lists] + [0] * (4 - len(lists))
     _kernels.attend(
         *call.geometry(start, stop),
-        out[:, start:].data_ptr(),
-        lse[:, start:].data_ptr(),
+        (out[:, start:] if start else out).data_ptr(),
+        (lse[:, start:] if start else lse).data_ptr(),
         out.shape[1],
         kind,
         window,
@@ -203,7 +203,7 @@ class _Call:
             _isa_index(),
             self.threads,
             _STORAGE[q.dtype],
-            q[:, start:].data_ptr(),
+            (q[:, start:] if start else q).data_ptr(),
             q.stride(0),
             q.stride(1),
             kv.k_pool.data_ptr(),

@@ -81,6 +81,11 @@ class Selection:
         """int64 [units]: number of (row, key) pairs each unit attends to."""
         return self.unit_mask().flatten(1).sum(1)
 
+    def even_pairs(self) -> int | None:
+        """What every query head attends to, where that is the same for all and known without looking at indices: a
+        decode step counts it without a tensor."""
+        return None
+
     def mask(self) -> Tensor:
         """bool [heads, q_len, k_len]: the selection spelt out per query head."""
         return self.unit_mask().repeat_interleave(self.shape.heads // self.units, dim=0)
@@ -129,6 +134,9 @@ class Dense(Selection):
     def unit_pairs(self) -> Tensor:
         return torch.tensor([self.shape.causal_pairs], device="cpu")  # nothing to compute: no device need wait for it
 
+    def even_pairs(self) -> int | None:
+        return self.shape.causal_pairs
+
 
 @dataclass(frozen=True, eq=False)
 class Band(Selection):
@@ -150,6 +158,12 @@ class Band(Selection):
     def unit_pairs(self) -> Tensor:
         visible = self.shape.rows + 1
         return (visible.clamp(max=self.window) + (visible - self.window).clamp(0, self.sinks)).sum()[None]
+
+    def even_pairs(self) -> int | None:
+        if self.shape.q_len > 1:
+            return None
+        visible = self.shape.q_start + 1
+        return min(visible, self.window) + min(max(visible - self.window, 0), self.sinks)
 
     def _merge_same(self, other: Selection) -> Selection | None:
         if isinstance(other, Band) and (self.sinks == other.sinks or self.window == other.window):
