@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from tiny_models import make_checkpoint
 
 from saccade.kv.pool import BlockPool
 from saccade.kv.sequence import SequenceKV
@@ -13,6 +14,9 @@ from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
+from saccade.models.decode_step import DecodeStep
+from saccade.models.interface import Segment
+from saccade.models.loader import load_model
 from saccade.ops import Trace, attend
 from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, choose_best, score_blocks
 from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks, ranked_keys
@@ -200,3 +204,23 @@ def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
         assert (read[row] + forced).tolist() == pairs.tolist()
         stopped += int((pairs < view.length).sum())
     assert stopped  # the rule held somewhere
+
+
+class Mean:
+    """An attention context in which a row reads itself alone."""
+
+    def attend(self, layer, q, k, v, spec):
+        return v.repeat_interleave(q.shape[0] // v.shape[0], 0)
+
+
+@pytest.mark.parametrize(("family", "join"), [("llama", False), ("llama", True), ("qwen2", True), ("gemma2", False)])
+def test_a_steps_layers_give_what_the_module_loop_gives(tmp_path, family, join):
+    runner = load_model(make_checkpoint(family, tmp_path)).runner
+    ids, positions = torch.tensor([5, 77, 5]), torch.tensor([0, 9, 300])
+    segments = [Segment(row, 1, 301) for row in range(3)]
+    expected = runner.run(ids, positions, Mean(), segments=segments, logit_rows=torch.arange(3))
+    step = DecodeStep(runner, join)
+    assert step.lean == (family != "gemma2")
+    torch.testing.assert_close(step.run(ids, positions, Mean()), expected, atol=1e-4, rtol=1e-4)
+    again = runner.run(ids, positions, Mean(), segments=segments, logit_rows=torch.arange(3))
+    assert torch.equal(again, expected)  # the modules' weights are what they were

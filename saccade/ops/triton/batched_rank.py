@@ -75,6 +75,12 @@ def _launch(scores: Tensor, pages: Pages, choice: PageChoice, always: Tensor, or
     )
 
 
+@triton.jit
+def _rivals(scores, start, FIRST: tl.constexpr, stop, OTHERS: tl.constexpr):
+    other = start + tl.arange(0, OTHERS)
+    return tl.load(scores + other, mask=(other >= FIRST) & (other < stop), other=float("-inf"))
+
+
 @triton.jit(do_not_specialize=["blocks", "longest", "order_stride"])
 def _rank(
     scores, lengths, always, order, counts, blocks, longest, order_stride,
@@ -104,16 +110,18 @@ def _rank(
         mine = tile * TILE + tl.arange(0, TILE)
         real = (mine >= FIRST) & (mine < stop)
         score = tl.load(scores + entry * blocks + mine, mask=real, other=0.0)
-        rank = tl.zeros([TILE], tl.int32)
-        for start in tl.range(0, stop, OTHERS):
-            other = start + tl.arange(0, OTHERS)
-            rival = tl.load(
-                scores + entry * blocks + other, mask=(other >= FIRST) & (other < stop), other=float("-inf")
-            )
-            ahead = (rival[None, :] > score[:, None]) | (
-                (rival[None, :] == score[:, None]) & (other[None, :] < mine[:, None])
-            )
-            rank += tl.sum(ahead.to(tl.int32), 1)
+        ahead = tl.zeros([TILE, OTHERS], tl.int32)
+        here = tile * TILE // OTHERS * OTHERS  # others before it are lower blocks, others behind it higher ones
+        for start in tl.range(0, here, OTHERS):
+            rival = _rivals(scores + entry * blocks, start, FIRST, stop, OTHERS)
+            ahead += (rival[None, :] >= score[:, None]).to(tl.int32)
+        rival = _rivals(scores + entry * blocks, here, FIRST, stop, OTHERS)
+        lower = (here + tl.arange(0, OTHERS))[None, :] < mine[:, None]
+        ahead += ((rival[None, :] > score[:, None]) | ((rival[None, :] == score[:, None]) & lower)).to(tl.int32)
+        for start in tl.range(here + OTHERS, stop, OTHERS):
+            rival = _rivals(scores + entry * blocks, start, FIRST, stop, OTHERS)
+            ahead += (rival[None, :] > score[:, None]).to(tl.int32)
+        rank = tl.sum(ahead, 1)
         if TAKE > 0:
             real = real & (rank < TAKE)
         tl.store(order + entry * order_stride + rank, mine, mask=real)

@@ -34,11 +34,19 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: floa
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotary embedding (Su et al., 2021), halves of a head against each other, in place: ``q`` [rows, heads, head_dim],
-    ``k`` [rows, kv_heads, head_dim], both contiguous, ``cos``, ``sin`` [rows, head_dim]."""
+    ``k`` [rows, kv_heads, head_dim], the heads of a row one after another, ``cos``, ``sin`` [rows, head_dim]."""
     rows, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    _rotate[(heads + kv_heads, rows)](
-        q, k, cos, sin, HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, WIDTH=pad(head_dim // 2), num_warps=1
+    _rotate[(heads + k.shape[1], rows)](
+        q,
+        k,
+        cos,
+        sin,
+        q.stride(0),
+        k.stride(0),
+        HEADS=heads,
+        HALF=head_dim // 2,
+        WIDTH=pad(head_dim // 2),
+        num_warps=1,
     )
 
 
@@ -67,14 +75,14 @@ def _add_norm(hidden, delta, weight, out, epsilon, CHANNELS: tl.constexpr, WIDTH
 
 @triton.jit
 def _rotate(
-    q, k, cos, sin, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr
+    q, k, cos, sin, q_row, k_row, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, WIDTH)
     real = channel < HALF
-    base = q + (row * HEADS + head) * 2 * HALF
+    base = q + row * q_row + head * 2 * HALF
     if head >= HEADS:
-        base = k + (row * KV_HEADS + head - HEADS) * 2 * HALF
+        base = k + row * k_row + (head - HEADS) * 2 * HALF
     first = tl.load(base + channel, mask=real, other=0.0)
     second = tl.load(base + HALF + channel, mask=real, other=0.0)
     angle = row * 2 * HALF + channel
