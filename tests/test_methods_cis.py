@@ -16,8 +16,9 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS
 from saccade.methods.policy import Policy
+from saccade.methods.prehoc import PSAW
 from saccade.ops import Trace, attend, cpu
-from saccade.selection import Dense
+from saccade.selection import Dense, cut
 
 PATTERN = Planted(sink=2.0, columns=(31, 90), slashes=(5,), blocks=(3,), strength=4.0)
 
@@ -219,9 +220,7 @@ def test_within_a_window_it_retrieves_what_is_visible(tiny_llama):
             seen.append((int(hidden.sum()), bool((call.selection.mask()[:, 0] & (hidden > 0)).any())))
 
     with observing(llm.engine, observer):
-        output = llm.generate(random_ids(300, seed=1), GREEDY, policy=policy)[0]
-    backends = output.report["decode"]["backends"]
-    assert all(name.startswith("cpu/") for name in backends) or not cpu.available()
+        llm.generate(random_ids(300, seed=1), GREEDY, policy=policy)
     assert max(count for count, _ in seen) > 50
     assert not any(read for _, read in seen)
 
@@ -271,3 +270,23 @@ def test_the_report_says_how_often_it_retrieved(llm):
     assert seldom["search_ratio"] == 1 / 16
     assert seldom["keys_scored"] == 301 * LAYERS
     assert llm.generate(ids, params, policy="topk(k=20)")[0].report["decode"]["search_ratio"] is None
+
+
+@pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
+def test_cpe_decodes_on_the_kernels():
+    """Searching and sharing steps alike, below a window of whole pages: four layers with heads of 32."""
+    method, cone = CIS(k=20, sinks=4, local=6), PSAW(phi=0.5, start_layer=1, block_size=16).at(3, 4)
+    q, _, view = stream(330, 300)
+    state = method.begin(Chunk.of(q[:, :300], view.upto(300)))
+    backends, searched = set(), set()
+    for position in range(300, 330):
+        query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - 300)
+        selection = cut(method.select_decode(query, state), cone)
+        trace = Trace(want_weights=True)
+        attend(query.q, query.kv, selection, trace=trace)
+        method.observe(query, trace.used, trace.weights, state)
+        backends.add(trace.backend)
+        searched.add(bool(query.cost.searches))
+        assert not bool((trace.used.row_mask(0, 0, 1) & ~cone.row_mask(trace.used.shape, 0, 1)).any())
+    assert searched == {True, False}
+    assert backends == {f"cpu/{cpu.isa()}"}
