@@ -11,13 +11,13 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.batched import BatchedDecode
 
-POLICIES = (
+POLICIES = [
     "dense",
     "streaming(sinks=2, window=40)",
     "arkvale(budget=96)",
     "quest(budget=64, dense_layers=1)",
-    "psa(epsilon=0.4, microbatch=1)",
-)
+    pytest.param("psa(epsilon=0.4, microbatch=1)", marks=pytest.mark.slow),
+]
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -81,6 +81,7 @@ def test_sampling_and_logprobs(engines):
     assert all(len(entries) >= 2 for entries in batched[1].outputs[0].logprobs)
 
 
+@pytest.mark.slow
 def test_a_second_turn_finds_keys_and_summaries(engines):
     """Pages of 16 fill in decode steps, and in a short prefill between them that summarizes none."""
     answers = []
@@ -94,6 +95,7 @@ def test_a_second_turn_finds_keys_and_summaries(engines):
         same([own_report, batched_report])
 
 
+@pytest.mark.slow
 def test_preemption_and_cancelling(folder):
     """A pool too small for two: one is preempted and computed again; a cancelled one leaves its row to others."""
     prompts = [random_ids(length, seed=length) for length in (250, 252)]

@@ -180,6 +180,7 @@ def test_equal_scores_rank_by_block():
     assert order[0, :6].tolist() == [1, 4, 2, 3, 6, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rest", "stop"), [("last_max", "all"), ("min", "mean")])
 def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
     method = PSA(epsilon=0.6, block_size=16, microbatch=2, rest=rest, stop=stop)

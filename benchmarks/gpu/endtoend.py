@@ -35,7 +35,7 @@ DECODE = os.environ.get(
     "DECODE",
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
 ).split()
-SIZES = ((65536, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
+SIZES = ((65536, 8), (98304, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
 PROFILED = bool(os.environ.get("PROFILE"))
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
