@@ -228,9 +228,9 @@ def _score(
             at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
             high = tl.load(at, mask=there, other=0.0)
             low = tl.load(at + KV_HEADS * D, mask=there, other=0.0)
-            zero = tl.zeros_like(q)
-            total = tl.dot(high, tl.trans(tl.maximum(q, zero)), total, input_precision=PRECISION)
-            total = tl.dot(low, tl.trans(tl.minimum(q, zero)), total, input_precision=PRECISION)
+            above, below = tl.maximum(q, 0.0).to(q.dtype), tl.minimum(q, 0.0).to(q.dtype)
+            total = tl.dot(high, tl.trans(above), total, input_precision=PRECISION)
+            total = tl.dot(low, tl.trans(below), total, input_precision=PRECISION)
         mean = tl.sum(total, 1) / (GROUP * PER)
         tl.store(out, tl.where(wanted, mean, float("-inf")), mask=block < blocks)
     else:
