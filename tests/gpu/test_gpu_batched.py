@@ -71,6 +71,23 @@ def test_turns(engines):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_storage_is_served_and_recorded(tmp_path, dtype):
+    """Where rounding may change a token, what is read still has its size."""
+    folder = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=2048, head_dim=64)
+    one = LLM(folder, kv_memory="64MiB", dtype=dtype, device="cuda")
+    for policy in POLICIES:
+        batched = one.generate(PROMPTS, PARAMS, policy=policy)
+        step, one.engine.executor.batched = one.engine.executor.batched, None
+        own = one.generate(PROMPTS, PARAMS, policy=policy)
+        one.engine.executor.batched = step
+        assert step.graphs
+        assert step.note is None
+        for left, right in zip(own, batched):
+            assert right.report["notes"] == left.report["notes"]
+            assert right.report["decode"]["density"] == pytest.approx(left.report["decode"]["density"], rel=0.1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dense_rows_of_unequal_length_agree_with_the_reference(dtype):
     rng = torch.Generator("cuda").manual_seed(0)
