@@ -31,7 +31,7 @@ for name in $wanted; do
         decode) part decode 85 "$python" "$here/decode.py" ;;
         sharing) part sharing 40 "$python" "$here/sharing.py" ;;
         reference) part reference 50 "$python" "$here/reference.py" ;;
-        endtoend) part endtoend 115 "$python" "$here/endtoend.py" ;;
+        endtoend) part endtoend 200 "$python" "$here/endtoend.py" ;;
         *) echo "unknown part $name" ;;
     esac
 done
