@@ -81,6 +81,19 @@ def test_sampling_and_logprobs(engines):
     assert all(len(entries) >= 2 for entries in batched[1].outputs[0].logprobs)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_windows_softcaps_and_sinks(tmp_path, family):
+    """Layers that slide, cap their logits, or weigh in logits without values."""
+    folder = make_checkpoint(family, tmp_path / family, head_dim=16)
+    prompts = [random_ids(length, seed=length) for length in (9, 70)]
+    own, batched = (engine(folder, chosen).generate(prompts, FEW, policy="dense") for chosen in (False, True))
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+        assert set(right.report["decode"]["backends"]) == {"triton"}
+        assert set(right.report["decode"]["selections"]) == {"dense", "band"}
+
+
 @pytest.mark.slow
 def test_a_second_turn_finds_keys_and_summaries(engines):
     """Pages of 16 fill in decode steps, and in a short prefill between them that summarizes none."""
