@@ -132,10 +132,13 @@ class Executor:
 
 
 def batched_decode(runner: Runner, backend: str, cuda_graphs: bool) -> BatchedDecode | None:
-    """Whoever serves batched decode steps; None where the model is on no GPU or no Triton kernels are to run."""
+    """Whoever serves batched decode steps; None where the model is on no GPU or the Triton kernels are not to
+    run."""
     device = getattr(runner, "device", None)
     if device is None or device.type != "cuda" or backend not in ("auto", "triton") or not triton.available():
         return None
+    if runner.spec.head_dim % 16 or runner.spec.head_dim > 256:
+        return None  # as for every kernel: see ops.triton.dispatch.supports
     from saccade.engine.batched import BatchedDecode  # needs Triton
 
     return BatchedDecode(cast(Any, runner), cuda_graphs)
