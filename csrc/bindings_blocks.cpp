@@ -1,4 +1,5 @@
-// Decode by blocks and by labels: saccade/ops/cpu_blocks.py keeps the tensors alive.
+// Decode by blocks, labels and hash tables: saccade/ops/cpu_blocks.py, labels.py and hash_tables.py keep the tensors
+// alive.
 #include "bindings.h"
 
 namespace nb = nanobind;
@@ -72,6 +73,53 @@ void label_keys(int isa, int threads, int storage, uintptr_t k_pool, uintptr_t t
     set.label_keys(c);
 }
 
+HashBuckets buckets(int threads, int64_t rows, int64_t keys, int64_t count, uintptr_t codes, uintptr_t starts,
+                    uintptr_t order) {
+    return {rows, keys, count, pointer<const int16_t>(codes), pointer<int32_t>(starts), pointer<int32_t>(order),
+            threads};
+}
+
+void fill_buckets(int isa, int threads, int64_t rows, int64_t keys, int64_t count, uintptr_t codes, uintptr_t starts,
+                  uintptr_t order) {
+    const HashBuckets b = buckets(threads, rows, keys, count, codes, starts, order);
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.fill_buckets(b);
+}
+
+void draw(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
+          uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads, int64_t head_dim,
+          int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, int64_t tables, int64_t bits,
+          int64_t first, int64_t last, int64_t length, double guard, uintptr_t mean, uintptr_t asked, uintptr_t starts,
+          uintptr_t order, uintptr_t counts, uintptr_t offsets, uintptr_t indices, uintptr_t bias) {
+    const HashDraw c{geometry(threads, storage, q, q_head_stride, q_row_stride, k_pool, v_pool, table, heads, kv_heads,
+                              head_dim, page, q_len, q_start, scale, softcap),
+                     buckets(threads, kv_heads * tables, last - first, int64_t{1} << bits, 0, starts, order),
+                     tables, bits, first, last, length, guard, pointer<const float>(mean),
+                     pointer<const int16_t>(asked), length, pointer<int64_t>(counts), pointer<int64_t>(offsets),
+                     pointer<int32_t>(indices), pointer<float>(bias)};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.draw(c);
+}
+
+void sampled(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
+             uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads, int64_t head_dim,
+             int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, uintptr_t out, uintptr_t lse,
+             uintptr_t offsets, uintptr_t indices, uintptr_t bias, uintptr_t sums) {
+    SampledCall c{geometry(threads, storage, q, q_head_stride, q_row_stride, k_pool, v_pool, table, heads, kv_heads,
+                           head_dim, page, q_len, q_start, scale, softcap),
+                  pointer<const float>(bias), pointer<float>(sums)};
+    c.attention.out = pointer<void>(out);
+    c.attention.lse = pointer<float>(lse);
+    c.attention.out_rows = 1;
+    c.attention.offsets = pointer<const int64_t>(offsets);
+    c.attention.indices = pointer<const int32_t>(indices);
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.sampled(c);
+}
+
 }  // namespace
 
 void bind_blocks(nb::module_& m) {
@@ -79,6 +127,9 @@ void bind_blocks(nb::module_& m) {
     m.def("rank_blocks", &rank_blocks);
     m.def("label_scores", &label_scores);
     m.def("label_keys", &label_keys);
+    m.def("fill_buckets", &fill_buckets);
+    m.def("draw", &draw);
+    m.def("sampled", &sampled);
 }
 
 }  // namespace saccade

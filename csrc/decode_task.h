@@ -18,10 +18,10 @@ constexpr int64_t kSplitKeys = 1024;  // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
 constexpr int kHeadTile = 4;         // query heads of a register tile
 
-// What may look at the weights of a step: `tally(row, max, e, count)` gets exp2(logit - max) of its keys, for query head
-// `row` of the task.
+// What may look into a step: `shift(s, count)` changes the base-2 logits of its keys, `tally(row, max, e, count)` gets
+// exp2(logit - max) of them, for query head `row` of the task.
 struct NoTally {
-    static constexpr bool wanted = false;
+    static constexpr bool wanted = false, shifts = false;
 };
 
 template <class Math, class T, class Tally = NoTally>
@@ -168,6 +168,7 @@ class DecodeTask {
         const int rounded = (count + W - 1) / W * W;
         for (int j = count; j < rounded; ++j) s[j] = 0;  // finite, for the cap
         for (int j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
+        if constexpr (Tally::shifts) tally_->shift(s, count);
         for (int j = count; j < rounded; ++j) s[j] = -__builtin_inff();
         F best = Simd::set1(old_max);
         for (int j = 0; j < rounded; j += W) best = Simd::max(best, Simd::load(s + j));

@@ -9,6 +9,7 @@
 #include "line_cover.h"
 #include "prefill.h"
 #include "progressive.h"
+#include "sampled.h"
 #include "rows.h"
 #include "row_passes.h"
 #include "score_tables.h"
@@ -49,6 +50,16 @@ void gather(const Gather& g) {
 void progressive(const Progressive& p) {
     if (p.attention.storage == Storage::bf16) progressive_typed<HalfMath, uint16_t>(p);
     else progressive_typed<Fp32Math, float>(p);
+}
+
+void draw(const HashDraw& c) {
+    if (c.attention.storage == Storage::bf16) draw_typed<uint16_t>(c);
+    else draw_typed<float>(c);
+}
+
+void sampled(const SampledCall& c) {
+    if (c.attention.storage == Storage::bf16) sampled_typed<HalfMath, uint16_t>(c);
+    else sampled_typed<Fp32Math, float>(c);
 }
 
 void rank_blocks(const BlockRanking& r) {

@@ -208,6 +208,37 @@ struct LabelKeys {
     int threads;
 };
 
+// Keys by hash code (saccade/ops/hash_tables.py): `rows` tables of codes [rows, keys], each below `buckets`; the keys of
+// each code, rising, are order[starts[code] ..] of its row.
+struct HashBuckets {
+    int64_t rows, keys, buckets;
+    const int16_t* codes;
+    int32_t* starts;  // [rows, buckets + 1]
+    int32_t* order;   // [rows, keys]
+    int threads;
+};
+
+// The keys that agree with each query head in two tables or more. `attention` holds q and the keys.
+struct HashDraw {
+    Attention attention;
+    HashBuckets buckets;   // of keys first .. last - 1, rows being [kv_heads, tables]
+    int64_t tables, bits, first, last, length;
+    double guard;
+    const float* mean;     // [kv_heads, head_dim]: hashed keys are without it
+    const int16_t* asked;  // [heads, tables]: codes of the queries
+    int64_t room;
+    int64_t *counts, *offsets;  // [heads], [heads + 1]
+    int32_t* indices;           // [heads, room], in the end one list behind the other
+    float* bias;
+};
+
+// Lists of keys (offsets and indices of `attention`, one a head) whose logits gain a bias.
+struct SampledCall {
+    Attention attention;
+    const float* bias;
+    float* sums;  // [heads, head_dim]
+};
+
 // The kernels of one instruction set.
 struct KernelSet {
     const char* name;
@@ -229,6 +260,9 @@ struct KernelSet {
     void (*rank_blocks)(const BlockRanking&);
     void (*label_scores)(const LabelScores&);
     void (*label_keys)(const LabelKeys&);
+    void (*fill_buckets)(const HashBuckets&);
+    void (*draw)(const HashDraw&);
+    void (*sampled)(const SampledCall&);
     void (*project_rows)(const ProjectRows&);
     void (*finish_rows)(const FinishRows&);
     void (*head_rows)(const HeadRows&);

@@ -11,7 +11,7 @@ namespace {
 
 // Weights of the blocks of one microbatch, for every query head of a unit: base-2 log-sum-exps, as max and sum.
 struct BlockTally {
-    static constexpr bool wanted = true;
+    static constexpr bool wanted = true, shifts = false;
     struct Weight {
         float max, sum;
         float log() const { return sum > 0 ? max + __builtin_log2f(sum) : -__builtin_inff(); }

@@ -3,7 +3,6 @@ algorithms.md 6.12)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -13,21 +12,11 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_whole
-from saccade.selection import Dense, Sampled, Selection, Tokens
+from saccade.ops.hash_tables import HashTables, draw
+from saccade.selection import Dense, Selection
 
 LAYERS_PER_DRAW = 16  # layers that share their random projections
-GUARD = 1e-4  # added to a key's chance before it divides; keys that are likelier missed than this are suppressed
 TILE_KEYS = 4096  # keys hashed at once
-
-
-@dataclass(eq=False)
-class Tables:
-    """Hash codes of the keys ``first .. last - 1`` minus their mean: int16 [kv_heads, tables, keys]."""
-
-    first: int
-    last: int
-    mean: Tensor  # fp32 [kv_heads, head_dim]
-    codes: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class MagicPIG(Method):
             require_whole(name, getattr(self, name), 0)
         require_whole("local", self.local, 1)
 
-    def begin(self, segment: Chunk) -> Tables | None:
+    def begin(self, segment: Chunk) -> HashTables | None:
         shape, last = segment.shape, segment.shape.k_len - self.local
         if self._dense(segment) or last <= self.sinks:
             return None
@@ -68,26 +57,20 @@ class MagicPIG(Method):
             torch.cat([self.hash(part, segment.layer, g) for part in (keys[g] - mean[g]).split(TILE_KEYS)], 1)
             for g in range(shape.kv_heads)
         ]
-        return Tables(self.sinks, last, mean, torch.stack(codes))
+        return HashTables.of(segment.q, segment.kv, self.sinks, last, self.bits, mean, torch.stack(codes))
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape = query.shape
         if state is None or self._dense(query):
             return Dense(shape)
-        exact = torch.cat([torch.arange(state.first), torch.arange(state.last, shape.k_len)])
-        lists, biases = [], []
-        for head in range(shape.heads):
-            kv_head = head // shape.group
-            code = self.hash(query.q[head].float(), query.layer, kv_head)  # [tables, 1]
-            drawn = ((state.codes[kv_head] == code).sum(0) >= 2).nonzero()[:, 0]
-            keys = query.kv.take(drawn + state.first, kv_head)[0].float() - state.mean[kv_head]
-            order = torch.sort(torch.cat([exact, drawn + state.first]))
-            bias = torch.cat([torch.zeros(exact.numel()), -torch.log(self.chance(query.q[head, 0], keys) + GUARD)])
-            lists.append(order.values)
-            biases.append(bias[order.indices])
+        asked = [
+            self.hash(query.q[g * shape.group : (g + 1) * shape.group, 0].float(), query.layer, g).T
+            for g in range(shape.kv_heads)
+        ]
+        sampled, drawn = draw(query.q, query.kv, shape, state, torch.cat(asked))
         query.cost.estimated += state.last - state.first
-        query.cost.scored += -(-sum(part.numel() - exact.numel() for part in lists) // shape.heads)
-        return Sampled(Tokens.from_lists(shape, lists), torch.cat(biases))
+        query.cost.scored += -(-drawn // shape.heads)
+        return sampled
 
     def hash(self, vectors: Tensor, layer: int, kv_head: int) -> Tensor:
         """``vectors`` fp32 [m, head_dim] -> codes int16 [tables, m]."""
@@ -95,14 +78,6 @@ class MagicPIG(Method):
         signs = (vectors @ drawn.to(vectors.device) > 0).unflatten(1, (self.tables, self.bits))
         weights = 2 ** torch.arange(self.bits)
         return (signs * weights).sum(-1).to(torch.int16).T.contiguous()
-
-    def chance(self, q: Tensor, keys: Tensor) -> Tensor:
-        """Probability over draws that a key agrees with ``q`` [d] in at least 2 tables: ``keys`` fp32 [m, d] -> fp32
-        [m]."""
-        cosine = torch.nn.functional.cosine_similarity(q.double()[None], keys.double(), dim=1)
-        p = (1 - torch.arccos(cosine.clamp(-1, 1)) / math.pi) ** self.bits
-        missed = (1 - p) ** (self.tables - 1)
-        return (1 - missed * (1 - p + self.tables * p)).clamp(0, 1).float()
 
     def _dense(self, chunk: Chunk) -> bool:
         return self.dense_every > 0 and chunk.layer % self.dense_every == 0

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import cpu, cpu_blocks, cpu_decode, reference, triton
+from saccade.ops import cpu, cpu_blocks, cpu_decode, hash_tables, reference, triton
 from saccade.ops.candidates import choose
 from saccade.ops.merge import merge_state
 from saccade.ops.progressive import attend_ranking
 from saccade.ops.weights import selected_weights
-from saccade.selection import Candidates, Dense, Ranking, Selection, Shape, Tokens
+from saccade.selection import Candidates, Dense, Ranking, Sampled, Selection, Shape, Tokens
 
 BACKENDS = ("auto", "cpu", "reference", "triton")
 
@@ -111,6 +111,9 @@ def _run(
             read = attend_ranking(q, view, selection.to(q.device), scale=scale, softcap=softcap)
         out, lse, trace.used, trace.coverage = read
         return out, lse
+    if isinstance(selection, Sampled) and backend in ("auto", "cpu") and hash_tables.supports(q, view, selection):
+        trace.backend = f"cpu/{cpu.isa()}"
+        return hash_tables.attend_sampled(q, view, selection, scale=scale, softcap=softcap, threads=threads)
     if isinstance(selection, Tokens) and backend in ("auto", "cpu") and cpu_decode.supports(q, view, selection):
         return _gather(q, view, selection, scale, softcap, threads, trace)
     if backend in ("auto", "cpu") and cpu.available() and cpu.supports(q, view, selection):
