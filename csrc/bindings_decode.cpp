@@ -1,5 +1,6 @@
 // Decode over candidates and LFPS's tables: saccade/ops/cpu_decode.py keeps the tensors alive.
 #include "bindings.h"
+#include "join_blocks.h"
 
 namespace nb = nanobind;
 
@@ -85,6 +86,13 @@ void sink_share(SACCADE_GEOMETRY, int64_t sinks, int64_t local, uintptr_t mean_k
     set.sink_share(c);
 }
 
+void bind_join_blocks(int64_t units, uintptr_t offsets, uintptr_t indices, int64_t count, uintptr_t blocks, int64_t size,
+                      int64_t first, int64_t stop, uintptr_t out_offsets, uintptr_t out) {
+    nb::gil_scoped_release release;
+    join_blocks(units, pointer<const int64_t>(offsets), pointer<const int32_t>(indices), count,
+                pointer<const int32_t>(blocks), size, first, stop, pointer<int64_t>(out_offsets), pointer<int32_t>(out));
+}
+
 }  // namespace
 
 void bind_decode(nb::module_& m) {
@@ -92,6 +100,7 @@ void bind_decode(nb::module_& m) {
     m.def("scan_tables", &scan_tables);
     m.def("learn_tables", &learn_tables);
     m.def("sink_share", &sink_share);
+    m.def("join_blocks", &bind_join_blocks);
 }
 
 }  // namespace saccade

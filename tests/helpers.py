@@ -381,9 +381,16 @@ MATRIX = (
         "lfps",
         (
             {"k": 48, "epsilon": 1.0},
-            {"k": 0.1, "a": 0.5, "gate": "off_for_c0", "epsilon": 1.0, "unit": "kv_head"},
+            {"k": 0.1, "least": 1, "blocks": 2, "a": 0.5, "gate": "off_for_c0", "epsilon": 1.0, "unit": "kv_head"},
             {"k": 33, "a": None, "gate": "off", "epsilon": 1.0, "sinks": 0, "local": 1},
-            {"k": 40, "slash_shift_on_read": False, "bypass_shift": False, "read_local": False, "epsilon": 1.0},
+            {
+                "k": 40,
+                "blocks": 0,
+                "slash_shift_on_read": False,
+                "bypass_shift": False,
+                "read_local": False,
+                "epsilon": 1.0,
+            },
         ),
         {"k": 100_000, "epsilon": 1.0},
         budget=lambda m: {"k": max(1, m - 4), "epsilon": 1.0},

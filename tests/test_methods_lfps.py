@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from saccade.ops.score_tables import ScoreTables
 from saccade.selection import Candidates, Dense
 
 PATTERN = Planted(sink=3.0, columns=(31, 90), slashes=(40,), blocks=(3,), strength=7.0)
+plain = partial(LFPS, blocks=0, least=1)  # without what joins the tables: see test_methods_lfps_blocks.py
 
 
 @pytest.fixture(params=["reference", *cpu.supported_isas()])
@@ -137,7 +139,7 @@ OPTIONS = [
 @pytest.mark.parametrize("unit", ["q_head", "kv_head"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_candidates_and_tables_are_those_of_the_definition(kernels, options, unit):
-    method = LFPS(**({"k": 20, "epsilon": 1.0, "unit": unit} | options))
+    method = plain(**({"k": 20, "epsilon": 1.0, "unit": unit} | options))
     stream = Stream.make(218, 200, seed=2)
     share = 1 if unit == "q_head" else 2
     units = [Definition(method, stream, list(range(u * share, (u + 1) * share))) for u in range(4 // share)]
@@ -170,7 +172,7 @@ def test_table_sums_stay(kernels):
     """Each table sums to 0.5 / (1 - r) after the prefill and after every step; bounds bound, power sums are right."""
     for unit, r in (("q_head", 0.95), ("kv_head", 0.5)):
         stream = Stream.make(225, 150, seed=3)
-        for _, _, state, _, _ in stream.run(LFPS(k=30, r=r, epsilon=1.0, unit=unit)):
+        for _, _, state, _, _ in stream.run(plain(k=30, r=r, epsilon=1.0, unit=unit)):
             tables = state.tables
             true = torch.stack([tables.vertical, tables.slash]).double() * tables.scale[:, None]
             torch.testing.assert_close(
@@ -186,7 +188,7 @@ def test_table_sums_stay(kernels):
 def test_stored_values_are_scaled_back_before_they_overflow(kernels):
     """With r = 0.1 the scale passes 1e-8 every ninth step."""
     stream = Stream.make(260, 200, seed=4)
-    for _, _, state, _, _ in stream.run(LFPS(k=20, r=0.1, epsilon=1.0)):
+    for _, _, state, _, _ in stream.run(plain(k=20, r=0.1, epsilon=1.0)):
         tables = state.tables
         assert torch.isfinite(tables.vertical).all()
         true = torch.stack([tables.vertical, tables.slash]).double() * tables.scale[:, None]
@@ -201,7 +203,7 @@ def test_a_planted_diagonal_is_found_every_time(kernels, distance):
     stream = Stream.make(585, 560, heads=2, kv_heads=1, seed=5, pattern=only, head_dim=64)
     rates = []
     for shift in (True, False):
-        method = LFPS(k=12, epsilon=1.0, slash_shift_on_read=shift, read_local=True)
+        method = plain(k=12, epsilon=1.0, slash_shift_on_read=shift, read_local=True)
         found = [
             [position - distance in chosen.tolist() for chosen in used.lists()]
             for position, _, _, _, used in stream.run(method)
@@ -214,7 +216,7 @@ def test_a_planted_diagonal_is_found_every_time(kernels, distance):
 @pytest.mark.parametrize("unit", ["q_head", "kv_head"])
 def test_without_threshold_and_gate_it_is_exact_top_k(kernels, unit):
     stream = Stream.make(230, 200, seed=6)
-    method = LFPS(k=25, a=None, gate="off", epsilon=1.0, sinks=4, local=1, unit=unit)
+    method = plain(k=25, a=None, gate="off", epsilon=1.0, sinks=4, local=1, unit=unit)
     for position, _, _, _, used in stream.run(method):
         for u, chosen in enumerate(used.lists()):
             heads = [u] if unit == "q_head" else [2 * u, 2 * u + 1]
@@ -227,7 +229,7 @@ def test_without_threshold_and_gate_it_is_exact_top_k(kernels, unit):
 
 def test_a_budget_of_all_keys_is_dense_and_still_learns(kernels):
     stream = Stream.make(110, 90, seed=7)
-    for steps, (_, selection, state, _, _) in enumerate(stream.run(LFPS(k=1000, epsilon=1.0))):
+    for steps, (_, selection, state, _, _) in enumerate(stream.run(plain(k=1000, epsilon=1.0))):
         assert isinstance(selection, Dense)
         assert state.tables.steps == steps
     true = torch.stack([state.tables.vertical, state.tables.slash]).double() * state.tables.scale[:, None]
@@ -259,7 +261,7 @@ def estimates(stream: Stream, head: int, position: int, sinks: int = 4, local: i
 def test_a_head_on_its_sinks_is_bypassed(kernels, mode, unit):
     stream = Stream.make(225, 210, seed=8, pattern=SINKY)
     stream.q[1] *= 0.2  # three of four heads rest on the sink
-    method = LFPS(k=20, bypass=mode, unit=unit)
+    method = plain(k=20, bypass=mode, unit=unit)
     seen = set()
     for position, selection, _, out, used in stream.run(method, kernels):
         for head in range(4):
@@ -294,7 +296,7 @@ def test_a_bypass_neither_decays_nor_teaches_but_keeps_the_line(kernels, unit):
     stream = Stream.make(240, 210, seed=8, pattern=SINKY)
     stream.q[1] *= 0.2
     before = last = None
-    for position, selection, state, _, _ in stream.run(LFPS(k=20, unit=unit), kernels):
+    for position, selection, state, _, _ in stream.run(plain(k=20, unit=unit), kernels):
         if last is not None:
             idle = last.idle.view(state.tables.units, -1).all(1)
             for u in range(state.tables.units):
@@ -318,7 +320,7 @@ def test_a_diagonal_survives_bypasses():
     rates = {}
     for shift in (True, False):
         hits, bypassed = 0, 0
-        for position, selection, _, _, used in stream.run(LFPS(k=12, bypass_shift=shift)):
+        for position, selection, _, _, used in stream.run(plain(k=12, bypass_shift=shift)):
             bypassed += 0 if selection.idle is None else int(selection.idle.sum())
             hits += position in on_line and all(position - 60 in chosen.tolist() for chosen in used.lists())
         assert bypassed == 2 * (40 - len(on_line))
@@ -329,7 +331,7 @@ def test_a_diagonal_survives_bypasses():
 
 def test_epsilon_1_never_bypasses():
     stream = Stream.make(240, 230, seed=8, pattern=SINKY)
-    for _, selection, _, _, _ in stream.run(LFPS(k=20, epsilon=1.0)):
+    for _, selection, _, _, _ in stream.run(plain(k=20, epsilon=1.0)):
         assert selection.idle is None
         assert selection.rest is None
 
@@ -337,7 +339,7 @@ def test_epsilon_1_never_bypasses():
 def test_running_means_take_in_what_is_decoded():
     stream = Stream.make(240, 210, seed=8)
     for running in (False, True):
-        for position, _, state, _, _ in stream.run(LFPS(k=20, running_means=running)):
+        for position, _, state, _, _ in stream.run(plain(k=20, running_means=running)):
             end = position + 1 if running else stream.prompt
             for mean, part in ((state.mean_key, stream.k), (state.mean_value, stream.v)):
                 torch.testing.assert_close(mean, part[:, 4:end].mean(1), atol=1e-5, rtol=1e-4)
@@ -349,7 +351,7 @@ def test_running_means_take_in_what_is_decoded():
 def test_costs_say_how_many_keys_were_scored():
     stream = Stream.make(260, 255, seed=2)
     whole = KVView.from_tensors(stream.k, stream.v)
-    method = LFPS(k=20, epsilon=1.0)
+    method = plain(k=20, epsilon=1.0)
     state = method.begin(Chunk.of(stream.q[:, 223:255], whole.upto(255)))
     query = Query.of(stream.q[:, 255:256], whole.upto(256))
     selection = method.select_decode(query, state)
@@ -363,7 +365,7 @@ def test_it_keeps_more_than_recency_does():
     """On planted lines and blocks, with as many keys, retained mass beats sinks and a window by far."""
     stream = Stream.make(500, 440, seed=12)
     lfps, recent = [], []
-    for position, _, _, _, used in stream.run(LFPS(k=40, epsilon=1.0)):
+    for position, _, _, _, used in stream.run(plain(k=40, epsilon=1.0)):
         q, k = stream.q[:, position : position + 1], stream.k[:, : position + 1]
         window = torch.zeros(4, 1, position + 1, dtype=torch.bool)
         window[..., :4] = window[..., -40:] = True
@@ -406,13 +408,13 @@ def test_scan_equals_the_reference_on_random_tables():
 )  # fmt: skip
 def test_bad_options(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
-        LFPS(**options)
+        plain(**options)
 
 
 # --- in the engine
 
 
-@pytest.mark.parametrize("policy", ["lfps(k=24)", "lfps(k=24,unit=kv_head,epsilon=0.3)"])
+@pytest.mark.parametrize("policy", ["lfps(k=24)", "lfps(k=24,unit=kv_head,epsilon=0.3)", "lfps(k=24,history=keep)"])
 def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy):
     ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

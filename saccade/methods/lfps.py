@@ -13,10 +13,17 @@ anyway is bypassed. Choices where the paper errs or is silent, the other value o
   the paper reads only the current token beside its top-k;
 * the threshold of eq. 8 is printed with kurtosis over n, and meant so: with the n nearly everything is a candidate;
 * ``gate="paper"`` drops candidates that exceed neither table's mean, those above a threshold among them
-  (``"off_for_c0"`` spares those). ``a=none, gate=off`` makes every key a candidate: exact top-k.
+  (``"off_for_c0"`` spares those). ``a=none, gate=off`` makes every key a candidate: exact top-k;
+* ``blocks``: history cannot foresee what a query asks for that no query asked before. So the keys of the ``blocks``
+  blocks of ``block_size`` whose summaries promise most (PSA's criticality, algorithms.md 4.2) are candidates too, one
+  summary pair read per block; the paper has none (0);
+* ``least``: k never falls below so many keys, where 2 % of a short context is a handful; the paper has no floor (1);
+* ``history="restart"``: a new turn fills the tables from its own last rows alone; ``"keep"`` lets what the turn before
+  left decay by a step for each of them and joins it, unless tokens were cut off since. The paper knows one turn.
 
-Tables begin anew with every prefill. The mean key and value, and the spread, are those of the prompt;
-``running_means=true`` lets decoded tokens into the means.
+The paper to the letter: ``lfps(blocks=0, least=1, slash_shift_on_read=false, bypass=mean, bypass_shift=false,
+read_local=false)``. The mean key and value, and the spread, are those of the prompt; ``running_means=true`` lets
+decoded tokens into the means.
 """
 
 from __future__ import annotations
@@ -29,6 +36,8 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.ops.block_scores import top_blocks
+from saccade.ops.candidates import join_blocks
 from saccade.ops.score_tables import GATES, ScoreTables, candidates, learn, sink_share
 from saccade.ops.scores import row_weights, slash_sums
 from saccade.selection import Candidates, Dense, Selection, Shape, Tokens
@@ -41,16 +50,25 @@ class _State:
     mean_value: Tensor
     counted: int  # keys in the means
     spread: Tensor  # fp32 [heads]: variance of the last prompt row's logits over the square of its query's norm
+    seen: int  # the last row that the tables know of
     idle: Tensor | None = None  # bool [heads]: who was bypassed in the step at hand
+
+
+@dataclass
+class _Before:
+    """What the turn before left, for ``history="keep"``; nothing where tokens were cut off since."""
+
+    state: _State | None
 
 
 @dataclass(frozen=True)
 class LFPS(Method):
-    """Exact top-``k`` among keys that decayed attention histories predict.
+    """Exact top-``k`` among keys that decayed attention histories predict, and those of the most promising blocks.
 
-    ``k`` is a number of keys or, below 1, a fraction of the keys that are no sinks; the first ``sinks`` are read beside
-    it. ``s`` prompt rows fill the tables, ``r`` is their decay, ``a`` scales their thresholds, ``before`` and ``after``
-    say how far candidates spread. A head is bypassed when its sinks' estimated share exceeds ``epsilon`` (1: never).
+    ``k`` is a number of keys or, below 1, a fraction of the keys that are no sinks, at least ``least``; the first
+    ``sinks`` are read beside it. ``s`` prompt rows fill the tables, ``r`` is their decay, ``a`` scales their
+    thresholds, ``before`` and ``after`` say how far candidates spread. A head is bypassed when its sinks' estimated
+    share exceeds ``epsilon`` (1: never).
     ``unit="kv_head"`` keeps one pair of tables and one set of keys per KV head, by the group's mean weights; bypasses
     stay each query head's own.
     """
@@ -70,6 +88,10 @@ class LFPS(Method):
     before: int = 1
     after: int = 2
     unit: str = "q_head"
+    blocks: int = 16
+    block_size: int = 16
+    least: int = 128
+    history: str = "restart"
     gate: str = "paper"
     bypass: str = "sink_mean"
     slash_shift_on_read: bool = True
@@ -91,20 +113,30 @@ class LFPS(Method):
         if self.a is not None:
             require_number("a", self.a, 0.0, 1e6)
         require_number("epsilon", self.epsilon, 0.0, 1.0)
-        for name in ("sinks", "before", "after"):
+        for name in ("sinks", "before", "after", "blocks"):
             require_whole(name, getattr(self, name), 0)
         require(max(self.before, self.after) < 64, "before, after", (self.before, self.after), "at most 63")
         require_whole("local", self.local, 1)
+        require_whole("least", self.least, 1)
+        require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
+        require_choice("history", self.history, ("restart", "keep"))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         require_choice("gate", self.gate, GATES)
         require_choice("bypass", self.bypass, ("sink_mean", "sink", "mean"))
         for name in ("slash_shift_on_read", "bypass_shift", "read_local", "running_means"):
             require_choice(name, getattr(self, name), (False, True))
         object.__setattr__(self, "tail_rows", self.s)
+        object.__setattr__(self, "watches", self.history == "keep")
 
     def budget(self, keys: int) -> int:
         """How many of ``keys`` keys that are no sinks a row reads, the local ones among them."""
-        return int(self.k) if self.k >= 1 else max(1, math.ceil(round(self.k * keys, 9)))
+        return int(self.k) if self.k >= 1 else max(self.least, math.ceil(round(self.k * keys, 9)))
+
+    def watch(self, chunk: Chunk) -> _Before:
+        if isinstance(chunk.past, _Before):
+            return chunk.past
+        state = chunk.states[chunk.layer] if chunk.layer < len(chunk.states) else None
+        return _Before(state if isinstance(state, _State) and state.seen == chunk.shape.q_start - 1 else None)
 
     def begin(self, segment: Chunk) -> _State:
         kv, shape = segment.kv, segment.shape
@@ -132,7 +164,11 @@ class LFPS(Method):
                 spread[heads] = scores.var(-1, correction=0) / last.square().sum(-1).clamp(min=1e-38)
         keys, values = (part(first, end).float() for part in (kv.keys, kv.values))
         mean_key, mean_value = (part.sum(1) / max(1, end - first) for part in (keys, values))
-        return _State(ScoreTables.of(vertical, slash, first, end - 1), mean_key, mean_value, end - first, spread)
+        past = segment.past.state if isinstance(segment.past, _Before) else None
+        if past is not None and past.tables.units == units and past.tables.first == first:
+            past.tables.decayed_into(vertical, slash, self.r**rows)
+        tables = ScoreTables.of(vertical, slash, first, end - 1)
+        return _State(tables, mean_key, mean_value, end - first, spread, end - 1)
 
     def select_decode(self, query: Query, state: _State) -> Selection:
         shape, tables = query.shape, state.tables
@@ -156,7 +192,7 @@ class LFPS(Method):
             offsets, indices, full = chosen.offsets, chosen.indices, chosen.full
             query.cost.scored += shape.causal_pairs
         else:
-            offsets, indices = self._candidates(tables, length, local, state.idle)
+            offsets, indices = self._candidates(query, tables, length, local, state.idle)
             full = None
             query.cost.scored += round(int(offsets[-1]) / tables.units) + local + tables.first
         return Candidates(
@@ -172,9 +208,12 @@ class LFPS(Method):
             rest,
         )
 
-    def _candidates(self, tables: ScoreTables, length: int, local: int, idle: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _candidates(
+        self, query: Query, tables: ScoreTables, length: int, local: int, idle: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the tables foresee, and the keys of the best blocks."""
         skip = None if idle is None else idle.view(tables.units, -1).all(1)
-        return candidates(
+        offsets, indices = candidates(
             tables,
             length,
             length - local,
@@ -184,6 +223,13 @@ class LFPS(Method):
             tables.row - tables.first,
             skip,
         )
+        full = query.shape.k_len // self.block_size
+        if self.blocks == 0 or full == 0:
+            return offsets, indices
+        query.cost.estimated += full
+        summary = query.kv.summary("cuboid", self.block_size)
+        best = top_blocks(query.q[:, 0], summary, tables.units, min(self.blocks, full), 0, full)
+        return join_blocks(offsets, indices, best, self.block_size, tables.first, query.shape.k_len - local)
 
     def _bypass(self, query: Query, state: _State) -> tuple[Tensor, Tensor] | None:
         """Decide who is bypassed (state.idle), and what stands for the keys that they leave out."""
@@ -226,6 +272,7 @@ class LFPS(Method):
         elif not self.bypass_shift:
             tables.row -= (~moves).long()
         learn(tables, read, weights, state.idle, self.r)
+        state.seen = query.shape.q_start
 
     def _extend_means(self, query: Query, state: _State) -> None:
         """Take the keys and values of decoded tokens into the means."""

@@ -1,5 +1,5 @@
-"""Which candidates are read: exact scores, then the best of every unit. The reference; the C++ kernels do the same in
-one pass with the attention."""
+"""Candidates of a decode step: blocks joined to lists of them, and which are read: exact scores, then the best of every
+unit. That is the reference; the C++ kernels do the same in one pass with the attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,26 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops import cpu_decode
 from saccade.ops.reference import logits
 from saccade.selection import Candidates, Shape, Tokens
+
+
+def join_blocks(
+    offsets: Tensor, indices: Tensor, blocks: Tensor, size: int, first: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Lists of keys (``offsets`` int64 [units + 1], ``indices`` int32, rising) with the keys ``first .. stop - 1`` of
+    ``blocks`` (int32 [units, m], rising, of ``size`` keys) in them: (offsets, indices) likewise, without repeats."""
+    if cpu_decode.holds(indices):
+        return cpu_decode.join_blocks(offsets, indices, blocks, size, first, stop)
+    keys = (blocks.long()[..., None] * size + torch.arange(size)).flatten(1)
+    bounds = offsets.tolist()
+    lists = [
+        torch.unique(torch.cat([indices[start:end].long(), own[(own >= first) & (own < stop)]]))
+        for own, start, end in zip(keys, bounds, bounds[1:])
+    ]
+    counts = torch.tensor([0, *(part.numel() for part in lists)])
+    return counts.cumsum(0), torch.cat(lists).to(torch.int32)
 
 
 def choose(q: Tensor, kv: KVView, selection: Candidates, *, scale: float, softcap: float | None = None) -> Tokens:

@@ -16,7 +16,7 @@ from saccade.selection import Candidates, Shape, Tokens
 if TYPE_CHECKING:
     from saccade.ops.score_tables import ScoreTables
 
-__all__ = ["attend", "candidates", "holds", "learn", "reads", "sink_share", "supports"]
+__all__ = ["attend", "candidates", "holds", "join_blocks", "learn", "reads", "sink_share", "supports"]
 
 
 def supports(q: Tensor, kv: KVView, selection: Candidates | Tokens) -> bool:
@@ -121,6 +121,29 @@ def candidates(
         indices.data_ptr(),
     )
     return out_offsets, indices[: int(out_offsets[-1])]
+
+
+def join_blocks(
+    offsets: Tensor, indices: Tensor, blocks: Tensor, size: int, first: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """``candidates.join_blocks``."""
+    units, count = blocks.shape
+    blocks = blocks.int().contiguous()
+    out_offsets = torch.empty(units + 1, dtype=torch.int64)
+    joined = torch.empty(indices.numel() + units * count * size, dtype=torch.int32)
+    cpu._kernels.join_blocks(
+        units,
+        offsets.data_ptr(),
+        indices.data_ptr(),
+        count,
+        blocks.data_ptr(),
+        size,
+        first,
+        stop,
+        out_offsets.data_ptr(),
+        joined.data_ptr(),
+    )
+    return out_offsets, joined[: int(out_offsets[-1])]
 
 
 def learn(

@@ -72,6 +72,14 @@ class ScoreTables:
         self.vertical, self.slash = _widened((self.vertical, self.slash), capacity)
         self.vertical_max, self.slash_max = _widened((self.vertical_max, self.slash_max), capacity // BLOCK)
 
+    def decayed_into(self, vertical: Tensor, slash: Tensor, share: float) -> None:
+        """Mix the true values of these tables, at weight ``share``, into other tables float32 [units, n] of the same
+        positions and of the row that is now the last: sums stay what they were where both have them alike."""
+        for mine, other in ((self.vertical, vertical), (self.slash, slash)):
+            n = min(self.capacity, other.shape[1])
+            other *= 1.0 - share
+            other[:, :n] += (share * self.scale[:, None] * mine[:, :n]).float()
+
     def refresh(self, unit: int) -> None:
         """Compute a unit's power sums and bounds anew."""
         for which, (table, bounds) in enumerate(((self.vertical, self.vertical_max), (self.slash, self.slash_max))):
