@@ -12,6 +12,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Trace, attend
 from saccade.ops import triton as triton_backend
+from saccade.ops.triton.decode import even_splits
 from saccade.ops.triton.prefill import Config, attend_prefill
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Shape, Tokens
 
@@ -191,3 +192,15 @@ def test_no_tensor_of_the_host_code_follows_an_ambient_device(monkeypatch):
             with torch.device("meta"):
                 out, _ = attend(rows, view, selection, backend="triton")
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("lists", "most", "expected"), [
+    (8, 128, 64),  # 512 programs of 528
+    (64, 128, 8),  # twice as many would be as even
+    (256, 128, 2),
+    (8, 10, 10),  # too few keys to fill it
+    (1, 20, 20),
+    (2000, 128, 1),
+])  # fmt: skip
+def test_splits_leave_little_of_the_device_idle(lists, most, expected):
+    assert even_splits(lists, 528, most) == expected

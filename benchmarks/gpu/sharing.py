@@ -80,11 +80,11 @@ class Case:
 
         anchors.first = n - 1
         retrieving = graph_ms([lambda: step(self.q, 0)] * 2)
+        anchors.count = 1
         offsets, _, searching = triton.share(anchors, self.next[:, 0], method.tau, method.local, n, True)
         if bool(searching.any()):
             raise RuntimeError("the second query does not resemble the first")
         self.shared = float(offsets.diff().double().mean()) + method.sinks + method.local
-        anchors.count = 1
         return retrieving, graph_ms([lambda: step(self.next, 1)] * 2)
 
 

@@ -7,6 +7,7 @@ second kernel merges the shares by log-sum-exp. Shares are cut on the device, fr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -56,7 +57,7 @@ def attend_decode(
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device four times over. Split-KV is
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. Split-KV is
     FlashDecoding's (Dao et al., 2023).
     """
     batch, heads, head_dim = q.shape
@@ -67,7 +68,8 @@ def attend_decode(
     if pad(head_dim) * q.element_size() > 512:
         keys, stages = min(keys, 32), 2
     if splits is None:
-        splits = max(1, min(4 * processors(q.device) // (batch * programs), -(-most // (2 * keys)), 128))
+        resident = (3 if lists is not None and lists.size == 1 else 4) * processors(q.device)
+        splits = even_splits(batch * programs, resident, max(1, min(-(-most // (2 * keys)), 128)))
     part_out = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
     none = pages.lengths  # unused pointers must still be pointers
@@ -105,6 +107,15 @@ def attend_decode(
     if splits == 1 and q.dtype == torch.float32:
         return part_out[:, :, 0], part_lse[:, :, 0] * LN2
     return merge_parts(part_out, part_lse, q.dtype)
+
+
+@cache
+def even_splits(lists: int, resident: int, most: int) -> int:
+    """Into how many parts, at most ``most``, to cut each of ``lists`` for a device that holds ``resident`` programs at
+    once: the fewest that fill its last round nearly as well as any number does, in two rounds at most."""
+    choices = range(1, max(1, min(most, 2 * resident // lists)) + 1)
+    filled = [lists * splits / (-(-lists * splits // resident) * resident) for splits in choices]
+    return next(splits for splits, share in zip(choices, filled) if share >= 0.96 * max(filled))
 
 
 def merge_parts(part_out: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,8 @@ def attend_progressive(
     readers: int | None = None,
     held_back: int = HELD_BACK,
     keys: int = 64,
-    maxnreg: int | None = None,
+    stages: int = 2,
+    registers: int | None = 128,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
     are block ids of ``size`` keys, ``order`` by criticality. Returns ``out`` like q, ``lse`` float32 [batch, heads],
@@ -55,7 +56,8 @@ def attend_progressive(
     what was published, int64 [batch * kv_heads, microbatches * group]: not 0 where a microbatch was read.
 
     ``counts`` int32 [2, batch * kv_heads], contiguous: how many entries of ``always`` and of ``order`` count for each
-    unit, all by default. ``readers`` programs serve each unit; by default what fills the device twice over.
+    unit, all by default. ``readers`` programs serve each unit; by default what fills the device, on which four programs
+    of so few ``registers`` share a processor.
     """
     batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
@@ -64,7 +66,7 @@ def attend_progressive(
     ahead = -(-always.shape[1] // rule.microbatch)  # microbatches of `always`: they come first and never stop
     parts = ahead + -(-ranked // rule.microbatch)
     if readers is None:
-        readers = max(1, min(2 * processors(device) // units, parts, WINDOW))
+        readers = max(1, min(4 * processors(device) // units, parts, WINDOW))
     part_out = torch.empty(batch, heads, parts, head_dim, dtype=torch.float32, device=device)
     published = torch.zeros(units, parts * group + 1, dtype=torch.int64, device=device)  # weights; last, the stop or 0
     rule_of = (rule.epsilon, parts, ahead, ranked)
@@ -108,8 +110,9 @@ def attend_progressive(
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         **static,
+        STAGES=stages,
         num_warps=4,
-        maxnreg=maxnreg,
+        maxnreg=registers if pad(head_dim) * q.element_size() <= 256 else None,
     )
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=device)
@@ -148,6 +151,14 @@ def _rest_of(word):
 
 
 @triton.jit
+def _power(x):
+    """2**x of float32 in float64's range, exact but for float32's own rounding, so that all programs find the same."""
+    whole = tl.minimum(tl.maximum(tl.floor(x), -1000.0), 1000.0)
+    scale = ((whole.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    return tl.exp2(x - whole).to(tl.float64) * scale
+
+
+@triton.jit
 def _follow(
     words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
@@ -170,14 +181,15 @@ def _follow(
     first = tl.sum(tl.where((at == 0)[None, :], logs, 0.0), 1)
     anchor = tl.where(cursor == 0, first, anchor)
     known = (at < run)[None, :] & (head < GROUP)[:, None]
-    weights = tl.where(known, tl.exp2((logs - anchor[:, None]).to(tl.float64)), 0.0)
+    weights = tl.where(known, _power(logs - anchor[:, None]), 0.0)
     sums = total[:, None] + tl.cumsum(weights, 1)
     ranks = cursor + at >= ahead
-    rest = tl.where(known & ranks[None, :], _rest_of(word), float("inf"))
+    counts = known & ranks[None, :]
+    rest = tl.where(counts, _rest_of(word), float("inf"))
     if LEAST:
         rest = tl.minimum(tl.associative_scan(rest, 1, _smaller), least[:, None])
         least = tl.minimum(least, tl.min(rest, 1))
-    block = tl.exp2((rest - anchor[:, None]).to(tl.float64))
+    block = tl.where(counts, _power(tl.where(counts, rest - anchor[:, None], 0.0)), float("inf"))
     left = tl.maximum(ranked - (cursor + at + 1 - ahead) * MICROBATCH, 0).to(tl.float64)
     coverage = 1.0 / (1.0 + left[None, :] * block / tl.where(sums > 0.0, sums, 1.0))
     coverage = tl.where(left[None, :] == 0.0, 1.0, coverage)
@@ -209,6 +221,24 @@ def _own(counts, unit, units, MICROBATCH: tl.constexpr):
     return listed, ranked, ahead, ahead + tl.cdiv(ranked, MICROBATCH)
 
 
+@triton.jit
+def _places(
+    part, start, always, order, ahead, always_each, ranked, table, length, kv_head,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, MICROBATCH: tl.constexpr,
+):  # fmt: skip
+    """Pool rows of a tile of keys, those of microbatch ``part`` from ``start`` on, and which there are."""
+    number = start + tl.arange(0, TILE)
+    entry = part * MICROBATCH + number // SIZE
+    in_first = (number // SIZE < MICROBATCH) & (part < ahead) & (entry < always_each)
+    block = tl.load(always + entry, mask=in_first, other=0)
+    entry -= ahead * MICROBATCH
+    in_order = (number // SIZE < MICROBATCH) & (part >= ahead) & (entry < ranked)
+    block += tl.load(order + entry, mask=in_order, other=0)
+    key = block * SIZE + number % SIZE
+    valid = (in_first | in_order) & (key < length)
+    return pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE), valid
+
+
 @triton.jit(do_not_specialize=["table_stride", "parts", "ahead", "ranked", "always_each", "held_back"])
 def _read(
     q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, part_out, published, q_batch, q_head, table_stride,
@@ -216,7 +246,7 @@ def _read(
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, RAGGED: tl.constexpr,
+    WINDOW: tl.constexpr, RAGGED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     kv_head, batch = tl.program_id(1), tl.program_id(2)
     unit = batch * KV_HEADS + kv_head
@@ -240,35 +270,38 @@ def _read(
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
     least = tl.full([FEW], float("inf"), tl.float32)
-    part = tl.program_id(0)
-    looks = 0
+    readers = tl.num_programs(0)
+    every = tl.maximum(tl.minimum(WINDOW // readers, 4), 1)  # turns between looks while the end is far
+    part, turn, looks = tl.program_id(0), 0, 0
+    row, valid = _places(
+        part, 0, always, order, ahead, always_each, ranked, table, length, kv_head, KV_HEADS, PAGE, SIZE, TILE,
+        MICROBATCH,
+    )  # fmt: skip
     while (part < parts) & (found == 0):
-        cursor, anchor, total, least, aim, found = _follow(
-            words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
-            MEAN, WINDOW,
-        )  # fmt: skip
-        looks += 1
+        if (turn > 0) & ((cursor <= ahead) | (part + readers > aim) | (turn % every == 0)):
+            cursor, anchor, total, least, aim, found = _follow(
+                words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
+                MEAN, WINDOW,
+            )  # fmt: skip
+            looks += 1
         if (found == 0) & ((part <= aim) | (looks > held_back)):
             acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
             weight = tl.zeros([PER_PAD], tl.float32)
             top = tl.full([PER_PAD], float("-inf"), tl.float32)
             rest = tl.full([PER_PAD], float("inf") if LEAST else float("-inf"), tl.float32)
-            for start in tl.range(0, BLOCKS * SIZE, TILE, num_stages=1):
-                number = start + tl.arange(0, TILE)
-                entry = part * MICROBATCH + number // SIZE
-                in_first = (number // SIZE < MICROBATCH) & (part < ahead) & (entry < always_each)
-                block = tl.load(always + entry, mask=in_first, other=0)
-                entry -= ahead * MICROBATCH
-                in_order = (number // SIZE < MICROBATCH) & (part >= ahead) & (entry < ranked)
-                block += tl.load(order + entry, mask=in_order, other=0)
-                key = block * SIZE + number % SIZE
-                valid = (in_first | in_order) & (key < length)
-                row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-                there = valid[:, None] & (channel[None, :] < D)
+            for start in tl.range(0, BLOCKS * SIZE, TILE, num_stages=STAGES):
+                seen = valid
+                there = seen[:, None] & (channel[None, :] < D)
                 offset = row[:, None] * D + channel[None, :]
                 k = tl.load(k_pool + offset, mask=there, other=0.0)
+                # Where the next keys lie is looked up a tile ahead, at the end those of the next turn.
+                after = (start + TILE) % (BLOCKS * SIZE)
+                row, valid = _places(
+                    tl.where(after > 0, part, part + readers), after, always, order, ahead, always_each, ranked, table,
+                    length, kv_head, KV_HEADS, PAGE, SIZE, TILE, MICROBATCH,
+                )  # fmt: skip
                 scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
-                scores = tl.where(valid[None, :], scores, float("-inf"))
+                scores = tl.where(seen[None, :], scores, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 shrink = tl.exp2(top - base)
@@ -296,7 +329,8 @@ def _read(
                 acc / weight[:, None],
                 mask=mine[:, None] & (channel[None, :] < D),
             )
-            part += tl.num_programs(0)
+            part += readers
+            turn += 1
             looks = 0
     if found > 0:
         tl.store(words + most * GROUP, tl.cast(found, tl.int64))  # whoever stores it, it is the same
