@@ -2,8 +2,9 @@
 
 A random model's queries point nowhere in particular, so keys drawn apart from them would see flat attention at any
 structure. Here the last rows of the prompt are really computed, layer by layer, and each layer's keys are made when its
-queries are known: a few heavy columns and sinks lie along the queries' mean, the rest is noise. Values share a mean per
-head, so hidden states, and hence the queries of neighbouring rows, resemble each other, as they do in trained models.
+queries are known: sinks and a few heavy columns lie along the mean of a head's queries, the rest is noise. Values share
+a mean per head, so hidden states, and hence the queries of neighbouring rows, resemble each other, as they do in
+trained models; but for those of the first layer, which are the tokens' own.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from saccade.ops import attend
 TAIL = 64  # prompt rows that are computed on top of synthetic keys: methods learn from their queries
 SINKS = 4
 COLUMN_EVERY = 2048  # tokens to a heavy column
-ABOVE = 6.0  # by how much the greatest logit exceeds that of flat attention's whole weight
+ABOVE = 10.0  # by how much the greatest logit exceeds that of flat attention's whole weight
 WEAKEST = 0.7  # of the heavy columns' logits, against the greatest
+AWAY = 4  # one in so many of a head's columns has a key of the opposite sign
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,23 @@ class _Planting:
 
 
 def plant(q: Tensor, past: int, kv_heads: int, scale: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer."""
+    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer. The sinks
+    are every head's, a heavy column is one head's of each group; some point away from it, for a head whose queries have
+    no common direction."""
     head_dim = q.shape[-1]
-    rows = q.float().unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [G, g * rows, d]
-    toward = torch.nn.functional.normalize(rows.mean(1), dim=-1)[:, None]  # [G, 1, d]
-    reach = (rows * toward).sum(-1).square().mean(-1).sqrt().clamp(min=1e-6)  # of a query in that direction: [G]
+    toward = torch.nn.functional.normalize(q.float().mean(1), dim=-1)  # [H, d]
+    reach = torch.einsum("hrd,hd->hr", q.float(), toward).square().mean(1).sqrt().clamp(min=1e-6)
+    heavy = toward * ((math.log(past) + ABOVE) / (scale * reach))[:, None]  # the key of the greatest logit
+    heavy = heavy.unflatten(0, (kv_heads, -1))  # [G, g, d]
+    group = heavy.shape[1]
     k = torch.randn(kv_heads, past, head_dim, generator=generator)
-    columns = torch.randperm(past, generator=generator)[: max(8, past // COLUMN_EVERY)]
-    columns = torch.cat([torch.arange(SINKS), columns[columns >= SINKS]])
+    columns = torch.randperm(past, generator=generator)[: max(4 * group, past // COLUMN_EVERY)]
+    columns = columns[columns >= SINKS]
     share = WEAKEST + (1 - WEAKEST) * torch.rand(kv_heads, columns.numel(), generator=generator)
-    length = (math.log(past) + ABOVE) / (scale * reach)
-    k[:, columns] += toward * (length[:, None] * share)[..., None]
+    place = torch.arange(columns.numel())
+    share[:, place // group % AWAY == AWAY - 1] *= -1
+    k[:, columns] += heavy[:, place % group] * share[..., None]
+    k[:, :SINKS] += WEAKEST * heavy.sum(1, keepdim=True)
     v = torch.randn(kv_heads, past, head_dim, generator=generator)
     v += torch.randn(kv_heads, 1, head_dim, generator=generator)
     return k, v
