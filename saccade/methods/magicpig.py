@@ -76,8 +76,8 @@ class MagicPIG(Method):
         """``vectors`` fp32 [m, head_dim] -> codes int16 [tables, m]."""
         drawn = _projections(self.seed, layer // LAYERS_PER_DRAW, kv_head, vectors.shape[1], self.tables, self.bits)
         signs = (vectors @ drawn.to(vectors.device) > 0).unflatten(1, (self.tables, self.bits))
-        weights = 2 ** torch.arange(self.bits)
-        return (signs * weights).sum(-1).to(torch.int16).T.contiguous()
+        weights = 2.0 ** torch.arange(self.bits)  # a product of floats is many times faster than one of integers
+        return (signs.float() @ weights).to(torch.int16).T.contiguous()
 
     def _dense(self, chunk: Chunk) -> bool:
         return self.dense_every > 0 and chunk.layer % self.dense_every == 0
