@@ -36,3 +36,4 @@ for name in $wanted; do
     esac
 done
 "$python" "$here/report.py"
+"$python" "$here/doc_tables.py" | tee -a "$OUT/report.md"
