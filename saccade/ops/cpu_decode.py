@@ -60,7 +60,8 @@ def attend(
     else:
         k = torch.full((selection.units,), shape.k_len)
     lists = selection.units if idle is None else shape.heads
-    longest = shape.k_len if full is not None else int(offsets.diff().max())
+    ends = offsets.tolist()
+    longest = shape.k_len if full is not None else max(end - start for start, end in zip(ends, ends[1:]))
     longest = sinks + local + min(longest, int(k.max()))
     room = lists * longest + 1
     chosen, out_offsets = torch.empty(room, dtype=torch.int32), torch.empty(lists + 1, dtype=torch.int64)

@@ -8,6 +8,7 @@ the meaning; the C++ kernels do the same in one pass where they can, but for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -167,7 +168,7 @@ def learn(
     ``read`` and ``weights`` as :func:`saccade.ops.weights.selected_weights` lays them out, ``idle`` bool [heads]: who
     has no say; a unit whose heads are all idle stays as it is. ``tables.row`` must be the step's alignment already.
     """
-    refresh = (torch.arange(tables.units) + tables.steps) % REFRESH == REFRESH - 1
+    refresh = _due(tables.units)[tables.steps % REFRESH :]
     tables.steps += 1
     if cpu_decode.holds(tables.vertical) and weights.dtype == torch.float32:
         cpu_decode.learn(tables, read, weights, idle, decay, refresh, threads)
@@ -195,6 +196,12 @@ def learn(
         _add(tables.slash[unit], tables.slash_max[unit], tables.sums[unit, 1], distance[ahead], gain[ahead])
         if bool(refresh[unit]) or float(tables.scale[unit]) == 1.0:
             tables.refresh(unit)
+
+
+@lru_cache(maxsize=64)
+def _due(units: int) -> Tensor:
+    """From place ``step`` % REFRESH on: bool, which units are refreshed in that step, one after the other."""
+    return torch.arange(units + REFRESH, device="cpu") % REFRESH == REFRESH - 1
 
 
 def _decay(tables: ScoreTables, unit: int, decay: float) -> None:
