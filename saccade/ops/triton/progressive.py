@@ -365,7 +365,7 @@ def _merge_used(
     acc = tl.zeros([D_PAD], tl.float32)
     weight = 0.0
     top = float("-inf")
-    for first in tl.range(0, found, PARTS, num_stages=2):
+    for first in tl.range(0, found, PARTS, num_stages=4):
         part = first + tl.arange(0, PARTS)
         logs = _log_of(tl.load(words + part * GROUP + row % GROUP, mask=part < found, other=0))
         logs = tl.where(part < found, logs, float("-inf"))
