@@ -125,11 +125,12 @@ def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
     longest = choice.longest
     counts = torch.empty(rows * units, dtype=torch.int32, device=scores.device)
     indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
-    starts = torch.arange(0, rows * units * longest, longest, device=scores.device)
+    starts = torch.empty(rows * units, dtype=torch.int64, device=scores.device)
     width = pad(max(blocks, longest))
     _choose_best[(units, rows)](
         scores,
         pages.lengths,
+        starts,
         counts,
         indices,
         blocks,
@@ -151,9 +152,9 @@ def band_lists(pages: Pages, sinks: int, window: int) -> KeyLists:
     rows, longest = pages.lengths.shape[0], min(sinks + window, pages.longest)
     counts = torch.empty(rows, dtype=torch.int32, device=pages.lengths.device)
     indices = torch.empty(rows, longest, dtype=torch.int32, device=pages.lengths.device)
-    starts = torch.arange(0, rows * longest, longest, device=pages.lengths.device)
+    starts = torch.empty(rows, dtype=torch.int64, device=pages.lengths.device)
     _band[(triton.cdiv(longest, 1024), rows)](
-        pages.lengths, counts, indices, longest, sinks, window, WIDTH=1024, num_warps=4
+        pages.lengths, starts, counts, indices, longest, sinks, window, WIDTH=1024, num_warps=4
     )
     return KeyLists(starts, counts, indices, 1, 1, longest)
 
@@ -246,7 +247,7 @@ def ordered_bits(value):
 
 @triton.jit(do_not_specialize=["blocks", "longest"])
 def _choose_best(
-    scores, lengths, counts, indices, blocks, longest,
+    scores, lengths, starts, counts, indices, blocks, longest,
     UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TAKE: tl.constexpr,
     DENSE_UPTO: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -255,7 +256,9 @@ def _choose_best(
     length = tl.load(lengths + row)
     pages = tl.cdiv(length, SIZE)
     block = tl.arange(0, WIDTH)
-    out = indices + entry.to(tl.int64) * longest
+    start = entry.to(tl.int64) * longest
+    tl.store(starts + entry, start)
+    out = indices + start
     if length <= DENSE_UPTO:
         tl.store(out + block, block, mask=block < pages)
         tl.store(counts + entry, pages)
@@ -283,7 +286,7 @@ def _choose_best(
 
 
 @triton.jit(do_not_specialize=["longest", "sinks", "window"])
-def _band(lengths, counts, indices, longest, sinks, window, WIDTH: tl.constexpr):
+def _band(lengths, starts, counts, indices, longest, sinks, window, WIDTH: tl.constexpr):
     row = tl.program_id(1)
     length = tl.load(lengths + row)
     count = tl.minimum(sinks + window, length)
@@ -292,3 +295,4 @@ def _band(lengths, counts, indices, longest, sinks, window, WIDTH: tl.constexpr)
     tl.store(indices + row.to(tl.int64) * longest + number, key, mask=number < count)
     if tl.program_id(0) == 0:
         tl.store(counts + row, count)
+        tl.store(starts + row, row.to(tl.int64) * longest)

@@ -44,12 +44,21 @@ def choose_ranked(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
     longest = choice.longest
     indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
     counts = torch.empty(1, rows * units, dtype=torch.int32, device=scores.device)
-    starts = torch.arange(0, rows * units * longest, longest, device=scores.device)
-    _launch(scores, pages, choice, indices, indices[:, choice.first + choice.last :], counts)
+    starts = torch.empty(rows * units, dtype=torch.int64, device=scores.device)
+    _launch(scores, pages, choice, indices, indices[:, choice.first + choice.last :], counts, starts)
     return KeyLists(starts, counts[0], indices, units, choice.size, longest)
 
 
-def _launch(scores: Tensor, pages: Pages, choice: PageChoice, always: Tensor, order: Tensor, counts: Tensor) -> None:
+def _launch(
+    scores: Tensor,
+    pages: Pages,
+    choice: PageChoice,
+    always: Tensor,
+    order: Tensor,
+    counts: Tensor,
+    starts: Tensor | None = None,
+) -> None:
+    """``starts``: lists are wanted, not ranks of all."""
     rows, units, blocks = scores.shape
     longest = choice.longest
     _rank[(triton.cdiv(blocks, 64), units, rows)](
@@ -58,10 +67,11 @@ def _launch(scores: Tensor, pages: Pages, choice: PageChoice, always: Tensor, or
         always,
         order,
         counts,
+        counts if starts is None else starts,
         blocks,
         longest,
         order.stride(0),
-        TAKE=max(choice.take, 0) if len(counts) == 1 else -1,
+        TAKE=-1 if starts is None else max(choice.take, 0),
         UNITS=units,
         SIZE=choice.size,
         FIRST=choice.first,
@@ -83,7 +93,7 @@ def _rivals(scores, start, FIRST: tl.constexpr, stop, OTHERS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "longest", "order_stride"])
 def _rank(
-    scores, lengths, always, order, counts, blocks, longest, order_stride,
+    scores, lengths, always, order, counts, starts, blocks, longest, order_stride,
     TAKE: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     AFTER_FULL: tl.constexpr, DENSE_UPTO: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +116,7 @@ def _rank(
             tl.store(counts + UNITS * tl.num_programs(2) + entry, tl.where(everything, 0, stop - FIRST))
         else:
             tl.store(counts + entry, tl.where(everything, pages, forced + TAKE))
+            tl.store(starts + entry, entry * longest)
     if (tile * TILE < stop) & (length > DENSE_UPTO) & (TAKE != 0):
         mine = tile * TILE + tl.arange(0, TILE)
         real = (mine >= FIRST) & (mine < stop)
