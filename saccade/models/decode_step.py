@@ -94,7 +94,7 @@ def _of_llama_shape(runner: HFRunner) -> bool:
     if runner.family.model_type not in FAMILIES or runner.config.hidden_act != "silu":
         return False
     for layer in runner._decoder.layers:
-        products = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkvo"]
+        products: list[Any] = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkvo"]
         products += [getattr(layer.mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         if not all(type(one) is nn.Linear for one in products):
