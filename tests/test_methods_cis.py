@@ -280,8 +280,12 @@ def test_cpe_decodes_on_the_kernels():
     state = method.begin(Chunk.of(q[:, :300], view.upto(300)))
     backends, searched = set(), set()
     for position in range(300, 330):
-        query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - 300)
-        selection = cut(method.select_decode(query, state), cone)
+        query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - 300, window=cone)
+        chosen = method.select_decode(query, state)
+        if cone.start(position) == cone.start(position - 16):  # what is shared lies within the window already
+            hidden = torch.arange(cone.sink_keys, cone.start(position))
+            assert not bool(torch.isin(chosen.indices, hidden).any())
+        selection = cut(chosen, cone)
         trace = Trace(want_weights=True)
         attend(query.q, query.kv, selection, trace=trace)
         method.observe(query, trace.used, trace.weights, state)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
-from saccade.ops.sharing import Anchors, keep, share
+from saccade.ops.sharing import Anchors, keep, leave_out, share
 from saccade.selection import Candidates, Dense, Selection, Tokens
 
 
@@ -125,3 +125,5 @@ class CIS(Method):
             return
         n = query.shape.k_len
         keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self._spread(n), self.r)
+        if query.window is not None:
+            leave_out(anchors, (query.window.sink_keys, query.window.start(n - 1)))

@@ -146,6 +146,16 @@ def keep(
     anchors.keys[at, :, : merged.shape[1]] = merged
 
 
+def leave_out(anchors: Anchors, hidden: tuple[int, int]) -> None:
+    """Take the keys from ``hidden[0]`` on and below ``hidden[1]`` out of what the latest anchor shares: neighbours that
+    a window hides would be cut off again at every step."""
+    keys, counts = anchors.keys[anchors.count - 1], anchors.counts[anchors.count - 1]
+    listed = torch.arange(anchors.capacity) < counts[:, None]
+    kept = listed & ((keys < hidden[0]) | (keys >= hidden[1]))
+    keys.copy_(keys.masked_fill(~kept, _NONE).sort(1).values)
+    counts.copy_(kept.sum(1))
+
+
 def _share_in_kernel(
     anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
