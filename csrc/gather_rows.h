@@ -25,7 +25,7 @@ struct GatherRows {
 
     // Asks for the first rows of a list.
     SACCADE_INLINE void begin(const T* pool, const int64_t* rows) const {
-        for (int64_t j = 0; j < kAhead; ++j) ask(pool + rows[j], 0, d);
+        for (int64_t j = 0; j < kAhead; ++j) ask(pool + rows[j]);
     }
 
     // s[head][j] = q . row j, raw, for `heads` <= kTile heads; `begin` was called.
@@ -51,8 +51,8 @@ struct GatherRows {
     }
 
   private:
-    SACCADE_INLINE void ask(const T* row, int64_t from, int64_t to) const {
-        for (int64_t c = from; c < to; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
+    SACCADE_INLINE void ask(const T* row) const {
+        for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
     }
 
     template <int HT>
@@ -61,7 +61,7 @@ struct GatherRows {
             const T* row[4];
             for (int r = 0; r < 4; ++r) row[r] = k + rows[j + r < count ? j + r : count - 1];
             for (int r = 0; r < 4; ++r)
-                if (j + r + kAhead < count) ask(k + rows[j + r + kAhead], 0, d);
+                if (j + r + kAhead < count) ask(k + rows[j + r + kAhead]);
             F acc[HT][4];
             for (auto& head : acc)
                 for (F& x : head) x = Simd::set1(0);
@@ -110,7 +110,7 @@ struct GatherRows {
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < N; ++n) acc[i][n] = Simd::load(o + i * d + n * W);
         for (; j < stop; ++j) {
-            ask(v + rows[j + kAhead], c, c + N * W);
+            if (c == 0) ask(v + rows[j + kAhead]);  // a row at once: memory likes its lines together
             const T* row = v + rows[j] + c;
             F x[N];
             for (int n = 0; n < N; ++n) x[n] = Simd::load_row(row + n * W);
