@@ -15,6 +15,7 @@ from tiny_models import make_checkpoint, one_thread, oracle, random_ids  # noqa:
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from saccade import LLM, SamplingParams
+from saccade.engine.freezing import READ_ROWS
 from saccade.engine.observe import observing
 from saccade.errors import PolicyError
 from saccade.methods.base import Method
@@ -305,11 +306,17 @@ def test_the_report_counts_what_was_done(folder):
     read = []
     for index in range(LAYERS):
         live = [p for p in range(n) if first[p] > index]
+        if index == LAYERS - 1:
+            unread = [p for p in live if p < n - READ_ROWS]
+            live = live[len(unread) :]
         spans = [WINDOWS[LITERAL](index, p) for p in live]
         read.append(sum(p + 1 - max(0, b - a) for p, (a, b) in zip(live, spans)))
-    assert report["prefill"]["keys_causal"] == causal * LAYERS
+    assert report["prefill"]["rows_unread"] == len(unread) == 2
+    ran = [causal] * (LAYERS - 1) + [causal - sum(p + 1 for p in unread)]
+    assert report["prefill"]["keys_causal"] == sum(ran)
     assert report["prefill"]["keys_attended"] == sum(read)
-    assert report["prefill"]["density_per_layer"] == pytest.approx([pairs / causal for pairs in read], abs=1e-6)
+    shares = [pairs / most for pairs, most in zip(read, ran)]
+    assert report["prefill"]["density_per_layer"] == pytest.approx(shares, abs=1e-6)
     assert report["policy"] == f"{LITERAL}+{ETF}"
 
 
@@ -414,3 +421,16 @@ def test_families_against_transformers_with_hooks(family, tmp_path):
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([ids + answer]), use_cache=False).logits[0].float()
     check_against(output, torch.log_softmax(logits, -1))
+
+
+@pytest.mark.parametrize("policy", ["dense", "lfps", "streaming(sinks=2, window=40)", ETF])
+def test_rows_that_nobody_reads_skip_the_last_layer_alone(folder, policy):
+    """In chunks or whole, and whether every row's logits are wanted or only the last one's: the same tokens."""
+    ids = random_ids(300, seed=3)
+    cut, whole = make(folder, chunk=100), make(folder, chunk=400)
+    outputs = [llm.generate(ids, GREEDY, policy=policy)[0] for llm in (cut, whole)]
+    assert all(output.report["prefill"]["rows_unread"] > 0 for output in outputs)
+    scored = SamplingParams(temperature=0, max_tokens=GREEDY.max_tokens, ignore_eos=True, prompt_logprobs=0)
+    outputs.append(whole.generate(ids, scored, policy=policy)[0])
+    assert outputs[-1].report["prefill"]["rows_unread"] == 0
+    assert tokens(outputs[0]) == tokens(outputs[1]) == tokens(outputs[2])

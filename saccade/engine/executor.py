@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.clock import Clock, timed
-from saccade.engine.freezing import frozen_rows, interleaved, runs
+from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.observe import AttentionCall, Observer
 from saccade.engine.report import ran_dense, selection_kind
 from saccade.engine.request import Request, Work
@@ -113,7 +113,7 @@ class Executor:
             if work.stop == len(sequence.tokens):
                 wanted.append(len(token_ids) - 1)
                 owners.append(work.request)
-        frozen = frozen_rows(batch, self.runner.spec.layers)
+        frozen = frozen_rows(batch, self.runner.spec.layers, all_read=self.observer is not None)
         context = _BatchContext(batch, segments, self, frozen)
         logits = self.runner.run(
             torch.tensor(token_ids),
@@ -207,9 +207,7 @@ class _BatchContext:
                 work.request.error = f"layer {layer}, {work.phase}: {type(error).__name__}: {error}"
         return out
 
-    def _attend_whole(
-        self, work: Work, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention
-    ) -> Tensor:
+    def _attend_whole(self, work: Work, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """The attention of a pass that holds nothing but one request's rows."""
         if work.request.error is None:
             try:
@@ -223,25 +221,27 @@ class _BatchContext:
         start = 0
         for work, segment in zip(self.batch, self.segments):
             skipped, freeze = self._skipped(segment, layer), work.policy.freeze
-            if skipped is None or freeze is None:
+            if skipped is None:
                 continue
-            count = int(skipped.sum())
-            rows = slice(start, start + (0 if freeze.copies else count))
+            count, copies = int(skipped.sum()), freeze is not None and freeze.copies
+            rows = slice(start, start + (0 if copies else count))
             start = rows.stop
             if work.request.error is not None:
                 continue
             try:
                 kv = work.request.sequence.kv
                 new = k[:, rows], v[:, rows]
-                if freeze.copies:
+                if copies:
                     before, here = kv.view(layer - 1), skipped.to(k.device)
                     new = before.keys(work.start, work.stop)[:, here], before.values(work.start, work.stop)[:, here]
                 if count < segment.length:
                     self.held[work.request.id] = new
                 else:
                     kv.append(layer, *new)
-                pairs = int((skipped.nonzero() + work.start + 1).sum())
-                work.request.report.phase(work.phase).layers[layer].skip(count, pairs)
+                positions = skipped.nonzero()[:, 0] + work.start
+                frozen = positions[frozen_at(work, positions, layer)]
+                stats = work.request.report.phase(work.phase).layers[layer]
+                stats.skip(frozen.numel(), int((frozen + 1).sum()), unread=count - frozen.numel())
             except Exception as error:
                 work.request.error = f"layer {layer}, {work.phase}: {type(error).__name__}: {error}"
 

@@ -18,7 +18,8 @@ class LayerStats:
 
     calls: int = 0
     causal: int = 0  # pairs the causal mask allows, per query head, those of frozen rows among them
-    frozen: int = 0  # rows that skipped the layer
+    frozen: int = 0  # rows that skipped the layer by their policy
+    unread: int = 0  # rows that skipped it (the last one) because nobody reads what they would become there
     attended: Tensor | None = None  # int64 [heads], of calls whose heads may differ
     even: int = 0  # pairs per head of the other calls
     heads: int = 1
@@ -71,10 +72,12 @@ class LayerStats:
             return self.attended + self.even
         return torch.full((self.heads,), self.even) if self.calls else None
 
-    def skip(self, rows: int, pairs: int) -> None:
-        """Count ``rows`` that skipped the layer, to whom the causal mask allows ``pairs``."""
+    def skip(self, rows: int, pairs: int, unread: int = 0) -> None:
+        """Count ``rows`` that skipped the layer by their policy, to whom the causal mask allows ``pairs``, and
+        ``unread`` ones whose output nobody reads: those leave densities alone."""
         self.frozen += rows
         self.causal += pairs
+        self.unread += unread
 
 
 class Late(Protocol):
@@ -121,6 +124,7 @@ class PhaseStats:
             "keys_attended_per_row": round(attended / rows, 2),
             "rows_frozen": sum(layer.frozen for layer in self.layers),
             "rows_frozen_per_layer": [layer.frozen for layer in self.layers],
+            "rows_unread": sum(layer.unread for layer in self.layers),
             "retrievals": sum(layer.retrievals for layer, _ in active),
             "searches": searches,
             "searchable": searchable,
