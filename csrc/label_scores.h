@@ -4,7 +4,7 @@
 
 #include "math.h"
 #include "threads.h"
-#include "top_k.h"
+#include "top_of_many.h"
 
 namespace saccade {
 namespace {
@@ -24,8 +24,8 @@ class LabelTask {
     void run() {
         const int64_t ranked = c_.last - c_.first;
         const int64_t own = c_.scores ? 0 : c_.rows * room_;
-        float* scores = static_cast<float*>(thread_scratch((own + ranked) * sizeof(float)));
-        uint32_t* spare = reinterpret_cast<uint32_t*>(scores + own);
+        const int64_t spare = c_.scores ? 0 : top_of_many_scratch(ranked, c_.count);
+        float* scores = static_cast<float*>(thread_scratch((own + spare) * sizeof(float)));
         for (int64_t row = 0; row < c_.rows; row += kRows) {
             switch (c_.rows - row) {
                 case 1: score<1>(row, scores); break;
@@ -36,8 +36,8 @@ class LabelTask {
         }
         if (c_.scores) return;
         for (int64_t row = 0; row < c_.rows; ++row)
-            TopK(spare).run(scores + row * room_ + c_.first, ranked, c_.count, static_cast<int32_t>(c_.first),
-                            c_.best + (kv_head_ * c_.rows + row) * (c_.count + 1));
+            top_of_many(scores + row * room_ + c_.first, ranked, c_.count, static_cast<int32_t>(c_.first),
+                        c_.best + (kv_head_ * c_.rows + row) * (c_.count + 1), scores + own);
     }
 
   private:

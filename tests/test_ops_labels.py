@@ -93,6 +93,28 @@ def test_ties_go_to_the_lower_key(backend):
             assert got == sorted([i for kind in kinds for i in range(2, 203) if i % 5 == kind][:count])
 
 
+@pytest.mark.parametrize("values", ["even", "tied", "crowded", "rising"])
+def test_the_best_of_many_are_found_by_a_sample(backend, values):
+    """One channel in 8 bits is a code of 0 or, where it is the only one, its value: 9000 keys, of any distribution."""
+    n, rng = 9000, generator(3)
+    x = {
+        "even": torch.rand(n, generator=rng),
+        "tied": torch.randint(0, 4, (n,), generator=rng).float(),  # a bound that nothing in the sample exceeds
+        "crowded": torch.where(torch.arange(n) % 32 == 0, 0.0, torch.rand(n, generator=rng)),  # as sampled: all low
+        "rising": torch.arange(n).float(),
+    }[values]
+    k = torch.zeros(1, n, DIM)
+    k[0, :, 3] = x
+    made = Labels(torch.tensor([[3]]), 8)
+    made.extend(KVView.from_tensors(k, k))
+    q = torch.zeros(1, DIM)
+    q[0, 3] = 1.0
+    for count in (1, 30, 563, 2250, 8000):
+        for first, last in ((0, n), (17, 8990)):
+            order = torch.sort(x[first:last], descending=True, stable=True).indices[:count] + first
+            assert made.top(q, "q_head", count, first, last)[0].tolist() == sorted(order.tolist())
+
+
 def test_channels_without_spread_are_their_value(backend):
     """A key whose channels are equal has step 0: its label is exact, and never NaN."""
     k = torch.full((KV_HEADS, 20, DIM), 1.5)
