@@ -42,6 +42,7 @@ GENERATE_METHODS = (
     "transformers",
     "dense",
     "streaming",
+    "lfps(unit=kv_head, blocks=0)",
     "lfps(unit=kv_head)",
     "psa",
     "cis(unit=kv_head)",
