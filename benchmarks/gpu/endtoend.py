@@ -6,6 +6,7 @@ budgets (``max_budget``, ``epsilon``) and reported as measured. Nothing here say
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -109,6 +110,7 @@ class Bench:
     def room(self, tokens: int) -> None:
         """A pool for ``tokens`` tokens in place of the one before."""
         self.pool = None
+        gc.collect()  # requests and their reports hold each other
         torch.cuda.empty_cache()
         blocks = self.spec.layers * -(-tokens // 32)
         self.pool = BlockPool(blocks, 8, 128, dtype=torch.bfloat16, device="cuda")
@@ -217,6 +219,7 @@ class Bench:
     def transformers_decode(self, tokens: int, batch: int, attention_name: str, static: bool) -> None:
         """Greedy steps of transformers' model over its own cache, whose keys and values are random."""
         self.pool = None
+        gc.collect()
         torch.cuda.empty_cache()
         self.model.set_attn_implementation(attention_name)
         try:

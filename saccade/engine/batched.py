@@ -6,6 +6,7 @@ others keep to the executor's own path, in the same step. What is stored, read a
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -63,7 +64,7 @@ class BatchedDecode:
         self._plans: dict[Method, Plan | None] = {}
         self._steps: OrderedDict[Key, _Step] = OrderedDict()
         self._buffers: RowBuffers | None = None
-        self._kv: BlockPool | None = None
+        self._kv: weakref.ref[BlockPool] | None = None  # what recordings read; theirs is no claim on its memory
         self._tallies: dict[int, Tally] = {}  # by row
         self._pool: Any = None
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
@@ -111,7 +112,7 @@ class BatchedDecode:
             self._place(buffers, placed)
             step = self._step((tuple(sizes), longest))
             with self._here():
-                self._launch(step, buffers, placed)
+                self._launch(step, buffers, pool, placed)
         except Exception as error:
             for plan in grouped:  # not tried again
                 self._plans = {method: None if known == plan else known for method, known in self._plans.items()}
@@ -128,8 +129,8 @@ class BatchedDecode:
 
     def _room(self, pool: BlockPool, rows: int, pages: int) -> RowBuffers:
         have = self._buffers
-        if have is None or pool is not self._kv or not have.fits(rows, pages):
-            self._kv = pool
+        if have is None or self._kv is None or self._kv() is not pool or not have.fits(rows, pages):
+            self._kv = weakref.ref(pool)
             for row in list(self._tallies):
                 self._take(row)
             self._steps.clear()  # recordings know the old buffers and pool
@@ -186,9 +187,8 @@ class BatchedDecode:
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _launch(self, step: _Step, buffers: RowBuffers, placed: list[Work | None]) -> None:
-        pool, rows = self._kv, len(placed)
-        assert pool is not None
+    def _launch(self, step: _Step, buffers: RowBuffers, pool: BlockPool, placed: list[Work | None]) -> None:
+        rows = len(placed)
 
         def forward() -> None:
             context = StepAttention(step.groups, buffers, pool, step.longest)

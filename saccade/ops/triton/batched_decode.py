@@ -92,7 +92,7 @@ def score_blocks(
     kv_heads = pages.k.shape[1]
     blocks = -(-pages.longest // choice.size)
     scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=q.device)
-    tile, warps, stages = tiles or ((64, 4, 3) if rows * choice.units * blocks >= 64 * 1024 else (16, 2, 3))
+    tile, warps, stages = tiles or ((64, 4, 3) if rows * choice.units * blocks >= 64 * 1024 else (32, 4, 4))
     _score[(triton.cdiv(blocks, tile), choice.units, rows)](
         q,
         pages.lengths,
