@@ -63,7 +63,15 @@ def test_any_number_of_readers_gives_the_same(readers):
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
     scale = q.shape[-1] ** -0.5
     out, lse, *_ = attend_progressive(
-        q[:, 0][None], pages_of([view]), ranking.always, ranking.order, 32, rule, scale=scale, readers=readers
+        q[:, 0][None],
+        pages_of([view]),
+        ranking.always,
+        ranking.order,
+        32,
+        rule,
+        scale=scale,
+        readers=readers,
+        held_back=2,
     )
     torch.testing.assert_close(out[0], expected[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0], expected_lse[:, 0], atol=1e-5, rtol=1e-5)

@@ -45,7 +45,7 @@ def attend_progressive(
     softcap: float | None = None,
     counts: Tensor | None = None,
     readers: int | None = None,
-    held_back: int = HELD_BACK,
+    held_back: int | None = None,
     keys: int = 64,
     stages: int = 2,
     registers: int | None = 128,
@@ -67,6 +67,8 @@ def attend_progressive(
     parts = ahead + -(-ranked // rule.microbatch)
     if readers is None:
         readers = max(1, min(4 * processors(device) // units, parts, WINDOW))
+    if held_back is None:  # under the interpreter programs run one after another: it would be for nothing
+        held_back = HELD_BACK if q.is_cuda else 0
     part_out = torch.empty(batch, heads, parts, head_dim, dtype=torch.float32, device=device)
     published = torch.zeros(units, parts * group + 1, dtype=torch.int64, device=device)  # weights; last, the stop or 0
     rule_of = (rule.epsilon, parts, ahead, ranked)
@@ -266,7 +268,7 @@ def _read(
         other=0.0,
     )
     words = published + unit.to(tl.int64) * (most * GROUP + 1)
-    cursor, found, aim = 0, 0, parts
+    cursor, found, aim = 0, 0, tl.num_programs(0) - 1  # until more is known, the first turn is wanted
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
     least = tl.full([FEW], float("inf"), tl.float32)
