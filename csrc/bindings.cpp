@@ -172,4 +172,5 @@ NB_MODULE(_kernels, m) {
     saccade::bind_sharing(m);
     saccade::bind_blocks(m);
     saccade::bind_row_passes(m);
+    saccade::bind_shares(m);
 }

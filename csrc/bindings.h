@@ -52,5 +52,6 @@ void bind_rows(nanobind::module_& m);  // bindings_rows.cpp
 void bind_blocks(nanobind::module_& m);
 void bind_sharing(nanobind::module_& m);
 void bind_row_passes(nanobind::module_& m);
+void bind_shares(nanobind::module_& m);
 
 }  // namespace saccade

@@ -17,7 +17,7 @@ from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.loopserve import LoopServe
 from saccade.methods.minference import MInference
 from saccade.methods.xattention import XAttention
-from saccade.ops import cpu
+from saccade.ops import cpu, scores
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
 
@@ -78,3 +78,23 @@ def test_bfloat16_choices_are_nearly_torchs(name, isa, monkeypatch):
     for pattern in PATTERNS:
         fast, slow = both(METHODS[name], chunk_of(pattern, 900, torch.bfloat16), monkeypatch, isa)
         assert float((fast ^ slow).sum() / slow.sum()) < 0.01
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 7), (2, 5, 700), (4, 5000), (3, 0)])
+@pytest.mark.parametrize("kind", ["spread", "equal", "zeros", "signed", "infinite", "absent"])
+def test_needed_shares_agree_with_a_sort(size, kind):
+    mass = torch.randn(size, generator=torch.Generator().manual_seed(0)).exp()
+    if kind == "equal":
+        mass = (2 * mass).round()
+    elif kind == "zeros":
+        mass = torch.zeros(size)
+    elif kind == "signed":
+        mass = torch.where(mass < 0.2, -0.0, mass - 0.4)
+    elif kind in ("infinite", "absent") and mass.numel():
+        mass[..., 0] = torch.inf if kind == "infinite" else torch.nan
+    ours = scores.needed_shares(mass)
+    values, order = torch.sort(mass.double(), dim=-1, descending=True, stable=True)
+    total = values.sum(-1, keepdim=True)
+    before = torch.where(total.isfinite() & (total > 0), values.cumsum(-1) / total - values / total, 0.0)
+    torch.testing.assert_close(ours, torch.zeros_like(before).scatter_(-1, order, before), rtol=1e-9, atol=1e-9)
+    assert ours.dtype == torch.float64

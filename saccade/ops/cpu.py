@@ -301,6 +301,20 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple
     return lines[0, :columns].long(), lines[1, :distances].long(), recovered
 
 
+def shares(mass: Tensor) -> bool:
+    """Whether :func:`needed_shares` can take ``mass``."""
+    return hasattr(_kernels, "needed_shares") and mass.dtype == torch.float32 and mass.device.type == "cpu"
+
+
+def needed_shares(mass: Tensor) -> Tensor:
+    """``scores.needed_shares`` of fp32 [..., n], for what :func:`shares` allows: a task is a row, sorted by digits."""
+    mass = mass.contiguous()
+    out, n = torch.empty(mass.shape, dtype=torch.float64), mass.shape[-1]
+    rows = mass.numel() // n if n else 0
+    _kernels.needed_shares(torch.get_num_threads(), mass.data_ptr(), rows, n, out.data_ptr())
+    return out
+
+
 def read_pass(data: Tensor, threads: int) -> None:
     """Read a contiguous tensor once, in order, each thread its share: what a bandwidth measurement repeats."""
     _kernels.read_pass(_isa_index(), threads, data.data_ptr(), data.numel() * data.element_size())

@@ -189,6 +189,8 @@ def needed_shares(mass: Tensor) -> Tensor:
     """For each entry the share of all heavier ones of its row (ties: lower index first), float64: the entries whose
     value is below gamma are the fewest whose share reaches gamma. ``mass`` [..., m]; all 0 where a row has no mass to
     compare."""
+    if cpu.shares(mass):
+        return cpu.needed_shares(mass)
     values, order = torch.sort(mass.double(), dim=-1, descending=True, stable=True)
     total = values.sum(-1, keepdim=True)
     shares = torch.where(torch.isfinite(total) & (total > 0), values / total, 0.0)

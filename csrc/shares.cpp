@@ -1,0 +1,72 @@
+// Which entries of a row hold a share of its weight: saccade/ops/scores.py, needed_shares().
+#include <cmath>
+#include <cstring>
+
+#include "bindings.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+
+namespace saccade {
+namespace {
+
+constexpr int kDigit = 11;  // bits of a digit of the sort
+
+struct Shares {
+    const float* mass;
+    double* out;
+    int64_t n;
+};
+
+// Orders entries by falling value, the first of equals first: value bits that rise as values fall, above the place.
+uint64_t entry(float value, uint32_t place) {
+    uint32_t bits;
+    value += 0.0f;  // one zero
+    std::memcpy(&bits, &value, sizeof bits);
+    bits = bits >> 31 ? bits : ~bits & 0x7fffffffu;
+    return static_cast<uint64_t>(bits) << 32 | place;
+}
+
+void share_row(const Shares& call, int64_t row) {
+    const float* mass = call.mass + row * call.n;
+    double* out = call.out + row * call.n;
+    auto* from = static_cast<uint64_t*>(thread_scratch(2 * call.n * sizeof(uint64_t)));
+    uint64_t* to = from + call.n;
+    for (int64_t i = 0; i < call.n; ++i) from[i] = entry(mass[i], static_cast<uint32_t>(i));
+    for (int shift = 32; shift < 64; shift += kDigit) {
+        constexpr int kBins = 1 << kDigit;
+        int64_t start[kBins] = {};
+        for (int64_t i = 0; i < call.n; ++i) ++start[from[i] >> shift & (kBins - 1)];
+        int64_t before = 0;
+        for (int64_t& bin : start) {
+            const int64_t count = bin;
+            bin = before;
+            before += count;
+        }
+        for (int64_t i = 0; i < call.n; ++i) to[start[from[i] >> shift & (kBins - 1)]++] = from[i];
+        std::swap(from, to);
+    }
+    double total = 0;
+    for (int64_t i = 0; i < call.n; ++i) total += mass[static_cast<uint32_t>(from[i])];
+    const bool fair = std::isfinite(total) && total > 0;
+    double before = 0;
+    for (int64_t i = 0; i < call.n; ++i) {
+        const auto place = static_cast<uint32_t>(from[i]);
+        out[place] = fair ? before : 0;
+        before += mass[place] / total;
+    }
+}
+
+// mass fp32 [rows, n] -> fp64 [rows, n].
+void needed_shares(int threads, uintptr_t mass, int64_t rows, int64_t n, uintptr_t out) {
+    Shares call{pointer<const float>(mass), pointer<double>(out), n};
+    nb::gil_scoped_release release;
+    parallel_for(
+        rows, threads, [](void* context, int64_t row) { share_row(*static_cast<Shares*>(context), row); }, &call);
+}
+
+}  // namespace
+
+void bind_shares(nb::module_& m) { m.def("needed_shares", &needed_shares); }
+
+}  // namespace saccade
