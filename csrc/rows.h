@@ -69,34 +69,44 @@ inline F rounded(F x) {
     return Simd::load_row(stored);
 }
 
-// out[r] = sum over i of w[i] * x[r][i] for R rows of x. Weights are read like a stream: several accumulators hide the
-// latency of the products, and what lies kAhead bytes on is fetched.
-template <class T, int R>
-inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, float* out) {
+// out[o][r] = sum over i of w[o][i] * x[r][i] for O rows of w and R rows of x. Weights are read like a stream, and what
+// lies kAhead bytes on is fetched. Sums are formed in one order whatever O and R.
+template <class T, int O, int R>
+inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, float (*out)[R]) {
     using M = RowMath<T>;
-    constexpr int U = W >= 16 ? 4 : 2;
-    F acc[R][U];
-    for (int r = 0; r < R; ++r)
-        for (int u = 0; u < U; ++u) acc[r][u] = Simd::set1(0);
+    constexpr int U = 2;  // accumulators of a sum: they hide the latency of the products
+    F acc[O][R][U];
+    for (int o = 0; o < O; ++o)
+        for (int r = 0; r < R; ++r)
+            for (int u = 0; u < U; ++u) acc[o][r][u] = Simd::set1(0);
     int64_t i = 0;
     for (; i + U * M::unit <= in; i += U * M::unit)
         for (int u = 0; u < U; ++u) {
-            const T* p = w + i + u * M::unit;
-            Simd::prefetch(reinterpret_cast<const char*>(p) + kAhead);
-            const F a = M::load_w(p);
-            for (int r = 0; r < R; ++r) acc[r][u] = M::mac(acc[r][u], a, M::load_x(x + r * in + i + u * M::unit));
+            const int64_t at = i + u * M::unit;
+            F a[O];
+            for (int o = 0; o < O; ++o) {
+                const T* p = w + o * in + at;
+                Simd::prefetch(reinterpret_cast<const char*>(p) + kAhead);
+                a[o] = M::load_w(p);
+            }
+            for (int r = 0; r < R; ++r) {
+                const F b = M::load_x(x + r * in + at);
+                for (int o = 0; o < O; ++o) acc[o][r][u] = M::mac(acc[o][r][u], a[o], b);
+            }
         }
-    for (; i + M::unit <= in; i += M::unit) {
-        const F a = M::load_w(w + i);
-        for (int r = 0; r < R; ++r) acc[r][0] = M::mac(acc[r][0], a, M::load_x(x + r * in + i));
+    if (i + M::unit <= in) {
+        for (int o = 0; o < O; ++o) {
+            const F a = M::load_w(w + o * in + i);
+            for (int r = 0; r < R; ++r) acc[o][r][0] = M::mac(acc[o][r][0], a, M::load_x(x + r * in + i));
+        }
+        i += M::unit;
     }
-    for (int r = 0; r < R; ++r) {
-        float rest = 0;
-        for (int64_t j = i; j < in; ++j) rest += to_float(w[j]) * to_float(x[r * in + j]);
-        F sum = Simd::add(acc[r][0], acc[r][1]);
-        if constexpr (U == 4) sum = Simd::add(sum, Simd::add(acc[r][2], acc[r][3]));
-        out[r] = Simd::sum(sum) + rest;
-    }
+    for (int o = 0; o < O; ++o)
+        for (int r = 0; r < R; ++r) {
+            float rest = 0;
+            for (int64_t j = i; j < in; ++j) rest += to_float(w[o * in + j]) * to_float(x[r * in + j]);
+            out[o][r] = Simd::sum(Simd::add(acc[o][r][0], acc[o][r][1])) + rest;
+        }
 }
 
 // y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded; y has `stride` values a row.
@@ -104,19 +114,23 @@ template <class T>
 void multiply(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
               int64_t last, T* y, int64_t stride) {
     const T *w = static_cast<const T*>(m.weight), *bias = static_cast<const T*>(m.bias);
-    float sums[kRowTile];
-    for (int64_t o = first; o < last; ++o) {
-        const float plus = bias ? to_float(bias[o]) : 0.0f;
+    auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
+        constexpr int O = decltype(outs)::value, R = decltype(count)::value;
+        float sums[O][R];
+        product<T, O, R>(w + o * in, in, x + r * in, sums);
+        for (int j = 0; j < O; ++j)
+            for (int i = 0; i < R; ++i)
+                store_value(y + (r + i) * stride + o + j, sums[j][i] + (bias ? to_float(bias[o + j]) : 0.0f));
+    };
+    auto all_rows = [&](auto outs, int64_t o) {
         int64_t r = 0;
-        for (; r + kRowTile <= rows; r += kRowTile) {
-            product<T, kRowTile>(w + o * in, in, x + r * in, sums);
-            for (int i = 0; i < kRowTile; ++i) store_value(y + (r + i) * stride + o, sums[i] + plus);
-        }
-        for (; r < rows; ++r) {
-            product<T, 1>(w + o * in, in, x + r * in, sums);
-            store_value(y + r * stride + o, sums[0] + plus);
-        }
-    }
+        for (; r + kRowTile <= rows; r += kRowTile) tile(outs, std::integral_constant<int, kRowTile>{}, o, r);
+        for (; r < rows; ++r) tile(outs, std::integral_constant<int, 1>{}, o, r);
+    };
+    int64_t o = first;
+    if (rows >= kRowTile)  // a single row is read from one stream of weights
+        for (; o + 2 <= last; o += 2) all_rows(std::integral_constant<int, 2>{}, o);
+    for (; o < last; ++o) all_rows(std::integral_constant<int, 1>{}, o);
 }
 
 // What x is multiplied as: itself, or as fp32 in `room`.
