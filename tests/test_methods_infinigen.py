@@ -101,6 +101,7 @@ def folder(tmp_path_factory):
 def test_a_query_ahead_is_the_next_layer_on_this_layers_input(folder, monkeypatch):
     """Qwen3 norms its queries per head. Reckoned from hidden states that transformers' own layers are given."""
     llm = make(folder)
+    monkeypatch.setattr(llm.model.runner, "_fused", None)  # modules whose hooks can be watched
     layers, early, inputs, true = llm.model.runner._decoder.layers, {}, {}, {}
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(
