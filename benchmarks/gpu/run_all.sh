@@ -27,7 +27,7 @@ for name in $wanted; do
     case "$name" in
         limits) part limits 20 "$python" "$here/limits.py" ;;
         tests) part tests 110 bash "$here/run_tests.sh" ;;
-        prefill) part prefill 105 "$python" "$here/prefill.py" ;;
+        prefill) part prefill 115 "$python" "$here/prefill.py" ;;
         decode) part decode 85 "$python" "$here/decode.py" ;;
         sharing) part sharing 40 "$python" "$here/sharing.py" ;;
         reference) part reference 50 "$python" "$here/reference.py" ;;
