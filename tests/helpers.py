@@ -380,9 +380,18 @@ MATRIX = (
     MethodCase(
         "lfps",
         (
-            {"k": 48, "epsilon": 1.0},
-            {"k": 0.1, "least": 1, "blocks": 2, "a": 0.5, "gate": "off_for_c0", "epsilon": 1.0, "unit": "kv_head"},
-            {"k": 33, "a": None, "gate": "off", "epsilon": 1.0, "sinks": 0, "local": 1},
+            {"k": 48, "epsilon": 1.0, "rest": None},
+            {
+                "k": 0.1,
+                "least": 1,
+                "blocks": 2,
+                "a": 0.5,
+                "gate": "off_for_c0",
+                "epsilon": 1.0,
+                "rest": None,
+                "unit": "kv_head",
+            },
+            {"k": 33, "a": None, "gate": "off", "epsilon": 1.0, "rest": None, "sinks": 0, "local": 1},
             {
                 "k": 40,
                 "blocks": 0,
@@ -390,12 +399,16 @@ MATRIX = (
                 "bypass_shift": False,
                 "read_local": False,
                 "epsilon": 1.0,
+                "rest": None,
             },
         ),
-        {"k": 100_000, "epsilon": 1.0},
-        budget=lambda m: {"k": max(1, m - 4), "epsilon": 1.0},
+        {"k": 100_000, "epsilon": 1.0, "rest": None},
+        budget=lambda m: {"k": max(1, m - 4), "epsilon": 1.0, "rest": None},
         boundary=(4, 10, 48, 64, 128),
-        units={"q_head": {"k": 40, "epsilon": 1.0}, "kv_head": {"k": 40, "epsilon": 1.0, "unit": "kv_head"}},
+        units={
+            "q_head": {"k": 40, "epsilon": 1.0, "rest": None},
+            "kv_head": {"k": 40, "epsilon": 1.0, "rest": None, "unit": "kv_head"},
+        },
     ),
     MethodCase(
         "psa",

@@ -91,7 +91,7 @@ def test_rows_carry_every_field(suite, methods, tmp_path: Path, capsys):
 
 
 def test_decode_rows_count_what_was_scored_and_planted_candidates_stay():
-    methods = ["lfps(a=0.02, epsilon=1, blocks=0, least=1)@0.1", "cis(k=0.02)"]
+    methods = ["lfps(a=0.02, epsilon=1, blocks=0, least=1, rest=none)@0.1", "cis(k=0.02)"]
     settings = Settings("decode", [3000], 4, 2, 32, torch.bfloat16, 1, [], methods, 64, 3, "auto")
     rows = {row.method: row for row in run(settings, {"gemm_gflops": 1.0, "read_gbps": 1.0, "gather_gbps": 0.5})}
     assert list(rows)[-2:] == settings.methods

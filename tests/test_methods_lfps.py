@@ -22,7 +22,7 @@ from saccade.ops.score_tables import ScoreTables
 from saccade.selection import Candidates, Dense
 
 PATTERN = Planted(sink=3.0, columns=(31, 90), slashes=(40,), blocks=(3,), strength=7.0)
-plain = partial(LFPS, blocks=0, least=1)  # without what joins the tables: see test_methods_lfps_blocks.py
+plain = partial(LFPS, blocks=0, least=1, rest=None)  # without what joins the tables: see test_methods_lfps_blocks.py
 
 
 @pytest.fixture(params=["reference", *cpu.supported_isas()])
@@ -435,7 +435,7 @@ def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy
 
 
 def test_the_report_counts_what_was_scored(llm):
-    report = llm.generate(random_ids(300, seed=1), GREEDY, policy="lfps(k=24,epsilon=1.0)")[0].report["decode"]
+    report = llm.generate(random_ids(300, seed=1), GREEDY, policy="lfps(k=24,epsilon=1.0,blocks=0,rest=none)")[0].report["decode"]
     causal = sum(range(301, 310)) * LAYERS
     assert report["keys_causal"] == causal
     assert 0 < report["keys_scored"] < causal

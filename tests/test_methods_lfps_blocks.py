@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from engine_helpers import GREEDY, make
@@ -68,6 +70,55 @@ def test_k_has_a_floor_where_it_is_a_share():
 def test_bad_options(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
         LFPS(**options)
+
+
+# --- what stands for the rest
+
+
+def test_probes_of_every_key_are_the_rest_itself():
+    rng, n = generator(1), 120
+    k, v = torch.randn(2, 2, n, 16, generator=rng)
+    q = torch.randn(4, 1, 16, generator=rng)
+    lists = [[4, 5, 9, 100], [], list(range(4, 110)), [60]]
+    offsets = torch.tensor([0, *(len(part) for part in lists)]).cumsum(0)
+    indices = torch.tensor([i for part in lists for i in part], dtype=torch.int32)
+    view = KVView.from_tensors(k, v, shuffle_seed=2)
+    got = candidates.sampled_rest(q, view, offsets, indices, 4, 110, 200, 0.25)
+    for head, part in enumerate(lists):
+        left = [i for i in range(4, 110) if i not in part]
+        expected = (0.25 * k[head // 2, left].double() @ q[head, 0].double()).logsumexp(0) if left else -math.inf
+        assert float(got[head]) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_few_probes_come_close():
+    rng, n = generator(2), 20_000
+    k, q = torch.randn(1, n, 16, generator=rng), torch.randn(2, 1, 16, generator=rng)
+    view = KVView.from_tensors(k, k)
+    offsets, indices = torch.tensor([0, 0, 300]), torch.arange(500, 800, dtype=torch.int32)
+    got = candidates.sampled_rest(q, view, offsets, indices, 0, n, 64, 0.1)
+    logits = 0.1 * k[0].double() @ q[:, 0].double().T
+    outside = torch.ones(n, dtype=torch.bool)
+    outside[500:800] = False
+    assert float(got[0]) == pytest.approx(float(logits[:, 0].logsumexp(0)), abs=0.2)
+    assert float(got[1]) == pytest.approx(float(logits[outside, 1].logsumexp(0)), abs=0.2)
+
+
+@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
+def test_a_head_that_averages_keeps_its_average(unit):
+    """Flat attention over values with a common part: what is read holds a tenth of the weight, the mean the rest."""
+    rng, n = generator(3), 600
+    k, v = 0.05 * torch.randn(2, n, 32, generator=rng), torch.randn(2, n, 32, generator=rng) + 1.0
+    q = torch.randn(4, n, 32, generator=rng)
+    whole = KVView.from_tensors(k, v)
+    query, error = Query.of(q[:, -1:], whole), {}
+    dense = attend(query.q, whole)[0]
+    for rest in ("sample", None):
+        method = LFPS(k=30, unit=unit, rest=rest, blocks=0, epsilon=1.0)
+        state = method.begin(Chunk.of(q[:, n - 33 : n - 1], whole.upto(n - 1)))
+        out = attend(query.q, whole, method.select_decode(query, state))[0]
+        error[rest] = float((out - dense).norm() / dense.norm())
+    assert error["sample"] < 0.1
+    assert error[None] > 0.15
 
 
 # --- turns

@@ -18,12 +18,15 @@ anyway is bypassed. Choices where the paper errs or is silent, the other value o
   blocks of ``block_size`` whose summaries promise most (PSA's criticality, algorithms.md 4.2) are candidates too, one
   summary pair read per block; the paper has none (0);
 * ``least``: k never falls below so many keys, where 2 % of a short context is a handful; the paper has no floor (1);
+* ``rest="sample"``: the mean value stands for all keys that are no candidates, at the weight that ``probes`` of them
+  suggest: heads that average over much of the context lose little (the paper's third finding, which it uses for
+  bypassed heads alone: ``none``);
 * ``history="restart"``: a new turn fills the tables from its own last rows alone; ``"keep"`` lets what the turn before
   left decay by a step for each of them and joins it, unless tokens were cut off since. The paper knows one turn.
 
-The paper to the letter: ``lfps(blocks=0, least=1, slash_shift_on_read=false, bypass=mean, bypass_shift=false,
-read_local=false)``. The mean key and value, and the spread, are those of the prompt; ``running_means=true`` lets
-decoded tokens into the means.
+The paper to the letter: ``lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean,
+bypass_shift=false, read_local=false)``. The mean key and value, and the spread, are those of the prompt;
+``running_means=true`` lets decoded tokens into the means.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
 from saccade.ops.block_scores import top_blocks
-from saccade.ops.candidates import join_blocks
+from saccade.ops.candidates import join_blocks, sampled_rest
 from saccade.ops.score_tables import GATES, ScoreTables, candidates, learn, sink_share
 from saccade.ops.scores import row_weights, slash_sums
 from saccade.selection import Candidates, Dense, Selection, Shape, Tokens
@@ -91,6 +94,8 @@ class LFPS(Method):
     blocks: int = 16
     block_size: int = 16
     least: int = 128
+    rest: str | None = "sample"
+    probes: int = 64
     history: str = "restart"
     gate: str = "paper"
     bypass: str = "sink_mean"
@@ -118,6 +123,8 @@ class LFPS(Method):
         require(max(self.before, self.after) < 64, "before, after", (self.before, self.after), "at most 63")
         require_whole("local", self.local, 1)
         require_whole("least", self.least, 1)
+        require_whole("probes", self.probes, 1)
+        require_choice("rest", self.rest, ("sample", None))
         require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
         require_choice("history", self.history, ("restart", "keep"))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
@@ -195,6 +202,8 @@ class LFPS(Method):
             offsets, indices = self._candidates(query, tables, length, local, state.idle)
             full = None
             query.cost.scored += round(int(offsets[-1]) / tables.units) + local + tables.first
+            if self.rest == "sample" and query.window is None and query.gone is None:  # else some keys are hidden
+                rest = self._unread(query, state, offsets, indices, shape.k_len - local, rest)
         return Candidates(
             shape,
             offsets,
@@ -230,6 +239,23 @@ class LFPS(Method):
         summary = query.kv.summary("cuboid", self.block_size)
         best = top_blocks(query.q[:, 0], summary, tables.units, min(self.blocks, full), 0, full)
         return join_blocks(offsets, indices, best, self.block_size, tables.first, query.shape.k_len - local)
+
+    def _unread(
+        self,
+        query: Query,
+        state: _State,
+        offsets: Tensor,
+        indices: Tensor,
+        stop: int,
+        bypassed: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What stands for the keys that are no candidates; for bypassed heads, what does already."""
+        first = state.tables.first
+        lse = sampled_rest(query.q, query.kv, offsets, indices, first, stop, self.probes, query.scale, query.softcap)
+        query.cost.scored += min(self.probes, stop - first)
+        if state.idle is not None:
+            lse = torch.where(state.idle, -torch.inf if bypassed is None else bypassed[0], lse)
+        return lse, state.mean_value.repeat_interleave(query.shape.group, 0)
 
     def _bypass(self, query: Query, state: _State) -> tuple[Tensor, Tensor] | None:
         """Decide who is bypassed (state.idle), and what stands for the keys that they leave out."""

@@ -3,6 +3,7 @@ unit. That is the reference; the C++ kernels do the same in one pass with the at
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,8 @@ from saccade.kv.view import KVView
 from saccade.ops import cpu_decode
 from saccade.ops.reference import logits
 from saccade.selection import Candidates, Shape, Tokens
+
+GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, lie nowhere close to each other
 
 
 def join_blocks(
@@ -29,6 +32,35 @@ def join_blocks(
     ]
     counts = torch.tensor([0, *(part.numel() for part in lists)])
     return counts.cumsum(0), torch.cat(lists).to(torch.int32)
+
+
+def sampled_rest(
+    q: Tensor,
+    kv: KVView,
+    offsets: Tensor,
+    indices: Tensor,
+    first: int,
+    stop: int,
+    probes: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Estimated log-sum-exp of one row's logits over the keys ``first .. stop - 1`` that its unit does not list, fp32
+    [heads]: from ``probes`` of them that a low-discrepancy sequence spreads over all, each standing for as many as were
+    passed over. ``q`` [heads, 1, head_dim]; lists as for ``join_blocks``. -inf where no probe lies outside a list."""
+    units, heads, size = offsets.numel() - 1, q.shape[0], stop - first
+    places = torch.arange(size) if size <= probes else ((torch.arange(probes) + 0.5) * GOLDEN % 1.0 * size).long()
+    at = places.unique() + first
+    keyed = indices.long() + torch.repeat_interleave(torch.arange(units) * stop, offsets.diff())
+    asked = (at + torch.arange(units)[:, None] * stop).flatten()
+    found = torch.searchsorted(keyed, asked).clamp(max=max(0, keyed.numel() - 1))
+    out = (keyed[found] != asked if keyed.numel() else torch.ones_like(asked, dtype=torch.bool)).view(units, -1)
+    keys = kv.k_pool[kv.table[at // kv.block_size].long(), :, at % kv.block_size].transpose(0, 1)  # [G, m, d]
+    scores = logits(q[:, 0].float().unflatten(0, (kv.kv_heads, -1)), keys.float(), scale, softcap).flatten(0, 1)
+    per_unit = heads // units
+    total = scores.masked_fill(~out.repeat_interleave(per_unit, 0), -torch.inf).logsumexp(-1)
+    share = (size - offsets.diff()) / out.sum(-1).clamp(min=1)
+    return total + share.clamp(min=1e-30).log().repeat_interleave(per_unit, 0)
 
 
 def choose(q: Tensor, kv: KVView, selection: Candidates, *, scale: float, softcap: float | None = None) -> Tokens:
