@@ -435,7 +435,8 @@ def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy
 
 
 def test_the_report_counts_what_was_scored(llm):
-    report = llm.generate(random_ids(300, seed=1), GREEDY, policy="lfps(k=24,epsilon=1.0,blocks=0,rest=none)")[0].report["decode"]
+    policy = "lfps(k=24,epsilon=1.0,blocks=0,rest=none)"
+    report = llm.generate(random_ids(300, seed=1), GREEDY, policy=policy)[0].report["decode"]
     causal = sum(range(301, 310)) * LAYERS
     assert report["keys_causal"] == causal
     assert 0 < report["keys_scored"] < causal
