@@ -67,6 +67,8 @@ def attend_progressive(
     parts = ahead + -(-ranked // rule.microbatch)
     if readers is None:
         readers = max(1, min(4 * processors(device) // units, parts, WINDOW))
+    row_bytes = pad(head_dim) * q.element_size()
+    tile = max(size, min(keys, pad(rule.microbatch, 1) * size))
     if held_back is None:  # under the interpreter programs run one after another: it would be for nothing
         held_back = HELD_BACK if q.is_cuda else 0
     part_out = torch.empty(batch, heads, parts, head_dim, dtype=torch.float32, device=device)
@@ -108,13 +110,13 @@ def attend_progressive(
         PAGE=pages.k.shape[2],
         SIZE=size,
         BLOCKS=pad(rule.microbatch, 1),
-        TILE=max(size, min(keys, pad(rule.microbatch, 1) * size)),
+        TILE=tile,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         **static,
-        STAGES=stages,
+        STAGES=stages if row_bytes * tile <= 1 << 15 else 1,  # two tiles of keys and of values share memory
         num_warps=4,
-        maxnreg=registers if pad(head_dim) * q.element_size() <= 256 else None,
+        maxnreg=registers if row_bytes <= 256 else None,
     )
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=device)
