@@ -28,7 +28,7 @@ from saccade.methods.base import Chunk, Method, require_choice, require_number, 
 from saccade.methods.flexprefill_device import select_blocks
 from saccade.methods.flexprefill_modes import reference_blocks, token_lines
 from saccade.ops import triton
-from saccade.ops.scores import block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
+from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
 from saccade.selection import Blocks, Dense, Lines, Mixed, Selection, Shape
 
 
@@ -175,16 +175,7 @@ class FlexPrefill(Method):
         forced[:, 0] = True
         order = needed.masked_fill(forced, -1.0).masked_fill(distance < 0, torch.inf)
         wanted = needed < max(self.gamma, 1e-9)  # the heaviest of all is wanted even by gamma=0
-        return (forced | (wanted & _least(order, most)) | _least(order, least)) & (distance >= 0)
-
-
-def _least(order: Tensor, count: int) -> Tensor:
-    """bool like ``order`` [r, m]: the ``count`` least entries of each row, ties to the lower index."""
-    if not 0 < count < order.shape[1]:
-        return torch.full_like(order, count > 0, dtype=torch.bool)
-    edge = order.kthvalue(count, dim=1, keepdim=True).values
-    below, equal = order < edge, order == edge
-    return below | (equal & (equal.cumsum(1) <= count - below.sum(1, keepdim=True)))
+        return (forced | (wanted & among_least(order, most)) | among_least(order, least)) & (distance >= 0)
 
 
 def _block_distance(first: int, q_blocks: int, k_blocks: int) -> Tensor:

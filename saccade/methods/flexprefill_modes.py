@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
-from saccade.ops.scores import block_sums, mean_keys, mean_queries, row_weights, slash_sums
+from saccade.ops.scores import among_least, block_sums, mean_keys, mean_queries, row_weights, slash_sums
 from saccade.selection import Blocks
 
 
@@ -30,9 +30,8 @@ def token_lines(
     wanted = needed < max(gamma, 1e-9)  # the heaviest of all is wanted even by gamma=0
     keep = forced | wanted
     if most is not None or least > 0:
-        order = torch.sort(needed.masked_fill(forced, -1.0), stable=True).indices
-        rank = torch.empty_like(order).scatter_(1, order, torch.arange(2 * n).expand_as(order))
-        keep = forced | (wanted & (rank < (2 * n if most is None else most))) | (rank < least)
+        order = needed.masked_fill(forced, -1.0)
+        keep = forced | (wanted & among_least(order, 2 * n if most is None else most)) | among_least(order, least)
     return keep[:, :n], keep[:, n:]
 
 

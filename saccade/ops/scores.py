@@ -185,6 +185,15 @@ def top_places(scores: Tensor, count: int) -> Tensor:
     return (above | (level & (level.cumsum(1) <= spare))).nonzero()[:, 1].view(scores.shape[0], count)
 
 
+def among_least(values: Tensor, count: int) -> Tensor:
+    """bool like ``values`` [r, m]: the ``count`` least entries of each row, ties to the lower index."""
+    if not 0 < count < values.shape[1]:
+        return torch.full_like(values, count > 0, dtype=torch.bool)
+    edge = values.kthvalue(count, dim=1, keepdim=True).values
+    below, equal = values < edge, values == edge
+    return below | (equal & (equal.cumsum(1) <= count - below.sum(1, keepdim=True)))
+
+
 def needed_shares(mass: Tensor) -> Tensor:
     """For each entry the share of all heavier ones of its row (ties: lower index first), float64: the entries whose
     value is below gamma are the fewest whose share reaches gamma. ``mass`` [..., m]; all 0 where a row has no mass to
