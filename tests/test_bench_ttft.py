@@ -56,7 +56,7 @@ def test_rows_and_their_parts(folder, tmp_path, capsys):
     assert theirs["backends"] == ["sdpa"]
     assert dense["density"] == 1.0
     assert a_shape["density"] == pytest.approx(0.2, abs=0.05)
-    assert composed["policy"] == "flexprefill(gamma=0.0, min_budget=150)+psaw+etf"
+    assert composed["policy"] == "flexprefill(gamma=0.0, min_budget=150, lines=block)+psaw+etf"
     assert composed["density"] < 0.6
     assert (
         composed["frozen"] == copied["frozen"] == pytest.approx((750 - 16) / (4 * 1500), abs=1e-6)
@@ -96,7 +96,9 @@ def test_budgets_for_a_density(name, density):
 
 
 def test_density_names_spell_out():
-    assert policy_at("flexprefill@0.1+psa+psaw", 16384) == Policy.parse("flexprefill(gamma=0, min_budget=819)+psa+psaw")
+    assert policy_at("flexprefill@0.1+psa+psaw", 16384) == Policy.parse(
+        "flexprefill(gamma=0, min_budget=819, lines=block)+psa+psaw"
+    )
     assert policy_at("prefill=a_shape@.5, window=psaw", 1000).prefill.window == 186
     assert policy_at("etf", 100) == Policy.parse("etf")
     for text, says in (("psa@0.1", "have budgets for a density"), ("flexprefill@1.5", "between 0 and 1")):

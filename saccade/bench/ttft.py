@@ -82,7 +82,7 @@ def at_density(name: str, density: float, context: int) -> str:
     settings = {
         "a_shape": f"sinks=64, window={max(1, keys - 64)}",
         "tri_shape": f"sinks=64, window={max(1, keys - 64)}, last=128",
-        "flexprefill": f"gamma=0.0, min_budget={keys}",
+        "flexprefill": f"gamma=0.0, min_budget={keys}, lines=block",
         "xattention": f"threshold={density}",
         "minference": f"vertical={keys}, slash={keys}",
     }
