@@ -17,6 +17,7 @@ from torch import Tensor
 
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.stop_rule import follow, log_of
 
 MOST_KEYS = 512  # of one microbatch: it is one tile
 WINDOW = 64  # published microbatches looked at in one go
@@ -140,84 +141,6 @@ def attend_progressive(
 
 
 @triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit
-def _log_of(word):
-    return word.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rest_of(word):
-    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _power(x):
-    """2**x of float32 in float64's range, exact but for float32's own rounding, so that all programs find the same."""
-    whole = tl.minimum(tl.maximum(tl.floor(x), -1000.0), 1000.0)
-    scale = ((whole.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
-    return tl.exp2(x - whole).to(tl.float64) * scale
-
-
-@triton.jit
-def _follow(
-    words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked,
-    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Fold the next unbroken run of published microbatches into the rule.
-
-    ``words`` of the unit: base-2 log-sum-exps below, the rule's rest above, 0 where not published: one word, so that
-    who sees the one sees the other. ``total`` [FEW] is the sum of all before ``cursor`` over 2**anchor, in float64, so
-    that in whatever runs it was added all come to one result. ``least`` [FEW]: the least block's. Returns them moved
-    on; ``aim``, the microbatches that the rule will most likely let in; and how many it does let in (0: not known).
-    """
-    at = tl.arange(0, WINDOW)
-    head = tl.arange(0, FEW)
-    there = (head < GROUP)[:, None] & (cursor + at < parts)[None, :]
-    word = tl.load(words + (cursor + at)[None, :] * GROUP + head[:, None], mask=there, other=0, volatile=True)
-    ready = tl.min(tl.where((word != 0) | (head >= GROUP)[:, None], 1, 0), 0)
-    run = tl.min(tl.where((ready == 0) | (cursor + at >= parts), at, WINDOW), 0)
-    logs = _log_of(word)
-    first = tl.sum(tl.where((at == 0)[None, :], logs, 0.0), 1)
-    anchor = tl.where(cursor == 0, first, anchor)
-    known = (at < run)[None, :] & (head < GROUP)[:, None]
-    weights = tl.where(known, _power(logs - anchor[:, None]), 0.0)
-    sums = total[:, None] + tl.cumsum(weights, 1)
-    ranks = cursor + at >= ahead
-    counts = known & ranks[None, :]
-    rest = tl.where(counts, _rest_of(word), float("inf"))
-    if LEAST:
-        rest = tl.minimum(tl.associative_scan(rest, 1, _smaller), least[:, None])
-        least = tl.minimum(least, tl.min(rest, 1))
-    block = tl.where(counts, _power(tl.where(counts, rest - anchor[:, None], 0.0)), float("inf"))
-    left = tl.maximum(ranked - (cursor + at + 1 - ahead) * MICROBATCH, 0).to(tl.float64)
-    coverage = 1.0 / (1.0 + left[None, :] * block / tl.where(sums > 0.0, sums, 1.0))
-    coverage = tl.where(left[None, :] == 0.0, 1.0, coverage)
-    if MEAN:
-        enough = tl.sum(tl.where((head < GROUP)[:, None], coverage, 0.0), 0) / GROUP
-    else:
-        enough = tl.min(tl.where((head < GROUP)[:, None], coverage, 1.0), 0)
-    hit = tl.min(tl.where((enough > epsilon) & (at < run) & ranks, at, WINDOW), 0)
-    found = tl.where(hit < WINDOW, cursor + hit + 1, 0)
-    if run > 0:
-        total += tl.sum(weights, 1)
-        # As if all that follows weighed what the last of the run did.
-        last = (at == run - 1)[None, :]
-        each = tl.sum(tl.where(last, weights, 0.0), 1)
-        rival = tl.sum(tl.where(last & known, block, 0.0), 1)
-        share = 1.0 / tl.maximum(epsilon, 1e-6).to(tl.float64) - 1.0
-        wanted = rival * (ranked + ahead * MICROBATCH) - share * (total - (cursor + run) * each)
-        wanted = wanted / tl.maximum(rival * MICROBATCH + share * each, 1e-300)
-        wanted = tl.max(tl.where(head < GROUP, wanted, 0.0), 0)
-        aim = tl.where(cursor + run > ahead, tl.minimum(wanted, parts).to(tl.int32) + 1, aim)
-    return cursor + run, anchor, total, least, aim, found
-
-
-@triton.jit
 def _own(counts, unit, units, MICROBATCH: tl.constexpr):
     """What there is for one unit: blocks always read, ranked ones, microbatches of the former and of both."""
     listed, ranked = tl.load(counts + unit), tl.load(counts + units + unit)
@@ -283,7 +206,7 @@ def _read(
     )  # fmt: skip
     while (part < parts) & (found == 0):
         if (turn > 0) & ((cursor <= ahead) | (part + readers > aim) | (turn % every == 0)):
-            cursor, anchor, total, least, aim, found = _follow(
+            cursor, anchor, total, least, aim, found = follow(
                 words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
                 MEAN, WINDOW,
             )  # fmt: skip
@@ -358,7 +281,7 @@ def _merge_used(
     total = tl.zeros([FEW], tl.float64)
     least = tl.full([FEW], float("inf"), tl.float32)
     while (found == 0) & (cursor < parts):  # all was read before anybody saw the rule hold
-        cursor, anchor, total, least, aim, found = _follow(
+        cursor, anchor, total, least, aim, found = follow(
             words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
             MEAN, WINDOW,
         )  # fmt: skip
@@ -371,7 +294,7 @@ def _merge_used(
     top = float("-inf")
     for first in tl.range(0, found, PARTS, num_stages=4):
         part = first + tl.arange(0, PARTS)
-        logs = _log_of(tl.load(words + part * GROUP + row % GROUP, mask=part < found, other=0))
+        logs = log_of(tl.load(words + part * GROUP + row % GROUP, mask=part < found, other=0))
         logs = tl.where(part < found, logs, float("-inf"))
         rows = tl.load(
             part_out + (row * most + part)[:, None] * D + channel[None, :],

@@ -1,0 +1,88 @@
+"""PSA's stopping rule as the programs that read follow it: over the unbroken run of microbatches published so far.
+
+A microbatch is published as one 64-bit word a query head, its base-2 log-sum-exp below and the rule's rest above, so
+that who sees the one sees the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def log_of(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rest_of(word):
+    return (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power(x):
+    """2**x of float32 in float64's range, exact but for float32's own rounding, so that all programs find the same."""
+    whole = tl.minimum(tl.maximum(tl.floor(x), -1000.0), 1000.0)
+    scale = ((whole.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+    return tl.exp2(x - whole).to(tl.float64) * scale
+
+
+@triton.jit
+def follow(
+    words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked,
+    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Fold the next unbroken run of published microbatches into the rule.
+
+    ``words`` of the unit: base-2 log-sum-exps below, the rule's rest above, 0 where not published: one word, so that
+    who sees the one sees the other. ``total`` [FEW] is the sum of all before ``cursor`` over 2**anchor, in float64, so
+    that in whatever runs it was added all come to one result. ``least`` [FEW]: the least block's. Returns them moved
+    on; ``aim``, the microbatches that the rule will most likely let in; and how many it does let in (0: not known).
+    """
+    at = tl.arange(0, WINDOW)
+    head = tl.arange(0, FEW)
+    there = (head < GROUP)[:, None] & (cursor + at < parts)[None, :]
+    word = tl.load(words + (cursor + at)[None, :] * GROUP + head[:, None], mask=there, other=0, volatile=True)
+    ready = tl.min(tl.where((word != 0) | (head >= GROUP)[:, None], 1, 0), 0)
+    run = tl.min(tl.where((ready == 0) | (cursor + at >= parts), at, WINDOW), 0)
+    logs = log_of(word)
+    first = tl.sum(tl.where((at == 0)[None, :], logs, 0.0), 1)
+    anchor = tl.where(cursor == 0, first, anchor)
+    known = (at < run)[None, :] & (head < GROUP)[:, None]
+    weights = tl.where(known, _power(logs - anchor[:, None]), 0.0)
+    sums = total[:, None] + tl.cumsum(weights, 1)
+    ranks = cursor + at >= ahead
+    counts = known & ranks[None, :]
+    rest = tl.where(counts, rest_of(word), float("inf"))
+    if LEAST:
+        rest = tl.minimum(tl.associative_scan(rest, 1, _smaller), least[:, None])
+        least = tl.minimum(least, tl.min(rest, 1))
+    block = tl.where(counts, _power(tl.where(counts, rest - anchor[:, None], 0.0)), float("inf"))
+    left = tl.maximum(ranked - (cursor + at + 1 - ahead) * MICROBATCH, 0).to(tl.float64)
+    coverage = 1.0 / (1.0 + left[None, :] * block / tl.where(sums > 0.0, sums, 1.0))
+    coverage = tl.where(left[None, :] == 0.0, 1.0, coverage)
+    if MEAN:
+        enough = tl.sum(tl.where((head < GROUP)[:, None], coverage, 0.0), 0) / GROUP
+    else:
+        enough = tl.min(tl.where((head < GROUP)[:, None], coverage, 1.0), 0)
+    hit = tl.min(tl.where((enough > epsilon) & (at < run) & ranks, at, WINDOW), 0)
+    found = tl.where(hit < WINDOW, cursor + hit + 1, 0)
+    if run > 0:
+        total += tl.sum(weights, 1)
+        # As if all that follows weighed what the last of the run did.
+        last = (at == run - 1)[None, :]
+        each = tl.sum(tl.where(last, weights, 0.0), 1)
+        rival = tl.sum(tl.where(last & known, block, 0.0), 1)
+        share = 1.0 / tl.maximum(epsilon, 1e-6).to(tl.float64) - 1.0
+        wanted = rival * (ranked + ahead * MICROBATCH) - share * (total - (cursor + run) * each)
+        wanted = wanted / tl.maximum(rival * MICROBATCH + share * each, 1e-300)
+        wanted = tl.max(tl.where(head < GROUP, wanted, 0.0), 0)
+        aim = tl.where(cursor + run > ahead, tl.minimum(wanted, parts).to(tl.int32) + 1, aim)
+    return cursor + run, anchor, total, least, aim, found
