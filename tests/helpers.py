@@ -380,7 +380,7 @@ MATRIX = (
     MethodCase(
         "lfps",
         (
-            {"k": 48, "epsilon": 1.0, "rest": None},
+            {"k": 48, "blocks": 3, "epsilon": 1.0, "rest": None},
             {
                 "k": 0.1,
                 "least": 1,

@@ -414,7 +414,9 @@ def test_bad_options(options):
 # --- in the engine
 
 
-@pytest.mark.parametrize("policy", ["lfps(k=24)", "lfps(k=24,unit=kv_head,epsilon=0.3)", "lfps(k=24,history=keep)"])
+@pytest.mark.parametrize(
+    "policy", ["lfps(k=24,blocks=2)", "lfps(k=24,unit=kv_head,epsilon=0.3)", "lfps(k=24,blocks=2,history=keep)"]
+)
 def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy):
     ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -91,7 +91,7 @@ class LFPS(Method):
     before: int = 1
     after: int = 2
     unit: str = "q_head"
-    blocks: int = 16
+    blocks: int = 32
     block_size: int = 16
     least: int = 128
     rest: str | None = "sample"
