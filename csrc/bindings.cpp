@@ -32,7 +32,7 @@ void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_strid
             int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, uintptr_t out, uintptr_t lse,
             int64_t out_rows, int keys, int64_t window, int64_t sinks, int64_t block_size, int64_t units,
             int64_t q_blocks, uintptr_t offsets, uintptr_t indices, uintptr_t distance_offsets, uintptr_t distances,
-            uintptr_t active) {
+            uintptr_t active, uintptr_t starts, int64_t sink_keys) {
     Attention a = geometry(threads, storage, q, q_head_stride, q_row_stride, k_pool, v_pool, table, heads, kv_heads,
                            head_dim, page, q_len, q_start, scale, softcap);
     a.out = pointer<void>(out);
@@ -50,9 +50,11 @@ void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_strid
     a.distance_offsets = pointer<const int64_t>(distance_offsets);
     a.distances = pointer<const int32_t>(distances);
     a.active = pointer<const uint8_t>(active);
+    a.starts = pointer<const int32_t>(starts);
+    a.sink_keys = sink_keys;
     const KernelSet& set = kernels(isa);
     nb::gil_scoped_release release;
-    (q_len == 1 && a.keys != saccade::Keys::lines ? set.decode : set.prefill)(a);
+    (q_len == 1 && a.keys != saccade::Keys::lines && !starts ? set.decode : set.prefill)(a);
 }
 
 void line_sums(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,

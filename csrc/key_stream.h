@@ -19,11 +19,37 @@ struct KeyStep {
     alignas(64) int32_t until[Capacity];
 };
 
+// The window of rows first_row .. stop - 1, if there is one.
+struct RowWindow {
+    const int32_t* starts;
+    int64_t rows, first_row, sinks, low = 0, high = 0;  // the first and the last row's start
+
+    RowWindow(const Attention& a, int64_t first, int64_t stop)
+        : starts(a.starts ? a.starts + first - a.q_start : nullptr), rows(stop - first), first_row(first),
+          sinks(a.sink_keys) {
+        if (starts) low = starts[0], high = starts[rows - 1];
+    }
+    // Whether no row sees `key`; then none sees what lies between it and low.
+    SACCADE_INLINE bool hides(int64_t key) const { return key < low && key >= sinks; }
+    // The first row that does not see `key`.
+    int64_t until(int64_t key) const {
+        if (key >= high || key < sinks) return INT32_MAX;
+        int64_t least = 0, most = rows - 1;  // starts rise: the first one above key
+        while (least < most) {
+            int64_t middle = (least + most) / 2;
+            if (starts[middle] > key) most = middle;
+            else least = middle + 1;
+        }
+        return first_row + least;
+    }
+};
+
 // Walks the keys below `stop` that any query row in [first_row, stop) of KV head `kv_head` may read.
 class KeyStream {
   public:
     static constexpr bool prefetches = false;
-    KeyStream(const Attention& a, int64_t kv_head, int64_t first_row, int64_t stop) : a_(a), stop_(stop) {
+    KeyStream(const Attention& a, int64_t kv_head, int64_t first_row, int64_t stop)
+        : a_(a), window_(a, first_row, stop), stop_(stop) {
         head_offset_ = kv_head * a.page * a.head_dim;
         slot_stride_ = a.kv_heads * a.page * a.head_dim;
         if (a.keys == Keys::dense) {
@@ -63,9 +89,15 @@ class KeyStream {
                 if (!next_range()) break;
                 continue;
             }
+            if (window_.hides(next_)) {
+                next_ = window_.low;
+                continue;
+            }
             int64_t in_page = next_ % a_.page;
             int64_t run = a_.page - in_page;
             if (run > end_ - next_) run = end_ - next_;
+            if (next_ < window_.sinks && window_.hides(window_.sinks) && run > window_.sinks - next_)
+                run = window_.sinks - next_;
             if (run > left_) run = left_;
             if (run > Capacity - count) run = Capacity - count;
             int64_t row = a_.table[next_ / a_.page] * slot_stride_ + head_offset_ + in_page * a_.head_dim;
@@ -80,6 +112,10 @@ class KeyStream {
                 }
             } else {
                 for (int64_t i = 0; i < run; ++i) step.until[count + i] = INT32_MAX;
+            }
+            for (int64_t i = 0; i < run && next_ + i < window_.high; ++i) {
+                int64_t until = window_.until(next_ + i);
+                if (until < step.until[count + i]) step.until[count + i] = static_cast<int32_t>(until);
             }
             count += static_cast<int>(run);
             next_ += run;
@@ -106,6 +142,7 @@ class KeyStream {
     }
 
     const Attention& a_;
+    const RowWindow window_;
     int64_t stop_, head_offset_, slot_stride_;
     int64_t next_ = 0, end_ = 0, left_ = INT64_MAX, late_start_ = -1;
     const int32_t* next_block_ = nullptr;

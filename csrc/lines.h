@@ -167,18 +167,21 @@ template <class T>
 class LineStream {
   public:
     LineStream(const Attention& a, const LineUnit& unit, int64_t kv_head, int64_t first_row, int64_t stop)
-        : unit_(unit), rows_(a, kv_head), first_row_(first_row), stop_(stop), band_(unit.band_count) {}
+        : unit_(unit), rows_(a, kv_head), window_(a, first_row, stop), first_row_(first_row), stop_(stop),
+          band_(unit.band_count) {}
 
     template <int Capacity>
     bool fill(KeyStep<Capacity>& step) {
         int count = 0;
         step.in_band = false;
-        while (count < Capacity && column_ < unit_.column_count && unit_.columns[column_] < stop_)
-            add(step, count, unit_.columns[column_++]);
+        for (; count < Capacity && column_ < unit_.column_count && unit_.columns[column_] < stop_; ++column_)
+            if (!window_.hides(unit_.columns[column_])) add(step, count, unit_.columns[column_]);
         if (!count) {
             step.in_band = true;
-            while (count < Capacity && (next_ < end_ || next_band()))
-                if (!bit(unit_.is_column, next_++)) add(step, count, next_ - 1);
+            while (count < Capacity && (next_ < end_ || next_band())) {
+                if (window_.hides(next_)) next_ = window_.low;
+                else if (!bit(unit_.is_column, next_++)) add(step, count, next_ - 1);
+            }
         }
         step.count = count;
         return count > 0;
@@ -201,11 +204,12 @@ class LineStream {
     void add(KeyStep<Capacity>& step, int& count, int64_t key) const {
         step.row[count] = rows_(key);
         step.position[count] = static_cast<int32_t>(key);
-        step.until[count++] = INT32_MAX;
+        step.until[count++] = static_cast<int32_t>(window_.until(key));
     }
 
     const LineUnit& unit_;
     const Rows<T> rows_;
+    const RowWindow window_;
     const int64_t first_row_, stop_;
     int64_t column_ = 0, band_, next_ = 0, end_ = 0;
 };
@@ -215,13 +219,15 @@ template <class T>
 class ThinStream {
   public:
     static constexpr bool prefetches = true;
-    ThinStream(const LineUnit& unit, const Rows<T>& rows, int64_t row) : unit_(unit), rows_(rows), row_(row) {}
+    ThinStream(const Attention& a, const LineUnit& unit, const Rows<T>& rows, int64_t row)
+        : unit_(unit), rows_(rows), window_(a, row, row + 1), row_(row) {}
 
     template <int Capacity>
     bool fill(KeyStep<Capacity>& step) {
         int count = 0;
         for (; count < Capacity && next_ < unit_.thin_count && unit_.thin[next_] <= row_; ++next_) {
             int64_t key = row_ - unit_.thin[next_];
+            if (window_.hides(key)) continue;
             if (key < row_) rows_.prefetch(key + 1);
             if (!bit(unit_.is_column, key)) step.row[count++] = rows_(key);
         }
@@ -232,6 +238,7 @@ class ThinStream {
   private:
     const LineUnit& unit_;
     const Rows<T>& rows_;
+    const RowWindow window_;
     const int64_t row_;
     int64_t next_ = 0;
 };

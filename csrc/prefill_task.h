@@ -79,7 +79,7 @@ class PrefillTask : TileTask<Math, T> {
         const Rows<T> where(a_, head_ / (a_.heads / a_.kv_heads));
         std::memset(row_o_ + rows_ * d_, 0, (tiles_ * kTile - rows_) * d_ * sizeof(float));
         for (int64_t i = 0; i < rows_; ++i) {
-            ThinStream<T> keys(*lines_, where, row_ + i);
+            ThinStream<T> keys(a_, *lines_, where, row_ + i);
             DecodeTask<Math, T> row(a_, row_ + i - a_.q_start, head_, 1, 1, 0, row_o_ + i * d_, x_.max + i, x_.sum + i,
                                     decode_);
             row.run(keys);
@@ -108,7 +108,7 @@ class PrefillTask : TileTask<Math, T> {
             while (count && step.position[count - 1] > high) --count;  // keys after the tile's last row
             if (!count) continue;
             bool masked = step.position[count - 1] > low || count % kRegKeys != 0;
-            if (a_.keys == Keys::band)
+            if (a_.keys == Keys::band || a_.starts)
                 for (int j = 0; j < count; ++j) masked |= step.until[j] <= high;
             if (masked) {
                 for (int j = 0; j < count; ++j) x_.low[j] = step.position[j], x_.high[j] = step.until[j];
@@ -130,7 +130,10 @@ class PrefillTask : TileTask<Math, T> {
         const uint8_t* distances = lines_->in_band;
         const int64_t first = x_.first[tile], last = x_.last[tile];
         const int32_t *key = step.position, last_key = key[step.count - 1];
-        if (step.count % kRegKeys == 0 && all_distances(distances, first - last_key, last - key[0])) {
+        bool cut = false;  // by the window
+        if (a_.starts)
+            for (int j = 0; j < step.count; ++j) cut |= step.until[j] <= last;
+        if (!cut && step.count % kRegKeys == 0 && all_distances(distances, first - last_key, last - key[0])) {
             for (int lane = 0; lane < kTile; lane += NV * W) {
                 Reach reach(step, x_.position + tile * kTile + lane, step.count, false);
                 this->template scores<Mask::none>(tile, lane, reach, lane || tile ? nullptr : next);
@@ -139,12 +142,14 @@ class PrefillTask : TileTask<Math, T> {
             }
             return;
         }
-        for (int j = 0; j < step.count; ++j) x_.low[j] = key[j];
-        for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = static_cast<int32_t>(first) + kTile;  // nobody's
+        for (int j = 0; j < step.count; ++j) x_.low[j] = key[j], x_.high[j] = step.until[j];
+        for (int j = step.count; j % kRegKeys; ++j)  // nobody's
+            x_.low[j] = x_.high[j] = static_cast<int32_t>(first) + kTile;
         for (int lane = 0; lane < kTile; lane += NV * W) {
             BandReach reach(key, step.count, distances, first + lane);
             if (!reach.count) continue;
-            this->template scores<Mask::bits>(tile, lane, reach, nullptr, true, distances);
+            if (cut) this->template scores<Mask::both>(tile, lane, reach, nullptr, true, distances);
+            else this->template scores<Mask::bits>(tile, lane, reach, nullptr, true, distances);
             weights(tile, lane, reach);
             accumulate(tile, lane, reach);
         }

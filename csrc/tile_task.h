@@ -9,7 +9,7 @@
 namespace saccade {
 namespace {
 
-enum class Mask { none, interval, bits };
+enum class Mask { none, interval, bits, both };
 
 template <class Math, class T>
 class TileTask {
@@ -69,8 +69,8 @@ class TileTask {
     }
 
     // S^T of one register tile in base-2 logits, and the step's maximum per lane. What a lane may read: with
-    // `interval` the keys with low <= position < high; with `bits` those whose distance is set in `distances` (a
-    // bitmap that begins kBitPad distances below 0). Asks for the rows of `next`.
+    // `interval` the keys with low <= position < high; with `bits` those whose distance from low is set in `distances`
+    // (a bitmap that begins kBitPad distances below 0). Asks for the rows of `next`.
     template <Mask M, class R>
     void scores(int64_t tile, int lane, const R& reach, const KeyStep<kStep>* next, bool next_values = true,
                 const uint8_t* distances = nullptr) {
@@ -99,9 +99,9 @@ class TileTask {
                     for (int v = 0; v < N; ++v) {
                         const int at = (First + v) * W;
                         F s = logits_(acc[r][v]);
-                        if constexpr (M == Mask::interval)
+                        if constexpr (M == Mask::interval || M == Mask::both)
                             s = Simd::keep(s, Simd::load_int(position + at), x_.low[j + r], x_.high[j + r]);
-                        if constexpr (M == Mask::bits)
+                        if constexpr (M == Mask::bits || M == Mask::both)
                             s = Simd::keep_bits(s, bits_at(distances, x_.first[tile] + lane + at - x_.low[j + r]));
                         best[First + v] = Simd::max(best[First + v], s);
                         Simd::store(x_.s + (j + r) * kTile + lane + at, s);

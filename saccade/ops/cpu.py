@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
 
 _kernels: Any = None
 _missing = ""
@@ -84,9 +84,11 @@ def _isa_index() -> int:
 
 def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
     """Whether :func:`attend` can serve this call: see :func:`reads`; every selection but Tokens and Ranking, if its
-    units and KV heads do not cut across each other."""
+    units and KV heads do not cut across each other, and what a window leaves of those without block lists."""
     if isinstance(selection, Mixed):
         return all(supports(q, kv, part) for part in selection.parts)
+    if isinstance(selection, Windowed) and not isinstance(selection.inner, Blocks):
+        selection = selection.inner
     few, many = sorted((selection.units, kv.kv_heads))
     return type(selection) in (Dense, Band, Blocks, Lines, Tri) and many % few == 0 and reads(q, kv)
 
@@ -137,16 +139,56 @@ def attend(
 
 
 def _attend_part(call: _Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
-    if isinstance(selection, Tri):
-        banded = min(selection.band_rows, selection.shape.q_len)
-        _attend_rows(call, selection.band, out, lse, active, 0, banded)
-        _attend_rows(call, Dense(selection.shape), out, lse, active, banded, selection.shape.q_len)
+    if isinstance(selection, Windowed):
+        starts = selection.starts.int()
+        _attend_kind(call, selection.inner, out, lse, active, _Window(starts, selection.cone.sink_keys))
+        _attend_own(call, selection, out, lse, active)
     else:
-        _attend_rows(call, selection, out, lse, active, 0, selection.shape.q_len)
+        _attend_kind(call, selection, out, lse, active, None)
+
+
+def _attend_kind(
+    call: _Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None, window: _Window | None
+) -> None:
+    rows = selection.shape.q_len
+    if isinstance(selection, Tri):
+        banded = min(selection.band_rows, rows)
+        _attend_rows(call, selection.band, out, lse, active, window, 0, banded)
+        _attend_rows(call, Dense(selection.shape), out, lse, active, window, banded, rows)
+    else:
+        _attend_rows(call, selection, out, lse, active, window, 0, rows)
+
+
+def _attend_own(call: _Call, selection: Windowed, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
+    """What rows read that a window would leave without keys: their own one, with weight 1."""
+    heads, group = selection.shape.heads // selection.units, selection.shape.group
+    for unit in range(selection.units):
+        rows = selection.emptied(unit)
+        for head in range(unit * heads, (unit + 1) * heads) if rows.numel() else ():
+            if active is not None and not active[head]:
+                continue
+            k, v = call.kv.take(selection.shape.rows[rows], head // group)
+            logit = (call.q[head, rows].float() * k.float()).sum(-1) * call.scale
+            lse[head, rows] = logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
+            out[head, rows] = v.to(out.dtype)
+
+
+class _Window(NamedTuple):
+    """What rows see of their selection: keys below ``sinks`` and from ``starts`` (int32 [q_len]) on."""
+
+    starts: Tensor
+    sinks: int
 
 
 def _attend_rows(
-    call: _Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None, start: int, stop: int
+    call: _Call,
+    selection: Selection,
+    out: Tensor,
+    lse: Tensor,
+    active: Tensor | None,
+    seen: _Window | None,
+    start: int,
+    stop: int,
 ) -> None:
     """Rows ``start .. stop - 1`` (all of them for lists) of the query heads with ``active`` uint8 [heads] 1."""
     if start == stop:
@@ -176,6 +218,8 @@ def _attend_rows(
         q_blocks,
         *addresses,
         0 if active is None else active.data_ptr(),
+        0 if seen is None else seen.starts[start:].data_ptr(),
+        0 if seen is None else seen.sinks,
     )
 
 

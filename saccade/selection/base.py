@@ -159,6 +159,13 @@ class Band(Selection):
         visible = self.shape.rows + 1
         return (visible.clamp(max=self.window) + (visible - self.window).clamp(0, self.sinks)).sum()[None]
 
+    def row_pairs(self, starts: Tensor, sinks: int) -> Tensor:
+        """How many keys below ``sinks`` or from the row's entry of ``starts`` on each row reads: int64 [q_len]."""
+        rows = self.shape.rows.to(starts.device)
+        first = (rows - self.window + 1).clamp(min=0)  # of the window; sinks before it are counted apart
+        sinks_seen = _length(0, torch.minimum(first, rows.new_tensor(self.sinks)), starts, sinks)
+        return sinks_seen + _length(first, rows + 1, starts, sinks)
+
     def even_pairs(self) -> int | None:
         if self.shape.q_len > 1:
             return None
@@ -212,6 +219,12 @@ class Tokens(Selection):
     def check(self) -> None:
         check_csr(self.offsets, self.indices, self.shape.heads * self.shape.q_len, self.shape.q_len)
         check_below(self.offsets, self.indices, (self.shape.rows + 1).repeat(self.units), "token")
+
+
+def _length(first: Tensor | int, stop: Tensor, starts: Tensor, sinks: int) -> Tensor:
+    """How many of the keys ``first .. stop - 1`` are below ``sinks`` or from ``starts`` on."""
+    hidden = torch.minimum(stop, starts) - torch.as_tensor(first).clamp(min=sinks)
+    return stop - first - hidden.clamp(min=0)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -82,6 +82,40 @@ class Lines(Selection):
             counts.append(total - (high - low).sum())
         return torch.stack(counts)
 
+    def seen_pairs(self, starts: Tensor, sinks: int) -> Tensor:
+        """``unit_pairs`` of keys below ``sinks`` and, in each row, from its entry of ``starts`` on (int64 [q_len]: causal,
+        never falling)."""
+        hidden = []
+        for unit in range(self.units):
+            columns, distances = self.unit_lines(unit)
+            starts = starts.to(columns.device)
+            by_column, by_distance = self._hidden(columns, distances, starts, sinks)
+            # Column c is hidden from the first row that starts behind it; a distance crosses it there as in unit_pairs.
+            late = columns[columns >= sinks]
+            first = self.shape.q_start + torch.searchsorted(starts, late, right=True)
+            low = torch.searchsorted(distances, first - late)
+            high = torch.searchsorted(distances, self.shape.q_start + self.shape.q_len - 1 - late, right=True)
+            hidden.append(by_column.sum() + by_distance.sum() - (high - low).clamp(min=0).sum())
+        return self.unit_pairs() - torch.stack(hidden)
+
+    def emptied(self, unit: int, starts: Tensor, sinks: int) -> Tensor:
+        """Rows of one unit that read keys, but none of those :meth:`seen_pairs` counts: int64, rising."""
+        columns, distances = self.unit_lines(unit)
+        if distances.numel() and int(distances[0]) == 0:  # its own key is none that a window hides
+            return distances.new_empty(0)
+        rows = self.shape.rows.to(columns.device)
+        hidden = self._hidden(columns, distances, starts.to(columns.device), sinks)
+        counts = [torch.searchsorted(lines, rows, right=True) for lines in (columns, distances)]
+        seen = (counts[0] > hidden[0]) | (counts[1] > hidden[1])
+        return ((counts[0] + counts[1] > 0) & ~seen).nonzero()[:, 0]
+
+    def _hidden(self, columns: Tensor, distances: Tensor, starts: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
+        """How many columns and how many distances of each row lie at ``sinks`` .. start - 1."""
+        rows, starts = self.shape.rows.to(starts.device), starts.clamp(min=sinks)
+        by_column = torch.searchsorted(columns, starts) - torch.searchsorted(columns, sinks)
+        near, far = (torch.searchsorted(distances, rows - keys, right=True) for keys in (starts, sinks))
+        return by_column, (far - near).clamp(min=0)
+
     def _merge_same(self, other: Selection) -> Selection | None:
         if not isinstance(other, Lines):
             return None

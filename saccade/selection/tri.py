@@ -44,6 +44,12 @@ class Tri(Selection):
         banded = visible.clamp(max=self.window) + (visible - self.window).clamp(0, self.sinks)
         return torch.where(torch.arange(self.shape.q_len) < self.band_rows, banded, visible).sum()[None]
 
+    def row_pairs(self, starts: Tensor, sinks: int) -> Tensor:
+        """As of :class:`Band`."""
+        everything = Band(self.shape, window=self.shape.k_len)
+        banded = torch.arange(self.shape.q_len, device=starts.device) < self.band_rows
+        return torch.where(banded, self.band.row_pairs(starts, sinks), everything.row_pairs(starts, sinks))
+
     def _merge_same(self, other: Selection) -> Selection | None:
         if not isinstance(other, (Tri, Band)):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from saccade.selection.base import Band, Dense, Selection, Shape, Tokens
 from saccade.selection.blocks import Blocks, Ranking
 from saccade.selection.candidates import Candidates
 from saccade.selection.csr import list_ids, offsets_of
+from saccade.selection.lines import Lines
 from saccade.selection.mixed import Mixed
 from saccade.selection.narrowed import Narrowed, plain
+from saccade.selection.tri import Tri
 
 KERNEL_BLOCK = 16  # on coarser grids than this the cut of everything is a list of blocks, which has fast kernels
 
@@ -73,6 +76,30 @@ class Windowed(Narrowed):
     def allowed(self, unit: int, start: int, stop: int) -> Tensor:
         return self.cone.row_mask(self.shape, start, stop)
 
+    @cached_property
+    def starts(self) -> Tensor:
+        """``start`` of every row: int64 [q_len]."""
+        return self.cone.starts(self.shape.rows)
+
+    def emptied(self, unit: int) -> Tensor:
+        """Rows of a unit that keep only their own key, for the window hides all they read: int64, rising. Of lines; a
+        row of the other kinds that have kernels reads its own key anyway."""
+        if isinstance(self.inner, Lines):
+            return self.inner.emptied(self._inner_unit(unit), self.starts, self.cone.sink_keys)
+        return torch.empty(0, dtype=torch.int64)
+
+    def unit_pairs(self) -> Tensor:
+        inner, sinks = self.inner, self.cone.sink_keys
+        if isinstance(inner, Dense):
+            inner = Band(self.shape, window=self.shape.k_len)
+        if isinstance(inner, (Band, Tri)):
+            return inner.row_pairs(self.starts, sinks).sum()[None]
+        if isinstance(inner, Lines):
+            own = torch.tensor([self.emptied(unit).numel() for unit in range(self.units)])
+            seen = inner.seen_pairs(self.starts, sinks)
+            return seen + own.to(seen.device)
+        return super().unit_pairs()
+
 
 def cut(selection: Selection, cone: Cone) -> Selection:
     """What is left of ``selection`` within ``cone``, in the cheapest kind that can say it.
@@ -97,8 +124,16 @@ def cut(selection: Selection, cone: Cone) -> Selection:
     if isinstance(selection, Candidates):
         return _cut_candidates(selection, cone, last)
     if isinstance(selection, Mixed):
-        return replace(selection, parts=tuple(cut(part, cone) for part in selection.parts))
+        return replace(selection, parts=tuple(_cut_part(part, cone) for part in selection.parts))
     return plain(Windowed(selection, cone))
+
+
+def _cut_part(part: Selection, cone: Cone) -> Selection:
+    left = cut(part, cone)
+    if isinstance(part, Tokens) or not isinstance(left, Tokens):
+        return left
+    # One row's keys as columns: token lists have no kernel beside other kinds.
+    return Lines(left.shape, left.offsets, left.indices, torch.zeros_like(left.offsets), left.indices[:0])
 
 
 def _cut_dense(shape: Shape, cone: Cone, last: int) -> Selection:
