@@ -83,8 +83,8 @@ class Lines(Selection):
         return torch.stack(counts)
 
     def seen_pairs(self, starts: Tensor, sinks: int) -> Tensor:
-        """``unit_pairs`` of keys below ``sinks`` and, in each row, from its entry of ``starts`` on (int64 [q_len]: causal,
-        never falling)."""
+        """``unit_pairs`` of keys below ``sinks`` and, in each row, from its entry of ``starts`` on (int64 [q_len],
+        causal and never falling)."""
         hidden = []
         for unit in range(self.units):
             columns, distances = self.unit_lines(unit)
