@@ -161,6 +161,8 @@ float gather_pass(int isa, int threads, uintptr_t data, uintptr_t rows, int64_t 
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+    // Models outlive the interpreter's last collection, and their layers with them; that is no leak to report to a user.
+    nb::set_leak_warnings(false);
     m.def("isas", &names, "Instruction sets this build holds and this CPU runs, best first.");
     m.def("attend", &attend);
     m.def("line_sums", &line_sums);
