@@ -36,8 +36,8 @@ struct Attention {
     const int32_t* indices;  // blocks, or columns of lines: one list per unit
     const int64_t* distance_offsets;
     const int32_t* distances;  // lines
-    // Prefill, but for blocks: row r reads, of all these, keys below sink_keys and from starts[r] on, which never falls
-    // from one row to the next [q_len]. Null: no window.
+    // Prefill: of all these row r reads keys below sink_keys and from starts[r] on [q_len], which never falls from one
+    // row to the next. Null: no window.
     const int32_t* starts;
     int64_t sink_keys;
     const uint8_t* active;     // [heads], null: all; the others' rows stay unwritten

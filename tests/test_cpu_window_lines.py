@@ -78,6 +78,19 @@ def test_rows_anywhere_and_units_of_any_size(isa, q_start, q_len, units):
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cone", CONES, ids=str)
+@pytest.mark.parametrize("size", [16, 128])
+def test_blocks_inside_a_window_of_another_grid(isa, dtype, cone, size):
+    """Sparse lists: some rows lose all they read, and then keep their own key."""
+    cpu.set_isa(isa)
+    for q_start, q_len, extra in ((0, 391, 0), (317, 233, 13), (420, 1, 0)):
+        shape = Shape(4, 2, q_len, q_start + q_len + extra, q_start)
+        for density in (0.15, 0.8):
+            agree(shape, 32, dtype, Windowed(random_blocks(shape, size, 4, density), cone))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [None, 15.0])
 def test_a_row_that_loses_its_last_key_keeps_its_own(isa, dtype, softcap):
     """A column or a distance that falls out of the window; rows before the first line read nothing, then as now."""
@@ -144,6 +157,7 @@ def test_threads_do_not_change_a_bit_inside_a_window():
 
 
 ETF = "etf(psi=0.3, start_layer=2, sinks=3)"
+LITERAL = "psaw(phi=0.3, local=0, block_size=1)"
 LINES = "minference(vertical=12, slash=9, keep_columns=3, keep_diagonals=5)"
 FLEX = "flexprefill(gamma=0.5, block_size=64, min_budget=0)"
 
@@ -155,8 +169,10 @@ def folder(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("window", ["psaw(phi=0.2, start_layer=2, sinks=3, local=4, block_size=16)", "psaw(phi=0.3)"])
-@pytest.mark.parametrize("method", [FLEX, "loopserve(alpha=0.5)", LINES, "tri_shape(window=99, last=40)"])
+@pytest.mark.parametrize("window", [LITERAL, "psaw(phi=0.2, start_layer=2, sinks=3, local=4, block_size=16)"])
+@pytest.mark.parametrize(
+    "method", [FLEX, "loopserve(alpha=0.5)", LINES, "tri_shape(window=99, last=40)", "xattention(block_size=64)"]
+)
 def test_a_policy_with_a_window_prefills_on_the_kernels(folder, method, window):
     """Chunks, of one row too, frozen rows and a second turn: no layer falls back, and tokens and densities are the
     reference backend's."""
@@ -175,4 +191,5 @@ def test_a_policy_with_a_window_prefills_on_the_kernels(folder, method, window):
         assert ours["density"] < 0.9
         for count in ("keys_attended", "rows_frozen", "selections"):
             assert ours[count] == theirs[count]
-    assert any("windowed" in ours["selections"] for ours in prefills[0])
+    grid_of_blocks = "xattention" in method and window != LITERAL  # then what is left is a list of blocks
+    assert grid_of_blocks != any("windowed" in ours["selections"] for ours in prefills[0])

@@ -84,10 +84,10 @@ def _isa_index() -> int:
 
 def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
     """Whether :func:`attend` can serve this call: see :func:`reads`; every selection but Tokens and Ranking, if its
-    units and KV heads do not cut across each other, and what a window leaves of those without block lists."""
+    units and KV heads do not cut across each other, and what a window leaves of these."""
     if isinstance(selection, Mixed):
         return all(supports(q, kv, part) for part in selection.parts)
-    if isinstance(selection, Windowed) and not isinstance(selection.inner, Blocks):
+    if isinstance(selection, Windowed):
         selection = selection.inner
     few, many = sorted((selection.units, kv.kv_heads))
     return type(selection) in (Dense, Band, Blocks, Lines, Tri) and many % few == 0 and reads(q, kv)

@@ -99,6 +99,33 @@ class Blocks(Selection):
         on_diagonal = ((counts > 0) & (last == q_block)).long()
         return ((counts - on_diagonal) * below + on_diagonal * diagonal).sum(1)
 
+    def seen_pairs(self, starts: Tensor, sinks: int) -> Tensor:
+        """As of :class:`Lines`."""
+        return torch.stack([self._seen(unit, starts, sinks)[1].sum() for unit in range(self.units)])
+
+    def emptied(self, unit: int, starts: Tensor, sinks: int) -> Tensor:
+        """As of :class:`Lines`."""
+        chosen, seen = self._seen(unit, starts, sinks)
+        return ((chosen > 0) & (seen == 0)).nonzero()[:, 0]
+
+    def _seen(self, unit: int, starts: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
+        """How many keys each row of a unit reads, and how many of them are not at ``sinks`` .. start - 1."""
+        size, device = self.block_size, self.offsets.device
+        rows = self.shape.rows.to(device)
+        offsets = self.offsets[unit * self.q_blocks : (unit + 1) * self.q_blocks + 1]
+        span = -(-max(self.shape.k_len, sinks) // size) + 1  # a list's blocks, and one that none has
+        flat = list_ids(offsets - offsets[0]) * span + self.indices[offsets[0] : offsets[-1]]
+        flat = torch.nn.functional.pad(flat, (0, 1), value=span * self.q_blocks)
+        own = rows // size - self.first_q_block
+
+        def below(keys: Tensor) -> Tensor:
+            before = torch.searchsorted(flat, own * span + keys // size)
+            partial = (flat[before] == own * span + keys // size) * (keys % size)
+            return (before - (offsets - offsets[0])[own]) * size + partial
+
+        chosen, first = below(rows + 1), torch.full_like(rows, sinks)
+        return chosen, chosen - below(starts.to(device).clamp(min=sinks)) + below(first)
+
     def _merge_same(self, other: Selection) -> Selection | None:
         if not isinstance(other, Blocks) or other.block_size != self.block_size:
             return None

@@ -82,9 +82,9 @@ class Windowed(Narrowed):
         return self.cone.starts(self.shape.rows)
 
     def emptied(self, unit: int) -> Tensor:
-        """Rows of a unit that keep only their own key, for the window hides all they read: int64, rising. Of lines; a
-        row of the other kinds that have kernels reads its own key anyway."""
-        if isinstance(self.inner, Lines):
+        """Rows of a unit that keep only their own key, for the window hides all they read: int64, rising. Of lines and
+        blocks; a row of the other kinds that have kernels reads its own key anyway."""
+        if isinstance(self.inner, (Blocks, Lines)):
             return self.inner.emptied(self._inner_unit(unit), self.starts, self.cone.sink_keys)
         return torch.empty(0, dtype=torch.int64)
 
@@ -94,7 +94,7 @@ class Windowed(Narrowed):
             inner = Band(self.shape, window=self.shape.k_len)
         if isinstance(inner, (Band, Tri)):
             return inner.row_pairs(self.starts, sinks).sum()[None]
-        if isinstance(inner, Lines):
+        if isinstance(inner, (Blocks, Lines)):
             own = torch.tensor([self.emptied(unit).numel() for unit in range(self.units)])
             seen = inner.seen_pairs(self.starts, sinks)
             return seen + own.to(seen.device)
