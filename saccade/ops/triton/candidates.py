@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.triton.batched_decode import ordered_bits
-from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.common import LOG2E, also, cap_logits, pad, pool_rows, precision
 from saccade.selection import Candidates, Tokens
 
 KEYS = 64  # scored by one program
@@ -184,7 +184,7 @@ def _logits(
 @triton.jit
 def _candidate(number, valid, listed, first, hidden, lost, everything, FULL: tl.constexpr):
     """The ``number``-th candidate of a list that begins at ``listed``, or of all keys but the hidden ones."""
-    key = tl.load(listed + number, mask=valid & (everything == 0), other=0)
+    key = tl.load(listed + number, mask=also(valid, everything == 0) if FULL else valid, other=0)
     if FULL:
         plain = first + number
         key = tl.where(everything != 0, plain + tl.where(plain >= hidden, lost, 0), key)
@@ -284,7 +284,7 @@ def _pick(
                 level = inside & (order == bound)
                 earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
                 taken = (inside & (order > bound)) | (level & (earlier <= spare))
-                taken = taken & (wanted > 0)
+                taken = also(taken, wanted > 0)
                 level_before += tl.sum(level.to(tl.int32), 0)
             key = _candidate(number, taken, listed, first, hidden, lost, everything, FULL)
             tl.store(place + tl.cumsum(taken.to(tl.int32), 0) - 1, key, mask=taken)

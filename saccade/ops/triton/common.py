@@ -48,6 +48,13 @@ def pad(count: int, least: int = 16) -> int:
 
 
 @triton.jit
+def also(mask, condition):
+    """The bools ``mask``, all False unless the scalar ``condition``. (Triton 3.9's interpreter makes integers of a
+    block & a scalar, and takes none for a mask.)"""
+    return mask & (tl.zeros(mask.shape, tl.int32) + condition.to(tl.int32) != 0)
+
+
+@triton.jit
 def pool_rows(table, positions, valid, kv_head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr):
     """Row numbers, int64, of one KV head's ``positions`` in a pool seen as [slots * KV_HEADS * PAGE, head_dim]."""
     slots = tl.load(table + positions // PAGE, mask=valid, other=0).to(tl.int64)

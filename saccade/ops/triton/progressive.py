@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LN2, LOG2E, also, cap_logits, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.stop_rule import follow, log_of
 
@@ -156,10 +156,10 @@ def _places(
     """Pool rows of a tile of keys, those of microbatch ``part`` from ``start`` on, and which there are."""
     number = start + tl.arange(0, TILE)
     entry = part * MICROBATCH + number // SIZE
-    in_first = (number // SIZE < MICROBATCH) & (part < ahead) & (entry < always_each)
+    in_first = also((number // SIZE < MICROBATCH) & (entry < always_each), part < ahead)
     block = tl.load(always + entry, mask=in_first, other=0)
     entry -= ahead * MICROBATCH
-    in_order = (number // SIZE < MICROBATCH) & (part >= ahead) & (entry < ranked)
+    in_order = also((number // SIZE < MICROBATCH) & (entry < ranked), part >= ahead)
     block += tl.load(order + entry, mask=in_order, other=0)
     key = block * SIZE + number % SIZE
     valid = (in_first | in_order) & (key < length)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton.batched_decode import ordered_bits
-from saccade.ops.triton.common import pad
+from saccade.ops.triton.common import also, pad
 from saccade.selection import Tokens
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _mark(
             order = ordered_bits(_mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN))
             level = inside & (order == bound)
             earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-            heavy = inside & (best > 0) & ((order > bound) | (level & (earlier <= spare)))
+            heavy = also(inside, best > 0) & ((order > bound) | (level & (earlier <= spare)))
             level_before += tl.sum(level.to(tl.int32), 0)
             tl.store(mine + key, tl.full([SPAN], 1, tl.int8), mask=inside)
             for away in tl.static_range(1, REACH + 1):
