@@ -6,7 +6,7 @@ import pytest
 import torch
 from cpu_helpers import problem
 
-from saccade.ops import cpu
+from saccade.ops import cpu, cpu_sums
 from saccade.ops.line_cover import exact_cover
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Shape
@@ -50,7 +50,7 @@ def test_line_sums(isa, dtype, rows):
         shape = Shape(4, 2, q_len, q_start + q_len + extra, q_start)
         q, view = problem(shape, 64, dtype, page=16, seed=rows)
         expected = sums_by_hand(weights_of(q, view, shape, 1 / 8), shape, rows)
-        for sums, by_hand in zip(cpu.line_sums(q, view, shape, rows, 1 / 8), expected):
+        for sums, by_hand in zip(cpu_sums.line_sums(q, view, shape, rows, 1 / 8), expected):
             assert sums.shape == by_hand.shape
             assert float((sums - by_hand).abs().max()) < 2e-5 * max(1, rows / 8)
 
@@ -63,7 +63,7 @@ def test_line_sums_of_every_head_size(isa, head_dim):
     for dtype in DTYPES:
         q, view = problem(shape, head_dim, dtype)
         expected = sums_by_hand(weights_of(q, view, shape, 0.1, 15.0), shape, 70)
-        for sums, by_hand in zip(cpu.line_sums(q, view, shape, 70, 0.1, 15.0), expected):
+        for sums, by_hand in zip(cpu_sums.line_sums(q, view, shape, 70, 0.1, 15.0), expected):
             assert float((sums - by_hand).abs().max()) < 1e-4
 
 
@@ -73,9 +73,9 @@ def test_line_sums_do_not_depend_on_threads():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = cpu.line_sums(q, view, shape, 128, 0.1)
+        one = cpu_sums.line_sums(q, view, shape, 128, 0.1)
         torch.set_num_threads(3)
-        many = cpu.line_sums(q, view, shape, 128, 0.1)
+        many = cpu_sums.line_sums(q, view, shape, 128, 0.1)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(one, many))
@@ -101,7 +101,7 @@ def test_greedy_covers_are_numpys_to_the_last_bit(isa, n, first, count, sharpnes
     weights, positions = sampled_rows(n, first, count, n + count, sharpness)
     for share in (0.0, 0.5, 0.9, 0.995, 0.99999):
         before = weights.clone()
-        columns, distances, recovered = cpu.cover(weights, positions, first, share)
+        columns, distances, recovered = cpu_sums.cover(weights, positions, first, share)
         assert torch.equal(weights, before)
         expected = exact_cover(weights.numpy().copy(), positions.numpy(), first, share)
         assert (columns.tolist(), distances.tolist(), recovered) == expected
@@ -113,7 +113,7 @@ def test_greedy_covers_do_not_change_with_equal_lines():
     weights = torch.tril(torch.ones(n, n)) / torch.arange(1, n + 1)[:, None]
     same = torch.tril(torch.ones(n, n)) / 64
     for rows in (weights, same):
-        columns, distances, recovered = cpu.cover(rows, torch.arange(n), 0, 0.99)
+        columns, distances, recovered = cpu_sums.cover(rows, torch.arange(n), 0, 0.99)
         assert (columns.tolist(), distances.tolist(), recovered) == exact_cover(
             rows.numpy().copy(), torch.arange(n).numpy(), 0, 0.99
         )
@@ -130,8 +130,8 @@ def test_covers_of_a_call_hold_their_share_and_are_the_greedy_ones(isa, dtype, q
     rows = torch.randperm(q_len, generator=torch.Generator().manual_seed(1))[:count].sort().values
     weights = weights_of(q, view, shape, 1 / 8)[:, rows]
     positions = q_start + rows
-    for head, (columns, distances) in enumerate(cpu.cover_rows(q, view, shape, rows, 1 / 8, None, 0.9)):
-        expected = cpu.cover(weights[head].float(), positions, q_start, 0.9)
+    for head, (columns, distances) in enumerate(cpu_sums.cover_rows(q, view, shape, rows, 1 / 8, None, 0.9)):
+        expected = cpu_sums.cover(weights[head].float(), positions, q_start, 0.9)
         distance = positions[:, None] - torch.arange(shape.k_len)
         read = torch.isin(torch.arange(shape.k_len), columns)[None] | torch.isin(distance, distances)
         assert float(weights[head][read].sum()) >= 0.9 * count - 1e-4
@@ -151,7 +151,7 @@ def test_antidiagonal_shares_are_torchs(isa, dtype, q_start, q_len, extra, strid
     shape = Shape(4, 2, q_len, q_start + q_len + extra, q_start)
     q, view = problem(shape, 32, dtype, seed=q_len)
     for softcap in (None, 5.0):
-        assert cpu.antidiagonals(q, view, shape, stride, size, 0.1, softcap) is not None
+        assert cpu_sums.antidiagonals(q, view, shape, stride, size, 0.1, softcap) is not None
         shares = antidiagonal_shares(q, view, shape, stride, size, 0.1, softcap)
         with monkeypatch.context() as patch:
             patch.setattr(cpu, "antidiagonals", lambda *arguments: None)
@@ -162,6 +162,6 @@ def test_antidiagonal_shares_are_torchs(isa, dtype, q_start, q_len, extra, strid
 def test_tiles_that_straddle_pages_have_no_kernel():
     shape = Shape.suffix(4, 2, 100, 300)
     q, view = problem(shape, 32, torch.float32, page=16)
-    assert cpu.antidiagonals(q, view, shape, 16, 64, 0.1) is not None
-    assert cpu.antidiagonals(q, view, shape, 32, 64, 0.1) is None
-    assert cpu.antidiagonals(q, view, shape, 1, 128, 0.1) is None
+    assert cpu_sums.antidiagonals(q, view, shape, 16, 64, 0.1) is not None
+    assert cpu_sums.antidiagonals(q, view, shape, 32, 64, 0.1) is None
+    assert cpu_sums.antidiagonals(q, view, shape, 1, 128, 0.1) is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.ops import cpu
+from saccade.ops import cpu, cpu_sums
 from saccade.ops.scores import row_weights
 from saccade.selection import Shape
 
@@ -39,7 +39,7 @@ def cover_lines(weights: Tensor, positions: Tensor, first: int, share: float, ov
     """
     weights, positions = weights.cpu(), positions.cpu()
     if overlap == "exact" and cpu.available():
-        return LineCover(*cpu.cover(weights, positions, first, share))
+        return LineCover(*cpu_sums.cover(weights, positions, first, share))
     rows = weights.numpy()
     if overlap == "exact":
         columns, distances, recovered = exact_cover(rows.copy(), positions.numpy(), first, share)
@@ -62,7 +62,7 @@ def cover_rows(
     weights of ``rows`` (int64, rising numbers within the call). The call's rows are the last positions. While a head is
     worked on, its weights take 4 bytes per row and key."""
     if overlap == "exact" and cpu.reads(q, kv):
-        return cpu.cover_rows(q, kv, shape, rows, scale, softcap, share)
+        return cpu_sums.cover_rows(q, kv, shape, rows, scale, softcap, share)
     lines = []
     for kv_head in range(shape.kv_heads):
         for weights in row_weights(q, kv, shape, kv_head, rows, scale, softcap):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.ops import cpu
+from saccade.ops import cpu, cpu_sums
 from saccade.ops.reference import logits
 from saccade.selection import Shape
 
@@ -56,7 +56,7 @@ def line_sums(
     what is chosen by them may differ where two candidates (or a sum and its threshold) are as close as that.
     """
     if cpu.reads(q, kv):
-        return cpu.line_sums(q, kv, shape, rows, scale, softcap)
+        return cpu_sums.line_sums(q, kv, shape, rows, scale, softcap)
     which, end = torch.arange(shape.q_len - rows, shape.q_len), shape.q_start + shape.q_len
     sums = torch.zeros(2, shape.heads, shape.k_len, device=q.device)
     for kv_head in range(shape.kv_heads):
@@ -110,7 +110,7 @@ def antidiagonal_shares(
     antidiagonal (of the pairs that exist, where this call or the context cuts the tile), then by a softmax over the
     tiles up to the row of tiles' own; blocks sum tiles. The shares of a query block add up to 1. XAttention's estimate.
     """
-    shares = cpu.antidiagonals(q, kv, shape, stride, block_size, scale, softcap)
+    shares = cpu_sums.antidiagonals(q, kv, shape, stride, block_size, scale, softcap)
     if shares is None:
         shares = torch.cat(
             [_group_shares(q, kv, shape, g, stride, block_size, scale, softcap) for g in range(shape.kv_heads)]
@@ -198,8 +198,8 @@ def needed_shares(mass: Tensor) -> Tensor:
     """For each entry the share of all heavier ones of its row (ties: lower index first), float64: the entries whose
     value is below gamma are the fewest whose share reaches gamma. ``mass`` [..., m]; all 0 where a row has no mass to
     compare."""
-    if cpu.shares(mass):
-        return cpu.needed_shares(mass)
+    if cpu_sums.shares(mass):
+        return cpu_sums.needed_shares(mass)
     values, order = torch.sort(mass.double(), dim=-1, descending=True, stable=True)
     total = values.sum(-1, keepdim=True)
     shares = torch.where(torch.isfinite(total) & (total > 0), values / total, 0.0)
