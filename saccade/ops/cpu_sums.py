@@ -7,7 +7,6 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu import reads
 from saccade.selection import Shape
 
 _MAX_TILE = 4096  # channels of a tile's rows together
@@ -61,7 +60,7 @@ def antidiagonals(
 ) -> Tensor | None:
     """``scores.antidiagonal_shares`` before blocks are brought to a sum of 1, or None where there is no kernel: for
     calls that :func:`reads` refuses, tiles that straddle pages or that are too large for the scratch of a core."""
-    if not reads(q, kv) or kv.block_size % stride or block_size > 64 * stride or stride * q.shape[-1] > _MAX_TILE:
+    if not cpu.reads(q, kv) or kv.block_size % stride or block_size > 64 * stride or stride * q.shape[-1] > _MAX_TILE:
         return None
     call = cpu._Call(q, kv, shape, scale, softcap, None)
     q_blocks = (shape.q_start + shape.q_len - 1) // block_size - shape.q_start // block_size + 1
