@@ -258,3 +258,14 @@ def test_a_group_without_samples_has_no_scores(tmp_path):
     cell = Group([run]).cell(run)
     assert (cell.score, cell.percent, cell.difference, cell.kv_bytes, cell.density("decode")) == (None,) * 5
     assert write_report([tmp_path], tmp_path / "out")[0].is_file()
+
+
+def test_the_page_names_files_without_their_folders(tmp_path):
+    """Where a run's files lay is the business of its own machine."""
+    settings = config("dense")
+    settings["model"] |= {"name": "/home/me/models/m", "path": "/home/me/models/m"}
+    settings["data"]["path"] = "/home/me/data/d.jsonl"
+    write(tmp_path / "dense", settings, [row("one", 0, 1.0)])
+    pages = [path.read_text() for path in write_report([tmp_path / "dense"], tmp_path / "out")]
+    assert not any("/home/me" in page for page in pages)
+    assert any("d.jsonl" in page for page in pages)

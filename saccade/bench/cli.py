@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -116,24 +117,14 @@ def ops(
         backend=backend,
         clock=clock,
     )
-    if json_file is not None and not json_file.parent.is_dir():
-        raise SaccadeError(f"the folder of {json_file} does not exist; create it first")
+    _folders_exist(json_file)
     with torch_threads(threads):
         limits = machine_limits.measure(settings.dtype, threads, clock)
         rows = []
         for row in run(settings, limits):
             rows.append(row)
             typer.echo(f"  {row.context} {row.method}: {row.ms:.2f} ms, density {row.density:.3f}", err=True)
-    if json_file is not None:
-        facts = {
-            "suite": suite,
-            "clock": clock,
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": machine_limits.machine(),
-            "limits": {name: round(value, 3) for name, value in limits.items()},
-            "rows": [row.as_dict() for row in rows],
-        }
-        json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _write_facts(json_file, clock, rows, limits, suite=suite)
     from saccade.bench.table import print_ops
 
     print_ops(rows, limits)
@@ -164,7 +155,6 @@ def ttft(
 
     import torch
 
-    from saccade.bench import limits as machine_limits
     from saccade.bench.timing import CLOCKS, torch_threads
     from saccade.bench.ttft import TRANSFORMERS, Settings, compare, policy_at, run
     from saccade.bench.ttft_table import markdown, print_ttft
@@ -174,9 +164,7 @@ def ttft(
     _at_least("threads", threads, 1)
     _at_least("repeats", repeats, 1)
     _at_least("chunk", chunk, 1)
-    for file in (json_file, markdown_file):
-        if file is not None and not file.parent.is_dir():
-            raise SaccadeError(f"the folder of {file} does not exist; create it first")
+    _folders_exist(json_file, markdown_file)
     lengths, wanted = [_context(part) for part in _parts(contexts, ",")], _parts(methods, ";")
     for text in wanted:
         if text != TRANSFORMERS:
@@ -190,20 +178,11 @@ def ttft(
             typer.echo(f"  {row.context} {row.method}: {row.seconds:.2f} s, density {row.density:.3f}", err=True)
     compare(rows)
     rows.sort(key=lambda row: row.context)
-    if json_file is not None:
-        facts = {
-            "date": time.strftime("%Y-%m-%d"),
-            "clock": clock,
-            "machine": machine_limits.machine(),
-            "rows": [row.as_dict() for row in rows],
-        }
-        json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _write_facts(json_file, clock, rows)
     if markdown_file is not None:
         markdown_file.write_text(markdown(rows), encoding="utf-8")
     print_ttft(rows)
-    missing = len(lengths) * len(wanted) - len(rows)
-    if missing:
-        typer.echo(f"{missing} of {len(lengths) * len(wanted)} measurements did not begin within {limit:g} seconds")
+    _say_missing(len(lengths) * len(wanted), len(rows), limit)
 
 
 @app.command("generate")
@@ -244,9 +223,7 @@ def generate(
     _choice("clock", clock, tuple(CLOCKS))
     for name, value in (("threads", threads), ("tokens", tokens), ("chunk", chunk)):
         _at_least(name, value, 1)
-    for file in (json_file, markdown_file):
-        if file is not None and not file.parent.is_dir():
-            raise SaccadeError(f"the folder of {file} does not exist; create it first")
+    _folders_exist(json_file, markdown_file)
     lengths, wanted = [_context(part) for part in _parts(contexts, ",")], _parts(methods, ";")
     for text in wanted:
         if text != TRANSFORMERS:
@@ -277,21 +254,11 @@ def generate(
             )
     compare(rows)
     rows.sort(key=lambda row: row.context)
-    if json_file is not None:
-        facts = {
-            "date": time.strftime("%Y-%m-%d"),
-            "clock": clock,
-            "machine": machine_limits.machine(),
-            "limits": {name: round(value, 3) for name, value in limits.items()},
-            "rows": [row.as_dict() for row in rows],
-        }
-        json_file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _write_facts(json_file, clock, rows, limits)
     if markdown_file is not None:
         markdown_file.write_text(markdown(rows), encoding="utf-8")
     print_generate(rows)
-    missing = len(lengths) * len(wanted) - len(rows)
-    if missing:
-        typer.echo(f"{missing} of {len(lengths) * len(wanted)} measurements did not begin within {limit:g} seconds")
+    _say_missing(len(lengths) * len(wanted), len(rows), limit)
 
 
 def _model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 0) -> Path:
@@ -304,6 +271,31 @@ def _model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int =
     from saccade.llm import checkpoint_folder
 
     return checkpoint_folder(model)
+
+
+def _folders_exist(*files: Path | None) -> None:
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise SaccadeError(f"the folder of {file} does not exist; create it first")
+
+
+def _write_facts(
+    file: Path | None, clock: str, rows: Sequence[Any], limits: dict[str, float] | None = None, **more: str
+) -> None:
+    from saccade.bench.limits import machine
+
+    if file is None:
+        return
+    facts: dict[str, Any] = {**more, "clock": clock, "date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    if limits is not None:
+        facts["limits"] = {name: round(value, 3) for name, value in limits.items()}
+    facts["rows"] = [row.as_dict() for row in rows]
+    file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _say_missing(wanted: int, measured: int, limit: float) -> None:
+    if measured < wanted:
+        typer.echo(f"{wanted - measured} of {wanted} measurements did not begin within {limit:g} seconds")
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

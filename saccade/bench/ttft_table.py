@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
+from saccade.bench.cells import as_markdown, print_cells
 from saccade.bench.ttft import TRANSFORMERS, Row
 
 COLUMNS = (
@@ -46,19 +43,9 @@ def cells(row: Row) -> list[str]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A Markdown table."""
-    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    for row in rows:
-        context, method, *rest = cells(row)
-        lines.append([context, f"`{method}`", *rest])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return as_markdown(COLUMNS, [cells(row) for row in rows])
 
 
 def print_ttft(rows: Sequence[Row]) -> None:
     """Print the rows."""
-    console = Console(width=None if sys.stdout.isatty() else 164)
-    table = Table()
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table)
+    print_cells(COLUMNS, [cells(row) for row in rows], 164)

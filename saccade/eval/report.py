@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from saccade.errors import RequestError
 from saccade.eval import plots
@@ -248,9 +249,19 @@ def _counted(cell: Cell) -> list[str]:
     return [f"{count} of {len(cell.rows)} samples: {said}" for said, count in counts.items()]
 
 
+def _shareable(config: Any) -> Any:
+    """``config`` with files and folders by name alone: where they lay on one machine is no one else's business."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: Path(part).name if key in ("path", "name") and isinstance(part, str) else _shareable(part)
+        for key, part in config.items()
+    }
+
+
 def _details(cell: Cell) -> str:
     said = "".join(f"<li>{html.escape(line)}</li>" for line in _counted(cell))
-    config = html.escape(json.dumps(cell.run.config, indent=2, ensure_ascii=False))
+    config = html.escape(json.dumps(_shareable(cell.run.config), indent=2, ensure_ascii=False))
     name = html.escape(cell.run.folder.name)
     opened = " open" if cell.errors else ""
     return f"<details{opened}><summary><code>{name}</code></summary><ul>{said}</ul><pre>{config}</pre></details>"
