@@ -231,8 +231,9 @@ void norm_rows(const void* hidden, const void* weight, double epsilon, int64_t r
     for (int64_t r = 0; r < rows; ++r) rms_norm<T>(x + r * n, static_cast<const T*>(weight), epsilon, n, y + r * n);
 }
 
-template <class T>
-void project_rows_typed(const ProjectRows& c) {
+// The call's rows, normed, as operands of a product; they stay in the thread's scratch.
+template <class T, class Call>
+const auto* normed_operand(const Call& c) {
     auto carve = [&](Carver& take) {
         T* x = take.template take<T>(c.rows * c.channels);
         return std::pair<T*, float*>(x, take.template take<float>(c.rows * c.channels));
@@ -242,7 +243,12 @@ void project_rows_typed(const ProjectRows& c) {
     Carver carver(static_cast<char*>(thread_scratch(count.used())));
     auto [x, room] = carve(carver);
     norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, x);
-    const auto* operands = operand<T>(x, c.rows * c.channels, room);
+    return operand<T>(x, c.rows * c.channels, room);
+}
+
+template <class T>
+void project_rows_typed(const ProjectRows& c) {
+    const auto* operands = normed_operand<T>(c);
     const int64_t sizes[3] = {c.parts[0].rows, c.parts[1].rows, c.parts[2].rows};
     over_rows(sizes, 3, c.threads, [&](int part, int64_t first, int64_t last) {
         multiply<T>(c.parts[part], c.channels, operands, c.rows, first, last, static_cast<T*>(c.out[part]),
@@ -307,16 +313,7 @@ void finish_rows_typed(const FinishRows& c) {
 
 template <class T>
 void head_rows_typed(const HeadRows& c) {
-    auto carve = [&](Carver& take) {
-        T* x = take.template take<T>(c.rows * c.channels);
-        return std::pair<T*, float*>(x, take.template take<float>(c.rows * c.channels));
-    };
-    Carver count(nullptr);
-    carve(count);
-    Carver carver(static_cast<char*>(thread_scratch(count.used())));
-    auto [x, room] = carve(carver);
-    norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, x);
-    const auto* operands = operand<T>(x, c.rows * c.channels, room);
+    const auto* operands = normed_operand<T>(c);
     over_rows(&c.head.rows, 1, c.threads, [&](int, int64_t first, int64_t last) {
         multiply<T>(c.head, c.channels, operands, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
     });
