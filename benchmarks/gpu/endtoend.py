@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from harness import Results, say
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from saccade.engine.executor import Executor
@@ -22,7 +24,7 @@ from saccade.engine.request import Request, Sequence, Work
 from saccade.engine.sampler import Sampler
 from saccade.kv.pool import BlockPool
 from saccade.methods.policy import Policy
-from saccade.models import attention
+from saccade.models import attention, passes
 from saccade.models.families import FAMILIES
 from saccade.models.interface import ModelSpec
 from saccade.models.runner import HFRunner
@@ -37,6 +39,7 @@ DECODE = os.environ.get(
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
 ).split()
 SIZES = ((65536, 8), (98304, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
+PEERS = {"": nullcontext, " (cuDNN)": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)}  # what transformers may use
 PROFILED = bool(os.environ.get("PROFILE"))
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
@@ -91,11 +94,22 @@ def profile(step: Callable[[], Any], steps: int = 4) -> None:
         say(f"  {row.self_device_time_total / steps:9.1f} us {row.count / steps:6.1f} calls  {row.key[:90]}")
 
 
+def attention_kernels(call: Callable[[], Any]) -> str:
+    """The kernels that a call of torch's attention runs, by the names that they have in a profile."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    known = ("flash", "fmha", "cudnn", "sdpa", "attention")
+    names = {row.key for row in seen.key_averages() if any(word in row.key.lower() for word in known)}
+    return "; ".join(sorted(name.split("<")[0].removeprefix("void ")[:70] for name in names)) or "not attention's own"
+
+
 class Bench:
     def __init__(self) -> None:
         self.results = Results("endtoend")
         self.model, self.spec = build("cuda")
         runner = HFRunner(self.model, FAMILIES["llama"], self.spec)
+        passes.install(self.model, self.spec)
         self.executor = Executor(runner)
         self.pool: BlockPool | None = None
         self.results.facts = {
@@ -205,41 +219,54 @@ class Bench:
         )
         return taken
 
-    def transformers(self, tokens: int) -> None:
-        self.model.set_attn_implementation("sdpa")
+    @contextmanager
+    def as_transformers(self, attention_name: str) -> Iterator[None]:
+        """The model with transformers' own forwards and attention."""
+        passes.remove(self.model)
+        self.model.set_attn_implementation(attention_name)
         try:
-            ids = torch.randint(0, 128256, (1, tokens), device="cuda")
             with torch.inference_mode():
-                self.model(ids[:, :512], use_cache=True, logits_to_keep=1)
-                taken = seconds(lambda: self.model(ids, use_cache=True, logits_to_keep=1))
+                yield
         finally:
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
-        self.results.add(what="time to first token", context=tokens, batch=1, policy="transformers sdpa", seconds=taken)
+            passes.install(self.model, self.spec)
+
+    def transformers(self, tokens: int, kernel: str) -> None:
+        ids = torch.randint(0, 128256, (1, tokens), device="cuda")
+        with self.as_transformers("sdpa"), PEERS[kernel]():
+            ran = attention_kernels(lambda: self.model(ids[:, :4096], use_cache=True, logits_to_keep=1))
+            taken = seconds(lambda: self.model(ids, use_cache=True, logits_to_keep=1))
+        self.results.add(
+            what="time to first token",
+            context=tokens,
+            batch=1,
+            policy=f"transformers sdpa{kernel}",
+            seconds=taken,
+            density=1.0,
+            backends=ran,
+            speedup=None,
+        )
 
     def transformers_decode(self, tokens: int, batch: int, attention_name: str, static: bool) -> None:
         """Greedy steps of transformers' model over its own cache, whose keys and values are random."""
         self.pool = None
         gc.collect()
         torch.cuda.empty_cache()
-        self.model.set_attn_implementation(attention_name)
-        try:
-            with torch.inference_mode():
-                cache = self._cache(tokens, batch, static)
-                ids = torch.full((batch, 1), 7, device="cuda")
-                at = tokens
+        with self.as_transformers(attention_name):
+            cache = self._cache(tokens, batch, static)
+            ids = torch.full((batch, 1), 7, device="cuda")
+            at = tokens
 
-                def step() -> None:
-                    nonlocal ids, at
-                    position = torch.full((batch, 1), at, device="cuda")
-                    out = self.model(ids, past_key_values=cache, position_ids=position, use_cache=True)
-                    ids, at = out.logits[:, -1:].argmax(-1), at + 1
-                    ids.tolist()
+            def step() -> None:
+                nonlocal ids, at
+                position = torch.full((batch, 1), at, device="cuda")
+                out = self.model(ids, past_key_values=cache, position_ids=position, use_cache=True)
+                ids, at = out.logits[:, -1:].argmax(-1), at + 1
+                ids.tolist()
 
-                for _ in range(3):
-                    step()
-                taken = seconds(lambda: [step() for _ in range(STEPS)]) / STEPS
-        finally:
-            self.model.set_attn_implementation(attention.ATTENTION_NAME)
+            for _ in range(3):
+                step()
+            taken = seconds(lambda: [step() for _ in range(STEPS)]) / STEPS
         name = f"transformers {attention_name}, {'static' if static else 'dynamic'} cache"
         self.results.add(
             what="decode",
@@ -290,7 +317,8 @@ class Bench:
                     f"prefill {tokens} {policy}", lambda p=policy, d=dense, n=tokens: self.first_token(n, p, d)
                 )
                 dense = taken if policy == "dense" else dense
-            attempt(f"transformers {tokens}", lambda n=tokens: self.transformers(n))
+            for kernel in PEERS:
+                attempt(f"transformers {tokens}{kernel}", lambda n=tokens, k=kernel: self.transformers(n, k))
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ class _BatchContext:
         return AheadRows(torch.tensor([row for _, row in looking]), visit) if looking else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        if len(self.batch) == 1 and self.frozen is None:  # what one request's decode step is made of
+        if len(self.batch) == 1 and self._skipped(self.segments[0], layer) is None:  # nothing to put together
             return self._attend_whole(self.batch[0], layer, q, k, v, spec)
         out = torch.zeros_like(q)
         start = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.pool import BlockPool
+
+_has_triton = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,11 @@ class KVView:
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` [kv_heads, t, head_dim] at positions ``start ..``; only new rows move."""
         size, done, count = self.block_size, 0, k.shape[1]
+        if _on_gpu(self.k_pool):
+            from saccade.kv import device
+
+            device.store((self.k_pool, self.v_pool), self.table, start, (k, v))
+            return
         if self.k_pool.is_cuda:  # slots are not known on the host, and asking for them would wait
             positions = torch.arange(start, start + count, device=self.k_pool.device)
             slots, offsets = self.table[positions // size].long(), positions % size
@@ -133,8 +141,16 @@ class KVView:
     def _span(self, pool: Tensor, start: int, stop: int) -> Tensor:
         if not 0 <= start <= stop <= self.length:
             raise SaccadeError(f"positions {start}..{stop} do not lie within the {self.length} stored tokens")
+        if _on_gpu(pool):
+            from saccade.kv import device
+
+            return device.gather(pool, self.table, start, stop)
         size = self.block_size
         first = start // size
         slots = self.table[first : -(-stop // size)].long()
         rows = pool[slots].transpose(0, 1).flatten(1, 2)
         return rows[:, start - first * size : stop - first * size].contiguous()
+
+
+def _on_gpu(pool: Tensor) -> bool:
+    return pool.is_cuda and _has_triton

@@ -17,13 +17,13 @@ from saccade.models.interface import ModelSpec
 from saccade.ops import row_passes
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-SLICE = 1024  # rows of an MLP whose gate and up values stay in the caches until they have been multiplied
+SLICE = 1024  # rows of an MLP whose gate and up values stay in a CPU's caches until they have been multiplied
 
 
 def install(model: Any, spec: ModelSpec) -> None:
-    """Give the modules of a checked model on a CPU, where its family has the shape, forwards that take fewer passes. A
-    module that a kernel does not fit keeps to its class's own."""
-    if spec.family not in FAMILIES or model.config.hidden_act != "silu" or model.device.type != "cpu":
+    """Give the modules of a checked model, where its family has the shape, forwards that take fewer passes. A module
+    whose rows no kernel fits keeps to its class's own."""
+    if spec.family not in FAMILIES or model.config.hidden_act != "silu":
         return
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -33,6 +33,12 @@ def install(model: Any, spec: ModelSpec) -> None:
         layer.self_attn.forward = MethodType(_attention, layer.self_attn)
         layer.mlp.forward = MethodType(_mlp, layer.mlp)
         layer.forward = MethodType(_layer, layer)
+
+
+def remove(model: Any) -> None:
+    """Give every module of ``model`` its class's forward back."""
+    for module in model.modules():
+        module.__dict__.pop("forward", None)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
@@ -46,6 +52,8 @@ def _mlp(module: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if not row_passes.fits(x) or module.gate_proj.out_features % row_passes.WIDTH:
         return type(module).forward(module, x)
+    if rows.is_cuda:
+        return module.down_proj(row_passes.silu_mul(module.gate_proj(rows), module.up_proj(rows))).view(x.shape)
     out = torch.empty_like(rows)
     for first in range(0, len(rows), SLICE):
         part = rows[first : first + SLICE]

@@ -68,7 +68,8 @@ def attend_prefill(
     config = config or config_for(q, selection)
     if scale <= 0:
         q, scale = q * scale, 1.0
-    out = torch.empty(heads, q_len, head_dim, dtype=q.dtype, device=q.device)
+    # Heads of a row one after another: the product that follows reads rows.
+    out = torch.empty(q_len, heads, head_dim, dtype=q.dtype, device=q.device).transpose(0, 1)
     lse = torch.empty(heads, q_len, dtype=torch.float32, device=q.device)
     mode, window, sinks, size, units = DENSE, 0, 0, config.rows, 1
     offsets = indices = kv.table  # unused pointers must still be pointers
@@ -93,6 +94,8 @@ def attend_prefill(
         lse,
         q.stride(0),
         q.stride(1),
+        out.stride(0),
+        out.stride(1),
         first,
         shape.q_start,
         q_len,
@@ -174,8 +177,8 @@ def _step(
 
 @triton.jit(do_not_specialize=["first", "q_start", "q_len", "window", "sinks"])
 def _prefill(
-    q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, first, q_start, q_len, window, sinks,
-    scale_log2, softcap, ln2,
+    q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, out_head, out_row, first, q_start, q_len,
+    window, sinks, scale_log2, softcap, ln2,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
@@ -248,7 +251,7 @@ def _prefill(
     total = tl.where(weight == 0.0, 1.0, weight)
     rows = row.to(tl.int64)
     tl.store(
-        out + (head * q_len + rows)[:, None] * D + channel[None, :],
+        out + head.to(tl.int64) * out_head + rows[:, None] * out_row + channel[None, :],
         (acc / total[:, None]).to(out.dtype.element_ty),
         mask=inside[:, None] & (channel[None, :] < D),
     )

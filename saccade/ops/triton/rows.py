@@ -1,6 +1,6 @@
-"""What a Llama-shaped decoder layer does to a few rows between its matrix products: norms, rotations, gates. torch
-takes some thirty launches a layer for it, which at a step of few rows cost more than the work. Rounding is
-transformers'.
+"""What a Llama-shaped decoder layer does to rows between its matrix products: norms, rotations, gates, each in one
+launch and one pass. torch takes some thirty launches a layer for it, which at a step of few rows cost more than the
+work, and at many rows several passes over them. Rounding is transformers'.
 """
 
 from __future__ import annotations
@@ -12,96 +12,126 @@ from torch import Tensor
 
 from saccade.ops.triton.common import pad
 
+NORM_TILE = 2048  # values of short rows that one program norms
+ROTATED_HEADS = 16  # heads of a row that one program turns where rows are many
+FEW_ROWS = 64  # rows up to which a program takes one head, as the GPU is not full
+
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Add ``delta`` to ``hidden`` (both [rows, channels], contiguous) in place; returns the RMS norm of the sum, times
-    ``weight`` [channels]."""
+    """Add ``delta`` to ``hidden`` (both [rows, channels], the values of a row one after another) in place; returns the
+    RMS norm of the sum, times ``weight`` [channels], contiguous."""
     rows, channels = hidden.shape
-    out = torch.empty_like(hidden)
-    _add_norm[(rows,)](
+    out = torch.empty(rows, channels, dtype=hidden.dtype, device=hidden.device)
+    width = pad(channels)
+    each = max(1, NORM_TILE // width)
+    other = hidden if delta is None else delta
+    _add_norm[(triton.cdiv(rows, each),)](
         hidden,
-        hidden if delta is None else delta,
+        other,
         weight,
         out,
+        rows,
+        hidden.stride(0),
+        other.stride(0),
         epsilon,
         CHANNELS=channels,
-        WIDTH=pad(channels),
+        WIDTH=width,
+        ROWS=each,
         ADDS=delta is not None,
         num_warps=8 if channels > 2048 else 4,
     )
     return out
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary embedding (Su et al., 2021), halves of a head against each other, in place: ``q`` [rows, heads, head_dim],
-    ``k`` [rows, kv_heads, head_dim], the heads of a row one after another, ``cos``, ``sin`` [rows, head_dim]."""
-    rows, heads, head_dim = q.shape
-    _rotate[(heads + k.shape[1], rows)](
+def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+    """Rotary embedding (Su et al., 2021), halves of the first n channels against each other, in place: ``q`` [rows,
+    heads, head_dim], ``k`` [rows, kv_heads, head_dim], ``cos``, ``sin`` [rows, n], contiguous."""
+    rows, heads, _ = q.shape
+    more = 0 if k is None else k.shape[1]
+    each = 1 if rows <= FEW_ROWS else ROTATED_HEADS
+    q_tiles = triton.cdiv(heads, each)
+    other = q if k is None else k
+    _rotate[(rows, q_tiles + triton.cdiv(more, each))](
         q,
-        k,
+        other,
         cos,
         sin,
         q.stride(0),
-        k.stride(0),
-        HEADS=heads,
-        HALF=head_dim // 2,
-        WIDTH=pad(head_dim // 2),
-        num_warps=1,
+        q.stride(1),
+        other.stride(0),
+        other.stride(1),
+        heads,
+        more,
+        q_tiles,
+        HALF=cos.shape[-1] // 2,
+        WIDTH=pad(cos.shape[-1] // 2),
+        EACH=each,
+        num_warps=1 if each == 1 else 4,
     )
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, both [rows, channels], contiguous."""
-    out = torch.empty_like(gate)
-    _gated[(triton.cdiv(gate.numel(), 1024),)](gate, up, out, gate.numel(), WIDTH=1024, num_warps=4)
-    return out
+    """``silu(gate) * up``, both [rows, channels], contiguous; written over ``gate``."""
+    _gated[(triton.cdiv(gate.numel(), 1024),)](gate, up, gate.numel(), WIDTH=1024, num_warps=4)
+    return gate
 
 
-@triton.jit
-def _add_norm(hidden, delta, weight, out, epsilon, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr):
-    channel = tl.arange(0, WIDTH)
-    real = channel < CHANNELS
-    at = tl.program_id(0).to(tl.int64) * CHANNELS + channel
-    x = tl.load(hidden + at, mask=real, other=0.0)
-    w = tl.load(weight + channel, mask=real, other=0.0)
-    if ADDS:
-        x = (x.to(tl.float32) + tl.load(delta + at, mask=real, other=0.0).to(tl.float32)).to(x.dtype)
-        tl.store(hidden + at, x, mask=real)
-    x = x.to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / CHANNELS + epsilon)
-    y = x.to(w.dtype).to(tl.float32) * w.to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _rotate(
-    q, k, cos, sin, q_row, k_row, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm(
+    hidden, delta, weight, out, rows, hidden_row, delta_row, epsilon,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    channel = tl.arange(0, WIDTH)
-    real = channel < HALF
-    base = q + row * q_row + head * 2 * HALF
-    if head >= HEADS:
-        base = k + row * k_row + (head - HEADS) * 2 * HALF
-    first = tl.load(base + channel, mask=real, other=0.0)
-    second = tl.load(base + HALF + channel, mask=real, other=0.0)
+    channel = tl.arange(0, WIDTH)[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    real = (row < rows) & (channel < CHANNELS)
+    at = hidden + row * hidden_row + channel
+    x = tl.load(at, mask=real, other=0.0)
+    w = tl.load(weight + channel, mask=channel < CHANNELS, other=0.0)
+    if ADDS:
+        y = tl.load(delta + row * delta_row + channel, mask=real, other=0.0)
+        x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+        tl.store(at, x, mask=real)
+    x = x.to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / CHANNELS + epsilon)[:, None]
+    y = x.to(w.dtype).to(tl.float32) * w.to(tl.float32)
+    tl.store(out + row * CHANNELS + channel, y.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["heads", "more", "q_tiles"])
+def _rotate(
+    q, k, cos, sin, q_row, q_head, k_row, k_head, heads, more, q_tiles,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    base = q + row * q_row
+    count, stride = heads, q_head
+    if tile >= q_tiles:
+        base = k + row * k_row
+        count, stride = more, k_head
+        tile -= q_tiles
+    channel = tl.arange(0, WIDTH)[None, :]
+    head = tile * EACH + tl.arange(0, EACH)[:, None]
+    real = (head < count) & (channel < HALF)
+    low = base + head.to(tl.int64) * stride + channel
+    first = tl.load(low, mask=real, other=0.0)
+    second = tl.load(low + HALF, mask=real, other=0.0)
     angle = row * 2 * HALF + channel
     for half in tl.static_range(2):
-        c = tl.load(cos + angle + half * HALF, mask=real, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle + half * HALF, mask=real, other=0.0).to(tl.float32)
+        c = tl.load(cos + angle + half * HALF, mask=channel < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle + half * HALF, mask=channel < HALF, other=0.0).to(tl.float32)
         if half == 0:
             x, other = first.to(tl.float32), -second.to(tl.float32)
         else:
             x, other = second.to(tl.float32), first.to(tl.float32)
         straight, crossed = (x * c).to(first.dtype).to(tl.float32), (other * s).to(first.dtype).to(tl.float32)
-        tl.store(base + half * HALF + channel, (straight + crossed).to(first.dtype), mask=real)
+        tl.store(low + half * HALF, (straight + crossed).to(first.dtype), mask=real)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _gated(gate, up, out, count, WIDTH: tl.constexpr):
+@triton.jit
+def _gated(gate, up, count, WIDTH: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(gate + at, mask=at < count, other=0.0)
     y = x.to(tl.float32)
     y = (y / (1.0 + tl.exp(-y))).to(x.dtype).to(tl.float32)
     y = y * tl.load(up + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=at < count)
+    tl.store(gate + at, y.to(x.dtype), mask=at < count)
