@@ -124,6 +124,11 @@ WRONG = {
     "prefill=dense, middle=psa": ["unknown method"],
     "prefill=": ["unknown method ''"],
     "topk(k=0)": ["k=0"],
+    "topk(k=2147483648)": ["k=2147483648", "from 1 to 2147483647"],
+    "lfps(s=1000000000000000000000000000000)": ["s=1000000000000000000000000000000", "from 1 to 2147483647"],
+    "etf(sinks=9223372036854775808)": ["sinks=9223372036854775808", "from 0 to 2147483647"],
+    "magicpig(tables=1000000000)": ["tables=1000000000", "from 2 to 4096"],
+    "+".join(["psa"] * 5000): ["a policy of 19999 characters", "at most 2000"],
     "": ["a policy is text"],
     "   ": ["a policy is text"],
 }

@@ -31,6 +31,8 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.selection import Cone, Dense, Selection, Shape
 
+LARGEST = 2**31 - 1  # positions are int32
+
 
 @dataclass
 class Cost:
@@ -213,11 +215,11 @@ def require(ok: bool, name: str, value: Any, allowed: str) -> None:
         raise PolicyError(f"{name}={value} is out of range: {allowed}")
 
 
-def require_whole(name: str, value: Any, least: int) -> None:
-    """Raise PolicyError unless ``value`` is an integer of at least ``least``."""
-    require(
-        isinstance(value, int) and not isinstance(value, bool) and value >= least, name, value, f"an integer >= {least}"
-    )
+def require_whole(name: str, value: Any, least: int, most: int = LARGEST) -> None:
+    """Raise PolicyError unless ``value`` is an integer from ``least`` to ``most``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    allowed = f"an integer >= {least}" if not whole or value < least else f"an integer from {least} to {most}"
+    require(whole and least <= value <= most, name, value, allowed)
 
 
 def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -232,9 +234,10 @@ def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def require_budget(name: str, value: Any) -> None:
     """Raise PolicyError unless ``value`` is a number of keys, or a fraction of the visible ones."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
     fraction = isinstance(value, float) and 0 < value < 1
-    require(whole or fraction, name, value, "an integer >= 1 (keys), or a fraction between 0 and 1 of the visible keys")
+    allowed = f"an integer from 1 to {LARGEST} (keys), or a fraction between 0 and 1 of the visible keys"
+    require(whole or fraction, name, value, allowed)
 
 
 def budget_keys(budget: float, visible: int) -> int:

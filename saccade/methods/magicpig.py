@@ -17,6 +17,7 @@ from saccade.selection import Dense, Selection
 
 LAYERS_PER_DRAW = 16  # layers that share their random projections
 TILE_KEYS = 4096  # keys hashed at once
+MOST_TABLES = 4096  # a key takes 4 bytes in each: 32 times the bytes of a bfloat16 key and value of 128 channels
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class MagicPIG(Method):
 
     def __post_init__(self) -> None:
         require_choice("bits", self.bits, tuple(range(1, 16)))
-        require_whole("tables", self.tables, 2)
+        require_whole("tables", self.tables, 2, MOST_TABLES)
         for name in ("sinks", "dense_every", "seed"):
             require_whole(name, getattr(self, name), 0)
         require_whole("local", self.local, 1)

@@ -19,6 +19,7 @@ from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.dense import DenseMethod
 from saccade.methods.registry import METHODS, MODIFIERS
 
+LONGEST_TEXT = 2000  # every option of every place of a policy spelt out takes fewer characters
 PHASES = ("prefill", "decode", "window", "freeze")  # the places of a policy
 KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS}
 # Names for policies, or for sums that join others; every method's own name is one already.
@@ -64,7 +65,7 @@ class Policy:
             raise PolicyError(
                 f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {policy!r}; known: {_known()}"
             )
-        return _from_text(policy.strip())
+        return _from_text(_readable(policy))
 
     @property
     def text(self) -> str:
@@ -106,7 +107,7 @@ def parse_method(text: str) -> Method:
 
 def parse_part(text: str) -> PolicyPart:
     """Like ``parse_method``, for windows and freezes too."""
-    text = text.strip()
+    text = _readable(text)
     name, bracket, rest = text.partition("(")
     name = name.strip()
     if bracket and not rest.endswith(")"):
@@ -124,6 +125,16 @@ def parse_part(text: str) -> PolicyPart:
         return part(**options)
     except PolicyError as error:
         raise PolicyError(f"policy '{text}': {error}") from None
+
+
+def _readable(text: str) -> str:
+    """``text`` without the space around it; PolicyError if it is so long that errors could not quote it."""
+    text = text.strip()
+    if len(text) > LONGEST_TEXT:
+        raise PolicyError(
+            f"a policy of {len(text)} characters ('{text[:40]}...') is too long: at most {LONGEST_TEXT} are read"
+        )
+    return text
 
 
 def _from_text(text: str) -> Policy:
