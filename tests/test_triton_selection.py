@@ -10,12 +10,14 @@ from helpers import Planted, planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.flexprefill_device import _block_means, select_blocks
+from saccade.methods.flexprefill_device import _block_means, select_blocks, select_lines
+from saccade.methods.flexprefill_modes import token_lines
 from saccade.ops import attend
-from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, slash_sums
+from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, row_weights, slash_sums
 from saccade.ops.triton import choose, shares
-from saccade.ops.triton.choose import compact, mass_threshold
-from saccade.ops.triton.line_sums import line_sums
+from saccade.ops.triton import line_sums as sums
+from saccade.ops.triton.choose import compact, kept_lines, mass_threshold
+from saccade.ops.triton.line_sums import line_sums, token_sums
 from saccade.selection import Blocks, Shape
 
 
@@ -38,6 +40,34 @@ def test_line_sums_equal_those_of_the_weights_themselves(q_len, n, size, softcap
         torch.testing.assert_close(columns[heads], block_sums(weights.sum(1), size), atol=1e-4, rtol=1e-4)
         expected = block_sums(slash_sums(weights, n - rows), size)
         torch.testing.assert_close(slashes[heads], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("q_len", "n", "rows"), [(300, 300, 64), (40, 300, 40), (129, 515, 100), (7, 7, 5)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_token_sums_are_those_of_the_weights_themselves(q_len, n, rows, softcap, monkeypatch):
+    chunk = chunk_of(4, 2, q_len, n)
+    if softcap is not None:
+        monkeypatch.setattr(sums, "MOST_BYTES", 4 * rows * n * 3)  # three heads at once, then one
+    columns, slashes = token_sums(chunk.q, chunk.kv, chunk.shape, rows, chunk.scale, softcap)
+    which = torch.arange(q_len - rows, q_len)
+    for g in range(2):
+        weights = row_weights(chunk.q, chunk.kv, chunk.shape, g, which, chunk.scale, softcap)
+        heads = slice(2 * g, 2 * g + 2)
+        torch.testing.assert_close(columns[heads], weights.sum(1), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(slashes[heads], slash_sums(weights, n - rows), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.95])
+@pytest.mark.parametrize(("least", "most"), [(0, None), (40, None), (150, 170), (0, 64), (70, 5000), (700, None)])
+def test_kept_lines_are_the_host_s(gamma, least, most):
+    """Ties, a kind without weight, more of one kind than of the other."""
+    mass = torch.rand(2, 3, 330, generator=torch.Generator().manual_seed(least)) ** 9
+    mass[0, 0, 50:90], mass[1, 1] = 0.25, 0.0
+    mass[1, 2] = mass[1, 2] ** 0.1
+    got = kept_lines(mass, gamma, 32, least, most)
+    expected = token_lines(needed_shares(mass[0]), needed_shares(mass[1]), gamma, 32, least, most)
+    for marks, wanted in zip(got, expected):
+        assert torch.equal(marks, wanted)
 
 
 @pytest.mark.parametrize("m", [5, 9000])
@@ -95,6 +125,31 @@ def test_flexprefill_on_the_device_selects_what_it_selects_on_the_host(method, q
     assert 0 < expected.density() < 0.999
     differs = got.block_mask() ^ expected.block_mask()
     assert differs.sum() <= 0.005 * expected.block_mask().sum()
+    out, _ = attend(chunk.q, chunk.kv, got, backend="triton")
+    reference, _ = attend(chunk.q, chunk.kv, got, backend="reference")
+    torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)
+
+
+TOKEN = [
+    FlexPrefill(block_size=64, min_budget=64, gamma=0.7),
+    FlexPrefill(block_size=64, min_budget=200, gamma=0.5, tau=0.15),
+    FlexPrefill(block_size=64, min_budget=0, max_budget=192, gamma=0.9, tau=0.15),
+    FlexPrefill(block_size=64, min_budget=64, gamma=0.6, tau=1.0, mode="paper"),
+]
+
+
+@pytest.mark.parametrize(("method", "q_len"), [(method, 576) for method in TOKEN] + [(TOKEN[1], 150)])
+def test_token_lines_on_the_device_are_those_of_the_host(method, q_len):
+    chunk = chunk_of(4, 2, q_len, 576, pattern=Planted(columns=(7, 201), slashes=(13, 200), blocks=(3,)), noise=0.6)
+    expected = method.select_prefill(chunk)
+    got = select_lines(method, chunk)
+    got.check()
+    assert torch.equal(got.choice.bool(), method.head_kinds(chunk))
+    if method.tau == 0.15:
+        assert 0 < int(got.choice.sum()) < 4
+    assert torch.equal(got.pairs(), got.mask().flatten(1).sum(1))
+    differs = got.mask() ^ expected.mask()
+    assert differs.sum() <= 0.005 * expected.mask().sum()
     out, _ = attend(chunk.q, chunk.kv, got, backend="triton")
     reference, _ = attend(chunk.q, chunk.kv, got, backend="reference")
     torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, require_choice, require_number, require_whole
-from saccade.methods.flexprefill_device import select_blocks
+from saccade.methods.flexprefill_device import select_blocks, select_lines
 from saccade.methods.flexprefill_modes import reference_blocks, token_lines
 from saccade.ops import triton
 from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
@@ -85,8 +85,8 @@ class FlexPrefill(Method):
             return reference_blocks(chunk, self.gamma, self.tau, size, self.min_budget, self.max_budget)
         if self.gamma >= 1.0:
             return Dense(shape)
-        if chunk.q.is_cuda and self.lines == "block" and triton.selects(chunk.q, chunk.kv):
-            return select_blocks(self, chunk)
+        if chunk.q.is_cuda and triton.selects(chunk.q, chunk.kv):
+            return (select_blocks if self.lines == "block" else select_lines)(self, chunk)
         pooled = mean_keys(chunk.kv, size)
         columns, slashes = self._sums(chunk)
         query_aware = self._divergence(chunk, pooled, columns) < self.tau

@@ -1,7 +1,7 @@
 """FlexPrefill's selection on a GPU: every head at once, and no number read back to the host before the kernel runs.
 
-It decides as ``lines="block"`` does on a CPU, with two differences of rounding: sums are float32, and pooled block
-pairs of equal weight at gamma's edge are all taken.
+It decides as on a CPU, with two differences of rounding: sums are float32, and pooled block pairs of equal weight at
+gamma's edge are all taken.
 """
 
 from __future__ import annotations
@@ -12,22 +12,54 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
-from saccade.ops.scores import mean_keys
-from saccade.selection import Blocks
+from saccade.ops import triton
+from saccade.ops.scores import block_sums, mean_keys
+from saccade.selection import Blocks, Mixed
 
 if TYPE_CHECKING:
     from saccade.methods.flexprefill import FlexPrefill
 
 
 def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
-    """Block lists of every query head for a chunk on the GPU."""
-    from saccade.ops.triton.choose import choose_blocks, mass_threshold
+    """Block lists of every query head for a chunk on the GPU: ``lines="block"``."""
     from saccade.ops.triton.line_sums import line_sums
-    from saccade.ops.triton.shares import close_to, needed_shares, pooled_shares
+    from saccade.ops.triton.shares import needed_shares
+
+    columns, slashes = line_sums(chunk.q, chunk.kv, chunk.shape, method.block_size, chunk.scale, chunk.softcap)
+    vertical, groups = needed_shares(columns), needed_shares(slashes)
+    diagonals = torch.minimum(groups, torch.cat([groups[:, :1], groups[:, :-1]], 1))
+    return _blocks(method, chunk, columns, vertical, diagonals)[0]
+
+
+def select_lines(method: FlexPrefill, chunk: Chunk) -> Mixed:
+    """``lines="token"``: lines of the vertical-slash heads, blocks of the query-aware ones. Only the device knows which
+    is which, so that each kind has lists of all heads, empty ones for the others."""
+    from saccade.ops.triton.choose import compact_lines, kept_lines
 
     shape, size = chunk.shape, method.block_size
     rows = min(size, shape.q_len)
-    columns, slashes = line_sums(chunk.q, chunk.kv, shape, size, chunk.scale, chunk.softcap)
+    mass = torch.stack(triton.token_sums(chunk.q, chunk.kv, shape, rows, chunk.scale, chunk.softcap))
+    blocks, by_pooled = _blocks(method, chunk, block_sums(mass[0], size))
+    kept = kept_lines(mass, method.gamma, size, method.min_budget, method.max_budget)
+    lines = compact_lines(shape, *(marks & ~by_pooled[:, None] for marks in kept))
+    return Mixed(shape, (lines, blocks), by_pooled.long())
+
+
+def _blocks(
+    method: FlexPrefill,
+    chunk: Chunk,
+    columns: Tensor,
+    vertical: Tensor | None = None,
+    diagonals: Tensor | None = None,
+) -> tuple[Blocks, Tensor]:
+    """The blocks of query-aware heads, and of the others by the lines ``vertical`` and ``diagonals`` (fp32 [heads,
+    k_blocks]) if there are any; and which heads are query-aware, bool [heads]. ``columns`` fp32 [heads, k_blocks]: the
+    weight of the representative rows by key block."""
+    from saccade.ops.triton.choose import choose_blocks, mass_threshold
+    from saccade.ops.triton.shares import close_to, pooled_shares
+
+    shape, size = chunk.shape, method.block_size
+    rows = min(size, shape.q_len)
     chunk.cost.scored += rows * shape.k_len
     pooled = mean_keys(chunk.kv, size)  # [G, k_blocks, d]
     queries = _block_means(chunk.q, shape.q_start % size, size)  # [H, q_blocks, d]
@@ -43,13 +75,13 @@ def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
         each = by_pooled.repeat_interleave(q_blocks, output_size=by_pooled.numel() * q_blocks)
         threshold = mass_threshold(shares.flatten(0, 1), method.gamma, each)
     threshold = threshold.view(shape.heads, -1).expand(-1, q_blocks).clone()
-    known = method.known_blocks(shape)  # the last query blocks, whose true weights count
-    shares[:, -known:] = (columns / rows)[:, None]
-    threshold[:, -known:] = mass_threshold(columns / rows, method.gamma, by_pooled)[:, None]
-    vertical, groups = needed_shares(columns), needed_shares(slashes)
-    diagonals = torch.minimum(groups, torch.cat([groups[:, :1], groups[:, :-1]], 1))
+    if method.mode == "fixed":
+        known = method.known_blocks(shape)  # the last query blocks, whose true weights count
+        shares[:, -known:] = (columns / rows)[:, None]
+        threshold[:, -known:] = mass_threshold(columns / rows, method.gamma, by_pooled)[:, None]
     least, most = method.budget_blocks
-    return choose_blocks(shape, size, vertical, diagonals, shares, by_pooled, threshold, method.gamma, least, most)
+    blocks = choose_blocks(shape, size, vertical, diagonals, shares, by_pooled, threshold, method.gamma, least, most)
+    return blocks, by_pooled
 
 
 def _grouped(rows: Tensor, keys: Tensor) -> Tensor:

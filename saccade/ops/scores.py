@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.ops import cpu, cpu_sums
+from saccade.ops import cpu, cpu_sums, triton
 from saccade.ops.reference import logits
 from saccade.selection import Shape
 
@@ -52,11 +52,14 @@ def line_sums(
     """Softmax weights of the last ``rows`` rows of the call, summed by key and by distance from the row: two fp32
     [heads, k_len].
 
-    The C++ kernels run it where they can. They add in another order, so sums agree to a few parts in a million, and
-    what is chosen by them may differ where two candidates (or a sum and its threshold) are as close as that.
+    The C++ and Triton kernels run it where they can. They add in another order, so sums agree to a few parts in a
+    million, and what is chosen by them may differ where two candidates (or a sum and its threshold) are as close as
+    that.
     """
     if cpu.reads(q, kv):
         return cpu_sums.line_sums(q, kv, shape, rows, scale, softcap)
+    if q.is_cuda and triton.sums(q, kv, rows):
+        return triton.token_sums(q, kv, shape, rows, scale, softcap)
     which, end = torch.arange(shape.q_len - rows, shape.q_len), shape.q_start + shape.q_len
     sums = torch.zeros(2, shape.heads, shape.k_len, device=q.device)
     for kv_head in range(shape.kv_heads):

@@ -18,7 +18,8 @@ from saccade.selection.csr import check_below, check_csr, offsets_of
 class Lines(Selection):
     """Vertical lines (key columns) and slash lines (distances ``p - i``), the same for all rows of the call.
 
-    ``v_offsets`` / ``s_offsets`` int64 [units + 1]; ``columns`` / ``distances`` int32, sorted and unique per unit.
+    ``v_offsets`` / ``s_offsets`` int64 [units + 1]; ``columns`` / ``distances`` int32, sorted and unique per unit;
+    entries behind the last offset mean nothing, as those of :class:`Blocks`.
     """
 
     shape: Shape
@@ -70,17 +71,24 @@ class Lines(Selection):
         return (is_column[None, :] & (distance >= 0)) | is_distance[distance]
 
     def unit_pairs(self) -> Tensor:
-        first, last = self.shape.q_start, self.shape.q_start + self.shape.q_len - 1
-        counts = []
-        for unit in range(self.units):
-            columns, distances = self.unit_lines(unit)
-            lines = torch.cat([columns, distances])
-            total = (last + 1 - lines.clamp(min=first)).clamp(min=0).sum()
-            # A column c and a distance o cross at row c + o; count the crossings that fall on a row of this call.
-            low = torch.searchsorted(distances, first - columns)
-            high = torch.searchsorted(distances, last - columns, right=True)
-            counts.append(total - (high - low).sum())
-        return torch.stack(counts)
+        first, end = self.shape.q_start, self.shape.q_start + self.shape.q_len
+        column_of, columns = self._placed(self.v_offsets, self.columns)
+        distance_of, distances = self._placed(self.s_offsets, self.distances)
+        # A column c and a distance o cross at row c + o; count the crossings that fall on a row of this call. Unit by
+        # unit the distances lie in a row, each unit's ahead of those of the next.
+        laid, base = distance_of * end + distances, column_of * end
+        low = torch.searchsorted(laid, base + (first - columns).clamp(min=0))
+        high = torch.searchsorted(laid, base + end - 1 - columns, right=True)
+        pairs = torch.zeros(self.units + 1, dtype=torch.int64, device=laid.device)
+        pairs.index_add_(0, column_of, end - columns.clamp(min=first) - (high - low))
+        pairs.index_add_(0, distance_of, end - distances.clamp(min=first))
+        return pairs[: self.units]
+
+    def _placed(self, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Whose every entry is, and the entry: two int64 [entries]; what means nothing is 0 of one unit more. No number
+        is read from the device."""
+        unit = torch.searchsorted(offsets[1:], torch.arange(indices.numel(), device=offsets.device), right=True)
+        return unit, torch.where(unit < self.units, indices, 0).long()
 
     def seen_pairs(self, starts: Tensor, sinks: int) -> Tensor:
         """``unit_pairs`` of keys below ``sinks`` and, in each row, from its entry of ``starts`` on (int64 [q_len],
@@ -135,5 +143,6 @@ class Lines(Selection):
             )
         last = torch.full((self.units,), self.shape.q_start + self.shape.q_len)
         for offsets, indices in ((self.v_offsets, self.columns), (self.s_offsets, self.distances)):
-            check_csr(offsets, indices, self.shape.heads, 1)
-            check_below(offsets, indices, last, "line")
+            listed = indices[: int(offsets[-1])]
+            check_csr(offsets, listed, self.shape.heads, 1)
+            check_below(offsets, listed, last, "line")

@@ -49,6 +49,21 @@ def selects(q: Tensor, kv: KVView) -> bool:
     return narrow and supports(q, kv, Dense(Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], kv.length)))
 
 
+def sums(q: Tensor, kv: KVView, rows: int) -> bool:
+    """Whether :func:`token_sums` can serve this call."""
+    return 1 <= rows <= 128 and selects(q, kv)
+
+
+def token_sums(
+    q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ops.scores.line_sums."""
+    from saccade.ops.triton import dispatch, line_sums
+
+    with _without_ambient_device():
+        return line_sums.token_sums(q, dispatch.on_device(kv, q.device), shape, rows, scale, softcap)
+
+
 def chooses(q: Tensor, kv: KVView, selection: Candidates) -> bool:
     """Whether :func:`choose_candidates` and :func:`read_weights` can serve this call."""
     few, many = sorted((selection.units, kv.kv_heads))

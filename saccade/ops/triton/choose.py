@@ -1,4 +1,5 @@
-"""From weights to block lists on the device: cumulative selection, budgets, compaction; no number goes to the host."""
+"""From weights to lists of blocks and lines on the device: cumulative selection, budgets, compaction; no number goes
+to the host."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import pad
-from saccade.selection import Blocks, Shape
+from saccade.ops.triton.common import also, pad
+from saccade.selection import Blocks, Lines, Shape
 
 CHUNK = 8192  # entries one program sums in one pass
 ONE_PASS = 1 << 16  # entries up to which one program does all passes over a row: launches would cost more
@@ -39,8 +40,8 @@ def mass_threshold(mass: Tensor, share: float, active: Tensor) -> Tensor:
 def choose_blocks(
     shape: Shape,
     block_size: int,
-    vertical: Tensor,
-    diagonal: Tensor,
+    vertical: Tensor | None,
+    diagonal: Tensor | None,
     pooled: Tensor,
     by_pooled: Tensor,
     threshold: Tensor,
@@ -54,14 +55,15 @@ def choose_blocks(
     the gamma from which on the line is wanted), or, where ``by_pooled`` (bool [heads]), if ``pooled`` (fp32 [heads,
     q_blocks, k_blocks]) is at least ``threshold``: fp32 [heads], or [heads, q_blocks] for one a query block. Every
     query block keeps its first and its diagonal block, at least ``least`` blocks and at most ``most``, in the order in
-    which a growing gamma would add them (ties to the lower block).
+    which a growing gamma would add them (ties to the lower block). Without ``vertical`` and ``diagonal`` the lists of
+    heads that do not go by ``pooled`` are empty.
     """
     heads, q_blocks, k_blocks = pooled.shape
     taken = torch.empty(heads, q_blocks, k_blocks, dtype=torch.int8, device=pooled.device)
     per_row = threshold.dim() == 2
     _choose[(q_blocks, heads)](
-        vertical,
-        diagonal,
+        pooled if vertical is None else vertical,
+        pooled if diagonal is None else diagonal,
         pooled,
         by_pooled,
         threshold,
@@ -73,6 +75,7 @@ def choose_blocks(
         least,
         k_blocks if most is None else most,
         PER_ROW=per_row,
+        BY_LINE=vertical is not None,
         WIDTH=pad(k_blocks),
         num_warps=4 if k_blocks <= 2048 else 8,
     )
@@ -82,12 +85,66 @@ def choose_blocks(
 def compact(shape: Shape, block_size: int, taken: Tensor) -> Blocks:
     """Block lists from ``taken`` [units, q_blocks, k_blocks] (int8 or bool, causal). ``indices`` keeps room for every
     block, since only the device knows how many there are."""
-    units, q_blocks, k_blocks = taken.shape
-    offsets = torch.zeros(units * q_blocks + 1, dtype=torch.int64, device=taken.device)
-    torch.cumsum(taken.sum(-1, dtype=torch.int64).flatten(), 0, out=offsets[1:])
+    return Blocks(shape, block_size, *_lists(taken.flatten(0, 1)))
+
+
+def compact_lines(shape: Shape, columns: Tensor, distances: Tensor) -> Lines:
+    """Lines from bool [units, k_len] each, with room like :func:`compact`'s."""
+    return Lines(shape, *_lists(columns), *_lists(distances))
+
+
+def _lists(taken: Tensor) -> tuple[Tensor, Tensor]:
+    """(offsets int64 [rows + 1], indices int32) of what is taken, int8 or bool [rows, m] of 0 and 1."""
+    rows, m = taken.shape
+    offsets = torch.zeros(rows + 1, dtype=torch.int64, device=taken.device)
+    torch.cumsum(taken.sum(-1, dtype=torch.int64), 0, out=offsets[1:])
     indices = torch.empty(taken.numel(), dtype=torch.int32, device=taken.device)
-    _compact[(units * q_blocks,)](taken.view(torch.int8), offsets, indices, k_blocks, WIDTH=min(1024, pad(k_blocks)))
-    return Blocks(shape, block_size, offsets, indices)
+    _compact[(rows,)](taken.view(torch.int8), offsets, indices, m, WIDTH=min(1024 if m <= 4096 else 4096, pad(m)))
+    return offsets, indices
+
+
+def kept_lines(mass: Tensor, gamma: float, forced: int, least: int, most: int | None) -> tuple[Tensor, Tensor]:
+    """FlexPrefill's Alg. 3 by token (``methods.flexprefill_modes.token_lines``) from ``mass`` fp32 [2, heads, n], the
+    weight by column and by distance: two bool [heads, n].
+
+    Everything is decided in order of falling weight; only the ``max(least, most)`` heaviest lines of a kind can be
+    among so many of both.
+    """
+    n = mass.shape[2]
+    values, order = torch.sort(mass, dim=2, descending=True, stable=True)
+    upto = values.cumsum(2, dtype=torch.float64)
+    total = upto[..., -1:]
+    before = torch.where(torch.isfinite(total) & (total > 0), (upto - values) / total, 0.0)
+    always = order < forced
+    keep = before < max(gamma, 1e-9)  # the heaviest of all is wanted even by gamma=0
+    limits = [limit for limit in (most, least) if limit is not None]
+    bound = {limit: _among_least(before, always, limit, 2 * min(forced, n)) for limit in limits if 0 < limit < 2 * n}
+    if most is not None:
+        keep = keep & bound.get(most, keep)
+    keep = keep | always
+    if least > 0:
+        keep = keep | bound.get(least, torch.ones_like(keep))
+    marks = torch.empty_like(keep).scatter_(2, order, keep)
+    return marks[0], marks[1]
+
+
+def _among_least(before: Tensor, always: Tensor, count: int, forced: int) -> Tensor:
+    """bool like ``before`` fp64 [2, heads, n]: what is among the ``count`` least of both kinds together, of which the
+    ``forced`` entries of ``always`` come first."""
+    width = min(count, before.shape[2])
+    found = torch.zeros_like(always)
+    count -= forced
+    if count <= 0:
+        return found
+    heads = before.shape[1]
+    head = before[..., :width].masked_fill(always[..., :width], torch.inf)
+    both = head.transpose(0, 1).reshape(heads, -1)
+    count = min(count, both.shape[1])
+    least = torch.topk(both, count, dim=1, largest=False, sorted=False).values.amax(1, keepdim=True)
+    below, equal = both < least, both == least
+    taken = below | (equal & (equal.cumsum(1) <= count - below.sum(1, keepdim=True)))
+    found[..., :width] = taken.view(heads, 2, -1).transpose(0, 1)
+    return found
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -164,7 +221,7 @@ def _first_n(order, count, n):
 @triton.jit(do_not_specialize=["first", "q_blocks", "k_blocks", "least", "most"])
 def _choose(
     vertical, diagonal, pooled, by_pooled, threshold, taken, first, q_blocks, k_blocks, gamma, least, most,
-    PER_ROW: tl.constexpr, WIDTH: tl.constexpr,
+    PER_ROW: tl.constexpr, BY_LINE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     q_block, head = tl.program_id(0), tl.program_id(1)
     block = tl.arange(0, WIDTH)
@@ -172,19 +229,26 @@ def _choose(
     causal = distance >= 0
     inside = block < k_blocks
     row = head.to(tl.int64) * q_blocks + q_block
-    if tl.load(by_pooled + head):
+    aware = tl.load(by_pooled + head) != 0
+    if aware:
         share = tl.load(pooled + row * k_blocks + block, mask=inside, other=0.0)
         bound = tl.load(threshold + row) if PER_ROW else tl.load(threshold + head)
         wanted = share >= bound
         rank = (1 << 30) - share.to(tl.int32, bitcast=True)  # the bits of floats from 0 on order as they do
-    else:
+    elif BY_LINE:
         line = tl.minimum(
             tl.load(vertical + head * k_blocks + block, mask=inside, other=1.0),
             tl.load(diagonal + head * k_blocks + tl.maximum(distance, 0), mask=inside, other=1.0),
         )
         wanted = line < gamma
         rank = line.to(tl.int32, bitcast=True)
+    else:
+        wanted = block < 0
+        rank = block
     forced = (block == 0) | (distance == 0)
+    if not BY_LINE:
+        forced = also(forced, aware)
+        least = tl.where(aware, least, 0)
     # One integer orders blocks: forced ones, then by rank, then by number.
     order = tl.where(forced, 0, rank.to(tl.int64) + 1)
     order = tl.where(causal & inside, order * 32768 + block, 1 << 47)

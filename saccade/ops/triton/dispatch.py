@@ -12,7 +12,7 @@ from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.ops.triton.progressive import MOST_KEYS, Rule, attend_progressive
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Tokens
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Tokens, Windowed
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -20,8 +20,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
     """Whether a kernel serves this call: tensors of one dtype (float32, float16 or bfloat16) on one device, head_dim a
-    multiple of 16 up to 256, and a Dense, Band, Blocks or Lines selection, one of them per head, or Tokens or a Ranking
-    of one row."""
+    multiple of 16 up to 256, and a Dense, Band, Blocks or Lines selection (Lines inside a window too), one of them per
+    head, or Tokens or a Ranking of one row."""
     few, many = sorted((selection.units, kv.kv_heads))
     return (
         runs_on(q)
@@ -39,6 +39,8 @@ def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
 def _reads(selection: Selection) -> bool:
     """Whether there is a kernel for this kind and size of selection."""
     one_row = selection.shape.q_len == 1
+    if isinstance(selection, Windowed):
+        return type(selection.inner) is Lines
     return (
         type(selection) in (Dense, Band, Lines)
         or (type(selection) is Blocks and selection.block_size in BLOCK_SIZES)
@@ -55,6 +57,9 @@ def attend(
     kv, selection = on_device(kv, q.device), selection.to(q.device)
     if isinstance(selection, Mixed):
         return _attend_mixed(q, kv, selection, scale, softcap)
+    if isinstance(selection, Windowed):
+        assert isinstance(selection.inner, Lines)
+        return attend_lines(q, kv, selection.inner, selection.cone, scale=scale, softcap=softcap)
     if isinstance(selection, Lines):
         return attend_lines(q, kv, selection, scale=scale, softcap=softcap)
     if selection.shape.q_len > 1 or isinstance(selection, Band):

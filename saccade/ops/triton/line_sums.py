@@ -1,7 +1,9 @@
 """Column and diagonal sums of the attention of a chunk's last rows: what FlexPrefill and its kin decide by.
 
-The weights [rows, keys] are never stored: one kernel finds every row's log-sum-exp, split over the keys, a second
-computes the weights again tile by tile and keeps their sums by key block and by group of distances.
+One kernel finds every row's log-sum-exp, split over the keys, a second computes the weights again tile by tile and
+keeps their sums: by key block and group of distances, where the weights [rows, keys] are never stored, or by key, and
+then the weights are laid down by distance for a third kernel to add. Every sum is added in a fixed order, so none
+changes from run to run.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precisi
 from saccade.selection import Shape
 
 BLOCKS_EACH = 4  # key blocks one program of the second kernel sums, with the same queries at hand
+MOST_ROWS = 128
+MOST_BYTES = 1 << 30  # of weights laid down by distance at once
 
 
 def line_sums(
@@ -24,45 +28,79 @@ def line_sums(
     """Softmax weights of the last ``min(block_size, q_len)`` rows of ``q`` [heads, q_len, head_dim], summed over rows.
 
     Returns ``columns`` and ``slashes``, fp32 [heads, ceil(k_len / block_size)]: by block of ``block_size`` keys and by
-    group of ``block_size`` distances (row position - key). ``block_size`` is 64 or 128. The sums are added in a fixed
-    order, so they do not change from run to run.
+    group of ``block_size`` distances (row position - key). ``block_size`` is 64 or 128.
     """
-    heads, _, head_dim = q.shape
-    rows = min(block_size, shape.q_len)
-    first = shape.q_start + shape.q_len - rows  # position of the first of these rows
-    visible = shape.q_start + shape.q_len
+    call = _Call(q, kv, shape, min(block_size, shape.q_len), block_size, scale, softcap)
     k_blocks = -(-shape.k_len // block_size)
-    splits = max(1, min(4 * processors(q.device) // heads, -(-visible // 512), 64))
-    logs = torch.empty(heads, splits, block_size, dtype=torch.float32, device=q.device)
-    sums = torch.zeros(heads, k_blocks, 4, dtype=torch.float32, device=q.device)
-    given = q[:, -rows:]
-    shared = (given, kv.k_pool, kv.table)
-    numbers = (given.stride(0), given.stride(1), rows, first, visible, scale * LOG2E, softcap or 0.0)
-    static = {
-        "HEADS": heads,
-        "KV_HEADS": kv.kv_heads,
-        "D": head_dim,
-        "D_PAD": pad(head_dim),
-        "PAGE": kv.block_size,
-        "SIZE": block_size,
-        "CAPPED": softcap is not None,
-        "PRECISION": precision(q.dtype),
-    }
-    _row_logs[(heads, splits)](*shared, logs, *numbers, **static, num_warps=4 if block_size == 64 else 8)
-    lowest = (first - block_size + 1) // block_size  # group of the least distance to key block 0
-    row_log = torch.logsumexp(logs * (1 / LOG2E), 1) * LOG2E
-    used = -(-visible // block_size)
-    _block_sums[(heads, -(-used // BLOCKS_EACH))](
-        *shared, row_log, sums, lowest, k_blocks, used, *numbers, **static, EACH=BLOCKS_EACH,
-        num_warps=4 if block_size == 64 else 8,
+    sums = torch.zeros(shape.heads, k_blocks, 4, dtype=torch.float32, device=q.device)
+    lowest = (call.first - block_size + 1) // block_size  # group of the least distance to key block 0
+    used = -(-call.visible // block_size)
+    _block_sums[(shape.heads, -(-used // BLOCKS_EACH))](
+        *call.shared, call.row_log(), sums, lowest, k_blocks, used, *call.numbers, **call.static, EACH=BLOCKS_EACH,
+        num_warps=call.warps,
     )  # fmt: skip
-    slashes = torch.zeros(heads, k_blocks, dtype=torch.float32, device=q.device)
+    slashes = torch.zeros(shape.heads, k_blocks, dtype=torch.float32, device=q.device)
     for part in range(3):  # part j of key block c belongs to group lowest - c + j
         shift = k_blocks - 1 - lowest - part
         start, stop = max(0, -shift), min(k_blocks, k_blocks - shift)
         if start < stop:
             slashes[:, start:stop] += sums[:, :, 1 + part].flip(1)[:, start + shift : stop + shift]
     return sums[:, :, 0].contiguous(), slashes
+
+
+def token_sums(
+    q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``ops.scores.line_sums``: softmax weights of the last ``rows`` rows (at most ``MOST_ROWS``), summed by key and by
+    distance from the row, two fp32 [heads, k_len]."""
+    call = _Call(q, kv, shape, rows, pad(rows), scale, softcap)
+    heads, visible, row_log = shape.heads, call.visible, call.row_log()
+    sums = torch.zeros(2, heads, shape.k_len, dtype=torch.float32, device=q.device)
+    together = max(1, min(heads, MOST_BYTES // (4 * rows * visible)))
+    laid = torch.empty(together, rows, visible, dtype=torch.float32, device=q.device)
+    for head in range(0, heads, together):
+        count = min(together, heads - head)
+        _token_sums[(triton.cdiv(visible, 64), count)](
+            *call.shared, row_log, sums, laid, head, shape.k_len, *call.numbers, **call.static, num_warps=call.warps
+        )
+        _sum_distances[(triton.cdiv(visible, 512), count)](
+            laid, sums[1], head, shape.k_len, rows, call.first, visible, SPAN=512, num_warps=4
+        )
+    return sums[0], sums[1]
+
+
+class _Call:
+    """What the kernels of one call share, ``size`` the rows of a tile."""
+
+    def __init__(
+        self, q: Tensor, kv: KVView, shape: Shape, rows: int, size: int, scale: float, softcap: float | None
+    ) -> None:
+        self.visible = shape.q_start + shape.q_len
+        self.first = self.visible - rows  # position of the first of these rows
+        self.size, self.heads, self.device = size, shape.heads, q.device
+        given = q[:, -rows:]
+        self.shared = (given, kv.k_pool, kv.table)
+        self.numbers = (
+            given.stride(0), given.stride(1), rows, self.first, self.visible, scale * LOG2E, softcap or 0.0
+        )  # fmt: skip
+        self.static = {
+            "HEADS": shape.heads,
+            "KV_HEADS": kv.kv_heads,
+            "D": kv.head_dim,
+            "D_PAD": pad(kv.head_dim),
+            "PAGE": kv.block_size,
+            "SIZE": size,
+            "CAPPED": softcap is not None,
+            "PRECISION": precision(q.dtype),
+        }
+        self.warps = 4 if size <= 64 else 8
+
+    def row_log(self) -> Tensor:
+        """Base-2 log-sum-exp of every row: fp32 [heads, size]."""
+        splits = max(1, min(4 * processors(self.device) // self.heads, -(-self.visible // 512), 64))
+        logs = torch.empty(self.heads, splits, self.size, dtype=torch.float32, device=self.device)
+        _row_logs[(self.heads, splits)](*self.shared, logs, *self.numbers, **self.static, num_warps=self.warps)
+        return torch.logsumexp(logs * (1 / LOG2E), 1) * LOG2E
 
 
 @triton.jit
@@ -147,3 +185,39 @@ def _block_sums(
         for group in tl.static_range(3):
             mine = tl.where(part == group, weights, 0.0)
             tl.store(out + 1 + group, tl.sum(tl.sum(mine, 1), 0))
+
+
+@triton.jit(do_not_specialize=["rows", "first", "visible", "head_from", "k_len"])
+def _token_sums(
+    q_ptr, k_pool, table, row_log, columns, laid, head_from, k_len, q_head, q_row, rows, first, visible, scale_log2,
+    softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = head_from + tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    q = _rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
+    row = tl.arange(0, SIZE)
+    known = tl.load(row_log + head * SIZE + row)
+    known = tl.where(row < rows, known, 0.0)
+    key = tl.program_id(0) * 64 + tl.arange(0, 64)
+    scores = _logits(
+        q, k_pool, table, kv_head, key, rows, first, visible, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, SIZE,
+        CAPPED, PRECISION,
+    )  # fmt: skip
+    weights = tl.exp2(scores - known[:, None])
+    tl.store(columns + head.to(tl.int64) * k_len + key, tl.sum(weights, 0), mask=key < visible)
+    distance = first + row[:, None] - key[None, :]
+    line = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * visible
+    tl.store(laid + line + distance, weights, mask=(distance >= 0) & (row < rows)[:, None] & (key < visible)[None, :])
+
+
+@triton.jit(do_not_specialize=["head_from", "k_len", "rows", "first", "visible"])
+def _sum_distances(laid, slashes, head_from, k_len, rows, first, visible, SPAN: tl.constexpr):
+    distance = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    line = laid + tl.program_id(1).to(tl.int64) * rows * visible + distance
+    total = tl.zeros([SPAN], tl.float32)
+    for row in tl.range(0, rows):
+        total += tl.load(line + row * visible, mask=distance <= first + row, other=0.0)
+    head = (head_from + tl.program_id(1)).to(tl.int64)
+    tl.store(slashes + head * k_len + distance, total, mask=distance < visible)
