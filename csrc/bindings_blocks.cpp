@@ -42,10 +42,10 @@ void progressive(int isa, int threads, int storage, uintptr_t q, int64_t q_head_
 
 void rank_blocks(int isa, int threads, int storage, int summary_storage, uintptr_t q, int64_t q_head_stride,
                  uintptr_t summary, uintptr_t tail, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t units,
-                 int64_t first, int64_t last, int64_t count, uintptr_t out) {
+                 int64_t parts, int64_t first, int64_t last, int64_t count, uintptr_t out) {
     const BlockRanking r{static_cast<Storage>(storage), static_cast<Storage>(summary_storage), pointer<const void>(q),
                          q_head_stride, pointer<const void>(summary), pointer<const void>(tail), heads, kv_heads,
-                         head_dim, units, first, last, count, pointer<int32_t>(out), threads};
+                         head_dim, units, parts, first, last, count, pointer<int32_t>(out), threads};
     const KernelSet& set = kernels(isa);
     nb::gil_scoped_release release;
     set.rank_blocks(r);

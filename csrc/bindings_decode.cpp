@@ -86,6 +86,15 @@ void sink_share(SACCADE_GEOMETRY, int64_t sinks, int64_t local, uintptr_t mean_k
     set.sink_share(c);
 }
 
+void probe(SACCADE_GEOMETRY, int64_t units, uintptr_t offsets, uintptr_t indices, int64_t count, uintptr_t at,
+           int64_t keys, uintptr_t lse) {
+    const Probes c{geometry(SACCADE_PASS_GEOMETRY), units, count, pointer<const int64_t>(offsets),
+                   pointer<const int32_t>(indices), pointer<const int32_t>(at), keys, pointer<float>(lse)};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.probe(c);
+}
+
 void bind_join_blocks(int64_t units, uintptr_t offsets, uintptr_t indices, int64_t count, uintptr_t blocks, int64_t size,
                       int64_t first, int64_t stop, uintptr_t out_offsets, uintptr_t out) {
     nb::gil_scoped_release release;
@@ -100,6 +109,7 @@ void bind_decode(nb::module_& m) {
     m.def("scan_tables", &scan_tables);
     m.def("learn_tables", &learn_tables);
     m.def("sink_share", &sink_share);
+    m.def("probe", &probe);
     m.def("join_blocks", &bind_join_blocks);
 }
 

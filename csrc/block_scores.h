@@ -1,26 +1,31 @@
-// Blocks ranked by what their summaries say of a query: sum_d max(q_d hi_d, q_d lo_d), meaned over a unit's query heads.
-// With the positive and the negative part of q that is two dot products, and linear in them: a unit's mean is taken of
-// its queries, so that every summary is read once and multiplied once per unit. Bound by memory.
+// Blocks ranked by what their summaries say of a query: sum_d max(q_d hi_d, q_d lo_d) of intervals, q . mean of means,
+// meaned over a unit's query heads. With the positive and the negative part of q the first is two dot products, and both
+// are linear in them: a unit's mean is taken of its queries, so that every summary is read once and multiplied once per
+// unit. Bound by memory.
 #pragma once
 
 #include <cstdlib>
 
 #include "math.h"
 #include "threads.h"
-#include "top_k.h"
+#include "top_of_many.h"
 
 namespace saccade {
 namespace {
 
 constexpr int64_t kRankedTask = 256;  // blocks scored by one task
 
+constexpr int64_t kTileBlocks = 4;      // blocks scored side by side
+constexpr int64_t kTileRows = W == 16 ? 4 : 2;  // and rows, as many as the registers hold sums of
+constexpr int64_t kSummariesAhead = 8192;       // bytes between asking for a summary and using it
+
 struct BlockPlan {
     const BlockRanking& r;
     int64_t per_kv_head, ranked;  // rows of a KV head: query heads or units, whichever are fewer; blocks
-    float *plus = nullptr, *minus = nullptr;  // [kv_heads, per_kv_head, head_dim]
-    float* scores = nullptr;                  // [units, ranked]
+    float* queries[2] = {};       // what each part of a summary is multiplied with, [kv_heads, per_kv_head, head_dim]
+    float* scores = nullptr;      // [units, ranked]
 
-    // Mean positive and negative parts of the queries of each unit that belong to each KV head.
+    // Mean queries of each unit that belong to each KV head, or their positive and negative parts.
     template <class Q>
     void split_queries() const {
         const int64_t d = r.head_dim, rows = r.kv_heads * per_kv_head, heads = r.heads / rows;
@@ -30,44 +35,73 @@ struct BlockPlan {
                 F above = zero, below = zero;
                 for (int64_t h = i * heads; h < (i + 1) * heads; ++h) {
                     const F x = Simd::load_row(static_cast<const Q*>(r.q) + h * r.q_head_stride + c);
-                    const F positive = Simd::max(x, zero);
-                    above = Simd::add(above, positive);
-                    below = Simd::add(below, Simd::sub(x, positive));
+                    const F first = r.parts == 1 ? x : Simd::max(x, zero);
+                    above = Simd::add(above, first);
+                    below = Simd::add(below, Simd::sub(x, first));
                 }
-                Simd::store(plus + i * d + c, Simd::mul(above, share));
-                Simd::store(minus + i * d + c, Simd::mul(below, share));
+                Simd::store(queries[0] + i * d + c, Simd::mul(above, share));
+                if (r.parts > 1) Simd::store(queries[1] + i * d + c, Simd::mul(below, share));
             }
     }
 
     template <class S>
     void score(int64_t index) const {
-        const int64_t d = r.head_dim, part = r.kv_heads * d;
         const int64_t start = index * kRankedTask, stop = start + kRankedTask < ranked ? start + kRankedTask : ranked;
-        for (int64_t i = start; i < stop; ++i) {
-            const int64_t block = r.first + i;
-            const bool apart = r.tail && block == r.last - 1;
-            const S* high = apart ? static_cast<const S*>(r.tail) : static_cast<const S*>(r.summary) + block * 2 * part;
+        const int64_t block = r.parts * r.kv_heads * r.head_dim;
+        for (int64_t i = start; i < stop; i += kTileBlocks) {
+            const int64_t count = stop - i < kTileBlocks ? stop - i : kTileBlocks;
+            const S* from[kTileBlocks];  // what is missing of the last tile is the last block again
+            for (int64_t b = 0; b < kTileBlocks; ++b) {
+                const int64_t number = r.first + i + (b < count ? b : count - 1);
+                const bool apart = r.tail && number == r.last - 1;
+                from[b] = apart ? static_cast<const S*>(r.tail) : static_cast<const S*>(r.summary) + number * block;
+            }
             for (int64_t g = 0; g < r.kv_heads; ++g) {
-                const S *hi = high + g * d, *lo = hi + part;
-                for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(S))) {  // two blocks on
-                    Simd::prefetch(hi + 4 * part + c);
-                    Simd::prefetch(lo + 4 * part + c);
-                }
-                for (int64_t row = 0; row < per_kv_head; ++row) {
-                    const int64_t at = g * per_kv_head + row;
-                    const float *up = plus + at * d, *down = minus + at * d;
-                    F a = Simd::set1(0), b = Simd::set1(0);
-                    for (int64_t c = 0; c < d; c += W) {
-                        a = Simd::fma(Simd::load_row(hi + c), Simd::load(up + c), a);
-                        b = Simd::fma(Simd::load_row(lo + c), Simd::load(down + c), b);
-                    }
-                    const float sum = Simd::sum(Simd::add(a, b));
-                    // Units of several KV heads add theirs up; the first of them starts.
-                    const int64_t unit = at * r.units / (r.kv_heads * per_kv_head);
-                    float& score = scores[unit * ranked + i];
-                    score = at * r.units % (r.kv_heads * per_kv_head) ? score + sum : sum;
+                int64_t row = g * per_kv_head;
+                const int64_t end = row + per_kv_head;
+                ask(from, g);
+                for (; row + kTileRows <= end; row += kTileRows) tile<S, kTileRows>(from, g, row, i, count);
+                for (; row < end; ++row) tile<S, 1>(from, g, row, i, count);
+            }
+        }
+    }
+
+    template <class S>
+    SACCADE_INLINE void ask(const S* const* from, int64_t g) const {
+        for (int64_t part = 0; part < r.parts; ++part)
+            for (int64_t b = 0; b < kTileBlocks; ++b) {
+                const char* at = reinterpret_cast<const char*>(from[b] + (part * r.kv_heads + g) * r.head_dim);
+                for (int64_t c = 0; c < r.head_dim * static_cast<int64_t>(sizeof(S)); c += 64)
+                    Simd::prefetch(at + kSummariesAhead + c);
+            }
+    }
+
+    // Rows of KV head g from `row` on, times the blocks at `from`: scores i .. i + count - 1.
+    template <class S, int64_t R>
+    SACCADE_INLINE void tile(const S* const* from, int64_t g, int64_t row, int64_t i, int64_t count) const {
+        const int64_t d = r.head_dim;
+        F sums[R][kTileBlocks];
+        for (auto& own : sums)
+            for (F& sum : own) sum = Simd::set1(0);
+        for (int64_t part = 0; part < r.parts; ++part) {
+            const float* q = queries[part] + row * d;
+            const int64_t skip = (part * r.kv_heads + g) * d;
+            for (int64_t c = 0; c < d; c += W) {
+                F x[kTileBlocks];
+                for (int64_t b = 0; b < kTileBlocks; ++b) x[b] = Simd::load_row(from[b] + skip + c);
+                for (int64_t j = 0; j < R; ++j) {
+                    const F y = Simd::load(q + j * d + c);
+                    for (int64_t b = 0; b < kTileBlocks; ++b) sums[j][b] = Simd::fma(x[b], y, sums[j][b]);
                 }
             }
+        }
+        for (int64_t j = 0; j < R; ++j) {
+            float found[kTileBlocks];
+            Simd::sum4(sums[j], found);
+            // Units of several KV heads add theirs up; the first of them starts.
+            const int64_t place = (row + j) * r.units, whole = r.kv_heads * per_kv_head;
+            float* score = scores + place / whole * ranked + i;
+            for (int64_t b = 0; b < count; ++b) score[b] = place % whole ? score[b] + found[b] : found[b];
         }
     }
 
@@ -75,9 +109,10 @@ struct BlockPlan {
         const float* x = scores + unit * ranked;
         const int32_t base = static_cast<int32_t>(r.first);
         if (r.count) {
-            uint32_t* spare = static_cast<uint32_t*>(thread_scratch((2 * ranked + 1) * sizeof(uint32_t)));
-            int32_t* best = reinterpret_cast<int32_t*>(spare + ranked);  // with room for one more
-            TopK(spare).run(x, ranked, r.count, base, best);
+            const int64_t spare = top_of_many_scratch(ranked, r.count);
+            float* scratch = static_cast<float*>(thread_scratch((spare + r.count + 1) * sizeof(float)));
+            int32_t* best = reinterpret_cast<int32_t*>(scratch + spare);  // with room for one more
+            top_of_many(x, ranked, r.count, base, best, scratch);
             std::memcpy(r.out + unit * r.count, best, r.count * sizeof(int32_t));
         } else {
             sort_falling(x, base, r.out + unit * ranked);
@@ -127,8 +162,8 @@ void rank_blocks_typed(const BlockRanking& r) {
     BlockPlan plan{r, r.units > r.kv_heads ? r.units / r.kv_heads : 1, r.last - r.first};
     const int64_t queries = r.kv_heads * plan.per_kv_head * r.head_dim;
     float* storage = static_cast<float*>(std::malloc((2 * queries + r.units * plan.ranked) * sizeof(float)));
-    plan.plus = storage;
-    plan.minus = storage + queries;
+    plan.queries[0] = storage;
+    plan.queries[1] = storage + queries;
     plan.scores = storage + 2 * queries;
     plan.split_queries<Q>();
     parallel_for(

@@ -8,6 +8,7 @@
 #include "label_keys.h"
 #include "line_cover.h"
 #include "prefill.h"
+#include "probes.h"
 #include "progressive.h"
 #include "sampled.h"
 #include "rows.h"
@@ -75,6 +76,11 @@ void rank_blocks(const BlockRanking& r) {
 void sink_share(const SinkShare& c) {
     if (c.attention.storage == Storage::bf16) sink_share_typed<uint16_t>(c);
     else sink_share_typed<float>(c);
+}
+
+void probe(const Probes& c) {
+    if (c.attention.storage == Storage::bf16) probe_typed<uint16_t>(c);
+    else probe_typed<float>(c);
 }
 
 void cover(const CoverCall& call) {

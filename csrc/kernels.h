@@ -136,6 +136,16 @@ struct SinkShare {
     float* lse;  // [heads, 3]: first keys, all others as estimated, last keys
 };
 
+// Keys of one row that stand for those between first and stop that are on no list (ops/candidates.py, sampled_rest).
+struct Probes {
+    Attention attention;
+    int64_t units, count;    // lists, and probes
+    const int64_t* offsets;  // [units + 1]
+    const int32_t *indices, *at;  // rising positions; at [count]
+    int64_t keys;  // stop - first
+    float* lse;    // [heads]
+};
+
 // Ranked blocks of one row with a stopping rule (saccade/selection/blocks.py). `attention` holds the row, out, lse and
 // block_size.
 struct Progressive {
@@ -152,14 +162,15 @@ struct Progressive {
     int32_t* indices;
 };
 
-// Blocks by their summaries [blocks, 2, kv_heads, head_dim] (saccade/ops/block_scores.py).
+// Blocks by their summaries [blocks, parts, kv_heads, head_dim] (saccade/ops/block_scores.py): intervals have 2 parts,
+// means 1.
 struct BlockRanking {
     Storage storage, summary_storage;
     const void* q;  // [heads, head_dim]
     int64_t q_head_stride;
     const void* summary;
     const void* tail;  // of block last - 1, if that one is in no summary; null: it is
-    int64_t heads, kv_heads, head_dim, units;
+    int64_t heads, kv_heads, head_dim, units, parts;
     int64_t first, last;  // blocks that are ranked
     int64_t count;        // 0: all by falling score, else the best, rising
     int32_t* out;         // [units, count or last - first]
@@ -256,6 +267,7 @@ struct KernelSet {
     void (*scan_tables)(const TableScan&);
     void (*learn_tables)(const TableGain&);
     void (*sink_share)(const SinkShare&);
+    void (*probe)(const Probes&);
     // Reads `bytes` (a multiple of 4096) once, in order; returns a value that depends on all of them.
     float (*read_pass)(const void* data, int64_t bytes);
     // Reads `count` rows of `row_bytes` (a multiple of 64) in the order of `rows`.

@@ -14,7 +14,8 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.lfps import LFPS
-from saccade.ops import Trace, attend, candidates
+from saccade.ops import Trace, attend, candidates, cpu, cpu_blocks
+from saccade.ops.block_scores import ranked_blocks, top_blocks
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -54,9 +55,43 @@ def test_a_key_that_no_query_asked_for_is_found_by_its_block(unit):
         query, trace = Query.of(q[:, -1:], whole), Trace()
         attend(query.q, whole, method.select_decode(query, state), trace=trace)
         found[blocks] = [new in part.tolist() for part in trace.used.lists()]
-        assert query.cost.estimated == (n // 16 if blocks else 0)
+        assert query.cost.estimated == (n // 8 if blocks else 0)
     assert all(found[2])
     assert not any(found[0])
+
+
+@pytest.mark.parametrize("isa", cpu.supported_isas())
+@pytest.mark.parametrize("units", [1, 2, 4, 12])
+@pytest.mark.parametrize("blocks", [5, 263, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_ranked_by_their_mean_keys(isa, units, blocks, dtype):
+    rng = generator(blocks)
+    q = torch.randn(12, 80, generator=rng).to(dtype)
+    means = torch.randn(blocks, 1, 4, 80, generator=rng).to(dtype)
+    assert cpu_blocks.ranks(q, means, units)
+    cpu.set_isa(isa)
+    try:
+        every = ranked_blocks(q, means, units, 2, blocks)
+        best = {count: top_blocks(q, means, units, count, 2, blocks) for count in (1, blocks // 2 - 1)}
+    finally:
+        cpu.set_isa(None)
+    scores = torch.stack([means[:, 0, head // 3].double() @ q[head].double() for head in range(12)])
+    scores = scores.view(units, 12 // units, blocks).mean(1)
+    for unit in range(units):
+        falling = scores[unit, every[unit].long()]
+        assert sorted(every[unit].tolist()) == list(range(2, blocks))
+        assert bool((falling.diff() < 1e-4).all())
+        for count, chosen in best.items():
+            assert chosen[unit].tolist() == sorted(every[unit, :count].tolist())
+
+
+def test_equal_means_keep_their_order():
+    means = torch.randn(5, 1, 2, 32, generator=generator(1))[torch.arange(203) % 5].contiguous()
+    q = torch.randn(4, 32, generator=generator(2))
+    for unit, row in enumerate(ranked_blocks(q, means, 2, 2, 203).tolist()):
+        scores = (means[:5, 0, unit] @ q[2 * unit : 2 * unit + 2].mean(0)).tolist()
+        kinds = sorted(range(5), key=lambda kind: -scores[kind])
+        assert row == [block for kind in kinds for block in range(2, 203) if block % 5 == kind]
 
 
 def test_k_has_a_floor_where_it_is_a_share():
@@ -75,27 +110,62 @@ def test_bad_options(options):
 # --- what stands for the rest
 
 
-def test_probes_of_every_key_are_the_rest_itself():
-    rng, n = generator(1), 120
-    k, v = torch.randn(2, 2, n, 16, generator=rng)
-    q = torch.randn(4, 1, 16, generator=rng)
-    lists = [[4, 5, 9, 100], [], list(range(4, 110)), [60]]
+@pytest.fixture(params=["reference", *cpu.supported_isas()])
+def kernels(request, monkeypatch):
+    """Probes by torch, and by the kernels of each instruction set."""
+    if request.param == "reference":
+        monkeypatch.setattr(candidates.cpu_decode, "reads", lambda q, kv: False)
+    else:
+        cpu.set_isa(request.param)
+    yield
+    cpu.set_isa(None)
+
+
+def listed(*lists: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = torch.tensor([0, *(len(part) for part in lists)]).cumsum(0)
-    indices = torch.tensor([i for part in lists for i in part], dtype=torch.int32)
+    return offsets, torch.tensor([i for part in lists for i in part], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("dtype", "softcap"), [("float32", None), ("float32", 2.0), ("bfloat16", None)])
+def test_probes_of_every_key_are_the_rest_itself(kernels, dtype, softcap):
+    rng, n = generator(1), 120
+    k, v = torch.randn(2, 2, n, 16, generator=rng).to(getattr(torch, dtype))
+    q = torch.randn(4, 1, 16, generator=rng).to(k.dtype)
+    lists = [[4, 5, 9, 100], [], list(range(4, 110)), [60]]
     view = KVView.from_tensors(k, v, shuffle_seed=2)
-    got = candidates.sampled_rest(q, view, offsets, indices, 4, 110, 200, 0.25)
+    got = candidates.sampled_rest(q, view, *listed(*lists), 4, 110, 200, 0.25, softcap)
     for head, part in enumerate(lists):
         left = [i for i in range(4, 110) if i not in part]
-        expected = (0.25 * k[head // 2, left].double() @ q[head, 0].double()).logsumexp(0) if left else -math.inf
-        assert float(got[head]) == pytest.approx(float(expected), abs=1e-5)
+        logits = 0.25 * k[head // 2, left].double() @ q[head, 0].double()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        assert float(got[head]) == pytest.approx(float(logits.logsumexp(0)) if left else -math.inf, abs=1e-5)
+
+
+@pytest.mark.parametrize("probes", [1, 7, 64])
+def test_probes_stand_for_what_they_pass_over(kernels, probes):
+    """Two lists, each for two query heads: probes on a list do not count, the others for as many keys as are left."""
+    rng, n, first, stop = generator(5), 900, 4, 893
+    k, q = torch.randn(2, n, 32, generator=rng), torch.randn(4, 1, 32, generator=rng)
+    lists = [sorted(set(torch.randint(first, stop, (300,), generator=rng).tolist())), list(range(40, 700))]
+    got = candidates.sampled_rest(
+        q, KVView.from_tensors(k, k, shuffle_seed=1), *listed(*lists), first, stop, probes, 0.2
+    )
+    golden = (math.sqrt(5) - 1) / 2
+    places = sorted(first + int((i + 0.5) * golden % 1.0 * (stop - first)) for i in range(probes))
+    for head in range(4):
+        part = lists[head // 2]
+        left = [i for i in places if i not in part]
+        logits = 0.2 * k[head // 2, left].double() @ q[head, 0].double()
+        share = (stop - first - len(part)) / max(1, len(left))
+        want = float(logits.logsumexp(0)) + math.log(share) if left else -math.inf
+        assert float(got[head]) == pytest.approx(want, abs=1e-5)
 
 
 def test_few_probes_come_close():
     rng, n = generator(2), 20_000
     k, q = torch.randn(1, n, 16, generator=rng), torch.randn(2, 1, 16, generator=rng)
     view = KVView.from_tensors(k, k)
-    offsets, indices = torch.tensor([0, 0, 300]), torch.arange(500, 800, dtype=torch.int32)
-    got = candidates.sampled_rest(q, view, offsets, indices, 0, n, 64, 0.1)
+    got = candidates.sampled_rest(q, view, *listed([], list(range(500, 800))), 0, n, 64, 0.1)
     logits = 0.1 * k[0].double() @ q[:, 0].double().T
     outside = torch.ones(n, dtype=torch.bool)
     outside[500:800] = False

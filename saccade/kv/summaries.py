@@ -2,10 +2,10 @@
 
 ``cuboid`` is ArkVale's cuboid-mean, PSA's metadata: with c = (max + min) / 2 and u = mean_i |c - k_i| per channel,
 parts (hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound of every dot product. ``mean`` is the
-mean key.
+mean key, ``stored_mean`` the same in the keys' dtype.
 
-Intervals are kept in the keys' own dtype: every step reads them all, so half the bytes is half the time. Extremes lose
-nothing by it; cuboids are rounded, as in ArkVale's code, which keeps its digests in the model's dtype.
+All but ``mean`` are kept in the keys' own dtype: every decode step reads them all, so half the bytes is half the time.
+Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its digests in the model's dtype.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from saccade.errors import SaccadeError
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
 
-KINDS = ("cuboid", "minmax", "mean")
+KINDS = ("cuboid", "minmax", "mean", "stored_mean")
 TILE_KEYS = 8192  # keys summarized at once
 
 
 def summarize(keys: Tensor, kind: str) -> Tensor:
     """Summarize ``keys`` [..., block, head_dim] over the block axis: fp32 [parts, ..., head_dim]."""
     keys = keys.float()
-    if kind == "mean":
+    if kind in ("mean", "stored_mean"):
         return keys.mean(-2)[None]
     low, high = keys.amin(-2), keys.amax(-2)
     if kind == "minmax":
@@ -40,8 +40,8 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
 
 
 def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: int) -> Tensor:
-    """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], of the keys'
-    dtype for intervals, else fp32."""
+    """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], fp32 for
+    ``mean``, else of the keys' dtype."""
     own = kind != "mean"
     step = max(1, TILE_KEYS // block_size)
     tiles = []

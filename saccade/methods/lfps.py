@@ -15,8 +15,8 @@ anyway is bypassed. Choices where the paper errs or is silent, the other value o
 * ``gate="paper"`` drops candidates that exceed neither table's mean, those above a threshold among them
   (``"off_for_c0"`` spares those). ``a=none, gate=off`` makes every key a candidate: exact top-k;
 * ``blocks``: history cannot foresee what a query asks for that no query asked before. So the keys of the ``blocks``
-  blocks of ``block_size`` whose summaries promise most (PSA's criticality, algorithms.md 4.2) are candidates too, one
-  summary pair read per block; the paper has none (0);
+  blocks of ``block_size`` whose mean keys agree best with the query are candidates too, one mean read per block; the
+  paper has none (0);
 * ``least``: k never falls below so many keys, where 2 % of a short context is a handful; the paper has no floor (1);
 * ``rest="sample"``: the mean value stands for all keys that are no candidates, at the weight that ``probes`` of them
   suggest: heads that average over much of the context lose little (the paper's third finding, which it uses for
@@ -91,8 +91,8 @@ class LFPS(Method):
     before: int = 1
     after: int = 2
     unit: str = "q_head"
-    blocks: int = 32
-    block_size: int = 16
+    blocks: int = 96
+    block_size: int = 8
     least: int = 128
     rest: str | None = "sample"
     probes: int = 64
@@ -125,7 +125,7 @@ class LFPS(Method):
         require_whole("least", self.least, 1)
         require_whole("probes", self.probes, 1)
         require_choice("rest", self.rest, ("sample", None))
-        require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
+        require_choice("block_size", self.block_size, (4, 8, 16, 32, 64, 128))
         require_choice("history", self.history, ("restart", "keep"))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         require_choice("gate", self.gate, GATES)
@@ -236,7 +236,7 @@ class LFPS(Method):
         if self.blocks == 0 or full == 0:
             return offsets, indices
         query.cost.estimated += full
-        summary = query.kv.summary("cuboid", self.block_size)
+        summary = query.kv.summary("stored_mean", self.block_size)
         best = top_blocks(query.q[:, 0], summary, tables.units, min(self.blocks, full), 0, full)
         return join_blocks(offsets, indices, best, self.block_size, tables.first, query.shape.k_len - local)
 

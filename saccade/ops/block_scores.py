@@ -10,16 +10,22 @@ from saccade.ops.scores import cuboid_scores, top_places
 
 
 def block_scores(q: Tensor, summary: Tensor, units: int) -> Tensor:
-    """Criticality ``sum_d max(q_d hi_d, q_d lo_d)``, meaned over a unit's query heads (ArkVale, Quest; algorithms.md
-    4.2): ``q`` [heads, head_dim], ``summary`` [blocks, 2, kv_heads, head_dim] -> fp32 [units, blocks]."""
-    return cuboid_scores(q, summary.float()).unflatten(0, (units, -1)).mean(1)
+    """Criticality, meaned over a unit's query heads: of intervals ``sum_d max(q_d hi_d, q_d lo_d)`` (ArkVale, Quest;
+    algorithms.md 4.2), of mean keys their dot product with ``q``. ``q`` [heads, head_dim], ``summary`` [blocks, 2 or 1,
+    kv_heads, head_dim] -> fp32 [units, blocks]."""
+    if summary.shape[1] == 1:
+        means = summary[:, 0].float().permute(1, 2, 0)  # [G, d, blocks]
+        scores = (q.float().unflatten(0, (means.shape[0], -1)) @ means).flatten(0, 1)
+    else:
+        scores = cuboid_scores(q, summary.float())
+    return scores.unflatten(0, (units, -1)).mean(1)
 
 
 def top_blocks(
     q: Tensor, summary: Tensor, units: int, count: int, first: int, last: int, tail: Tensor | None = None
 ) -> Tensor:
     """The ``count`` blocks of highest criticality among ``first .. last - 1``, ties to the lower: int32 [units, count],
-    rising. ``tail`` [2, kv_heads, head_dim] stands for block ``last - 1`` where ``summary`` ends before it."""
+    rising. ``tail`` [parts, kv_heads, head_dim] stands for block ``last - 1`` where ``summary`` ends before it."""
     if count >= last - first:
         return torch.arange(first, last, dtype=torch.int32, device=q.device).expand(units, -1)
     if count > 0 and cpu_blocks.ranks(q, summary, units):

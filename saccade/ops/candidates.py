@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,9 +49,10 @@ def sampled_rest(
     """Estimated log-sum-exp of one row's logits over the keys ``first .. stop - 1`` that its unit does not list, fp32
     [heads]: from ``probes`` of them that a low-discrepancy sequence spreads over all, each standing for as many as were
     passed over. ``q`` [heads, 1, head_dim]; lists as for ``join_blocks``. -inf where no probe lies outside a list."""
+    at = spread_places(stop - first, probes) + first
+    if cpu_decode.reads(q, kv) and q.shape[0] % (offsets.numel() - 1) == 0:
+        return cpu_decode.probe(q, kv, offsets, indices, at.int(), stop - first, scale, softcap)
     units, heads, size = offsets.numel() - 1, q.shape[0], stop - first
-    places = torch.arange(size) if size <= probes else ((torch.arange(probes) + 0.5) * GOLDEN % 1.0 * size).long()
-    at = places.unique() + first
     keyed = indices.long() + torch.repeat_interleave(torch.arange(units) * stop, offsets.diff())
     asked = (at + torch.arange(units)[:, None] * stop).flatten()
     found = torch.searchsorted(keyed, asked).clamp(max=max(0, keyed.numel() - 1))
@@ -61,6 +63,18 @@ def sampled_rest(
     total = scores.masked_fill(~out.repeat_interleave(per_unit, 0), -torch.inf).logsumexp(-1)
     share = (size - offsets.diff()) / out.sum(-1).clamp(min=1)
     return total + share.clamp(min=1e-30).log().repeat_interleave(per_unit, 0)
+
+
+def spread_places(size: int, count: int) -> Tensor:
+    """At most ``count`` of ``size`` places, spread evenly over them: int64, rising."""
+    if size <= count:
+        return torch.arange(size)
+    return ((_multiples(count) * size).long()).unique()
+
+
+@lru_cache(maxsize=8)
+def _multiples(count: int) -> Tensor:
+    return torch.sort((torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) * GOLDEN % 1.0).values
 
 
 def choose(q: Tensor, kv: KVView, selection: Candidates, *, scale: float, softcap: float | None = None) -> Tokens:

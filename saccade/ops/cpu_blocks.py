@@ -90,6 +90,7 @@ def rank_blocks(
         summary.shape[2],
         q.shape[1],
         units,
+        summary.shape[1],
         first,
         last,
         count,

@@ -17,7 +17,7 @@ from saccade.selection import Candidates, Shape, Tokens
 if TYPE_CHECKING:
     from saccade.ops.score_tables import ScoreTables
 
-__all__ = ["attend", "candidates", "holds", "join_blocks", "learn", "reads", "sink_share", "supports"]
+__all__ = ["attend", "candidates", "holds", "join_blocks", "learn", "probe", "reads", "sink_share", "supports"]
 
 
 def supports(q: Tensor, kv: KVView, selection: Candidates | Tokens) -> bool:
@@ -193,6 +193,32 @@ def sink_share(
     lse = torch.empty(shape.heads, 3)
     cpu._kernels.sink_share(
         *call.geometry(0, 1), sinks, local, mean_key.data_ptr(), spread.data_ptr(), log_count, lse.data_ptr()
+    )
+    return lse
+
+
+def probe(
+    q: Tensor,
+    kv: KVView,
+    offsets: Tensor,
+    indices: Tensor,
+    at: Tensor,
+    keys: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """``candidates.sampled_rest`` of ``keys`` keys, with the probes ``at`` (int32, rising)."""
+    call = cpu._Call(q, kv, Shape.suffix(q.shape[0], kv.kv_heads, 1, kv.length), scale, softcap, 1)
+    lse = torch.empty(q.shape[0])
+    cpu._kernels.probe(
+        *call.geometry(0, 1),
+        offsets.numel() - 1,
+        offsets.data_ptr(),
+        indices.data_ptr(),
+        at.numel(),
+        at.data_ptr(),
+        keys,
+        lse.data_ptr(),
     )
     return lse
 

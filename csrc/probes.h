@@ -1,0 +1,77 @@
+// A few keys that stand for those that no list holds: LFPS's estimate of what it leaves out.
+#pragma once
+
+#include "math.h"
+#include "threads.h"
+
+namespace saccade {
+namespace {
+
+// Whether the rising list [at, end) holds `key`; moves `at` on to where it stands or would.
+SACCADE_INLINE bool holds(const int32_t*& at, const int32_t* end, int32_t key) {
+    int64_t step = 1;
+    while (end - at > step && at[step] < key) at += step, step *= 2;  // keys are asked for in rising order
+    const int32_t* high = end - at > step ? at + step : end;
+    while (at < high) {
+        const int32_t* middle = at + (high - at) / 2;
+        if (*middle < key) at = middle + 1;
+        else high = middle;
+    }
+    return at < end && *at == key;
+}
+
+// Log-sum-exp of each head's logits over the probes that its unit does not list, each standing for as many keys as were
+// passed over.
+template <class T>
+void probe_typed(const Probes& c) {
+    const Attention& a = c.attention;
+    const int64_t d = a.head_dim, group = a.heads / a.kv_heads, per_unit = a.heads / c.units;
+    const int64_t padded = (c.count + W - 1) / W * W;
+    Carver count(nullptr);
+    count.take<float>(2 * padded);
+    Carver carver(static_cast<char*>(thread_scratch(count.used())));
+    float *dots = carver.take<float>(2 * padded), *left = dots + padded;  // 0 where a probe counts, else -inf
+    for (int64_t x = c.count; x < padded; ++x) dots[x] = 0, left[x] = -__builtin_inff();
+    const Logits logits(a);
+    const auto key = [&](int64_t g, int64_t p) {
+        const int64_t i = c.at[p];
+        return static_cast<const T*>(a.k_pool) + ((a.table[i / a.page] * a.kv_heads + g) * a.page + i % a.page) * d;
+    };
+    int64_t outside = 0;
+    for (int64_t h = 0; h < a.heads; ++h) {
+        const int64_t g = h / group, unit = h / per_unit;
+        if (h % group == 0)
+            for (int64_t p = 0; p < c.count; ++p)
+                for (int64_t x = 0; x < d; x += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(key(g, p) + x);
+        if (h % per_unit == 0) {
+            const int32_t *at = c.indices + c.offsets[unit], *end = c.indices + c.offsets[unit + 1];
+            outside = 0;
+            for (int64_t p = 0; p < c.count; ++p) {
+                const bool out = !holds(at, end, c.at[p]);
+                left[p] = out ? 0.0f : -__builtin_inff();
+                outside += out;
+            }
+        }
+        const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
+        for (int64_t p = 0; p < c.count; ++p) {
+            const T* k = key(g, p);
+            F sum = Simd::set1(0);
+            for (int64_t x = 0; x < d; x += W) sum = Simd::fma(Simd::load_row(q + x), Simd::load_row(k + x), sum);
+            dots[p] = Simd::sum(sum);
+        }
+        float top = kNoMax;
+        for (int64_t x = 0; x < padded; x += W) {
+            Simd::store(dots + x, Simd::add(logits(Simd::load(dots + x)), Simd::load(left + x)));
+            for (int64_t y = x; y < x + W; ++y) top = dots[y] > top ? dots[y] : top;
+        }
+        F total = Simd::set1(0);
+        for (int64_t x = 0; x < padded; x += W)
+            total = Simd::add(total, Simd::exp2(Simd::sub(Simd::load(dots + x), Simd::set1(top))));
+        const int64_t listed = c.offsets[unit + 1] - c.offsets[unit];
+        const float share = static_cast<float>(c.keys - listed) / static_cast<float>(outside);
+        c.lse[h] = outside ? top * kLn2 + __builtin_logf(Simd::sum(total)) + __builtin_logf(share) : -__builtin_inff();
+    }
+}
+
+}  // namespace
+}  // namespace saccade
