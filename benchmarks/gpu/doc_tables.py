@@ -10,6 +10,7 @@ from typing import Any
 
 OUT = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 Row = dict[str, Any]
+PEERS = ("sdpa", "flashinfer", "flex_attention")  # dense kernels of others, by the beginnings of their rows' names
 
 
 def rows_of(part: str) -> list[Row]:
@@ -30,7 +31,7 @@ def number(value: float | None, digits: str = ".4g") -> str:
 
 def prefill() -> str:
     def row(one: Row) -> Sequence[str]:
-        best = min(r["ms"] for r in rows if r["context"] == one["context"] and r["what"].startswith("sdpa"))
+        best = min(r["ms"] for r in rows if r["context"] == one["context"] and r["what"].startswith(PEERS))
         chosen = one.get("selection_ms")
         part = "" if chosen is None else f"{chosen:.2f} ({one['selection_percent_of_best']:.1f} %)"
         return (
@@ -56,7 +57,7 @@ def decode() -> str:
 
     def cells(batch: int, context: int) -> Sequence[str]:
         here = {row["what"]: row for row in rows if (row["batch"], row["context"]) == (batch, context)}
-        peers = [row for name, row in here.items() if name.startswith(("sdpa", "flashinfer"))]
+        peers = [row for name, row in here.items() if name.startswith(PEERS)]
         best = min(peers, key=lambda row: row["us"])
         cells = [str(batch), str(context), best["what"], number(best["us"])]
         cells.append(number(here["saccade dense"]["us"]) if "saccade dense" in here else "")

@@ -1,10 +1,12 @@
-"""Prefill operators: dense and block-sparse kernels and FlexPrefill with its selection, beside torch's dense kernels.
+"""Prefill operators: dense and block-sparse kernels and FlexPrefill with its selection, beside torch's dense kernels
+and, where it is installed, FlashInfer's FlashAttention-3.
 
 ``python prefill.py [contexts...]``; times are whole calls over 32 query heads, 8 KV heads of 128 channels in bfloat16.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +58,17 @@ def peers(problem: Problem) -> dict[str, Callable[[], Any]]:
 
         return call
 
-    return {"sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION), "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    calls = {"sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION), "sdpa cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
+    if importlib.util.find_spec("flashinfer") is not None:
+        calls["flashinfer fa3"] = flashinfer_peer(problem)
+    return calls
+
+
+def flashinfer_peer(problem: Problem) -> Callable[[], Any]:
+    from flashinfer import single_prefill_with_kv_cache
+
+    q, k, v = (part.transpose(0, 1).contiguous() for part in (problem.q, problem.k, problem.v))  # rows first
+    return lambda: single_prefill_with_kv_cache(q, k, v, causal=True, sm_scale=SCALE, backend="fa3")
 
 
 def flex_attention_peer(problem: Problem) -> Callable[[], Any]:
