@@ -15,7 +15,7 @@ from saccade.engine.request import StepOutput
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
 from saccade.kv.pool import BLOCK_SIZES, BlockPool
 from saccade.kv.sequence import SequenceKV
-from saccade.machine import available_bytes, parse_bytes
+from saccade.machine import available_bytes, check_threads, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.loader import load_model
 from saccade.ops import cpu, triton
@@ -64,7 +64,7 @@ class LLM:
         if block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={block_size!r} is not one of {BLOCK_SIZES}")
         if threads is not None:
-            _positive("threads", threads)
+            check_threads(threads)
         if backend not in BACKENDS:
             raise SaccadeError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
         self.model = load_model(checkpoint_folder(model), dtype=dtype, device=device)
@@ -186,8 +186,10 @@ def checkpoint_folder(model: str | Path) -> Path:
 
     if str(model) in reference.NAMES:
         return reference.checkpoint(str(model))
-    if not str(model):
-        raise ModelError(f"model is empty; give a checkpoint folder or one of: {', '.join(reference.NAMES)}")
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ModelError(
+            f"model={model!r} is no model; give a checkpoint folder or one of: {', '.join(reference.NAMES)}"
+        )
     return Path(model).expanduser()
 
 

@@ -1,12 +1,16 @@
-"""Asking the machine what it has, and reading the sizes of memory that users write."""
+"""Asking the machine what it has, and checking what users ask of it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+from pathlib import Path
+from typing import Any
 
-from saccade.errors import SaccadeError
+from saccade.errors import RequestError, SaccadeError
+
+MOST_THREADS = 1024  # each has a stack and scratch of its own
 
 _UNITS = {
     "": 1,
@@ -32,6 +36,27 @@ def parse_bytes(size: int | float | str) -> int:
     if not 1 <= value < 2**63:
         raise SaccadeError(f"kv_memory={size!r} is not a size; write bytes or text such as '4GiB' or '500MB'")
     return int(value)
+
+
+def check_threads(threads: Any) -> None:
+    """Raise SaccadeError unless ``threads`` is a number of threads that a machine may run."""
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MOST_THREADS:
+        raise SaccadeError(f"threads={threads!r} must be an integer from 1 to {MOST_THREADS}")
+
+
+def check_writable(path: Path | None, what: str = "report file") -> None:
+    """Fail before the work whose result ``path`` is to hold, not after it: RequestError where it cannot be written."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise RequestError(f"{what} {path} is a folder; give a file name")
+    if not path.parent.is_dir():
+        raise RequestError(f"the folder of {what} {path} does not exist; create it first")
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise RequestError(f"{what} {path} cannot be written: {error.strerror}") from error
 
 
 def show_bytes(count: int) -> str:

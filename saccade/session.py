@@ -78,6 +78,8 @@ class Session:
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
         shares with the stored context is not computed again."""
+        if not isinstance(message, (str, Mapping)):
+            raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {message!r}")
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn])
         shared = _common(self.sequence.tokens, ids[:-1])

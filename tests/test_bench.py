@@ -196,6 +196,11 @@ BAD = {
     "phase": (["--suite", "decode", "--methods", "flexprefill"], "flexprefill"),
     "method": (["--methods", "nope"], "nope"),
     "folder": (["--json", "absent/rows.json"], "absent"),
+    "file": (["--json", "."], "folder"),
+    "no context": (["--contexts", ","], "contexts"),
+    "a digit that is none": (["--contexts", "4\u00b2"], "from 1 to 4194304"),
+    "context below the rows looked at": (["--suite", "decode", "--contexts", "63"], "'63' is not a length from 64 to"),
+    "too many threads": (["--threads", "1025"], "from 1 to 1024"),
 }
 
 

@@ -90,6 +90,11 @@ BAD = {
     "dtype": (["generate", "x", "--dtype", "int3"], "int3"),
     "report folder": (["generate", "x", "--report", "absent/report.json"], "absent"),
     "threads": (["generate", "x", "--threads", "0"], "threads"),
+    "too many threads": (
+        ["generate", "x", "--threads", "1000000"],
+        "threads=1000000 must be an integer from 1 to 1024",
+    ),
+    "more memory than there is": (["generate", "x", "--kv-memory", "4000TiB"], "smaller kv_memory"),
     "backend": (["generate", "x", "--backend", "gpu"], "gpu"),
     "demo facts": (["demo", "--facts", "0"], "0"),
     "demo text": (["demo", "--text", "absent.txt"], "absent.txt"),
@@ -123,6 +128,29 @@ def test_chat_keeps_what_was_said(capsys, monkeypatch):
     code, out, _ = run(capsys, "chat", "-n", "9")
     assert code == 0
     assert out.count("7391-X") == 2
+
+
+def _fails(*args, **options):
+    raise RuntimeError("no attention today")
+
+
+def test_a_failed_request_is_told_and_reported(capsys, monkeypatch, tmp_path):
+    """It fails in its first layer, so that there is no density to print."""
+    monkeypatch.setattr("saccade.engine.executor.attend", _fails)
+    report = tmp_path / "report.json"
+    code, out, err = run(capsys, "generate", "hello there", "--report", str(report))
+    assert (code, out) == (1, "\n")
+    assert "[error] prefill 12 tokens by dense, nothing read, " in err
+    assert "the request failed: layer 0, prefill: RuntimeError: no attention today" in err
+    assert json.loads(report.read_text())["finish_reason"] == "error"
+
+
+def test_a_failed_turn_of_a_chat_is_told(capsys, monkeypatch):
+    monkeypatch.setattr("saccade.engine.executor.attend", _fails)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    code, out, err = run(capsys, "chat", "-n", "2")
+    assert (code, out) == (0, "\n")
+    assert "the turn failed: layer 0, prefill: RuntimeError: no attention today" in err
 
 
 def test_doctor_names_versions_and_backends(capsys):

@@ -118,6 +118,9 @@ def test_a_prompt_that_can_never_fit_the_pool_is_refused(tiny_llama):
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"max_requests": -1}, "max_requests=-1"),
         ({"threads": 0}, "threads=0"),
+        ({"threads": 5000}, "threads=5000 must be an integer from 1 to 1024"),
+        ({"kv_memory": "4000TiB"}, "give a smaller kv_memory"),
+        ({"device": None}, "unknown device None"),
         ({"backend": "gpu"}, "known: auto, cpu, reference"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"block_size": 24}, "block_size=24 is not one of"),
@@ -134,7 +137,7 @@ def test_bad_engine_options_are_named(tiny_llama, options, message):
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
-    for path in (tmp_path / "nothing", ""):
+    for path in (tmp_path / "nothing", "", None, 5):
         with pytest.raises(SaccadeError) as caught:
             LLM(path)
         assert "\n" not in str(caught.value)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from saccade.bench import options
 from saccade.errors import SaccadeError
+from saccade.machine import check_threads, check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -62,62 +64,59 @@ def _bench() -> None:
 @app.command("ops")
 def ops(
     suite: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
-    contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "4096,16384",
+    contexts: options.Contexts = "4096,16384",
     heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Threads of torch and of the kernels.")] = 1,
+    dtype: options.Storage = "bfloat16",
+    threads: options.Threads = 1,
     densities: Annotated[str, typer.Option(help="Densities of random block lists, separated by commas.")] = "0.25,0.1",
     methods: Annotated[
         str | None, typer.Option(help="Methods to measure, separated by semicolons; empty text for none.")
     ] = None,
     block_size: Annotated[int, typer.Option(help="Block size of random prefill lists: 64 or 128.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Repeats of each measurement; the median counts.")] = 5,
+    repeats: options.Repeats = 5,
     backend: Annotated[str, typer.Option(help="auto, cpu or reference.")] = "auto",
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu for the time of this process: for one thread on a busy machine.")
-    ] = "wall",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write limits, machine and rows to this file.")
-    ] = None,
+    clock: options.Clock = "wall",
+    json_file: options.JsonFile = None,
 ) -> None:
     """Attention operators: one row per method, context and density, with the machine's limits measured in the same
     run."""
     import torch
 
     from saccade.bench import limits as machine_limits
+    from saccade.bench.decode import TAIL
     from saccade.bench.ops import Settings, run
     from saccade.bench.timing import CLOCKS, torch_threads
     from saccade.ops.attend import BACKENDS
 
-    _choice("suite", suite, ("prefill", "decode"))
-    _choice("dtype", dtype, ("bfloat16", "float32"))
-    _choice("backend", backend, BACKENDS)
-    _choice("clock", clock, tuple(CLOCKS))
-    _choice("block_size", block_size, (64, 128))
-    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("threads", threads)):
-        _at_least(name, value, 1)
-    _at_least("repeats", repeats, 1)
+    options.choice("suite", suite, ("prefill", "decode"))
+    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    options.choice("backend", backend, BACKENDS)
+    options.choice("clock", clock, tuple(CLOCKS))
+    options.choice("block_size", block_size, (64, 128))
+    for name, value in (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("repeats", repeats)):
+        options.at_least(name, value, 1)
+    check_threads(threads)
     if heads % kv_heads:
         raise SaccadeError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     wanted = DEFAULT_METHODS[suite] if methods is None else methods
     settings = Settings(
         suite=suite,
-        contexts=[_context(part) for part in _parts(contexts, ",")],
+        contexts=options.lengths(contexts, TAIL if suite == "decode" else 1),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
         threads=threads,
-        densities=[_density(part) for part in _parts(densities, ",")],
-        methods=[_method(text, suite) for text in _parts(wanted, ";")],
+        densities=[options.density(part) for part in options.parts(densities, ",")],
+        methods=[options.method_text(text, suite) for text in options.parts(wanted, ";")],
         block_size=block_size,
         repeats=repeats,
         backend=backend,
         clock=clock,
     )
-    _folders_exist(json_file)
+    check_writable(json_file, "result file")
     with torch_threads(threads):
         limits = machine_limits.measure(settings.dtype, threads, clock)
         rows = []
@@ -132,23 +131,19 @@ def ops(
 
 @app.command("ttft")
 def ttft(
-    model: Annotated[
-        str, typer.Option(help="random (a random 125M Llama), a built-in model, or a checkpoint folder.")
-    ] = "random",
-    contexts: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "8192,16384,32768",
+    model: options.Model = "random",
+    contexts: options.Contexts = "8192,16384,32768",
     methods: Annotated[
         str, typer.Option(help="Policies, separated by semicolons; name@0.1 is a method with budgets for density 0.1.")
     ] = ";".join(TTFT_METHODS),
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Threads of torch and of the kernels.")] = 1,
-    repeats: Annotated[int, typer.Option(help="Repeats of each measurement; the median counts.")] = 1,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement begins.")] = 3600.0,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 4096,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu for the time of this process: for one thread on a busy machine.")
-    ] = "wall",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write machine and rows to this file.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
+    dtype: options.Storage = "bfloat16",
+    threads: options.Threads = 1,
+    repeats: options.Repeats = 1,
+    limit: options.Limit = 3600.0,
+    chunk: options.Chunk = 4096,
+    clock: options.Clock = "wall",
+    json_file: options.JsonFile = None,
+    markdown_file: options.MarkdownFile = None,
 ) -> None:
     """Time to first token, end to end: dense, transformers and methods, and where the time goes."""
     import tempfile
@@ -159,13 +154,14 @@ def ttft(
     from saccade.bench.ttft import TRANSFORMERS, Settings, compare, policy_at, run
     from saccade.bench.ttft_table import markdown, print_ttft
 
-    _choice("dtype", dtype, ("bfloat16", "float32"))
-    _choice("clock", clock, tuple(CLOCKS))
-    _at_least("threads", threads, 1)
-    _at_least("repeats", repeats, 1)
-    _at_least("chunk", chunk, 1)
-    _folders_exist(json_file, markdown_file)
-    lengths, wanted = [_context(part) for part in _parts(contexts, ",")], _parts(methods, ";")
+    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    options.choice("clock", clock, tuple(CLOCKS))
+    check_threads(threads)
+    options.at_least("repeats", repeats, 1)
+    options.at_least("chunk", chunk, 1)
+    check_writable(json_file, "result file")
+    check_writable(markdown_file, "result file")
+    lengths, wanted = options.lengths(contexts), options.parts(methods, ";")
     for text in wanted:
         if text != TRANSFORMERS:
             policy_at(text, max(lengths))
@@ -187,25 +183,21 @@ def ttft(
 
 @app.command("generate")
 def generate(
-    model: Annotated[
-        str, typer.Option(help="random (a random 125M Llama), a built-in model, or a checkpoint folder.")
-    ] = "random",
-    contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "8192,32768,131072",
+    model: options.Model = "random",
+    contexts: options.Contexts = "8192,32768,131072",
     methods: Annotated[str, typer.Option(help="Policies, separated by semicolons.")] = ";".join(GENERATE_METHODS),
     synthetic_kv: Annotated[
         bool,
         typer.Option("--synthetic-kv", help="Fill the KV pool with structured random keys instead of a prefill."),
     ] = False,
     tokens: Annotated[int, typer.Option(help="Decode steps that count.")] = 32,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="Threads of torch and of the kernels.")] = 1,
-    limit: Annotated[float, typer.Option(help="Seconds after which no measurement begins.")] = 3600.0,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens of one step.")] = 4096,
-    clock: Annotated[
-        str, typer.Option(help="wall, or cpu for the time of this process: for one thread on a busy machine.")
-    ] = "wall",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write machine and rows to this file.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table to this file.")] = None,
+    dtype: options.Storage = "bfloat16",
+    threads: options.Threads = 1,
+    limit: options.Limit = 3600.0,
+    chunk: options.Chunk = 4096,
+    clock: options.Clock = "wall",
+    json_file: options.JsonFile = None,
+    markdown_file: options.MarkdownFile = None,
 ) -> None:
     """Tokens per second of decode, end to end: dense, transformers and methods, and where a step's time goes."""
     import tempfile
@@ -219,12 +211,14 @@ def generate(
     from saccade.bench.ttft import TRANSFORMERS
     from saccade.methods import Policy
 
-    _choice("dtype", dtype, ("bfloat16", "float32"))
-    _choice("clock", clock, tuple(CLOCKS))
-    for name, value in (("threads", threads), ("tokens", tokens), ("chunk", chunk)):
-        _at_least(name, value, 1)
-    _folders_exist(json_file, markdown_file)
-    lengths, wanted = [_context(part) for part in _parts(contexts, ",")], _parts(methods, ";")
+    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    options.choice("clock", clock, tuple(CLOCKS))
+    check_threads(threads)
+    options.at_least("tokens", tokens, 1)
+    options.at_least("chunk", chunk, 1)
+    check_writable(json_file, "result file")
+    check_writable(markdown_file, "result file")
+    lengths, wanted = options.lengths(contexts), options.parts(methods, ";")
     for text in wanted:
         if text != TRANSFORMERS:
             Policy.parse(text)
@@ -273,12 +267,6 @@ def _model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int =
     return checkpoint_folder(model)
 
 
-def _folders_exist(*files: Path | None) -> None:
-    for file in files:
-        if file is not None and not file.parent.is_dir():
-            raise SaccadeError(f"the folder of {file} does not exist; create it first")
-
-
 def _write_facts(
     file: Path | None, clock: str, rows: Sequence[Any], limits: dict[str, float] | None = None, **more: str
 ) -> None:
@@ -296,49 +284,3 @@ def _write_facts(
 def _say_missing(wanted: int, measured: int, limit: float) -> None:
     if measured < wanted:
         typer.echo(f"{wanted - measured} of {wanted} measurements did not begin within {limit:g} seconds")
-
-
-def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise SaccadeError(f"{name}={value} is unknown; known: {', '.join(map(str, allowed))}")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise SaccadeError(f"{name}={value} must be at least {least}")
-
-
-def _parts(text: str, separator: str) -> list[str]:
-    return [part.strip() for part in text.split(separator) if part.strip()]
-
-
-def _context(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 1 << 22:
-        raise SaccadeError(f"contexts: '{text}' is not a length from 1 to {1 << 22}; write them as 4096,16384")
-    return int(text)
-
-
-def _density(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise SaccadeError(f"densities: '{text}' is not a number above 0 and at most 1; write them as 0.25,0.1")
-    return value
-
-
-def _method(text: str, suite: str) -> str:
-    from saccade.methods import Policy, parse_method
-
-    name, at, share = text.partition("@")
-    if suite == "decode" and Policy.parse(name).window is not None:
-        return text
-    method = parse_method(name)
-    if at:
-        if method.name != "lfps" or not 0 < _density(share) < 0.5:
-            raise SaccadeError(f"'{text}': only lfps runs at a share of candidates, below 0.5, as in lfps@0.02")
-        return text
-    if suite not in method.phases:
-        raise SaccadeError(f"method '{method.name}' does not select in {suite}, only in {', '.join(method.phases)}")
-    return text

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.cli.inputs import check_writable, gather_prompt, write_json
+from saccade.cli.inputs import gather_prompt, write_json
 from saccade.errors import SaccadeError
+from saccade.machine import check_threads, check_writable
 
 if TYPE_CHECKING:
     from saccade.engine.request import Request
     from saccade.llm import LLM
 
-MODEL = typer.Option("--model", "-m", help="Checkpoint folder, or 'retriever', the built-in model.")
+MODEL = typer.Option("--model", "-m", help="Checkpoint folder, or a built-in model: retriever or reference.")
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
@@ -117,7 +118,10 @@ def chat(
         if not line.strip():
             continue
         try:
-            print(session.chat(line.rstrip("\n"), params).outputs[0].text, flush=True)
+            answer = session.chat(line.rstrip("\n"), params)
+            print(answer.outputs[0].text, flush=True)
+            if answer.error is not None:
+                print(f"saccade: error: the turn failed: {answer.error}", file=sys.stderr)
         except SaccadeError as error:  # the conversation goes on as it was before this turn
             print(f"saccade: error: {error}", file=sys.stderr)
 
@@ -134,7 +138,8 @@ def _load(
 ) -> LLM:
     from saccade.llm import LLM
 
-    if threads is not None and threads > 0:
+    if threads is not None:
+        check_threads(threads)
         import torch
 
         torch.set_num_threads(threads)
@@ -190,9 +195,10 @@ def _summary(request: Request) -> None:
     for phase in ("prefill", "decode"):
         stats = report[phase]
         if stats["tokens"]:
+            read = "nothing read" if stats["density"] is None else f"density {stats['density']:.3f}"
             parts.append(
-                f"{phase} {stats['tokens']} tokens by {stats['policy']}, density {stats['density']:.3f}, "
-                f"{stats['seconds']:.2f} s ({stats['tokens_per_second']:.1f} tokens/s)"
+                f"{phase} {stats['tokens']} tokens by {stats['policy']}, {read}, "
+                f"{stats['seconds']:.2f} s ({stats['tokens_per_second'] or 0:.1f} tokens/s)"
             )
     print(f"[{request.finish_reason}] " + "; ".join(parts), file=sys.stderr)
     for note in report["notes"]:

@@ -54,20 +54,5 @@ def gather_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def check_writable(path: Path | None) -> None:
-    """Fail before the work, not after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise RequestError(f"report file {path} is a folder; give a file name")
-    if not path.parent.is_dir():
-        raise RequestError(f"the folder of report file {path} does not exist; create it first")
-    try:
-        with path.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise RequestError(f"report file {path} cannot be written: {error.strerror}") from error
-
-
 def write_json(path: Path, data: Any) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from saccade.cli.generate import CHUNK, DTYPE, MEMORY, MODEL
-from saccade.cli.inputs import check_writable, decode, write_json
+from saccade.cli.inputs import decode, write_json
 from saccade.cli.inspect import DEVICE
 from saccade.errors import RequestError, SaccadeError
+from saccade.machine import check_writable
 
 
 def model_card(

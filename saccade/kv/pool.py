@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import CapacityError, SaccadeError
+from saccade.machine import show_bytes
 
 BLOCK_SIZES = (16, 32, 64, 128)
 HUGE_PAGE = 1 << 21
@@ -39,8 +40,14 @@ class BlockPool:
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         shape = (num_blocks, kv_heads, block_size, head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self.k = torch.empty(shape, dtype=dtype, device=device)
+            self.v = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            wanted = num_blocks * self.block_bytes(kv_heads, head_dim, block_size, dtype)
+            raise CapacityError(
+                f"a KV pool of {show_bytes(wanted)} cannot be had on {device}; give a smaller kv_memory"
+            ) from error
         for part in (self.k, self.v):
             ask_for_huge_pages(part)
         self._free = list(range(num_blocks - 1, -1, -1))
