@@ -15,7 +15,8 @@ template <class Math, class T>
 class GatherTask {
     using Rows = GatherRows<Math, T>;
     using Q = typename Rows::Q;
-    static constexpr int64_t kTile = Rows::kTile;
+    static constexpr int64_t kBatch = Rows::kBatch;
+    static constexpr int64_t kLead = 4 * kBatch;  // rows of values asked for while weights are made
 
   public:
     GatherTask(const Gather& g, int64_t kv_head)
@@ -46,10 +47,8 @@ class GatherTask {
     }
 
     void run() {
-        if (full_) {  // every key once, for all heads of the group
-            for (int64_t i = 0; i < g_.keys; ++i) rows_[i] = row_of(i);
-            score(0, group_, g_.keys);
-        }
+        if (full_)  // every key once, for all heads of the group
+            score(0, group_, g_.keys, [this](int64_t j) { return row_of(j); });
         for (int64_t u = 0; u < own_units_; ++u) run_unit(kv_head_ * own_units_ + u, u * per_unit_);
     }
 
@@ -57,14 +56,16 @@ class GatherTask {
     void carve(Carver& c) {
         q_ = c.take<Q>(group_ * rows_of_.q_stride);
         s_ = c.take<float>(group_ * longest_);
+        top_ = c.take<float>(group_);
         r_ = c.take<float>(longest_);
+        e_ = c.take<float>(longest_);
         spare_ = c.take<uint32_t>(longest_ + W);
-        rows_ = c.take<int64_t>(longest_ + Rows::kAhead);
-        read_ = c.take<int64_t>(longest_ + Rows::kAhead);
+        rows_ = c.take<int64_t>(longest_ + kBatch);
         position_ = c.take<int32_t>(longest_);
         chosen_ = c.take<int32_t>(longest_);
-        p_ = c.take<float>(per_unit_ * longest_);
+        p_ = c.take<Q>(per_unit_ * longest_);
         o_ = c.take<float>(per_unit_ * d_);
+        share_ = c.take<float>(per_unit_);
     }
 
     SACCADE_INLINE int64_t row_of(int64_t i) const {
@@ -80,29 +81,46 @@ class GatherTask {
         int voters = 0;
         for (int64_t h = 0; h < per_unit_; ++h) voters += !idle(first + h);
         const int64_t places = whole ? g_.keys : list_places(unit, voters > 0);
-        if (!whole) score(first, per_unit_, places);
+        if (!whole) score(first, per_unit_, places, [this](int64_t j) { return row_of(position_[j]); });
         const int64_t candidates = places - g_.sinks - g_.local, wanted = g_.k[unit];
         const bool picks = voters && candidates > wanted;
         int64_t count = voters ? places : g_.idle_keys;
         if (picks) count = pick(first, voters, places, candidates, wanted);
-        int64_t* read = picks ? read_ : rows_;
-        for (int64_t j = 0; picks && j < count; ++j) read_[j] = whole ? row_of(chosen_[j]) : rows_[chosen_[j]];
-        for (int64_t j = 0; !picks && whole && j < count; ++j) rows_[j] = row_of(j);  // a unit before may have others
-        Rows::pad(read, count);
+        const auto position = [&](int64_t j) {
+            const int64_t place = picks ? chosen_[j] : j;
+            return whole ? place : position_[place];
+        };
         const T* v = static_cast<const T*>(a_.v_pool);
-        rows_of_.begin(v, read);
+        const auto ask = [&](int64_t j) { ask_for(v, j, count, [&](int64_t i) { return row_of(position(i)); }); };
+        int64_t lead = 0;  // rows of values asked for
         for (int64_t h = 0; h < per_unit_; ++h) {
+            if (lead < count && lead < kLead) ask(lead);
+            lead += lead < kLead ? kBatch : 0;
             const int64_t own = idle(first + h) ? (g_.idle_keys < count ? g_.idle_keys : count) : count;
-            weigh(first + h, h, own, count, picks);
+            weigh(unit, first + h, h, own, count, places, picks);
         }
         std::memset(o_, 0, per_unit_ * d_ * sizeof(float));
-        for (int64_t h = 0; h < per_unit_; h += kTile)
-            rows_of_.values(per_unit_ - h, v, read, count, p_ + h * longest_, longest_, o_ + h * d_);
+        rows_of_.values(per_unit_, v, rows_, count, p_, longest_, o_, lead, ask);
         for (int64_t h = 0; h < per_unit_; ++h) {
             T* out = static_cast<T*>(a_.out) + (kv_head_ * group_ + first + h) * a_.out_rows * d_;
-            for (int64_t c = 0; c < d_; c += W) Simd::store_row(out + c, Simd::load(o_ + h * d_ + c));
+            const F share = Simd::set1(share_[h]);
+            for (int64_t c = 0; c < d_; c += W)
+                Simd::store_row(out + c, Simd::mul(Simd::load(o_ + h * d_ + c), share));
         }
-        emit(unit, first, whole, picks);
+        for (int64_t l = 0; l < (per_head() ? per_unit_ : 1); ++l) {  // what was read
+            const int64_t list = per_head() ? kv_head_ * group_ + first + l : unit, at = g_.out_offsets[list];
+            for (int64_t j = at; j < g_.out_offsets[list + 1]; ++j)
+                g_.chosen[j] = static_cast<int32_t>(position(j - at));
+        }
+    }
+
+    bool per_head() const { return g_.lists > g_.units; }
+
+    // Makes known and asks for rows j .. j + kBatch - 1 of `count`, behind the end the last one again and again.
+    template <class Row>
+    SACCADE_INLINE void ask_for(const T* pool, int64_t j, int64_t count, Row row) {
+        for (int64_t i = j; i < j + kBatch; ++i) rows_[i] = row(i < count ? i : count - 1);
+        rows_of_.ask(pool, rows_ + j);
     }
 
     // Forced keys, candidates, forced keys, in the order of their positions: their number.
@@ -116,25 +134,26 @@ class GatherTask {
             places += count;
             for (int64_t i = g_.keys - g_.local; i < g_.keys; ++i) position_[places++] = static_cast<int32_t>(i);
         }
-        for (int64_t i = 0; i < places; ++i) rows_[i] = row_of(position_[i]);
         return places;
     }
 
-    // Base-2 logits s[head][place] of `heads` heads from number `first` of the group on, for places 0 .. count - 1.
-    void score(int64_t first, int64_t heads, int64_t count) {
+    // Base-2 logits s[head][place] of `heads` heads from number `first` of the group on, for places 0 .. count - 1, which
+    // lie in rows row(place), and the greatest of each head.
+    template <class Row>
+    void score(int64_t first, int64_t heads, int64_t count, Row row) {
         const T* k = static_cast<const T*>(a_.k_pool);
         const int64_t rounded = (count + W - 1) / W * W;
-        Rows::pad(rows_, count);
-        for (int64_t h = first; h < first + heads; h += kTile) {
-            rows_of_.begin(k, rows_);
-            rows_of_.scores(first + heads - h, q_ + h * rows_of_.q_stride, k, rows_, count, s_ + h * longest_,
-                            longest_);
-        }
+        const auto ask = [&](int64_t j) {
+            if (j < count) ask_for(k, j, count, row);
+        };
+        ask(0);
+        rows_of_.scores(heads, q_ + first * rows_of_.q_stride, k, rows_, count, s_ + first * longest_, longest_, ask);
         for (int64_t h = first; h < first + heads; ++h) {
             float* s = s_ + h * longest_;
             for (int64_t j = count; j < rounded; ++j) s[j] = 0;
             for (int64_t j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
             for (int64_t j = count; j < rounded; ++j) s[j] = -__builtin_inff();
+            top_[h] = greatest(s, rounded);
         }
     }
 
@@ -159,16 +178,16 @@ class GatherTask {
             if (idle(first + h)) continue;
             const float* s = s_ + (first + h) * longest_;
             if (voters == 1) return s;
-            const F top = Simd::set1(greatest(s, rounded));
+            const F top = Simd::set1(top_[first + h]);
             F sum = Simd::set1(0);
             for (int64_t j = 0; j < rounded; j += W) {
                 F e = Math::exp2(Simd::sub(Simd::load(s + j), top));
                 sum = Simd::add(sum, e);
-                Simd::store(p_ + j, e);
+                Simd::store(e_ + j, e);
             }
             const F share = Simd::set1(1 / Simd::sum(sum));
             for (int64_t j = 0; j < rounded; j += W) {
-                F e = Simd::mul(Simd::load(p_ + j), share);
+                F e = Simd::mul(Simd::load(e_ + j), share);
                 Simd::store(r_ + j, fresh ? e : Simd::add(Simd::load(r_ + j), e));
             }
             fresh = false;
@@ -185,44 +204,32 @@ class GatherTask {
         return top;
     }
 
-    // Weights over the first `own` of `count` places (those in chosen_, or the first ones), 0 beyond, and the head's
-    // log-sum-exp.
-    void weigh(int64_t in_group, int64_t h, int64_t own, int64_t count, bool picks) {
+    // Weights of head h of the unit, yet to be shared, over the first `own` of `count` places (those in chosen_, or the
+    // first ones), 0 beyond; what they are to be shared by, and the head's log-sum-exp.
+    void weigh(int64_t unit, int64_t in_group, int64_t h, int64_t own, int64_t count, int64_t places, bool picks) {
         const float* s = s_ + in_group * longest_;
-        float* p = p_ + h * longest_;
-        const int64_t rounded = (count + W - 1) / W * W;
-        if (picks)
-            for (int64_t j = 0; j < own; ++j) p[j] = s[chosen_[j]];
-        else std::memcpy(p, s, own * sizeof(float));
-        for (int64_t j = own; j < rounded; ++j) p[j] = -__builtin_inff();
-        const float top = greatest(p, rounded);
+        float top = top_[in_group];
+        const int64_t rounded = (count + W - 1) / W * W, head = kv_head_ * group_ + in_group;
+        if (picks || own < places) {
+            for (int64_t j = 0; j < own; ++j) e_[j] = s[picks ? chosen_[j] : j];
+            for (int64_t j = own; j < rounded; ++j) e_[j] = -__builtin_inff();
+            s = e_;
+            top = greatest(s, rounded);
+        }
+        Q* p = p_ + h * longest_;
         F sum = Simd::set1(0);
         for (int64_t j = 0; j < rounded; j += W) {
-            F e = Math::exp2(Simd::sub(Simd::load(p + j), Simd::set1(top)));
+            F e = Math::exp2(Simd::sub(Simd::load(s + j), Simd::set1(top)));
             sum = Simd::add(sum, e);
-            Simd::store(p + j, e);
+            Simd::store(e_ + j, e);
+            Simd::store_row(p + j, e);
         }
         const float total = own ? Simd::sum(sum) : 0;
-        const F share = Simd::set1(total > 0 ? 1 / total : 0);
-        for (int64_t j = 0; j < rounded; j += W) Simd::store(p + j, Simd::mul(Simd::load(p + j), share));
-        a_.lse[(kv_head_ * group_ + in_group) * a_.out_rows] =
-            total > 0 ? top * kLn2 + __builtin_logf(total) : -__builtin_inff();
-    }
-
-    // Says what was read, and with which weights.
-    void emit(int64_t unit, int64_t first, bool whole, bool picks) {
-        const bool per_head = g_.lists > g_.units;
-        for (int64_t l = 0; l < (per_head ? per_unit_ : 1); ++l) {
-            const int64_t list = per_head ? kv_head_ * group_ + first + l : unit, at = g_.out_offsets[list];
-            const int64_t own = g_.out_offsets[list + 1] - at;
-            int32_t* out = g_.chosen + at;
-            for (int64_t j = 0; picks && j < own; ++j) out[j] = whole ? chosen_[j] : position_[chosen_[j]];
-            if (!picks && !whole) std::memcpy(out, position_, own * sizeof *out);
-            for (int64_t j = 0; !picks && whole && j < own; ++j) out[j] = static_cast<int32_t>(j);
-            if (!g_.weights) continue;
-            for (int64_t h = 0; h < (per_head ? 1 : per_unit_); ++h)
-                std::memcpy(g_.weights + h * g_.weight_stride + at, p_ + (l + h) * longest_, own * sizeof(float));
-        }
+        share_[h] = total > 0 ? 1 / total : 0;
+        a_.lse[head * a_.out_rows] = total > 0 ? top * kLn2 + __builtin_logf(total) : -__builtin_inff();
+        if (!g_.weights) return;
+        float* out = g_.weights + (per_head() ? g_.out_offsets[head] : h * g_.weight_stride + g_.out_offsets[unit]);
+        for (int64_t j = 0; j < own; ++j) out[j] = e_[j] * share_[h];
     }
 
     const Gather& g_;
@@ -233,9 +240,10 @@ class GatherTask {
     bool full_;
     int shift_;
     Q* q_;
-    float *s_, *r_, *p_, *o_;
+    float *s_, *top_, *r_, *e_, *o_, *share_;
+    Q* p_;
     uint32_t* spare_;
-    int64_t *rows_, *read_;
+    int64_t* rows_;
     int32_t *position_, *chosen_;
 };
 

@@ -1,5 +1,7 @@
 // The arithmetic of one query row per head over listed rows of keys and values: dot products and weighted sums, a tile
-// of heads at a time. Bound by memory: every row is asked for well ahead of its use, evenly between the products.
+// of heads at a time. Bound by memory: rows are asked for in batches, all lines of 64 rows in one go and then a batch's
+// products, which is faster than one row at a time between the products: a product's loads wait behind what was just
+// asked for.
 #pragma once
 
 #include "math.h"
@@ -10,58 +12,66 @@ namespace {
 template <class Math, class T>
 struct GatherRows {
     static constexpr bool kDot = Math::per_unit == 2;
-    static constexpr int kTile = 4;    // heads and rows of a register tile
-    static constexpr int kAhead = 48;  // rows between asking for one and using it
-    static constexpr int64_t kStep = 64;  // values summed before the sums are stored
-    using Q = std::conditional_t<kDot, uint16_t, float>;
+    static constexpr int kTile = 4;  // heads and rows of a register tile
+    static constexpr int64_t kBatch = 64;
+    using Q = std::conditional_t<kDot, uint16_t, float>;  // of queries and of weights
 
     int64_t d, q_stride;
 
-    // Lists of row offsets end with so many repeats of their last entry, so that asking ahead needs no end.
-    static void pad(int64_t* rows, int64_t count) {
-        const int64_t last = count ? rows[count - 1] : 0;
-        for (int64_t j = count; j < count + kAhead; ++j) rows[j] = last;
+    // Asks for a batch of rows.
+    SACCADE_INLINE void ask(const T* pool, const int64_t* rows) const {
+        for (int64_t j = 0; j < kBatch; ++j)
+            for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(pool + rows[j] + c);
     }
 
-    // Asks for the first rows of a list.
-    SACCADE_INLINE void begin(const T* pool, const int64_t* rows) const {
-        for (int64_t j = 0; j < kAhead; ++j) ask(pool + rows[j]);
-    }
-
-    // s[head][j] = q . row j, raw, for `heads` <= kTile heads; `begin` was called.
-    void scores(int64_t heads, const Q* q, const T* k, const int64_t* rows, int64_t count, float* s,
-                int64_t stride) const {
-        switch (heads) {
-            case 1: score<1>(q, k, rows, count, s, stride); break;
-            case 2: score<2>(q, k, rows, count, s, stride); break;
-            case 3: score<3>(q, k, rows, count, s, stride); break;
-            default: score<4>(q, k, rows, count, s, stride);
+    // s[head][j] = q . row j, raw. `next(j)` makes known and asks for rows j .. j + kBatch - 1, repeats of the last one
+    // behind the end; those of the first batch are.
+    template <class Next>
+    void scores(int64_t heads, const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride,
+                Next next) const {
+        for (int64_t j = 0; j < count; j += kBatch) {
+            const int64_t here = count - j < kBatch ? count - j : kBatch;
+            if (here == kBatch) next(j + kBatch);
+            for (int64_t h = 0; h < heads; h += kTile) {
+                const Q* from = q + h * q_stride;
+                float* to = s + h * stride + j;
+                switch (heads - h) {
+                    case 1: score<1>(from, k, rows + j, here, to, stride); break;
+                    case 2: score<2>(from, k, rows + j, here, to, stride); break;
+                    case 3: score<3>(from, k, rows + j, here, to, stride); break;
+                    default: score<4>(from, k, rows + j, here, to, stride);
+                }
+            }
         }
     }
 
-    // o[head] += sum of p[head][j] times row j; `begin` was called.
-    void values(int64_t heads, const T* v, const int64_t* rows, int64_t count, const float* p, int64_t stride,
-                float* o) const {
-        switch (heads) {
-            case 1: sum<1>(v, rows, count, p, stride, o); break;
-            case 2: sum<2>(v, rows, count, p, stride, o); break;
-            case 3: sum<3>(v, rows, count, p, stride, o); break;
-            default: sum<4>(v, rows, count, p, stride, o);
+    // o[head] += sum of p[head][j] times row j, with weights 0 up to an even count; `lead` rows, whole batches, were
+    // asked for.
+    template <class Next>
+    void values(int64_t heads, const T* v, const int64_t* rows, int64_t count, const Q* p, int64_t stride, float* o,
+                int64_t lead, Next next) const {
+        for (int64_t j = 0; j < count; j += kBatch) {
+            const int64_t here = count - j < kBatch ? count - j : kBatch;
+            if (j + lead < count) next(j + lead);
+            for (int64_t h = 0; h < heads; h += kTile) {
+                const Q* from = p + h * stride + j;
+                float* to = o + h * d;
+                switch (heads - h) {
+                    case 1: sum<1>(v, rows + j, here, from, stride, to); break;
+                    case 2: sum<2>(v, rows + j, here, from, stride, to); break;
+                    case 3: sum<3>(v, rows + j, here, from, stride, to); break;
+                    default: sum<4>(v, rows + j, here, from, stride, to);
+                }
+            }
         }
     }
 
   private:
-    SACCADE_INLINE void ask(const T* row) const {
-        for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
-    }
-
     template <int HT>
     void score(const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride) const {
         for (int64_t j = 0; j < count; j += 4) {
             const T* row[4];
-            for (int r = 0; r < 4; ++r) row[r] = k + rows[j + r < count ? j + r : count - 1];
-            for (int r = 0; r < 4; ++r)
-                if (j + r + kAhead < count) ask(k + rows[j + r + kAhead]);
+            for (int r = 0; r < 4; ++r) row[r] = k + rows[j + r];
             F acc[HT][4];
             for (auto& head : acc)
                 for (F& x : head) x = Simd::set1(0);
@@ -94,24 +104,25 @@ struct GatherRows {
     }
 
     template <int HT>
-    void sum(const T* v, const int64_t* rows, int64_t count, const float* p, int64_t stride, float* o) const {
-        for (int64_t j = 0; j < count; j += kStep) {
-            const int64_t stop = j + kStep < count ? j + kStep : count;
-            int64_t c = 0;
-            for (; c + 4 * W <= d; c += 4 * W) sum_part<HT, 4>(v, rows, p, stride, o + c, j, stop, c);
-            for (; c < d; c += W) sum_part<HT, 1>(v, rows, p, stride, o + c, j, stop, c);
+    void sum(const T* v, const int64_t* rows, int64_t count, const Q* p, int64_t stride, float* o) const {
+        int64_t c = 0;
+        if constexpr (kDot) {
+            for (; c + 4 * W <= d; c += 4 * W) sum_pairs<HT, 2>(v + c, rows, count, p, stride, o + c);
+            for (; c + 2 * W <= d; c += 2 * W) sum_pairs<HT, 1>(v + c, rows, count, p, stride, o + c);
+            if (c < d) sum_pairs<HT, 0>(v + c, rows, count, p, stride, o + c);
+        } else {
+            for (; c + 4 * W <= d; c += 4 * W) sum_rows<HT, 4>(v + c, rows, count, p, stride, o + c);
+            for (; c < d; c += W) sum_rows<HT, 1>(v + c, rows, count, p, stride, o + c);
         }
     }
 
+    // N vectors of channels.
     template <int HT, int N>
-    void sum_part(const T* v, const int64_t* rows, const float* p, int64_t stride, float* o, int64_t j, int64_t stop,
-                  int64_t c) const {
+    void sum_rows(const T* v, const int64_t* rows, int64_t count, const float* p, int64_t stride, float* o) const {
         F acc[HT][N];
-        for (int i = 0; i < HT; ++i)
-            for (int n = 0; n < N; ++n) acc[i][n] = Simd::load(o + i * d + n * W);
-        for (; j < stop; ++j) {
-            if (c == 0) ask(v + rows[j + kAhead]);  // a row at once: memory likes its lines together
-            const T* row = v + rows[j] + c;
+        begin<HT, N>(acc, o);
+        for (int64_t j = 0; j < count; ++j) {
+            const T* row = v + rows[j];
             F x[N];
             for (int n = 0; n < N; ++n) x[n] = Simd::load_row(row + n * W);
             for (int i = 0; i < HT; ++i) {
@@ -119,6 +130,38 @@ struct GatherRows {
                 for (int n = 0; n < N; ++n) acc[i][n] = Simd::fma(w, x[n], acc[i][n]);
             }
         }
+        end<HT, N>(acc, o);
+    }
+
+    // The same by pairs of rows, for NS sets of 32 channels; NS = 0 is half a set, the end of a head_dim like 80.
+    template <int HT, int NS>
+    void sum_pairs(const T* v, const int64_t* rows, int64_t count, const uint16_t* p, int64_t stride, float* o) const {
+        constexpr int N = NS ? 2 * NS : 1;
+        F acc[HT][N];
+        begin<HT, N>(acc, o);
+        for (int64_t j = 0; j < count; j += 2) {
+            const T *row0 = v + rows[j], *row1 = v + rows[j + 1];
+            F x[NS ? N : 2];
+            if constexpr (NS == 0) Math::interleave(row0, row1, 0xffffu, 0xffffu, x);
+            else
+                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 32, row1 + n * 32, x + 2 * n);
+            for (int i = 0; i < HT; ++i) {
+                float w;
+                std::memcpy(&w, p + i * stride + j, sizeof w);  // a pair of weights
+                for (int n = 0; n < N; ++n) acc[i][n] = Math::mac(acc[i][n], x[n], Simd::set1(w));
+            }
+        }
+        end<HT, N>(acc, o);
+    }
+
+    template <int HT, int N>
+    SACCADE_INLINE void begin(F (&acc)[HT][N], const float* o) const {
+        for (int i = 0; i < HT; ++i)
+            for (int n = 0; n < N; ++n) acc[i][n] = Simd::load(o + i * d + n * W);
+    }
+
+    template <int HT, int N>
+    SACCADE_INLINE void end(const F (&acc)[HT][N], float* o) const {
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < N; ++n) Simd::store(o + i * d + n * W, acc[i][n]);
     }
