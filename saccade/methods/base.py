@@ -68,7 +68,8 @@ class Chunk:
     window leaves visible: a selection is cut to it afterwards, so a method may ignore it or spend its budget inside.
     ``gone`` bool [units, m]: keys that earlier turns evicted; a selection loses them afterwards. ``past``: what
     ``watch`` returned last, or in its first call of a turn the state that an evicting method left. ``states``: the
-    decode states of all layers. ``offline``: this layer's tensors of the method's calibration.
+    decode states of all layers, none for ``watch`` where tokens that they saw were cut off. ``offline``: this layer's
+    tensors of the method's calibration.
     """
 
     q: Tensor
