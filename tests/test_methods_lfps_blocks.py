@@ -241,3 +241,32 @@ def test_what_a_cut_leaves_is_no_history(llm):
             session.complete(other, GREEDY, keep=120)
             got[history] = true_tables(session, 1)
     assert torch.equal(got["keep"], got["restart"])
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancelled):
+    """Turn two, on all that was said or where the last ten tokens were cut off, and turn three: tokens and tables are
+    the same if preemption takes the keys within each, and if turn two is cancelled."""
+    first, second, third = (random_ids(length, seed=length) for length in (130, 41, 23))
+    got = []
+    for dropped in (False, True):
+        with llm.session("lfps(k=20, epsilon=1.0, history=keep)") as session:
+            session.generate(first, GREEDY)
+            said = session.token_ids[:-10] if cut else session.token_ids
+            session.sequence.truncate(len(said))
+            for ids in (second, third):
+                steps = session.stream(ids, GREEDY)
+                for _ in range(3):
+                    next(steps)
+                if dropped:
+                    session.sequence.drop_kv()
+                    next(steps)
+                if ids is second and cancelled:
+                    steps.close()
+                    assert session.token_ids == said
+                else:
+                    list(steps)
+            got.append((session.token_ids, true_tables(session, 1)))
+    assert got[0][0] == got[1][0]
+    torch.testing.assert_close(got[0][1], got[1][1], atol=1e-5, rtol=1e-4)

@@ -32,6 +32,7 @@ class Span:
     phase: str
     policy: Policy
     length: int = 0  # of the context when this was begun, these tokens included; stays when the span is cut short
+    after_cut: bool = False  # a prefill that goes on where tokens were cut off: older states saw what is gone
 
     def __post_init__(self) -> None:
         self.length = self.length or self.stop
@@ -48,6 +49,7 @@ class Work:
     policy: Policy
     span_start: int
     ends_span: bool
+    after_cut: bool = False
 
     @property
     def length(self) -> int:
@@ -56,11 +58,12 @@ class Work:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a turn that is taken back returns to. A prefill replaces the states it finds and leaves them as they are."""
+    """What a turn taken back returns to. A prefill leaves the states it finds as they are; none once dropped."""
 
     reached: int
-    states: list[Any]
-    gone: list[Tensor | None]
+    seen: int
+    states: list[Any] = field(default_factory=list)
+    gone: list[Tensor | None] = field(default_factory=list)
 
 
 class Sequence:
@@ -73,11 +76,12 @@ class Sequence:
         self.spans: list[Span] = []
         self.computed = 0  # tokens whose keys and values are stored
         self.reached = 0  # where `computed` would stand had nothing been dropped
+        self.seen = 0  # tokens that the states were built from, had nothing been dropped: more than reached after a cut
         self.states: list[Any] = [None] * layers  # decode-method state of each layer
         self.tails: list[Tensor | None] = [None] * layers  # last prefill queries of each layer, for `begin`
         self.gone: list[Tensor | None] = [None] * layers  # keys that earlier turns evicted: see methods.Evicting
         self.watched: list[Any] = [None] * layers  # what the decode method noted of the running prefill
-        self.turn_start: _Mark | None = None  # where the last turn began, if nothing was dropped since
+        self.turn_start: _Mark | None = None  # where the last turn began, if its keys were there
         self.turn: Request | None = None  # what is being computed for it now
 
     def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
@@ -97,12 +101,12 @@ class Sequence:
         self.tokens.extend(tokens)
         stop = len(self.tokens) - decoded
         if stop > self.reached:
-            self.spans.append(Span(self.reached, stop, "prefill", policy))
+            self.spans.append(Span(self.reached, stop, "prefill", policy, after_cut=self.seen > self.reached))
         elif any(state is not None for state in self.states):
             self.drop_kv()  # no prefill begins the state anew, and this one may have seen rows that were cut off
         self.turn_start = None
         if self.computed == self.reached:
-            self.turn_start = _Mark(self.reached, list(self.states), list(self.gone))
+            self.turn_start = _Mark(self.reached, self.seen, list(self.states), list(self.gone))
         if decoded:
             self.spans.append(Span(stop, len(self.tokens), "decode", policy))
 
@@ -120,13 +124,16 @@ class Sequence:
     def advance(self, stop: int) -> None:
         """Tokens up to ``stop`` are stored."""
         self.computed = stop
-        self.reached = max(self.reached, stop)
+        if stop > self.reached:
+            self.reached = self.seen = stop
 
     def truncate(self, length: int, reached: int | None = None) -> None:
         """Forget every token from ``length`` on, and what was computed from ``reached`` (default ``length``) on."""
         self.reached = min(self.reached, length if reached is None else reached)
         if self.kv.view(0).length > self.reached:  # also by a step that failed on the way
             self._go_back()
+        if (mark := self.turn_start) is not None and mark.reached == self.reached:
+            self.seen = mark.seen
         self.computed = min(self.computed, self.reached)
         del self.tokens[length:]
         self.kv.truncate(self.computed)
@@ -143,9 +150,11 @@ class Sequence:
         begun = any(watched is not None for watched in self.watched)
         known = max((gone.shape[1] for gone in self.gone if gone is not None), default=0)
         self.watched = [None] * len(self.watched)
-        if mark is not None and mark.reached == self.reached:
+        back = mark is not None and mark.reached == self.reached
+        lost = back and any(state is not None for state in self.states)  # those of the turn before, unless marked
+        if mark is not None and back and mark.states:
             self.states, self.gone = list(mark.states), list(mark.gone)
-        elif self.reached < known or begun or not all(state.holds(self.reached) for state in evicting):
+        elif lost or self.reached < known or begun or not all(state.holds(self.reached) for state in evicting):
             self.drop_kv()
 
     def _trim_spans(self, stop: int) -> None:
@@ -170,14 +179,14 @@ class Sequence:
         self.tails = [None] * len(self.tails)
         self.gone = [None] * len(self.gone)
         self.watched = [None] * len(self.watched)
-        self.turn_start = None
+        self.turn_start = self.turn_start and _Mark(self.turn_start.reached, self.turn_start.seen)
         if self.rope_regime(len(self.tokens)) == self.rope_regime(1):
             self.spans = _merged_if_dense(self.spans)
 
     def restart(self, policy: Policy | None = None) -> None:
         """Forget all that was computed: the next turn prefills every token, or with ``policy`` the next steps do."""
         self.drop_kv()
-        self.reached = 0
+        self.reached = self.seen = 0
         self.spans = [] if policy is None else [Span(0, len(self.tokens), "prefill", policy)]
 
     def next_rows(self, chunk: int) -> tuple[int, int, Span] | None:

@@ -79,7 +79,7 @@ class Scheduler:
         assert rows is not None, "a request without rows to compute must have finished"
         start, stop, span = rows
         ends = span.phase == "prefill" and stop == span.stop
-        return Work(request, start, stop, span.phase, span.policy, span.start, ends)
+        return Work(request, start, stop, span.phase, span.policy, span.start, ends, span.after_cut)
 
     def _admit(self, request: Request) -> bool:
         """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own

@@ -29,7 +29,7 @@ def follow_prefill(work: Work, chunk: Chunk, slides: bool) -> None:
     begin its state when the prefill ends. A layer that ``slides`` decodes without one."""
     sequence, method, layer, q = work.request.sequence, work.policy.decode, chunk.layer, chunk.q
     if method.watches and not slides:
-        sequence.watched[layer] = method.watch(chunk)
+        sequence.watched[layer] = method.watch(replace(chunk, states=()) if work.after_cut else chunk)
     first = chunk.shape.q_start
     if first == work.span_start or is_frozen(work, first - 1, layer):
         sequence.tails[layer] = None
