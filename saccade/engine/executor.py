@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -96,7 +97,7 @@ class Executor:
 
     def _run_packed(self, batch: list[Work]) -> dict[int, Tensor]:
         token_ids: list[int] = []
-        positions: list[int] = []
+        positions: list[Tensor] = []
         segments: list[Segment] = []
         wanted: list[int] = []
         owners: list[Request] = []
@@ -109,15 +110,15 @@ class Executor:
             base = len(token_ids) - work.start
             scored += [(base + row, work.request, row + 1) for row in work.request.to_score(work.start, work.stop)]
             token_ids += sequence.tokens[work.start : work.stop]
-            positions += range(work.start, work.stop)
+            positions.append(torch.arange(work.start, work.stop))
             if work.stop == len(sequence.tokens):
                 wanted.append(len(token_ids) - 1)
                 owners.append(work.request)
         frozen = frozen_rows(batch, self.runner.spec.layers, all_read=self.observer is not None)
         context = _BatchContext(batch, segments, self, frozen)
         logits = self.runner.run(
-            torch.tensor(token_ids),
-            torch.tensor(positions),
+            torch.frombuffer(array("q", token_ids), dtype=torch.int64),  # a tensor of a list looks at every element
+            torch.cat(positions),
             context,
             segments=segments,
             logit_rows=torch.tensor(wanted, dtype=torch.long),

@@ -57,7 +57,9 @@ def is_frozen(work: Work, position: int, layer: int) -> bool:
     layers = work.request.sequence.kv.layers
     if layer == layers - 1 and position < _span(work).stop - _read_rows(work):
         return True
-    return bool(frozen_at(work, torch.tensor([position]), layer))
+    if work.policy.freeze is None:  # asked for in every layer, where a device's answer would have to be waited for
+        return False
+    return bool(frozen_at(work, torch.tensor([position], device="cpu"), layer))
 
 
 def frozen_at(work: Work, positions: Tensor, layer: int) -> Tensor:

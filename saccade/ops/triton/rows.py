@@ -67,6 +67,7 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         WIDTH=pad(cos.shape[-1] // 2),
         EACH=each,
         num_warps=1 if each == 1 else 4,
+        enable_fp_fusion=False,  # a product that is added to another is rounded first
     )
 
 
