@@ -16,8 +16,9 @@ from saccade.ops import attend
 from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, row_weights, slash_sums
 from saccade.ops.triton import choose, shares
 from saccade.ops.triton import line_sums as sums
+from saccade.ops.triton.block_sums import line_sums
 from saccade.ops.triton.choose import compact, kept_lines, mass_threshold
-from saccade.ops.triton.line_sums import line_sums, token_sums
+from saccade.ops.triton.line_sums import token_sums
 from saccade.selection import Blocks, Shape
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
     """Block lists of every query head for a chunk on the GPU: ``lines="block"``."""
-    from saccade.ops.triton.line_sums import line_sums
+    from saccade.ops.triton.block_sums import line_sums
     from saccade.ops.triton.shares import needed_shares
 
     columns, slashes = line_sums(chunk.q, chunk.kv, chunk.shape, method.block_size, chunk.scale, chunk.softcap)

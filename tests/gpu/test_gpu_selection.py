@@ -11,7 +11,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.ops import attend
-from saccade.ops.triton.line_sums import line_sums
+from saccade.ops.triton.block_sums import line_sums
 from saccade.ops.triton.prefill import Config, attend_prefill
 from saccade.selection import Dense
 

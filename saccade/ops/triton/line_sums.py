@@ -1,9 +1,8 @@
 """Column and diagonal sums of the attention of a chunk's last rows: what FlexPrefill and its kin decide by.
 
-One kernel finds every row's log-sum-exp, split over the keys, a second computes the weights again tile by tile and
-keeps their sums: by key block and group of distances, where the weights [rows, keys] are never stored, or by key, and
-then the weights are laid down by distance for a third kernel to add. Every sum is added in a fixed order, so none
-changes from run to run.
+Here by key and by distance, in ``block_sums`` by blocks of them. One kernel finds every row's log-sum-exp, split over
+the keys, a second computes the weights again tile by tile, sums them by key and lays them down by distance for a third
+to add. Every sum is added in a fixed order, so none changes from run to run.
 """
 
 from __future__ import annotations
@@ -17,35 +16,8 @@ from saccade.kv.view import KVView
 from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
 from saccade.selection import Shape
 
-BLOCKS_EACH = 4  # key blocks one program of the second kernel sums, with the same queries at hand
 MOST_ROWS = 128
 MOST_BYTES = 1 << 30  # of weights laid down by distance at once
-
-
-def line_sums(
-    q: Tensor, kv: KVView, shape: Shape, block_size: int, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Softmax weights of the last ``min(block_size, q_len)`` rows of ``q`` [heads, q_len, head_dim], summed over rows.
-
-    Returns ``columns`` and ``slashes``, fp32 [heads, ceil(k_len / block_size)]: by block of ``block_size`` keys and by
-    group of ``block_size`` distances (row position - key). ``block_size`` is 64 or 128.
-    """
-    call = _Call(q, kv, shape, min(block_size, shape.q_len), block_size, scale, softcap)
-    k_blocks = -(-shape.k_len // block_size)
-    sums = torch.zeros(shape.heads, k_blocks, 4, dtype=torch.float32, device=q.device)
-    lowest = (call.first - block_size + 1) // block_size  # group of the least distance to key block 0
-    used = -(-call.visible // block_size)
-    _block_sums[(shape.heads, -(-used // BLOCKS_EACH))](
-        *call.shared, call.row_log(), sums, lowest, k_blocks, used, *call.numbers, **call.static, EACH=BLOCKS_EACH,
-        num_warps=call.warps,
-    )  # fmt: skip
-    slashes = torch.zeros(shape.heads, k_blocks, dtype=torch.float32, device=q.device)
-    for part in range(3):  # part j of key block c belongs to group lowest - c + j
-        shift = k_blocks - 1 - lowest - part
-        start, stop = max(0, -shift), min(k_blocks, k_blocks - shift)
-        if start < stop:
-            slashes[:, start:stop] += sums[:, :, 1 + part].flip(1)[:, start + shift : stop + shift]
-    return sums[:, :, 0].contiguous(), slashes
 
 
 def token_sums(
@@ -64,7 +36,7 @@ def token_sums(
             *call.shared, row_log, sums, laid, head, shape.k_len, *call.numbers, **call.static, num_warps=call.warps
         )
         _sum_distances[(triton.cdiv(visible, 512), count)](
-            laid, sums[1], head, shape.k_len, rows, call.first, visible, SPAN=512, num_warps=4
+            laid, sums[1], head, shape.k_len, rows, visible, SPAN=512, num_warps=4
         )
     return sums[0], sums[1]
 
@@ -104,7 +76,7 @@ class _Call:
 
 
 @triton.jit
-def _rows_of(q_ptr, head, q_head, q_row, rows, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr):
+def rows_of(q_ptr, head, q_head, q_row, rows, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr):
     row = tl.arange(0, SIZE)
     channel = tl.arange(0, D_PAD)
     return tl.load(
@@ -131,7 +103,7 @@ def _logits(
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "first", "visible"])
+@triton.jit(do_not_specialize=["rows", "first", "visible"], do_not_specialize_on_alignment=["table"])
 def _row_logs(
     q_ptr, k_pool, table, logs, q_head, q_row, rows, first, visible, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -139,7 +111,7 @@ def _row_logs(
 ):  # fmt: skip
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     kv_head = head // (HEADS // KV_HEADS)
-    q = _rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
+    q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     share = tl.cdiv(tl.cdiv(visible, 64), splits) * 64
     top = tl.full([SIZE], float("-inf"), tl.float32)
     weight = tl.zeros([SIZE], tl.float32)
@@ -158,36 +130,9 @@ def _row_logs(
     tl.store(logs + (head * splits + split) * SIZE + tl.arange(0, SIZE), found)
 
 
-@triton.jit(do_not_specialize=["rows", "first", "visible", "lowest", "k_blocks", "used"])
-def _block_sums(
-    q_ptr, k_pool, table, row_log, sums, lowest, k_blocks, used, q_head, q_row, rows, first, visible, scale_log2,
-    softcap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    kv_head = head // (HEADS // KV_HEADS)
-    q = _rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
-    row = tl.arange(0, SIZE)
-    known = tl.load(row_log + head * SIZE + row)
-    known = tl.where(row < rows, known, 0.0)
-    block = tl.program_id(1) * EACH
-    for at in tl.range(block, tl.minimum(block + EACH, used)):
-        key = at * SIZE + tl.arange(0, SIZE)
-        scores = _logits(
-            q, k_pool, table, kv_head, key, rows, first, visible, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, SIZE,
-            CAPPED, PRECISION,
-        )  # fmt: skip
-        weights = tl.exp2(scores - known[:, None])
-        part = tl.maximum(first + row[:, None] - key[None, :], 0) // SIZE - (lowest - at)
-        out = sums + (head * k_blocks + at) * 4
-        tl.store(out, tl.sum(tl.sum(weights, 1), 0))
-        for group in tl.static_range(3):
-            mine = tl.where(part == group, weights, 0.0)
-            tl.store(out + 1 + group, tl.sum(tl.sum(mine, 1), 0))
-
-
-@triton.jit(do_not_specialize=["rows", "first", "visible", "head_from", "k_len"])
+@triton.jit(
+    do_not_specialize=["rows", "first", "visible", "head_from", "k_len"], do_not_specialize_on_alignment=["table"]
+)
 def _token_sums(
     q_ptr, k_pool, table, row_log, columns, laid, head_from, k_len, q_head, q_row, rows, first, visible, scale_log2,
     softcap,
@@ -196,7 +141,7 @@ def _token_sums(
 ):  # fmt: skip
     head = head_from + tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
-    q = _rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
+    q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     row = tl.arange(0, SIZE)
     known = tl.load(row_log + head * SIZE + row)
     known = tl.where(row < rows, known, 0.0)
@@ -207,17 +152,18 @@ def _token_sums(
     )  # fmt: skip
     weights = tl.exp2(scores - known[:, None])
     tl.store(columns + head.to(tl.int64) * k_len + key, tl.sum(weights, 0), mask=key < visible)
-    distance = first + row[:, None] - key[None, :]
+    # Keys at one distance lie below each other, the greatest distance first, so that neighbours stay neighbours.
     line = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * visible
-    tl.store(laid + line + distance, weights, mask=(distance >= 0) & (row < rows)[:, None] & (key < visible)[None, :])
+    place = key[None, :] + (rows - 1 - row)[:, None]
+    tl.store(laid + line + place, weights, mask=(place < visible) & (row < rows)[:, None])
 
 
-@triton.jit(do_not_specialize=["head_from", "k_len", "rows", "first", "visible"])
-def _sum_distances(laid, slashes, head_from, k_len, rows, first, visible, SPAN: tl.constexpr):
-    distance = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    line = laid + tl.program_id(1).to(tl.int64) * rows * visible + distance
+@triton.jit(do_not_specialize=["head_from", "k_len", "rows", "visible"])
+def _sum_distances(laid, slashes, head_from, k_len, rows, visible, SPAN: tl.constexpr):
+    place = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    line = laid + tl.program_id(1).to(tl.int64) * rows * visible + place
     total = tl.zeros([SPAN], tl.float32)
-    for row in tl.range(0, rows):
-        total += tl.load(line + row * visible, mask=distance <= first + row, other=0.0)
+    for row in tl.range(0, rows):  # what lies before its first key nobody wrote
+        total += tl.load(line + row * visible, mask=(place >= rows - 1 - row) & (place < visible), other=0.0)
     head = (head_from + tl.program_id(1)).to(tl.int64)
-    tl.store(slashes + head * k_len + distance, total, mask=distance < visible)
+    tl.store(slashes + head * k_len + visible - 1 - place, total, mask=place < visible)

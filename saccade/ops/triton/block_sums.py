@@ -1,0 +1,179 @@
+"""Column and diagonal sums of the attention of a chunk's last rows by key block and by group of distances: what
+FlexPrefill decides by where its lines are blocks.
+
+The keys are read once: of every row and key block a kernel keeps the largest logit and the sums of the weights relative
+to it; once every row's log-sum-exp is known, a second weighs them. The weights [rows, keys] are never stored, and sums
+are added in a fixed order, so that they do not change from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kv.view import KVView
+from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.line_sums import rows_of
+from saccade.selection import Shape
+
+BLOCKS_EACH = 4  # key blocks one program reads with the same queries at hand
+MOST_BYTES = 1 << 28  # kept of heads at once
+
+
+def line_sums(
+    q: Tensor, kv: KVView, shape: Shape, block_size: int, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax weights of the last ``min(block_size, q_len)`` rows of ``q`` [heads, q_len, head_dim], summed over rows.
+
+    Returns ``columns`` and ``slashes``, fp32 [heads, ceil(k_len / block_size)]: by block of ``block_size`` keys and by
+    group of ``block_size`` distances (row position - key). ``block_size`` is 64 or 128.
+    """
+    heads, _, head_dim = q.shape
+    rows = min(block_size, shape.q_len)
+    visible = shape.q_start + shape.q_len
+    first = visible - rows  # position of the first of these rows
+    k_blocks, used = -(-shape.k_len // block_size), -(-visible // block_size)
+    lowest = (first - block_size + 1) // block_size  # group of the least distance to key block 0
+    # Row r and key c of block b are first + r - c - b * size apart: group lowest - b + (ahead + r - c) // size
+    ahead = first - lowest * block_size
+    splits = -(-used // BLOCKS_EACH)
+    sums = torch.zeros(heads, k_blocks, 4, dtype=torch.float32, device=q.device)
+    together = max(1, min(heads, MOST_BYTES // (16 * used * block_size)))
+    parts = torch.empty(together, used, 4, block_size, dtype=torch.float32, device=q.device)
+    logs = torch.empty(together, splits, block_size, dtype=torch.float32, device=q.device)
+    given = q[:, -rows:]
+    for head in range(0, heads, together):
+        count = min(together, heads - head)
+        _read_blocks[(count, splits)](
+            given,
+            kv.k_pool,
+            kv.table,
+            parts,
+            logs,
+            head,
+            given.stride(0),
+            given.stride(1),
+            rows,
+            first,
+            visible,
+            used,
+            ahead,
+            scale * LOG2E,
+            softcap or 0.0,
+            GROUP=heads // kv.kv_heads,
+            KV_HEADS=kv.kv_heads,
+            D=head_dim,
+            D_PAD=pad(head_dim),
+            PAGE=kv.block_size,
+            SIZE=block_size,
+            EACH=BLOCKS_EACH,
+            ALIGNED=ahead == block_size,
+            CAPPED=softcap is not None,
+            PRECISION=precision(q.dtype),
+            num_warps=4 if block_size == 64 else 8,
+        )
+        row_log = torch.logsumexp(logs[:count] * (1 / LOG2E), 1) * LOG2E
+        _weigh_blocks[(used, count)](
+            parts, row_log, sums, head, rows, used, k_blocks, SIZE=block_size, ALIGNED=ahead == block_size, num_warps=1
+        )
+    slashes = torch.zeros(heads, k_blocks, dtype=torch.float32, device=q.device)
+    for part in range(3):  # part j of key block c belongs to group lowest - c + j
+        shift = k_blocks - 1 - lowest - part
+        start, stop = max(0, -shift), min(k_blocks, k_blocks - shift)
+        if start < stop:
+            slashes[:, start:stop] += sums[:, :, 1 + part].flip(1)[:, start + shift : stop + shift]
+    return sums[:, :, 0].contiguous(), slashes
+
+
+@triton.jit
+def _read_block(
+    top, weight, q, k_pool, table, kv_head, at, parts, rows, first, visible, ahead, scale_log2, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keep what ``q`` [SIZE, D] makes of key block ``at``; the rows' maximum and sum so far."""
+    row, within, channel = tl.arange(0, SIZE), tl.arange(0, SIZE), tl.arange(0, D_PAD)
+    key = at * SIZE + within
+    there = (key < visible) if MASKED else (key >= 0)
+    from_pool = k_pool + pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+    if MASKED or D < D_PAD:
+        k = tl.load(from_pool, mask=there[:, None] & (channel[None, :] < D), other=0.0)
+    else:
+        k = tl.load(from_pool)
+    scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+    if MASKED:
+        scores = tl.where(key[None, :] <= first + row[:, None], scores, float("-inf"))
+    high = tl.max(scores, 1)
+    anchor = tl.where(high == float("-inf"), 0.0, high) if MASKED else high
+    weights = tl.exp2(scores - anchor[:, None])
+    apart = ahead + row[:, None] - within[None, :]
+    low = tl.sum(tl.where(apart < SIZE, weights, 0.0), 1)
+    if ALIGNED:
+        middle = tl.sum(tl.where(apart >= SIZE, weights, 0.0), 1)
+        both = low + middle
+    else:
+        middle = tl.sum(tl.where((apart >= SIZE) & (apart < 2 * SIZE), weights, 0.0), 1)
+        far = tl.sum(tl.where(apart >= 2 * SIZE, weights, 0.0), 1)
+        both = low + middle + far
+        tl.store(parts + 3 * SIZE + row, far)
+    tl.store(parts + row, high)
+    tl.store(parts + SIZE + row, low)
+    tl.store(parts + 2 * SIZE + row, middle)
+    higher = tl.maximum(top, high)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, weight * tl.exp2(top - base) + both * tl.exp2(high - base)
+
+
+@triton.jit(do_not_specialize=["head_from", "rows", "first", "visible", "used", "ahead"])
+def _read_blocks(
+    q_ptr, k_pool, table, parts, logs, head_from, q_head, q_row, rows, first, visible, used, ahead, scale_log2, softcap,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    mine, split = tl.program_id(0), tl.program_id(1)
+    head = head_from + mine
+    kv_head = head // GROUP
+    row = tl.arange(0, SIZE)
+    q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
+    top = tl.full([SIZE], float("-inf"), tl.float32)
+    weight = tl.zeros([SIZE], tl.float32)
+    begin = split * EACH
+    end = tl.minimum(begin + EACH, used)
+    plain = tl.minimum((first + 1) // SIZE, end)  # blocks up to here lie before all rows
+    out = parts + mine.to(tl.int64) * used * 4 * SIZE
+    for at in tl.range(begin, plain, num_stages=3):
+        top, weight = _read_block(
+            top, weight, q, k_pool, table, kv_head, at, out + at * 4 * SIZE, rows, first, visible, ahead, scale_log2,
+            softcap, KV_HEADS, D, D_PAD, PAGE, SIZE, ALIGNED, CAPPED, PRECISION, False,
+        )  # fmt: skip
+    for at in tl.range(tl.maximum(begin, plain), end, num_stages=1):
+        top, weight = _read_block(
+            top, weight, q, k_pool, table, kv_head, at, out + at * 4 * SIZE, rows, first, visible, ahead, scale_log2,
+            softcap, KV_HEADS, D, D_PAD, PAGE, SIZE, ALIGNED, CAPPED, PRECISION, True,
+        )  # fmt: skip
+    found = tl.where(weight == 0.0, float("-inf"), top + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
+    tl.store(logs + (mine * tl.num_programs(1) + split) * SIZE + row, found)
+
+
+@triton.jit(do_not_specialize=["head_from", "rows", "used", "k_blocks"])
+def _weigh_blocks(
+    parts, row_log, sums, head_from, rows, used, k_blocks, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    at, mine = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, SIZE)
+    base = parts + (mine.to(tl.int64) * used + at) * 4 * SIZE + row
+    known = tl.load(row_log + mine * SIZE + row)
+    share = tl.where(row < rows, tl.exp2(tl.load(base) - known), 0.0)
+    low = tl.sum(share * tl.load(base + SIZE), 0)
+    middle = tl.sum(share * tl.load(base + 2 * SIZE), 0)
+    out = sums + ((head_from + mine).to(tl.int64) * k_blocks + at) * 4
+    whole = low + middle
+    if not ALIGNED:
+        far = tl.sum(share * tl.load(base + 3 * SIZE), 0)
+        whole += far
+        tl.store(out + 3, far)
+    tl.store(out, whole)
+    tl.store(out + 1, low)
+    tl.store(out + 2, middle)
