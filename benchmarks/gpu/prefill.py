@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, measured_limits, say, time_ms
+from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, measured_limits, time_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.bench.inputs import Problem, make
@@ -26,13 +26,12 @@ from saccade.selection import Blocks, Dense, Shape
 SCALE = HEAD_DIM**-0.5
 TRIED = (
     Config(128, 64, 8, 3),
-    Config(128, 64, 8, 4),
     Config(128, 128, 8, 2),
+    Config(64, 64, 4, 3),
     Config(128, 64, 8, 3, copy=True),
     Config(128, 64, 8, 4, copy=True),
     Config(128, 128, 8, 2, copy=True),
     Config(128, 128, 8, 3, copy=True),
-    Config(64, 64, 4, 3),
     Config(64, 128, 4, 2, copy=True),
 )
 METHODS = tuple(f"flexprefill({at}lines=block)" for at in ("", "gamma=0.9, ", "gamma=0.8, ", "gamma=0.6, "))
@@ -91,7 +90,6 @@ class Part:
         self.results = Results("prefill")
         self.limits = measured_limits()
         self.results.facts = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "limits": self.limits}
-        self.config = Config()
 
     def row(self, context: int, name: str, ms: float, pairs: float, best: float | None, **more: Any) -> None:
         floor = flops(pairs) / self.limits["matmul_tflops"] / 1e9
@@ -109,11 +107,11 @@ class Part:
         )
 
     def tune(self, problem: Problem) -> None:
-        """The fastest of the tried tiles for dense and for block lists of a quarter of the keys."""
+        """What tiles cost for dense and for block lists of a quarter of the keys; some need more shared memory than
+        there is."""
         view = problem.views[0]
         lists = random_blocks(problem.shape, 128, 0.25)
         pairs = float(lists.unit_pairs().double().mean())
-        times: dict[Config, float] = {}
         for config in TRIED:
             for name, selection, count in (
                 ("tile dense", Dense(problem.shape), problem.shape.causal_pairs),
@@ -127,11 +125,6 @@ class Part:
                 )
                 if ms is not None:
                     self.row(problem.shape.k_len, name, ms, count, None, config=str(config))
-                    times[config] = times.get(config, 0.0) + ms * problem.shape.causal_pairs / count
-        if times:
-            self.config = min(times, key=times.__getitem__)
-        say(f"tiles: {self.config}")
-        self.results.facts["config"] = str(self.config)
 
     def context(self, context: int, with_flex: bool) -> None:
         problem = make(HEADS, KV_HEADS, HEAD_DIM, context, context, DTYPE, device="cuda")
@@ -155,7 +148,7 @@ class Part:
                 self.row(context, name, ms, shape.causal_pairs, None)
         ms = self.results.attempt(
             "dense",
-            lambda: time_ms(lambda: attend_prefill(problem.q, view, Dense(shape), scale=SCALE, config=self.config)),
+            lambda: time_ms(lambda: attend_prefill(problem.q, view, Dense(shape), scale=SCALE)),
         )
         if ms is not None:
             self.row(context, "saccade dense", ms, shape.causal_pairs, best)
@@ -164,7 +157,7 @@ class Part:
             pairs = float(lists.unit_pairs().double().mean())
             ms = self.results.attempt(
                 f"blocks {density}",
-                lambda s=lists: time_ms(lambda: attend_prefill(problem.q, view, s, scale=SCALE, config=self.config)),
+                lambda s=lists: time_ms(lambda: attend_prefill(problem.q, view, s, scale=SCALE)),
             )
             if ms is not None:
                 self.row(context, f"blocks 128 ({density:g})", ms, pairs, best)
@@ -181,7 +174,7 @@ class Part:
 
         def whole() -> Any:
             selection = method.select_prefill(Chunk.of(problem.q, view))
-            return attend_prefill(problem.q, view, selection, scale=SCALE, config=self.config)
+            return attend_prefill(problem.q, view, selection, scale=SCALE)
 
         ms = time_ms(whole)
         pairs = float(chosen.unit_pairs().double().mean())

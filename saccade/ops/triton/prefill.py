@@ -43,8 +43,8 @@ def config_for(q: Tensor, selection: Selection) -> Config:
     if row_bytes > 256:
         return Config(min(rows, 64), 64, 4, 2)
     if rows == 128 and q.element_size() == 2 and not isinstance(selection, Band) and is_hopper(q.device):
-        if q.shape[1] >= LONG:
-            return Config(128, 128, 8, 3, copy=True)
+        if q.shape[1] >= LONG:  # a list's entries take a stage of their own
+            return Config(128, 128, 8, 3 if isinstance(selection, Blocks) else 2, copy=True)
         return Config(128, 128, 8, 2) if isinstance(selection, Blocks) else Config(64, 64, 4, 3)
     return Config(rows, 64, 8 if rows == 128 else 4, 3)
 
@@ -175,6 +175,59 @@ def _step(
     return acc, weight, higher
 
 
+@triton.jit
+def _place(ids, i, KEYS: tl.constexpr, SIZE: tl.constexpr, LISTED: tl.constexpr):
+    """Where the keys of tile ``i`` begin."""
+    if LISTED:
+        per: tl.constexpr = SIZE // KEYS
+        return tl.load(ids + i // per) * SIZE + (i % per) * KEYS
+    else:
+        return i * KEYS
+
+
+@triton.jit
+def _weigh(scores, acc, weight, top, scale_log2, softcap, like, CAPPED: tl.constexpr):
+    """Online softmax of one unmasked tile; its weights as bits, since what a product takes from the turn before as it
+    is would go through shared memory."""
+    if CAPPED:
+        scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
+    higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    shrink = tl.exp2(top - higher)
+    p = tl.exp2(scores * scale_log2 - higher[:, None])
+    weight = weight * shrink + tl.sum(p, 1)
+    bits: tl.constexpr = tl.int16 if like.dtype.primitive_bitwidth == 16 else tl.int32
+    return p.to(like.dtype).to(bits, bitcast=True), acc * shrink[:, None], weight, higher
+
+
+@triton.jit
+def _plain_tiles(
+    acc, weight, top, q, k_tiles, v_tiles, ids, count, from_row, scale_log2, softcap,
+    KEYS: tl.constexpr, SIZE: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """``count`` tiles that need no mask, of keys in one piece. The product with the next tile's keys runs while this
+    tile's softmax does, as in FlashAttention-3 (Shah et al., 2024, section 3.2)."""
+    if count > 0:
+        last = count - 1
+        here = (from_row + _place(ids, 0, KEYS, SIZE, LISTED)).to(tl.int32)
+        after = (from_row + _place(ids, tl.minimum(1, last), KEYS, SIZE, LISTED)).to(tl.int32)
+        scores = tl.dot(q, tl.trans(k_tiles.load([here, 0])), input_precision=PRECISION)
+        p, acc, weight, top = _weigh(scores, acc, weight, top, scale_log2, softcap, q, CAPPED)
+        scores = tl.dot(q, tl.trans(k_tiles.load([after, 0])), input_precision=PRECISION)
+        for i in tl.range(1, count, num_stages=STAGES):
+            here = (from_row + _place(ids, i - 1, KEYS, SIZE, LISTED)).to(tl.int32)
+            v = v_tiles.load([here, 0])
+            acc = tl.dot(p.to(v.dtype, bitcast=True), v, acc, input_precision=PRECISION)
+            after = (from_row + _place(ids, tl.minimum(i + 1, last), KEYS, SIZE, LISTED)).to(tl.int32)
+            following = tl.dot(q, tl.trans(k_tiles.load([after, 0])), input_precision=PRECISION)
+            p, acc, weight, top = _weigh(scores, acc, weight, top, scale_log2, softcap, q, CAPPED)
+            scores = following
+        here = (from_row + _place(ids, last, KEYS, SIZE, LISTED)).to(tl.int32)
+        v = v_tiles.load([here, 0])
+        acc = tl.dot(p.to(v.dtype, bitcast=True), v, acc, input_precision=PRECISION)
+    return acc, weight, top
+
+
 @triton.jit(do_not_specialize=["first", "q_start", "q_len", "window", "sinks"])
 def _prefill(
     q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, out_head, out_row, first, q_start, q_len,
@@ -210,15 +263,21 @@ def _prefill(
         # Lists are sorted: only the last block can be the diagonal one.
         plain = tl.maximum(count - 1, 0) * per
         masked = count * per
-        block = tl.load(ids, mask=masked > 0, other=0)
-        for i in tl.range(0, plain, num_stages=STAGES):
-            start = block * SIZE + (i % per) * KEYS
-            # The next is read a turn ahead: fetching a tile waits for its place.
-            block = tl.load(ids + tl.minimum(i + 1, masked - 1) // per)
-            acc, weight, top = _step(
-                acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
-                softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
+        if COPIED:
+            acc, weight, top = _plain_tiles(
+                acc, weight, top, q, k_pool, v_pool, ids, plain, kv_head * limit, scale_log2, softcap, KEYS, SIZE, True,
+                CAPPED, PRECISION, STAGES,
             )  # fmt: skip
+        else:
+            block = tl.load(ids, mask=masked > 0, other=0)
+            for i in tl.range(0, plain, num_stages=STAGES):
+                start = block * SIZE + (i % per) * KEYS
+                # The next is read a turn ahead: fetching a tile waits for its place.
+                block = tl.load(ids + tl.minimum(i + 1, masked - 1) // per)
+                acc, weight, top = _step(
+                    acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks,
+                    scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
+                )  # fmt: skip
         for i in tl.range(plain, masked, num_stages=1):
             start = tl.load(ids + i // per) * SIZE + (i % per) * KEYS
             acc, weight, top = _step(
@@ -238,11 +297,17 @@ def _prefill(
     else:
         plain = begin // KEYS
         masked = tl.cdiv(tl.minimum(begin + ROWS, limit), KEYS)
-        for i in tl.range(0, plain, num_stages=STAGES):
-            acc, weight, top = _step(
-                acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
-                scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
+        if COPIED:
+            acc, weight, top = _plain_tiles(
+                acc, weight, top, q, k_pool, v_pool, indices, plain, kv_head * limit, scale_log2, softcap, KEYS, SIZE,
+                False, CAPPED, PRECISION, STAGES,
             )  # fmt: skip
+        else:
+            for i in tl.range(0, plain, num_stages=STAGES):
+                acc, weight, top = _step(
+                    acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
+                    scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
+                )  # fmt: skip
         for i in tl.range(plain, masked, num_stages=1):
             acc, weight, top = _step(
                 acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
