@@ -39,7 +39,12 @@ DECODE = os.environ.get(
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
 ).split()
 SIZES = ((65536, 8), (98304, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
-PEERS = {"": nullcontext, " (cuDNN)": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)}  # what transformers may use
+PREFILL_SIZES = (32768, 131072)
+PEERS = {  # what transformers' sdpa may use; the first is its own choice
+    "": nullcontext,
+    " (cuDNN)": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+    " (flash)": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+}
 PROFILED = bool(os.environ.get("PROFILE"))
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
@@ -149,8 +154,10 @@ class Bench:
                 raise RuntimeError(request.error)
 
     def warm_up(self, policy: str) -> None:
-        request = self.request(20000, policy)
-        self.prefill(request, 8192)
+        """Compile what is compiled at first use. Selection kernels are compiled anew for every power of two of the
+        number of blocks."""
+        request = self.request(20000 if policy == "dense" else max(PREFILL_SIZES), policy)
+        self.prefill(request)
         request.sequence.kv.free()
 
     def first_token(self, tokens: int, policy: str, dense: float | None) -> float:
@@ -307,17 +314,17 @@ class Bench:
 
     def run_prefill(self) -> None:
         attempt = self.results.attempt
-        self.room(131072 + 64)
-        for policy in PREFILL:  # compile what is compiled at first use
+        self.room(max(PREFILL_SIZES) + 64)
+        for policy in PREFILL:
             attempt(f"warm up {policy}", lambda p=policy: self.warm_up(p))
-        for tokens in (32768, 131072):
+        for tokens in PREFILL_SIZES:
             dense = None
             for policy in PREFILL:
                 taken = attempt(
                     f"prefill {tokens} {policy}", lambda p=policy, d=dense, n=tokens: self.first_token(n, p, d)
                 )
                 dense = taken if policy == "dense" else dense
-            for kernel in PEERS:
+            for kernel in PEERS if tokens == min(PREFILL_SIZES) else ("",):
                 attempt(f"transformers {tokens}{kernel}", lambda n=tokens, k=kernel: self.transformers(n, k))
 
 
