@@ -10,30 +10,29 @@ namespace {
 
 struct DecodePlan {
     const Attention& a;
-    int64_t owners, groups, shared, splits, blocks_per_split;
+    int64_t owners, groups, shared, splits, split_keys;
     float *o, *max, *sum;  // [owners, splits, shared, head_dim] and [owners, splits, shared]
 
     explicit DecodePlan(const Attention& attention) : a(attention) {
-        bool lists = a.keys == Keys::blocks;
+        const bool lists = a.keys == Keys::blocks;
         owners = lists && a.units > a.kv_heads ? a.units : a.kv_heads;
         shared = a.heads / owners;
-        blocks_per_split = 0;
-        int64_t keys;  // of the longest list
+        int64_t keys = 0;  // of the longest list
         if (lists) {
-            blocks_per_split = a.block_size < kSplitKeys ? kSplitKeys / a.block_size : 1;
-            int64_t longest = 0;
             for (int64_t u = 0; u < a.units; ++u) {
-                int64_t count = a.offsets[u + 1] - a.offsets[u];
-                longest = count > longest ? count : longest;
+                const int64_t count = (a.offsets[u + 1] - a.offsets[u]) * a.block_size;
+                keys = count > keys ? count : keys;
             }
-            keys = longest * a.block_size;
-            splits = (longest + blocks_per_split - 1) / blocks_per_split;
         } else {
             keys = KeyStream(a, 0, a.q_start, a.q_start + 1).visible();
-            splits = (keys + kSplitKeys - 1) / kSplitKeys;
         }
-        if (splits < 1) splits = 1;
         groups = (!lists || a.units == 1) && keys >= kWholeSlots ? owners : 1;
+        split_keys = kSplitKeys;
+        if (groups > 1 && keys > kSplits * kSplitKeys)
+            split_keys = (keys + kSplits * kSplitKeys - 1) / (kSplits * kSplitKeys) * kSplitKeys;
+        if (lists) split_keys = split_keys > a.block_size ? split_keys / a.block_size * a.block_size : a.block_size;
+        splits = (keys + split_keys - 1) / split_keys;
+        if (splits < 1) splits = 1;
     }
 
     int64_t tasks() const { return owners / groups * splits; }
@@ -44,12 +43,13 @@ struct DecodePlan {
         KeyStream keys(a, head / (a.heads / a.kv_heads), a.q_start, a.q_start + 1);
         if (a.keys == Keys::blocks) {
             const int64_t* list = a.offsets + head / (a.heads / a.units);
-            int64_t first = list[0] + split * blocks_per_split, last = first + blocks_per_split;
+            const int64_t blocks = split_keys / a.block_size;
+            int64_t first = list[0] + split * blocks, last = first + blocks;
             if (last > list[1]) last = list[1];
             if (first > last) first = last;
             keys.set_list(a.indices + first, a.indices + last);
         } else {
-            keys.part(split * kSplitKeys, kSplitKeys);
+            keys.part(split * split_keys, split_keys);
         }
         int64_t at = (owner * splits + split) * shared;
         DecodeTask<Math, T> task(a, 0, head, groups, shared, splits * shared, o + at * a.head_dim, max + at, sum + at);

@@ -2,8 +2,9 @@
 // all the query heads that read the same keys. Vector lanes run over head_dim.
 //
 // A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when
-// they read the same keys of a long context: then whole slots are read in order, which memory likes better. Splits have
-// a fixed size, so a result depends neither on the number of threads nor on other work; splits merge by log-sum-exp.
+// they read the same keys of a long context: then whole slots are read in order, which memory likes better. The size of
+// splits follows from the call alone, so a result depends neither on the number of threads nor on other work; splits
+// merge by log-sum-exp.
 #pragma once
 
 #include "key_stream.h"
@@ -13,10 +14,43 @@
 namespace saccade {
 namespace {
 
-constexpr int kDecodeStep = 64;     // keys between two updates of the running maximum
-constexpr int64_t kSplitKeys = 1024;  // keys of a task
+constexpr int kDecodeStep = 32;        // keys between two updates of the running maximum: a slot of the usual pool
+constexpr int64_t kSplitKeys = 1024;   // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
-constexpr int kHeadTile = 4;         // query heads of a register tile
+constexpr int64_t kSplits = 32;        // of these at most: a task begins with rows that nobody asked for ahead
+constexpr int kHeadTile = 4;           // query heads of a register tile
+constexpr int64_t kLead = 4;           // groups of which rows are asked for ahead of their use
+
+// Rows that are wanted soon, asked for line by line in the order in which they lie in the pool.
+template <class T>
+class Ahead {
+  public:
+    Ahead() = default;
+    Ahead(const T* pool, const KeyStep<kDecodeStep>& step, int64_t head_dim)
+        : pool_(pool), row_(step.row), last_(step.row + step.count), width_(lines(head_dim)) {}
+
+    // Cache lines that so many values fill.
+    static constexpr int64_t lines(int64_t values) { return (values * static_cast<int64_t>(sizeof(T)) + 63) / 64; }
+
+    SACCADE_INLINE void ask(int64_t count) {
+        for (; count > 0; --count) {
+            if (left_ == 0) {
+                if (row_ == last_) return;
+                at_ = reinterpret_cast<const char*>(pool_ + *row_++);
+                left_ = width_;
+            }
+            Simd::prefetch(at_);
+            at_ += 64;
+            --left_;
+        }
+    }
+
+  private:
+    const T* pool_ = nullptr;
+    const int64_t *row_ = nullptr, *last_ = nullptr;
+    const char* at_ = nullptr;
+    int64_t width_ = 0, left_ = 0;
+};
 
 // What may look into a step: `shift(s, count)` changes the base-2 logits of its keys, `tally(row, max, e, count)` gets
 // exp2(logit - max) of them, for query head `row` of the task.
@@ -69,35 +103,30 @@ class DecodeTask {
         bool more = keys.fill(*now);
         while (more) {
             more = keys.fill(*next);
-            take_step(*now, more && !Stream::prefetches ? next : nullptr);
+            if constexpr (Stream::prefetches) take_step<false>(*now, nullptr);
+            else take_step(*now, more ? next : nullptr);
             KeyStep<kDecodeStep>* swap = now;
             now = next;
             next = swap;
         }
     }
 
-    // All keys first, then all values: the order in which they lie in the pools.
+    // All keys first, then all values: the order in which they lie in the pools. Memory is kept busy by asking for the
+    // rows of a group kLead groups before they are used.
+    template <bool Asks = true>
     void take_step(const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
-        for (int64_t g = 0; g < groups_; ++g)
+        for (int64_t turn = 0; turn < 2 * groups_; ++turn) {
+            Ahead<T> ahead = Asks ? rows_of(turn + kLead, step, next) : Ahead<T>();
+            const int64_t g = turn % groups_;
             for (int64_t h = 0; h < shared_; h += kHeadTile) {
-                const KeyStep<kDecodeStep>* soon = h ? nullptr : next;  // for h > 0 the rows are on their way already
                 switch (shared_ - h) {
-                    case 1: weigh<1>(g, h, step, soon); break;
-                    case 2: weigh<2>(g, h, step, soon); break;
-                    case 3: weigh<3>(g, h, step, soon); break;
-                    default: weigh<4>(g, h, step, soon);
+                    case 1: take_heads<1>(turn < groups_, g, h, step, ahead); break;
+                    case 2: take_heads<2>(turn < groups_, g, h, step, ahead); break;
+                    case 3: take_heads<3>(turn < groups_, g, h, step, ahead); break;
+                    default: take_heads<4>(turn < groups_, g, h, step, ahead);
                 }
             }
-        for (int64_t g = 0; g < groups_; ++g)
-            for (int64_t h = 0; h < shared_; h += kHeadTile) {
-                const KeyStep<kDecodeStep>* soon = h ? nullptr : next;
-                switch (shared_ - h) {
-                    case 1: accumulate<1>(g, h, step, soon); break;
-                    case 2: accumulate<2>(g, h, step, soon); break;
-                    case 3: accumulate<3>(g, h, step, soon); break;
-                    default: accumulate<4>(g, h, step, soon);
-                }
-            }
+        }
     }
 
   private:
@@ -112,28 +141,42 @@ class DecodeTask {
     // Row offset of group `g` against group 0.
     int64_t group_offset(int64_t g) const { return g * a_.page * d_; }
 
-    template <int HT>
-    void weigh(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
-        const int64_t offset = group_offset(g);
-        scores<HT>(q_ + (g * shared_ + h) * q_stride_, static_cast<const T*>(a_.k_pool) + offset, step, next);
-        for (int i = 0; i < HT; ++i) weights(g, h + i, i, step.count);
+    // The rows that turn `turn` of this step reads, or of the next: first each group's keys, then each one's values.
+    Ahead<T> rows_of(int64_t turn, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) const {
+        const KeyStep<kDecodeStep>* in = turn < 2 * groups_ ? &step : next;
+        turn %= 2 * groups_;
+        if (!in) return {};
+        const void* pool = turn < groups_ ? a_.k_pool : a_.v_pool;
+        return {static_cast<const T*>(pool) + group_offset(turn % groups_), *in, d_};
     }
 
-    // Asks for values first .. last - 1 of row `j` of the next step, if there is one.
-    SACCADE_INLINE void prefetch(const T* pool, const KeyStep<kDecodeStep>* next, int j, int64_t first,
-                                 int64_t last) const {
-        if (!next || j >= next->count) return;
-        const T* row = pool + next->row[j];
-        for (int64_t c = first; c < last; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(row + c);
+    template <int HT>
+    SACCADE_INLINE void take_heads(bool keys, int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
+        if (keys) weigh<HT>(g, h, step, ahead);
+        else accumulate<HT>(g, h, step, ahead);
     }
 
-    // s[head][key] = q . k, raw; meanwhile the next step's keys are on their way.
     template <int HT>
-    void scores(const Q* q, const T* k, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+    void weigh(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
+        const int64_t first = g * shared_ + h;
+        scores<HT>(q_ + first * q_stride_, static_cast<const T*>(a_.k_pool) + group_offset(g), step, ahead);
+        float shrink[HT < W ? W : HT] = {}, sums[HT];
+        for (int i = 0; i < HT; ++i) sums[i] = weights(g, h + i, i, step.count, shrink[i]);
+        Simd::store(shrink, Simd::exp2(Simd::load(shrink)));
+        for (int i = 0; i < HT; ++i) {
+            float& total = sum_[g * stride_ + h + i];
+            total = total * shrink[i] + sums[i];
+            alpha_[first + i] = shrink[i];
+        }
+    }
+
+    // s[head][key] = q . k, raw; meanwhile other rows are on their way.
+    template <int HT>
+    void scores(const Q* q, const T* k, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
         for (int j = 0; j < step.count; j += 4) {
             const T* row[4];
             for (int r = 0; r < 4; ++r) row[r] = k + step.row[j + r < step.count ? j + r : step.count - 1];
-            for (int r = 0; r < 4; ++r) prefetch(k, next, j + r, 0, d_);
+            ahead.ask(4 * Ahead<T>::lines(d_));
             F acc[HT][4];
             for (auto& head : acc)
                 for (F& x : head) x = Simd::set1(0);
@@ -161,10 +204,11 @@ class DecodeTask {
         }
     }
 
-    // Turns the scores of one head (row `i` of s) into weights (its row of p); alpha is what older sums shrink by.
-    void weights(int64_t g, int64_t h, int i, int count) {
+    // Turns the scores of one head (row `i` of s) into weights (its row of p), whose sum it returns; `shrink` is the
+    // base-2 logarithm of what older sums shrink by.
+    float weights(int64_t g, int64_t h, int i, int count, float& shrink) {
         float *s = s_ + i * kScores, *p = p_ + (g * shared_ + h) * kScores;
-        float &old_max = max_[g * stride_ + h], &total = sum_[g * stride_ + h];
+        float& old_max = max_[g * stride_ + h];
         const int rounded = (count + W - 1) / W * W;
         for (int j = count; j < rounded; ++j) s[j] = 0;  // finite, for the cap
         for (int j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
@@ -172,9 +216,7 @@ class DecodeTask {
         for (int j = count; j < rounded; ++j) s[j] = -__builtin_inff();
         F best = Simd::set1(old_max);
         for (int j = 0; j < rounded; j += W) best = Simd::max(best, Simd::load(s + j));
-        float lanes[W], max = old_max;
-        Simd::store(lanes, best);
-        for (float x : lanes) max = x > max ? x : max;
+        const float max = Simd::max_lane(best);
         F shift = Simd::set1(max), sum = Simd::set1(0);
         for (int j = 0; j < rounded; j += W) {
             F x = Math::exp2(Simd::sub(Simd::load(s + j), shift));
@@ -184,17 +226,16 @@ class DecodeTask {
             if constexpr (Tally::wanted) Simd::store(s + j, x);
         }
         if constexpr (Tally::wanted) (*tally_)(g * shared_ + h, max, s, count);
-        Simd::store(lanes, Simd::exp2(Simd::sub(Simd::set1(old_max), shift)));
-        alpha_[g * shared_ + h] = lanes[0];
-        total = total * lanes[0] + Simd::sum(sum);
+        shrink = old_max - max;
         old_max = max;
+        return Simd::sum(sum);
     }
 
     template <int HT>
-    void accumulate(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+    void accumulate(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
         const int64_t row = g * shared_ + h;
         Values x{static_cast<const T*>(a_.v_pool) + group_offset(g), p_ + row * kScores, alpha_ + row,
-                 o_ + (g * stride_ + h) * d_, step, next};
+                 o_ + (g * stride_ + h) * d_, step, ahead};
         int64_t c = 0;
         if constexpr (kDot) {
             for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(x, c);
@@ -212,7 +253,7 @@ class DecodeTask {
         const float *p, *alpha;
         float* o;
         const KeyStep<kDecodeStep>& step;
-        const KeyStep<kDecodeStep>* next;
+        Ahead<T>& ahead;
     };
 
     // o[head][c ..] = o * alpha + sum over keys of p * v, for NC vectors of channels.
@@ -223,7 +264,7 @@ class DecodeTask {
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
         for (int j = 0; j < x.step.count; ++j) {
-            prefetch(x.v, x.next, j, c, c + NC * W);
+            x.ahead.ask(Ahead<T>::lines(NC * W));
             const T* row = x.v + x.step.row[j] + c;
             F v[NC];
             for (int n = 0; n < NC; ++n) v[n] = Simd::load_row(row + n * W);
@@ -245,8 +286,7 @@ class DecodeTask {
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
         for (int j = 0; j < x.step.count; j += 2) {
-            prefetch(x.v, x.next, j, c, c + NC * W);
-            prefetch(x.v, x.next, j + 1, c, c + NC * W);
+            x.ahead.ask(Ahead<T>::lines(2 * NC * W));
             const int second = j + 1 < x.step.count ? j + 1 : j;  // an absent key has weight 0
             const T *row0 = x.v + x.step.row[j] + c, *row1 = x.v + x.step.row[second] + c;
             F v[NS ? NC : 2];

@@ -60,6 +60,11 @@ struct Simd {
         return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_cmp_ps(x, set1(-126.0f), _CMP_GE_OQ));
     }
 
+    static float max_lane(F x) {
+        __m128 a = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+        return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+    }
     static float sum(F x) {
         __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
         y = _mm_add_ps(y, _mm_movehl_ps(y, y));

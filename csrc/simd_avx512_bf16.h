@@ -59,6 +59,7 @@ struct Simd {
     }
 
     static float sum(F x) { return _mm512_reduce_add_ps(x); }
+    static float max_lane(F x) { return _mm512_reduce_max_ps(x); }
     static void sum4(const F* x, float* out) {
         F a = add(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
         F b = add(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));

@@ -83,6 +83,10 @@ struct Simd {
     }
 
     static float sum(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+    static float max_lane(F x) {
+        float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+        return a > b ? a : b;
+    }
     // Sums of four vectors, stored side by side.
     static void sum4(const F* x, float* out) {
         for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);

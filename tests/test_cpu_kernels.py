@@ -128,6 +128,22 @@ def test_long_decode_merges_its_splits(isa):
     compare(q, view, Band(shape, 3001, 1100))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k_len", [8195, 40_007])
+def test_keys_that_all_heads_share_are_read_slot_by_slot(isa, dtype, k_len):
+    """From 8192 keys on a task takes all KV heads, beyond 32 * 1024 keys a longer part of them."""
+    cpu.set_isa(isa)
+    shape = Shape.suffix(6, 2, 1, k_len)
+    q, view = problem(shape, 16, dtype)
+    shared = (Dense(shape), Band(shape, k_len - 3000, 77), random_blocks(shape, 32, 1, 0.95))
+    for selection in shared if k_len < 10_000 else shared[:1]:
+        compare(q, view, selection)
+        one, many = (cpu.attend(q, view, selection, scale=0.25, threads=threads) for threads in (1, 3))
+        assert torch.equal(one[0], many[0])
+        assert torch.equal(one[1], many[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [1, 600])
 def test_threads_do_not_change_a_bit(dtype, q_len):
