@@ -13,6 +13,8 @@ from saccade.kv.pool import BlockPool
 from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 
+ALIGNED = 4  # table entries: kernels are compiled anew for a table that does not begin at 16 bytes
+
 
 class SequenceKV:
     """Owns slots of ``pool`` for ``layers`` layers. Rows are appended layer by layer; nothing stored ever moves."""
@@ -62,7 +64,8 @@ class SequenceKV:
         missing = self.missing_blocks(tokens)
         fresh = self.pool.allocate(missing)
         if wanted > self._tables.shape[1]:
-            grown = torch.zeros(self.layers, max(wanted, 2 * self._tables.shape[1]), dtype=torch.int32, device="cpu")
+            width = max(-(-wanted // ALIGNED) * ALIGNED, 2 * self._tables.shape[1])
+            grown = torch.zeros(self.layers, width, dtype=torch.int32, device="cpu")
             grown[:, : self._tables.shape[1]] = self._tables
             self._tables = grown
         for layer, slots in enumerate(self._slots):
