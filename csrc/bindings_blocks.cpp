@@ -11,8 +11,8 @@ void progressive(int isa, int threads, int storage, uintptr_t q, int64_t q_head_
                  uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads, int64_t head_dim,
                  int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, uintptr_t out,
                  uintptr_t lse, int64_t block_size, int64_t units, int64_t always_count, int64_t ranked,
-                 int64_t microbatch, uintptr_t always, uintptr_t order, double epsilon, bool least, bool mean,
-                 uintptr_t used, uintptr_t coverage, uintptr_t offsets, uintptr_t indices) {
+                 int64_t microbatch, uintptr_t always, uintptr_t order, uintptr_t estimates, double margin, double epsilon,
+                 bool least, bool mean, uintptr_t used, uintptr_t coverage, uintptr_t offsets, uintptr_t indices) {
     Progressive p{};
     p.attention = geometry(threads, storage, q, q_head_stride, q_row_stride, k_pool, v_pool, table, heads, kv_heads,
                            head_dim, page, q_len, q_start, scale, softcap);
@@ -31,6 +31,8 @@ void progressive(int isa, int threads, int storage, uintptr_t q, int64_t q_head_
     p.epsilon = epsilon;
     p.least = least;
     p.mean = mean;
+    p.estimates = pointer<const float>(estimates);
+    p.margin = margin;
     p.used = pointer<int64_t>(used);
     p.coverage = pointer<float>(coverage);
     p.offsets = pointer<int64_t>(offsets);
@@ -49,6 +51,17 @@ void rank_blocks(int isa, int threads, int storage, int summary_storage, uintptr
     const KernelSet& set = kernels(isa);
     nb::gil_scoped_release release;
     set.rank_blocks(r);
+}
+
+void block_estimates(int isa, int threads, int storage, int summary_storage, uintptr_t q, int64_t q_head_stride,
+                     uintptr_t summary, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t first, int64_t last,
+                     double scale, double log_size, uintptr_t out) {
+    const BlockEstimates e{static_cast<Storage>(storage), static_cast<Storage>(summary_storage),
+                           pointer<const void>(q), q_head_stride, pointer<const void>(summary), heads, kv_heads,
+                           head_dim, first, last, scale, log_size, pointer<float>(out), threads};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.block_estimates(e);
 }
 
 void label_scores(int isa, int threads, uintptr_t q, int64_t kv_heads, int64_t rows, int64_t channels, int64_t tiles,
@@ -125,6 +138,7 @@ void sampled(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stri
 void bind_blocks(nb::module_& m) {
     m.def("progressive", &progressive);
     m.def("rank_blocks", &rank_blocks);
+    m.def("block_estimates", &block_estimates);
     m.def("label_scores", &label_scores);
     m.def("label_keys", &label_keys);
     m.def("fill_buckets", &fill_buckets);

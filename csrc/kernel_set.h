@@ -2,6 +2,7 @@
 #pragma once
 
 #include "antidiagonal.h"
+#include "block_estimates.h"
 #include "block_scores.h"
 #include "decode.h"
 #include "gather.h"
@@ -61,6 +62,16 @@ void draw(const HashDraw& c) {
 void sampled(const SampledCall& c) {
     if (c.attention.storage == Storage::bf16) sampled_typed<HalfMath, uint16_t>(c);
     else sampled_typed<Fp32Math, float>(c);
+}
+
+void block_estimates(const BlockEstimates& e) {
+    if (e.storage == Storage::bf16) {
+        if (e.summary_storage == Storage::bf16) block_estimates_typed<uint16_t, uint16_t>(e);
+        else block_estimates_typed<uint16_t, float>(e);
+    } else {
+        if (e.summary_storage == Storage::bf16) block_estimates_typed<float, uint16_t>(e);
+        else block_estimates_typed<float, float>(e);
+    }
 }
 
 void rank_blocks(const BlockRanking& r) {

@@ -153,7 +153,9 @@ struct Progressive {
     int64_t units, always_count, ranked, microbatch;
     const int32_t *always, *order;  // [units, always_count], [units, ranked]
     double epsilon;
-    bool least, mean;  // rest="min", stop="mean"
+    bool least, mean;         // rest="min", stop="mean"
+    const float* estimates;  // [heads, ranked] with rest="estimate", else null
+    double margin;
     // Ranked blocks read and the rule's estimate at the end, [units]; what was read as lists: [units + 1] and
     // [units * (always_count + ranked) + 1].
     int64_t* used;
@@ -174,6 +176,18 @@ struct BlockRanking {
     int64_t first, last;  // blocks that are ranked
     int64_t count;        // 0: all by falling score, else the best, rising
     int32_t* out;         // [units, count or last - first]
+    int threads;
+};
+
+// Blocks by the means and variances of their keys (saccade/ops/block_estimates.py), [blocks, 2, kv_heads, head_dim].
+struct BlockEstimates {
+    Storage storage, summary_storage;
+    const void* q;  // [heads, head_dim]
+    int64_t q_head_stride;
+    const void* summary;
+    int64_t heads, kv_heads, head_dim, first, last;
+    double scale, log_size;  // of logits; of keys in a block
+    float* out;              // [heads, last - first]
     int threads;
 };
 
@@ -274,6 +288,7 @@ struct KernelSet {
     float (*gather_pass)(const void* data, const int32_t* rows, int64_t count, int64_t row_bytes);
     void (*progressive)(const Progressive&);
     void (*rank_blocks)(const BlockRanking&);
+    void (*block_estimates)(const BlockEstimates&);
     void (*label_scores)(const LabelScores&);
     void (*label_keys)(const LabelKeys&);
     void (*fill_buckets)(const HashBuckets&);

@@ -94,6 +94,11 @@ struct ProgressivePlan {
     int64_t rows, microbatch;         // query heads of a unit, blocks of a microbatch
     float *o = nullptr, *max = nullptr, *sum = nullptr, *least = nullptr;  // [heads, head_dim], [heads]
     BlockTally::Weight* weights = nullptr;                                 // [heads, microbatch]
+    // With estimates: what is guessed of all blocks behind each microbatch, as a base-2 log [heads, batches]; how far
+    // those read lay above what was guessed, summed and squared, [heads, 2].
+    int64_t batches = 0;
+    float* guessed = nullptr;
+    double* excess = nullptr;
 
     template <class Math, class T>
     void run(int64_t unit) const {
@@ -102,7 +107,10 @@ struct ProgressivePlan {
         BlockTally tally{weights + first * microbatch, microbatch, {}, 0};
         DecodeTask<Math, T, BlockTally> task(a, 0, first, rows / shared, shared, shared, o + first * a.head_dim,
                                              max + first, sum + first, nullptr, &tally);
-        for (int64_t h = first; h < first + rows; ++h) least[h] = __builtin_inff();
+        for (int64_t h = first; h < first + rows; ++h) {
+            least[h] = __builtin_inff();
+            if (p.estimates) add_guesses(h);
+        }
         RankedKeys keys(p, unit, first / group);
         KeyStep<kDecodeStep> steps[2];
         int64_t batch[2] = {0, 0}, last = 0, block = 0, used = 0;
@@ -125,7 +133,7 @@ struct ProgressivePlan {
             task.take_step(steps[now], more ? &steps[next] : nullptr);
             if (batch[now] && (!more || batch[next] != batch[now])) {
                 used += block;
-                coverage = covered(first, block, p.ranked - used);
+                coverage = p.estimates ? covered(first, block, used) : bounded(first, block, p.ranked - used);
                 if (coverage > p.epsilon) break;
             }
             now = next;
@@ -139,8 +147,41 @@ struct ProgressivePlan {
         for (int64_t i = first * microbatch; i < (first + rows) * microbatch; ++i) weights[i] = {0, 0};
     }
 
+    void add_guesses(int64_t h) const {
+        const float* e = p.estimates + h * p.ranked;
+        float top = -__builtin_inff(), sum = 0;
+        for (int64_t i = 0; i < p.ranked; ++i) top = e[i] > top ? e[i] : top;
+        excess[2 * h] = excess[2 * h + 1] = 0;
+        for (int64_t b = batches; b-- > 0;) {
+            guessed[h * batches + b] = sum > 0 ? top * kLog2e + __builtin_log2f(sum) : -__builtin_inff();
+            const int64_t stop = (b + 1) * microbatch < p.ranked ? (b + 1) * microbatch : p.ranked;
+            for (int64_t i = b * microbatch; i < stop; ++i) sum += __builtin_exp2f((e[i] - top) * kLog2e);
+        }
+    }
+
+    // The rule by estimates: `blocks` have just been read, the last of `used`.
+    float covered(int64_t first, int64_t blocks, int64_t used) const {
+        const int64_t batch = (used - 1) / microbatch;
+        float worst = 1, total = 0;
+        for (int64_t h = first; h < first + rows; ++h) {
+            const float* e = p.estimates + h * p.ranked + used - blocks;
+            for (int64_t b = 0; b < blocks; ++b) {
+                const double above = weights[h * microbatch + b].log() - e[b] * kLog2e;
+                excess[2 * h] += above;
+                excess[2 * h + 1] += above * above;
+            }
+            const double mean = excess[2 * h] / used, square = excess[2 * h + 1] / used - mean * mean;
+            const double raised = used < 2 ? __builtin_inf() : mean + p.margin * __builtin_sqrt(square > 0 ? square : 0);
+            const float rest = guessed[h * batches + batch] + static_cast<float>(raised);
+            const float coverage = 1 / (1 + __builtin_exp2f(rest - max[h] - __builtin_log2f(sum[h])));
+            total += coverage;
+            worst = coverage < worst ? coverage : worst;
+        }
+        return p.mean ? total / static_cast<float>(rows) : worst;
+    }
+
     // The rule: what share of the attention has been read at least, were `left` blocks as heavy as those it goes by.
-    float covered(int64_t first, int64_t blocks, int64_t left) const {
+    float bounded(int64_t first, int64_t blocks, int64_t left) const {
         float worst = 1, total = 0;
         for (int64_t h = first; h < first + rows; ++h) {
             float rest = p.least ? least[h] : -__builtin_inff();
@@ -195,14 +236,17 @@ template <class Math, class T>
 void progressive_typed(const Progressive& p) {
     const Attention& a = p.attention;
     ProgressivePlan plan{p, a.heads / p.units, p.microbatch < p.ranked ? p.microbatch : p.ranked};
-    const int64_t floats = a.heads * (a.head_dim + 3);
-    float* storage = static_cast<float*>(std::malloc(floats * sizeof(float) +
+    plan.batches = p.estimates && p.ranked ? (p.ranked + plan.microbatch - 1) / plan.microbatch : 0;
+    const int64_t floats = a.heads * (a.head_dim + 3 + plan.batches);
+    float* storage = static_cast<float*>(std::malloc(2 * a.heads * sizeof(double) + floats * sizeof(float) +
                                                      a.heads * plan.microbatch * sizeof(BlockTally::Weight)));
-    plan.o = storage;
+    plan.excess = reinterpret_cast<double*>(storage);
+    plan.o = storage + 4 * a.heads;
     plan.max = plan.o + a.heads * a.head_dim;
     plan.sum = plan.max + a.heads;
     plan.least = plan.sum + a.heads;
-    plan.weights = reinterpret_cast<BlockTally::Weight*>(storage + floats);
+    plan.guessed = plan.least + a.heads;
+    plan.weights = reinterpret_cast<BlockTally::Weight*>(plan.guessed + a.heads * plan.batches);
     parallel_for(
         p.units, a.threads,
         [](void* context, int64_t i) { static_cast<ProgressivePlan*>(context)->template run<Math, T>(i); }, &plan);

@@ -105,6 +105,8 @@ def _blocks(method: Method, spec: ModelSpec) -> BestBlocks | None:
         keys = method.microbatch * method.block_size
         if method.unit != "kv_head" or method.block_size not in SIZES or keys > MOST_KEYS:
             return None
+        if method.rank != "cuboid":  # nor with it rest="estimate": the device ranks by cuboids alone
+            return None
         most = (SINK_BLOCKS + 2 + method.microbatch) * method.block_size - 1
         choice = PageChoice(method.block_size, "cuboid", spec.kv_heads, SINK_BLOCKS, 1, 0, most, after_full=True)
         return BestBlocks(choice, Rule(method.epsilon, method.microbatch, method.rest, method.stop))

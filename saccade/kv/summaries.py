@@ -2,7 +2,7 @@
 
 ``cuboid`` is ArkVale's cuboid-mean, PSA's metadata: with c = (max + min) / 2 and u = mean_i |c - k_i| per channel,
 parts (hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound of every dot product. ``mean`` is the
-mean key, ``stored_mean`` the same in the keys' dtype.
+mean key, ``stored_mean`` the same in the keys' dtype; ``moments`` are the mean and the variance of every channel.
 
 All but ``mean`` are kept in the keys' own dtype: every decode step reads them all, so half the bytes is half the time.
 Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its digests in the model's dtype.
@@ -20,7 +20,7 @@ from saccade.errors import SaccadeError
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
 
-KINDS = ("cuboid", "minmax", "mean", "stored_mean")
+KINDS = ("cuboid", "minmax", "mean", "stored_mean", "moments")
 TILE_KEYS = 8192  # keys summarized at once
 
 
@@ -29,6 +29,9 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
     keys = keys.float()
     if kind in ("mean", "stored_mean"):
         return keys.mean(-2)[None]
+    if kind == "moments":
+        mean = keys.mean(-2)
+        return torch.stack([mean, (keys - mean.unsqueeze(-2)).square().mean(-2)])
     low, high = keys.amin(-2), keys.amax(-2)
     if kind == "minmax":
         return torch.stack([high, low])

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from saccade.errors import PolicyError
 from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
+from saccade.ops.block_estimates import block_estimates, ranked_by_estimate
 from saccade.ops.block_scores import ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
 
@@ -21,9 +23,15 @@ SINK_BLOCKS = 2  # always read, with the last full and the partial block (algori
 class PSA(Method):
     """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
 
-    Criticality is ArkVale's cuboid-mean score, averaged over the unit's query heads. ``unit`` is ``kv_head``, or
-    ``layer`` as in the paper. ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too
-    high stops the reading for good. ``"last_max"``, the default, takes the heaviest block of the last microbatch.
+    ``rank="cuboid"`` is ArkVale's criticality, the cuboid-mean score averaged over the unit's query heads, as in the
+    paper. ``"moments"`` guesses from the mean and the variance of a block's keys what it will weigh, and ranks by the
+    largest share of any head (ops/block_estimates.py). ``unit`` is ``kv_head``, or ``layer`` as in the paper.
+
+    ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too high stops the reading for
+    good. ``"last_max"``, the default, takes the heaviest block of the last microbatch. ``"estimate"`` takes what
+    ``moments`` guess of each unread block, raised by as much as the blocks read so far lay above their guesses on
+    average, and ``margin`` standard deviations of that on top.
+
     ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
     """
 
@@ -37,14 +45,20 @@ class PSA(Method):
     unit: str = "kv_head"
     rest: str = "last_max"
     stop: str = "all"
+    rank: str = "cuboid"
+    margin: float = 3.0
 
     def __post_init__(self) -> None:
         require_number("epsilon", self.epsilon, 0.0, 1.0)
         require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
         require_whole("microbatch", self.microbatch, 1)
         require_choice("unit", self.unit, ("kv_head", "layer"))
-        require_choice("rest", self.rest, ("min", "last_max"))
+        require_choice("rest", self.rest, ("min", "last_max", "estimate"))
         require_choice("stop", self.stop, ("all", "mean"))
+        require_choice("rank", self.rank, ("cuboid", "moments"))
+        require_number("margin", self.margin, 0.0, 100.0)
+        if self.rest == "estimate" and self.rank != "moments":
+            raise PolicyError(f"rest=estimate goes by what rank=moments guesses, got rank={self.rank}; give both")
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape, size = query.shape, self.block_size
@@ -53,7 +67,14 @@ class PSA(Method):
         if shape.k_len <= (count + self.microbatch) * size:
             return Dense(shape)
         units = shape.kv_heads if self.unit == "kv_head" else 1
-        order = ranked_blocks(query.q[:, 0], query.kv.summary("cuboid", size), units, SINK_BLOCKS, full - 1)
+        estimates = None
+        if self.rank == "moments":
+            summary = query.kv.summary("moments", size)[SINK_BLOCKS : full - 1]
+            guess = block_estimates(query.q[:, 0], summary, size, query.scale, query.softcap)
+            order, estimates = ranked_by_estimate(guess, units)
+            order += SINK_BLOCKS
+        else:
+            order = ranked_blocks(query.q[:, 0], query.kv.summary("cuboid", size), units, SINK_BLOCKS, full - 1)
         query.cost.estimated += order.shape[1]
         always = torch.arange(count, dtype=torch.int32, device=order.device)  # a list from the host would wait for it
         always[SINK_BLOCKS:] += full - 1 - SINK_BLOCKS
@@ -66,4 +87,6 @@ class PSA(Method):
             microbatch=self.microbatch,
             rest=self.rest,
             stop=self.stop,
+            estimates=estimates if self.rest == "estimate" else None,
+            margin=self.margin,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ def attend_ranking(
     shape, units = ranking.shape, ranking.units
     call = cpu._Call(q, kv, shape, scale, softcap, threads)
     always, order = ranking.always.int().contiguous(), ranking.order.int().contiguous()
+    estimates = None if ranking.estimates is None else ranking.estimates.float().contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
     used, coverage = torch.empty(units, dtype=torch.int64), torch.empty(units)
     offsets = torch.empty(units + 1, dtype=torch.int64)
@@ -44,6 +47,8 @@ def attend_ranking(
         ranking.microbatch,
         always.data_ptr(),
         order.data_ptr(),
+        0 if estimates is None else estimates.data_ptr(),
+        ranking.margin,
         ranking.epsilon,
         ranking.rest == "min",
         ranking.stop == "mean",
@@ -97,3 +102,32 @@ def rank_blocks(
         best.data_ptr(),
     )
     return best
+
+
+def estimates_blocks(q: Tensor, summary: Tensor) -> bool:
+    """Whether :func:`estimate_blocks` can serve this call."""
+    return ranks(q, summary, summary.shape[2])
+
+
+def estimate_blocks(q: Tensor, summary: Tensor, size: int, scale: float) -> Tensor:
+    """:func:`saccade.ops.block_estimates.block_estimates` without a cap."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty(q.shape[0], summary.shape[0])
+    cpu._kernels.block_estimates(
+        cpu._isa_index(),
+        torch.get_num_threads(),
+        cpu._STORAGE[q.dtype],
+        cpu._STORAGE[summary.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        summary.data_ptr(),
+        q.shape[0],
+        summary.shape[2],
+        q.shape[1],
+        0,
+        summary.shape[0],
+        scale,
+        math.log(size),
+        out.data_ptr(),
+    )
+    return out

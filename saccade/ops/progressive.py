@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,10 @@ def attend_ranking(
 
 def _run(reader: _Reader, ranking: Ranking, unit: int) -> tuple[Tensor, Tensor, int, float]:
     order = ranking.order[unit]
+    per_unit = ranking.shape.heads // ranking.units
+    heads = slice(unit * per_unit, (unit + 1) * per_unit)
+    guess = None if ranking.estimates is None else ranking.estimates[heads].float()
+    excess = torch.empty(per_unit, 0, device=order.device)  # how far blocks lay above their guesses
     acc_out, acc_lse, _ = reader.read(ranking.always[unit])
     least = torch.full_like(acc_lse, torch.inf)
     done, total, enough = 0, order.numel(), 1.0
@@ -44,15 +50,28 @@ def _run(reader: _Reader, ranking: Ranking, unit: int) -> tuple[Tensor, Tensor, 
         out, lse, block_lse = reader.read(batch)
         acc_out, acc_lse = merge_state(acc_out, acc_lse, out, lse)
         done += batch.numel()
-        if ranking.rest == "min":
-            least = torch.minimum(least, block_lse.amin(-1))
+        if guess is not None:
+            excess = torch.cat([excess, block_lse - guess[:, done - batch.numel() : done]], 1)
+            rest = _unread(guess[:, done:], excess, ranking.margin)
         else:
-            least = block_lse.amax(-1)
-        coverage = 1.0 / (1.0 + (total - done) * torch.exp(least - acc_lse))
+            least = torch.minimum(least, block_lse.amin(-1)) if ranking.rest == "min" else block_lse.amax(-1)
+            rest = math.log(total - done) + least if done < total else torch.full_like(least, -torch.inf)
+        coverage = 1.0 / (1.0 + torch.exp(rest - acc_lse))
         enough = float(coverage.mean() if ranking.stop == "mean" else coverage.min())
         if enough > ranking.epsilon:
             break
     return acc_out, acc_lse, done, enough
+
+
+def _unread(guess: Tensor, excess: Tensor, margin: float) -> Tensor:
+    """The log of the weight left, fp32 [heads]: the sum of what is guessed of the unread blocks [heads, m], raised by
+    the mean and ``margin`` standard deviations of ``excess`` [heads, read]."""
+    if guess.shape[1] == 0:
+        return guess.new_full(guess.shape[:1], -torch.inf)
+    if excess.shape[1] < 2:
+        return guess.new_full(guess.shape[:1], torch.inf)
+    raised = excess.mean(1) + margin * excess.std(1, correction=0)
+    return torch.logsumexp(guess, 1) + raised
 
 
 class _Reader:

@@ -149,8 +149,15 @@ class Ranking(Selection):
     criticality. The op attends to ``always``, then to ``order`` in microbatches of ``microbatch`` blocks, and stops
     once ``1 / (1 + left * exp(rest - acc)) > epsilon`` (strict) for the query heads of a unit, where ``acc`` is the
     log-sum-exp so far and ``rest`` the least block log-sum-exp met (``rest="min"``, the paper) or the greatest of the
-    last microbatch (``"last_max"``). ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"``
-    suffices. ``always`` blocks never enter ``rest``. As a selection it stands for everything it may read.
+    last microbatch (``"last_max"``).
+
+    With ``rest="estimate"`` the weight left is ``exp(mean + margin * sd)`` times the sum of ``exp(estimates)`` over the
+    unread blocks instead: ``estimates`` fp32 [heads, m] are block log-sum-exps guessed before reading, in the order of
+    each head's unit; mean and sd (of the population) say how far those of the ranked blocks read so far lay above their
+    guesses. One block has no sd: reading goes on.
+
+    ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"`` suffices. ``always`` blocks never
+    enter ``rest``. As a selection it stands for everything it may read.
     """
 
     shape: Shape
@@ -161,6 +168,8 @@ class Ranking(Selection):
     microbatch: int = 4
     rest: str = "min"
     stop: str = "all"
+    estimates: Tensor | None = None
+    margin: float = 0.0
 
     @property
     def units(self) -> int:
@@ -188,4 +197,8 @@ class Ranking(Selection):
         for row in both:
             if torch.unique(row).numel() != row.numel():
                 raise SaccadeError("a ranking's always and order blocks must be disjoint and unique")
+        if (self.rest == "estimate") != (self.estimates is not None):
+            raise SaccadeError(f"rest='estimate' needs estimates, and no other rest takes them; got rest={self.rest!r}")
+        if self.estimates is not None and self.estimates.shape != (self.shape.heads, self.order.shape[1]):
+            raise SaccadeError(f"estimates must be [heads, ranked blocks], got {tuple(self.estimates.shape)}")
         self.as_blocks().check()

@@ -184,14 +184,18 @@ def _cut_blocks(blocks: Blocks, cone: Cone) -> Selection:
 def _cut_ranking(ranking: Ranking, cone: Cone, last: int) -> Ranking:
     size, start = ranking.block_size, cone.start(last)
 
-    def seen(blocks: Tensor) -> Tensor:
+    def seen(blocks: Tensor, values: Tensor) -> Tensor:
+        """What stands in ``values`` [k * units, m] for those of ``blocks`` [units, m] that are seen."""
         keep = (blocks * size < cone.sink_keys) | ((blocks + 1) * size > start)
         counts = keep.sum(1)
         if bool((counts != counts[0]).any()):
             raise SaccadeError("a window leaves unequal numbers of ranked blocks; the units must rank the same blocks")
-        return blocks[keep].view(blocks.shape[0], int(counts[0]))
+        per_unit = values.shape[0] // blocks.shape[0]
+        return values[keep.repeat_interleave(per_unit, 0)].view(values.shape[0], int(counts[0]))
 
-    return replace(ranking, always=seen(ranking.always), order=seen(ranking.order))
+    always, order, guess = ranking.always, ranking.order, ranking.estimates
+    estimates = None if guess is None else seen(order, guess)
+    return replace(ranking, always=seen(always, always), order=seen(order, order), estimates=estimates)
 
 
 def _cut_candidates(candidates: Candidates, cone: Cone, last: int) -> Candidates:
