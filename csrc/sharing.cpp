@@ -11,10 +11,31 @@ namespace nb = nanobind;
 namespace saccade {
 namespace {
 
+constexpr int32_t kNone = 0x7fffffff;  // behind every position
+
+// The union of `list` and of what lies up to `reach` away of `centers` moved by `shift`, from `low` on and, of the
+// latter, below `high`. Both run upwards, so the union does: what stands before a neighbourhood, then the neighbourhood.
+int32_t* unite(const int32_t* list, int64_t count, const int32_t* centers, int64_t moved, int64_t shift, int64_t reach,
+               int64_t low, int64_t high, int32_t* out) {
+    int64_t next = low, j = 0;  // keys below `next` are dealt with
+    for (int64_t b = 0; b < moved; ++b) {
+        const int64_t from = centers[b] + shift - reach, to = centers[b] + shift + reach + 1;
+        for (; j < count && list[j] < from; ++j)
+            if (list[j] >= next) *out++ = list[j];
+        for (int64_t i = from > next ? from : next; i < to && i < high; ++i) *out++ = static_cast<int32_t>(i);
+        next = to > next ? to : next;
+    }
+    for (; j < count; ++j)
+        if (list[j] >= next) *out++ = list[j];
+    return out;
+}
+
 // `anchors` queries that retrieved: directions [anchors, units, channels], has, counts [anchors, units], keys [anchors,
-// units, capacity], positions [anchors].
+// units, capacity], positions [anchors]; their best keys [anchors, units, most], none behind kNone.
 struct Share {
-    int64_t units, channels, capacity, anchors;
+    int64_t units, channels, capacity, anchors, most;
+    const int32_t* best;
+    int64_t follow;
     const float* directions;
     const uint8_t* has;
     const int32_t *counts, *keys;
@@ -68,10 +89,20 @@ void share_unit(const Share& c, int64_t u) {
     c.searching[u] = whose < 0;
     if (whose >= 0) {
         const int64_t at = whose * c.units + u;
-        std::memcpy(out, c.keys + at * c.capacity, c.counts[at] * sizeof *out);
-        out += c.counts[at];
-        if (c.cover_gap)
-            for (int64_t i = c.positions[whose] + 1 - c.local; i < c.last; ++i) *out++ = static_cast<int32_t>(i);
+        const int64_t left = c.positions[whose] + 1 - c.local;  // of the window since
+        const int64_t gap = c.cover_gap && left < c.last ? c.last - left : 0, count = c.counts[at] + gap;
+        int32_t* list = c.most ? static_cast<int32_t*>(thread_scratch((count + 1) * sizeof *list)) : out;
+        std::memcpy(list, c.keys + at * c.capacity, c.counts[at] * sizeof *list);
+        for (int64_t i = 0; i < gap; ++i) list[c.counts[at] + i] = static_cast<int32_t>(left + i);
+        if (c.most) {
+            const int32_t* best = c.best + at * c.most;
+            int64_t moved = 0;
+            while (moved < c.most && best[moved] != kNone) ++moved;
+            const int64_t steps = c.last + c.local - 1 - c.positions[whose];
+            out = unite(list, count, best, moved, steps, c.follow, 0, c.last, out);
+        } else {
+            out += count;
+        }
     }
     c.offsets[u + 1] = out - c.indices;
 }
@@ -86,12 +117,13 @@ struct Keep {
     const float* weights;
     int64_t weight_stride, rows;
     int32_t low, high;
-    int64_t best, reach;
-    int32_t *counts, *keys;  // out: [units], [units, capacity]
+    int64_t best, reach, most;
+    int32_t *counts, *keys, *moving;  // out: [units], [units, capacity], the best [units, most] or none behind kNone
 };
 
 void keep_unit(const Keep& c, int64_t u) {
     c.counts[u] = 0;
+    for (int64_t b = 0; b < c.most; ++b) c.moving[u * c.most + b] = kNone;
     if (!c.has[u]) return;
     int64_t first = c.offsets[u], last = c.offsets[u + 1];
     while (first < last && c.indices[first] < c.low) ++first;
@@ -109,27 +141,20 @@ void keep_unit(const Keep& c, int64_t u) {
         for (int64_t j = 0; j < count; ++j) heavy[j] = static_cast<int32_t>(j);
     else if (best > 0)
         TopK(spare).run(weight, count, best, 0, heavy);
-    // Both run upwards, so the union does: what was read before a neighbourhood, then the neighbourhood.
-    int32_t* out = c.keys + u * c.capacity;
-    int32_t next = c.low;  // keys below it are dealt with
-    int64_t j = 0;
     for (int64_t b = 0; b < best; ++b) {
-        const int64_t at = read[heavy[b]], from = at - c.reach, to = at + c.reach + 1;
-        for (; j < count && read[j] < from; ++j)
-            if (read[j] >= next) *out++ = read[j];
-        for (int64_t i = from > next ? from : next; i < to && i < c.high; ++i) *out++ = static_cast<int32_t>(i);
-        next = static_cast<int32_t>(to > next ? to : next);
+        heavy[b] = read[heavy[b]];
+        if (b < c.most) c.moving[u * c.most + b] = heavy[b];
     }
-    for (; j < count; ++j)
-        if (read[j] >= next) *out++ = read[j];
-    c.counts[u] = static_cast<int32_t>(out - (c.keys + u * c.capacity));
+    int32_t* keys = c.keys + u * c.capacity;
+    c.counts[u] = static_cast<int32_t>(unite(read, count, heavy, best, 0, c.reach, c.low, c.high, keys) - keys);
 }
 
 void share(int64_t units, int64_t channels, int64_t capacity, int64_t anchors, uintptr_t directions, uintptr_t has,
            uintptr_t counts, uintptr_t keys, uintptr_t positions, uintptr_t q, bool half, int64_t head_stride,
-           int64_t head_dim, double tau, bool cover_gap, int64_t last, int64_t local, uintptr_t direction,
-           uintptr_t searching, uintptr_t offsets, uintptr_t indices) {
-    const Share c{units, channels, capacity, anchors, pointer<const float>(directions), pointer<const uint8_t>(has),
+           int64_t head_dim, double tau, bool cover_gap, int64_t last, int64_t local, int64_t most, uintptr_t best,
+           int64_t follow, uintptr_t direction, uintptr_t searching, uintptr_t offsets, uintptr_t indices) {
+    const Share c{units, channels, capacity, anchors, most, pointer<const int32_t>(best), follow,
+                  pointer<const float>(directions), pointer<const uint8_t>(has),
                   pointer<const int32_t>(counts), pointer<const int32_t>(keys), pointer<const int64_t>(positions),
                   static_cast<float>(tau), cover_gap, last, local, pointer<float>(direction),
                   pointer<uint8_t>(searching), pointer<int64_t>(offsets), pointer<int32_t>(indices)};
@@ -142,11 +167,11 @@ void share(int64_t units, int64_t channels, int64_t capacity, int64_t anchors, u
 
 void keep(int threads, int64_t units, int64_t capacity, uintptr_t has, uintptr_t offsets, uintptr_t indices,
           uintptr_t weights, int64_t weight_stride, int64_t rows, int64_t low, int64_t high, int64_t best,
-          int64_t reach, uintptr_t counts, uintptr_t keys) {
+          int64_t reach, int64_t most, uintptr_t counts, uintptr_t keys, uintptr_t moving) {
     const Keep c{units, capacity, pointer<const uint8_t>(has), pointer<const int64_t>(offsets),
                  pointer<const int32_t>(indices), pointer<const float>(weights), weight_stride, rows,
-                 static_cast<int32_t>(low), static_cast<int32_t>(high), best, reach, pointer<int32_t>(counts),
-                 pointer<int32_t>(keys)};
+                 static_cast<int32_t>(low), static_cast<int32_t>(high), best, reach, most, pointer<int32_t>(counts),
+                 pointer<int32_t>(keys), pointer<int32_t>(moving)};
     nb::gil_scoped_release release;
     parallel_for(
         units, threads, [](void* context, int64_t u) { keep_unit(*static_cast<const Keep*>(context), u); },

@@ -53,7 +53,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
     """What a unit reads, and whether it retrieved, at every step (algorithms.md 5.3)."""
-    anchors: list[tuple[torch.Tensor, set[int], int]] = []
+    anchors: list[tuple[torch.Tensor, set[int], list[int], int]] = []
     block = None
     for position in range(prompt, q.shape[1]):
         n, kv_head = position + 1, heads[0] // (q.shape[0] // k.shape[0])
@@ -65,9 +65,11 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
         alike = [a for a in anchors if cosine(q[heads, position], a[0]) > method.tau]
         forced = {*range(low), *range(high, n)}
         if alike:
-            _, shared, then = alike[-1]
+            _, shared, heavy, then = alike[-1]
             gap = set(range(then + 1 - method.local, high)) if method.cover_gap else set()
-            yield forced | shared | gap, False
+            reach = () if method.follow is None else range(-method.follow, method.follow + 1)
+            moved = {i + position - then + o for i in heavy for o in reach if i + position - then + o < high}
+            yield forced | shared | gap | moved, False
             continue
         logits = [k[kv_head, :n].double() @ q[h, position].double() / math.sqrt(q.shape[-1]) for h in heads]
         score = (logits[0] if len(heads) == 1 else sum(torch.softmax(x, 0) for x in logits)).tolist()
@@ -77,7 +79,7 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
         order = sorted(best, key=lambda i: (-float(weight[read.index(i)]), i))
         m = budget // 3 if method.m is None else method.m
         near = {i + o for i in order[:m] for o in range(-method.r, method.r + 1) if low <= i + o < high}
-        anchors.append((q[heads, position], {*best} | near, position))
+        anchors.append((q[heads, position], {*best} | near, order[:m], position))
         yield {*read}, True
 
 
@@ -91,6 +93,9 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
         {"align": "position", "s": 6},
         {"unit": "kv_head"},
         {"k": 0.15, "m": 0},
+        {"follow": 0},
+        {"follow": 2, "m": 5, "cover_gap": False},
+        {"follow": 1, "unit": "kv_head", "s": 30},
     ],
     ids=str,
 )
@@ -177,6 +182,25 @@ def test_identical_queries_keep_the_anchors_mass():
         assert all(a <= b for a, b in zip(first, lists))
 
 
+def test_a_copy_is_followed():
+    """Each query looks for the key after the one before it, 60 steps on: the first one's set, moved along, has it."""
+    rng, start = generator(5), 40
+    steady = torch.randn(32, generator=rng)  # what all queries ask alike
+    k = torch.nn.functional.normalize(torch.randn(1, 300, 32, generator=rng), dim=-1) * 8
+    q = torch.zeros(1, 300, 32)
+    for position in range(240, 300):
+        q[0, position] = 6 * steady / steady.norm() + k[0, start + position - 240]
+    view = KVView.from_tensors(k, torch.randn(1, 300, 32, generator=rng))
+    found = {}
+    for follow in (None, 0):
+        method = CIS(tau=-1.0, s=64, k=8, m=4, r=0, sinks=2, local=4, follow=follow)
+        read = [set(used.lists()[0].tolist()) for _, _, _, used in steps(method, q, view, 240)]
+        found[follow] = [start + at in keys for at, keys in enumerate(read)]
+    assert found[None][0]
+    assert sum(found[None]) < 30
+    assert all(found[0])
+
+
 def test_no_dilation_shares_the_set_itself():
     q, _, view = stream(140, 130, drift=0.0)
     q[:, 131:] = q[:, 130:131]
@@ -229,7 +253,7 @@ def test_within_a_window_it_retrieves_what_is_visible(tiny_llama):
     "options",
     [
         {"tau": 1.5}, {"s": 0}, {"k": 0}, {"k": 2.5}, {"sinks": -1}, {"local": 0},
-        {"r": -1}, {"m": -1}, {"unit": "layer"}, {"align": "x"},
+        {"r": -1}, {"m": -1}, {"unit": "layer"}, {"align": "x"}, {"follow": -1},
     ],
 )  # fmt: skip
 def test_bad_options(options):

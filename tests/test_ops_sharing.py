@@ -74,6 +74,41 @@ def test_shared_sets_follow_their_definition(backend, dtype, best, reach):
             assert found == (sorted({*sets[axis][unit], *gap}) if alike else [])
 
 
+@pytest.mark.parametrize(("best", "reach", "follow"), [(1, 0, 0), (7, 1, 0), (7, 0, 3), (30, 2, 1), (500, 0, 40)])
+def test_the_best_keys_move_along(backend, best, reach, follow):
+    """Two anchors; who shares reads the better keys of its anchor where the steps since have moved them, too."""
+    n, anchors = 200, Anchors.empty(UNITS, 2 * DIM, capacity=200, most=best)
+    made = []
+    for number in range(2):
+        length = n + 3 * number
+        q = torch.zeros(HEADS, DIM)
+        q[:, number] = 1.0
+        share(anchors, q, 0.8, LOCAL, length, True, follow)
+        has = torch.tensor([True, number > 0, number < 1, True])
+        read, weights = retrieved(length, (40, 3, 60, 9), seed=number)
+        keep(anchors, read, weights, has, length - 1, (SINKS, length - LOCAL), best, reach)
+        alone = expected_sets(read, weights, has, length, 0, 0)
+        heavy = []  # by falling weight, ties to the lower
+        for unit, keys in enumerate(read.lists()):
+            at = int(read.offsets[unit])
+            own = weights[:, at : at + keys.numel()].sum(0).tolist()
+            middle = [(-w, key) for key, w in zip(keys.tolist(), own) if key in alone[unit]]
+            heavy.append([key for _, key in sorted(middle)[:best]])
+        made.append((expected_sets(read, weights, has, length, best, reach), heavy, has, length - 1))
+    for axis, length in ((0, 206), (1, 204), (0, 230), (1, 230)):
+        q = torch.zeros(HEADS, DIM)
+        q[:, axis] = 1.0
+        offsets, keys, searching = share(anchors, q, 0.8, LOCAL, length, True, follow)
+        sets, heavy, has, then = made[axis]
+        for unit in range(UNITS):
+            found = keys[offsets[unit] : offsets[unit + 1]].tolist()
+            assert bool(searching[unit]) != bool(has[unit])
+            moved = {key + length - 1 - then + o for key in heavy[unit] for o in range(-follow, follow + 1)}
+            moved = {key for key in moved if 0 <= key < length - LOCAL}
+            gap = range(then + 1 - LOCAL, length - LOCAL)
+            assert found == (sorted({*sets[unit], *gap, *moved}) if has[unit] else [])
+
+
 def test_the_most_recent_of_several_counts_and_a_new_block_forgets(backend):
     anchors = Anchors.empty(UNITS, 2 * DIM, capacity=100)
     q = torch.randn(HEADS, DIM, generator=generator(3))

@@ -42,8 +42,9 @@ class CIS(Method):
 
     ``k`` is a number of keys, or a fraction of the context below 1; the first ``sinks`` and the last ``local`` keys are
     read beside it. The ``m`` best keys (default: a third of k) bring their neighbours up to ``r`` away into the shared
-    set. ``unit="kv_head"`` decides for whole groups, by the cosine of their concatenated queries and their mean
-    weights. ``s=1`` or ``tau=1`` retrieves at every step.
+    set. With ``follow`` who shares also reads where the steps since would have moved those best keys, and up to
+    ``follow`` away: a copy looks one key further at every step. ``unit="kv_head"`` decides for whole groups, by the
+    cosine of their concatenated queries and their mean weights. ``s=1`` or ``tau=1`` retrieves at every step.
     """
 
     name: ClassVar[str] = "cis"
@@ -61,6 +62,7 @@ class CIS(Method):
     unit: str = "q_head"
     cover_gap: bool = True
     align: str = "step"
+    follow: int | None = None
 
     def __post_init__(self) -> None:
         require_number("tau", self.tau, -1.0, 1.0)
@@ -71,8 +73,9 @@ class CIS(Method):
         require_whole("sinks", self.sinks, 0)
         require_whole("local", self.local, 1)
         require_whole("r", self.r, 0)
-        if self.m is not None:
-            require_whole("m", self.m, 0)
+        for name in ("m", "follow"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), 0)
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         require_choice("cover_gap", self.cover_gap, (False, True))
         require_choice("align", self.align, ("step", "position"))
@@ -92,7 +95,8 @@ class CIS(Method):
             return Dense(shape)
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
         anchors = self._anchors(query, state, units)
-        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap)
+        follow = self.follow or 0  # nothing follows where the anchors remember no best keys
+        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap, follow)
         searches = int(searching.sum())
         query.cost.scored += round(n * searches / units)
         query.cost.estimated += anchors.count
@@ -110,7 +114,8 @@ class CIS(Method):
             # What a step reads at most: all of it may be shared, with the neighbours of its best.
             capacity = self.budget(longest) + self.sinks + self.local + 2 * self.r * self._spread(longest)
             if state.anchors is None or state.anchors.capacity < capacity:
-                state.anchors = Anchors.empty(units, heads * head_dim // units, capacity)
+                most = 0 if self.follow is None else self._spread(longest)
+                state.anchors = Anchors.empty(units, heads * head_dim // units, capacity, most)
             state.block, state.anchors.count = block, 0
         return state.anchors
 

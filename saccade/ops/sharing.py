@@ -24,8 +24,9 @@ class Anchors:
 
     ``directions`` fp32 [room, units, channels], of length 1; ``has`` bool [room, units]: which units retrieved;
     ``counts`` int32 [room, units]; ``keys`` int32 [room, units, capacity], rising, of which the first ``counts`` are
-    shared; ``positions`` int64 [room]: where the queries stand, the first of them at ``first``. The place behind the
-    last anchor holds the query at hand.
+    shared; ``positions`` int64 [room]: where the queries stand, the first of them at ``first``. ``moving`` int32 [room,
+    units, most], rising: the best of the keys each retrieved, the rest behind every position; ``most`` is 0 where none
+    are to move along with the steps. The place behind the last anchor holds the query at hand.
     """
 
     directions: Tensor
@@ -33,18 +34,20 @@ class Anchors:
     counts: Tensor
     keys: Tensor
     positions: Tensor
+    moving: Tensor
     count: int = 0
     first: int = 0
 
     @classmethod
-    def empty(cls, units: int, channels: int, capacity: int) -> Anchors:
-        """Room for one; lists hold at most ``capacity`` keys."""
+    def empty(cls, units: int, channels: int, capacity: int, most: int = 0) -> Anchors:
+        """Room for one; lists hold at most ``capacity`` keys, and ``most`` keys are remembered as the best."""
         return cls(
             torch.zeros(1, units, channels),
             torch.zeros(1, units, dtype=torch.bool),
             torch.zeros(1, units, dtype=torch.int32),
             torch.zeros(1, units, capacity, dtype=torch.int32),
             torch.zeros(1, dtype=torch.int64),
+            torch.full((1, units, most), _NONE, dtype=torch.int32),
         )
 
     @property
@@ -59,25 +62,27 @@ class Anchors:
         """Make room behind the last anchor."""
         if self.count < len(self.positions):
             return
-        for name in ("directions", "has", "counts", "keys", "positions"):
+        for name in ("directions", "has", "counts", "keys", "positions", "moving"):
             part = getattr(self, name)
             setattr(self, name, torch.cat([part, torch.zeros_like(part)]))
 
 
 def share(
-    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool = True
+    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool = True, follow: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What every unit reads of the most recent anchor whose cosine with it exceeds ``tau``, as lists: (offsets int64
     [units + 1], keys int32, bool [units]: who finds none and has an empty list).
 
     ``q`` [heads, head_dim] of the step that sees ``length`` keys; a unit's channels are those of its heads, one after
-    the other. Shared keys are joined by those that have left the window of ``local`` keys since, if ``cover_gap``.
+    the other. Shared keys are joined by those that have left the window of ``local`` keys since, if ``cover_gap``, and,
+    if the anchor remembers its best, by those moved on by the steps since, with what is up to ``follow`` away.
     """
     anchors.reserve()
     direction = anchors.directions[anchors.count]
     if _kernels_serve(anchors, q) and q.shape[1] % 16 == 0:
-        return _share_in_kernel(anchors, q, tau, local, length, cover_gap)
-    if q.is_cuda and triton.available():
+        return _share_in_kernel(anchors, q, tau, local, length, cover_gap, follow)
+    most = anchors.moving.shape[2]
+    if q.is_cuda and triton.available() and most == 0:
         return triton.share(anchors, q, tau, local, length, cover_gap)
     rows = q.float().reshape(direction.shape)
     direction.copy_(rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-38))
@@ -93,6 +98,8 @@ def share(
         gap = left + torch.arange(max(0, length - local - int(left.min())))
         keys = torch.cat([keys, gap.to(torch.int32)], 1)
         listed = torch.cat([listed, gap < length - local], 1)
+    if most:
+        keys, listed = _moved_in(anchors, whose, keys, listed, length, local, follow)
     listed &= ~searching[:, None]
     return offsets_of(listed.sum(1)), keys[listed], searching
 
@@ -119,7 +126,7 @@ def keep(
     anchors.has[at], anchors.positions[at] = searching, position
     anchors.first = position if at == 0 else anchors.first
     anchors.count += 1
-    if weights.is_cuda and triton.available():
+    if weights.is_cuda and triton.available() and anchors.moving.shape[2] == 0:
         triton.keep(anchors, at, read, weights, middle, best, reach)
         return
     if _kernels_serve(anchors, weights):
@@ -137,11 +144,16 @@ def keep(
             *middle,
             best,
             reach,
+            anchors.moving.shape[2],
             anchors.counts[at].data_ptr(),
             anchors.keys[at].data_ptr(),
+            anchors.moving[at].data_ptr(),
         )
         return
-    merged = _spread(read, weights.mean(0), searching, middle, best, reach)
+    merged, heavy = _spread(read, weights.mean(0), searching, middle, best, reach)
+    most = min(anchors.moving.shape[2], heavy.shape[1])
+    anchors.moving[at] = _NONE
+    anchors.moving[at, :, :most] = heavy[:, :most]
     anchors.counts[at] = (merged != _NONE).sum(1).to(torch.int32)
     anchors.keys[at, :, : merged.shape[1]] = merged
 
@@ -157,13 +169,14 @@ def leave_out(anchors: Anchors, hidden: tuple[int, int]) -> None:
 
 
 def _share_in_kernel(
-    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool
+    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool, follow: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    units, count = anchors.units, anchors.count
+    units, count, most = anchors.units, anchors.count, anchors.moving.shape[2]
     q = q if q.stride(-1) == 1 else q.contiguous()
     gap = length - 1 - int(anchors.positions[0]) if count else 0
     offsets, searching = torch.empty(units + 1, dtype=torch.int64), torch.empty(units, dtype=torch.bool)
-    indices = torch.empty(units * (anchors.capacity + gap) if count else 0, dtype=torch.int32)
+    longest = anchors.capacity + gap + most * (2 * follow + 1)
+    indices = torch.empty(units * longest if count else 0, dtype=torch.int32)
     cpu._kernels.share_keys(
         units,
         anchors.directions.shape[2],
@@ -182,6 +195,9 @@ def _share_in_kernel(
         cover_gap,
         length - local,
         local,
+        most,
+        anchors.moving.data_ptr(),
+        follow,
         anchors.directions[count].data_ptr(),
         searching.data_ptr(),
         offsets.data_ptr(),
@@ -194,8 +210,31 @@ def _kernels_serve(anchors: Anchors, rows: Tensor) -> bool:
     return cpu.available() and rows.device.type == anchors.keys.device.type == "cpu" and rows.dtype in _KERNEL_TYPES
 
 
-def _spread(read: Tokens, weights: Tensor, has: Tensor, middle: tuple[int, int], best: int, reach: int) -> Tensor:
-    """``keep``'s lists: int32 [units, most], rising, padded with ``_NONE``."""
+def _moved_in(
+    anchors: Anchors, whose: Tensor, keys: Tensor, listed: Tensor, length: int, local: int, follow: int
+) -> tuple[Tensor, Tensor]:
+    """``keys`` [units, m], of which ``listed`` count, with the best of anchors ``whose`` [units] moved on and what is
+    up to ``follow`` away of them, below the window: rising, each once."""
+    moving = anchors.moving[whose, torch.arange(anchors.units)].long()
+    steps = length - 1 - anchors.positions[whose]
+    around = moving[..., None] + steps[:, None, None] + torch.arange(-follow, follow + 1)
+    there = (moving != _NONE)[..., None] & (around >= 0) & (around < length - local)
+    moved = around.masked_fill(~there, _NONE).flatten(1).to(torch.int32)
+    return _union(torch.cat([keys.masked_fill(~listed, _NONE), moved], 1))
+
+
+def _union(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of ``keys`` sorted, and which entries are no ``_NONE`` and no repetition."""
+    keys = keys.sort(1).values
+    listed = keys != _NONE
+    listed[:, 1:] &= keys.diff(dim=1) != 0
+    return keys, listed
+
+
+def _spread(
+    read: Tokens, weights: Tensor, has: Tensor, middle: tuple[int, int], best: int, reach: int
+) -> tuple[Tensor, Tensor]:
+    """``keep``'s lists, int32 [units, most], and the best keys [units, best]: rising, padded with ``_NONE``."""
     counts = read.offsets.diff()
     places = read.offsets[:-1, None] + torch.arange(int(counts.max()))
     listed = (torch.arange(places.shape[1]) < counts[:, None]) & has[:, None]
@@ -204,10 +243,11 @@ def _spread(read: Tokens, weights: Tensor, has: Tensor, middle: tuple[int, int],
     inside = listed & (keys >= middle[0]) & (keys < middle[1])
     order = torch.sort(weight.masked_fill(~inside, -1.0), dim=1, descending=True, stable=True).indices[:, :best]
     around = torch.arange(-reach, reach + 1, dtype=torch.int32)
+    heavy = keys.gather(1, order).masked_fill(~inside.gather(1, order), _NONE).sort(1).values
     near = (keys.gather(1, order)[..., None] + around).flatten(1)
     near = near.masked_fill(~inside.gather(1, order).repeat_interleave(around.numel(), 1), _NONE)
     near = near.masked_fill((near < middle[0]) | (near >= middle[1]), _NONE)
     merged = torch.cat([keys.masked_fill(~inside, _NONE), near], 1).sort(1).values
     merged[:, 1:][merged.diff(dim=1) == 0] = _NONE
     merged = merged.sort(1).values
-    return merged[:, : int((merged != _NONE).sum(1).max())]
+    return merged[:, : int((merged != _NONE).sum(1).max())], heavy
