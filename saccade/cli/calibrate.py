@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saccade.cli.generate import CHUNK, DEVICE, DTYPE, MEMORY, MODEL
 from saccade.cli.inputs import read_text
+from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL
 from saccade.errors import RequestError
 
 if TYPE_CHECKING:

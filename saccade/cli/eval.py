@@ -11,6 +11,7 @@ import typer
 
 from saccade.cli.model_card import model_card
 from saccade.cli.multiturn import multiturn
+from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, THREADS
 
 if TYPE_CHECKING:
     from saccade.eval.predict import Setting
@@ -28,7 +29,6 @@ TASK = typer.Option("--task", "-t", help="A task (single), one of another source
 LENGTH = typer.Option("--length", help="Length in tokens; may be given several times.")
 SAMPLES = typer.Option("--samples", help="Samples of each task and length.")
 SEED = typer.Option("--seed", help="Seed of the samples.")
-MODEL = typer.Option("--model", "-m", help="Checkpoint folder, or a built-in model's name.")
 POLICY = typer.Option("--policy", "-p", help="A policy; may be given several times.")
 PROTOCOL = typer.Option("--protocol", help="A: the question is prefilled; B: it runs as sparse decode steps.")
 HISTORY = typer.Option("--history", help="Answers that later turns see: self (the model's own) or gold.")
@@ -37,13 +37,6 @@ MIX = typer.Option(
 )
 WORKERS = typer.Option("--workers", help="Processes that answer side by side, each with a model of its own.")
 LIMIT = typer.Option("--limit", help="Take the first N samples of each task and length.")
-DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
-MAX_LEN = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
-MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB.")
-CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
-BACKEND = typer.Option("--backend", help="auto, cpu or reference.")
-THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
-DEVICE = typer.Option("--device", help="cpu, cuda or cuda:N.")
 LONGBENCH = typer.Option("--longbench", help="Folder of LongBench's files, for longbench: and mtlb: tasks.")
 HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH for RULER's tasks over a text of yours.")
 UNKNOWN = typer.Option("--allow-unknown", help="Build mtlb: tasks from LongBench files whose SHA-256 is not known.")
@@ -91,7 +84,7 @@ def predict(
     workers: Annotated[int, WORKERS] = 1,
     out: Annotated[Path, OUT] = RESULTS / "results",
     dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LEN] = None,
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
@@ -169,7 +162,7 @@ def run(
     ] = "decode",
     out: Annotated[Path, OUT] = RESULTS,
     dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LEN] = None,
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
@@ -225,7 +218,7 @@ def target(
     workers: Annotated[int, WORKERS] = 1,
     out: Annotated[Path, OUT] = RESULTS,
     dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LEN] = None,
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
@@ -260,17 +253,7 @@ def target(
     )
     file = out / f"target__{slug(method)}__{slug(option)}__{keep:g}__{slug(Path(model).name)}__{data.stem}.json"
     write_json(file, {"method": method, "option": option, "data": str(data), **found.as_dict()})
-    if found.best is None:
-        best = max(found.probes, key=lambda probe: probe.percent)
-        print(
-            f"no value of {option} keeps {100 * keep:g} % of dense: the best is {best.policy} with "
-            f"{best.percent:.1f} % at density {best.density:.4f}"
-        )
-    else:
-        one = found.best
-        print(f"{one.policy} keeps {one.percent:.1f} % of dense at density {one.density:.4f}")
-    if not found.monotone:
-        print("the score does not rise with density along the probes; a value between them may do better")
+    print(found.said(option))
     print(file)
 
 

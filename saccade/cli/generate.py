@@ -9,22 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.inputs import gather_prompt, write_json
+from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, THREADS
 from saccade.errors import SaccadeError
 from saccade.machine import check_threads, check_writable
 
 if TYPE_CHECKING:
     from saccade.engine.request import Request
     from saccade.llm import LLM
-
-MODEL = typer.Option("--model", "-m", help="Checkpoint folder, or a built-in model: retriever or reference.")
-POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
-DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
-LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
-MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB.")
-CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
-BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
-DEVICE = typer.Option("--device", help="cpu, cuda or cuda:N.")
-THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
 
 
 def generate(
@@ -47,7 +38,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write what was really done to this JSON file.")] = None,
     dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, LENGTH] = None,
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
@@ -95,7 +86,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
     dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, LENGTH] = None,
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saccade.cli.generate import CHUNK, DTYPE, LENGTH, MEMORY, MODEL, POLICY
 from saccade.cli.inputs import gather_prompt
+from saccade.cli.options import CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY
 from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
     from saccade.eval.inspect import Inspection
     from saccade.llm import LLM
-
-DEVICE = typer.Option("--device", help="cpu, cuda or cuda:N.")
 
 
 def inspect(
@@ -45,7 +43,7 @@ def inspect(
     length: Annotated[int, typer.Option(help="Tokens of the prompts that --task makes.")] = 2048,
     seed: Annotated[int, typer.Option(help="Seed of the sampled rows.")] = 0,
     dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, LENGTH] = None,
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     device: Annotated[str, DEVICE] = "cpu",

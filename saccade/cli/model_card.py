@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
-from saccade.cli.generate import CHUNK, DTYPE, MEMORY, MODEL
 from saccade.cli.inputs import decode, write_json
-from saccade.cli.inspect import DEVICE
+from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL
 from saccade.errors import RequestError, SaccadeError
 from saccade.machine import check_writable
 

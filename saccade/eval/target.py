@@ -48,6 +48,21 @@ class Target:
             "probes": [vars(probe) for probe in self.probes],
         }
 
+    def said(self, option: str) -> str:
+        """What was found about ``option``, in a sentence or two, a line each."""
+        if self.best is None:
+            best = max(self.probes, key=lambda probe: probe.percent)
+            found = (
+                f"no value of {option} keeps {100 * self.keep:g} % of dense: the best is {best.policy} with "
+                f"{best.percent:.1f} % at density {best.density:.4f}"
+            )
+        else:
+            one = self.best
+            found = f"{one.policy} keeps {one.percent:.1f} % of dense at density {one.density:.4f}"
+        if self.monotone:
+            return found
+        return f"{found}\nthe score does not rise with density along the probes; a value between them may do better"
+
 
 def find_target(
     data: Path,

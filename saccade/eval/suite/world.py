@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from saccade.eval.suite.filler import Prose
+from saccade.eval.suite.filler import NEWLINE, Prose
 from saccade.eval.suite.rng import Rng
 from saccade.models.reference import vocabulary as v
 
-_COMMA = v.char(",")
+_COMMA, _ASK = (v.char(symbol) for symbol in ",?")
 ADJECTIVES = v.NOUN - v.ADJECTIVE
 NOUNS = v.FILLER - v.NOUN
 _PAIRS = ADJECTIVES * NOUNS
@@ -71,6 +71,11 @@ class Plan:
             return [_key(number) for number in self.rng.distinct(_PAIRS, count)]
         numbers = [number for number in self.rng.distinct(_PAIRS, count + count // 4 + 16) if not held_out(number)]
         return [_key(number) for number in numbers[:count]]
+
+
+def ask(command: str, rest: Sequence[int]) -> list[int]:
+    """A question: a line of its own."""
+    return [NEWLINE, _ASK, v.word(command), *rest, NEWLINE]
 
 
 def held_out(number: int) -> bool:
