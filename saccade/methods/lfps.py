@@ -39,11 +39,12 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.lfps_prompt import last_rows, last_spread
 from saccade.ops.block_scores import top_blocks
 from saccade.ops.candidates import join_blocks, sampled_rest
 from saccade.ops.score_tables import GATES, ScoreTables, candidates, learn, sink_share
-from saccade.ops.scores import row_weights, slash_sums
-from saccade.selection import Candidates, Dense, Selection, Shape, Tokens
+from saccade.ops.weights import as_tokens
+from saccade.selection import Candidates, Dense, Selection
 
 
 @dataclass
@@ -150,32 +151,16 @@ class LFPS(Method):
         end, rows = shape.q_start + shape.q_len, min(self.s, shape.q_len)
         first = min(self.sinks, end)
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
-        vertical, slash = torch.zeros(units, end - first), torch.zeros(units, end - first)
-        spread = torch.zeros(shape.heads)
-        which = torch.arange(shape.q_len - rows, shape.q_len)
-        for g in range(shape.kv_heads):
-            heads = slice(g * shape.group, (g + 1) * shape.group)
-            own = slice(g * units // shape.kv_heads, (g + 1) * units // shape.kv_heads)
-            weights = row_weights(segment.q, kv, shape, g, which, segment.scale, segment.softcap)[..., :end]
-            segment.cost.scored += shape.causal_pairs // shape.kv_heads
-            weights[..., :first] = 0.0
-            weights /= weights.sum(-1, keepdim=True).clamp(min=1e-38)  # of the other keys, so that tables sum up right
-            weights *= 1.0 / (2 * rows * (1.0 - self.r))
-            lines = torch.stack([weights.sum(1)[:, first:], slash_sums(weights, end - rows)[:, : end - first]])
-            if units == shape.kv_heads:
-                lines = lines.mean(1, keepdim=True)
-            vertical[own], slash[own] = lines
-            last = segment.q[heads, -1].float()
-            if end > first:
-                scores = last @ kv.head_keys(g, end)[first:].float().T * segment.scale
-                spread[heads] = scores.var(-1, correction=0) / last.square().sum(-1).clamp(min=1e-38)
+        vertical, slash = last_rows(segment, units, rows, first)
+        for lines in (vertical, slash):
+            lines *= 1.0 / (2 * (1.0 - self.r))
         keys, values = (part(first, end).float() for part in (kv.keys, kv.values))
         mean_key, mean_value = (part.sum(1) / max(1, end - first) for part in (keys, values))
         past = segment.past.state if isinstance(segment.past, _Before) else None
         if past is not None and past.tables.units == units and past.tables.first == first:
             past.tables.decayed_into(vertical, slash, self.r**rows)
         tables = ScoreTables.of(vertical, slash, first, end - 1)
-        return _State(tables, mean_key, mean_value, end - first, spread, end - 1)
+        return _State(tables, mean_key, mean_value, end - first, last_spread(segment, first), end - 1)
 
     def select_decode(self, query: Query, state: _State) -> Selection:
         shape, tables = query.shape, state.tables
@@ -288,16 +273,12 @@ class LFPS(Method):
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: _State) -> None:
         tables = state.tables
-        read, weights = _as_lists(selection, weights, tables.units)
-        resting = None if state.idle is None else state.idle.view(tables.units, -1).all(1)
-        moves = torch.ones(tables.units, dtype=torch.bool)
-        if resting is not None and not self.bypass_shift:
-            moves = ~resting
-        if not self.slash_shift_on_read:
-            tables.row += moves.long()
-        elif not self.bypass_shift:
-            tables.row -= (~moves).long()
-        learn(tables, read, weights, state.idle, self.r)
+        if not (self.slash_shift_on_read and self.bypass_shift):  # else `row` is set anew in every step
+            rests = torch.zeros(tables.units, dtype=torch.bool)
+            if state.idle is not None and not self.bypass_shift:
+                rests = state.idle.view(tables.units, -1).all(1)
+            tables.row -= rests.long() if self.slash_shift_on_read else (~rests).long().neg()
+        learn(tables, *as_tokens(selection, weights), state.idle, self.r)
         state.seen = query.shape.q_start
 
     def _extend_means(self, query: Query, state: _State) -> None:
@@ -309,14 +290,3 @@ class LFPS(Method):
             for mean, part in ((state.mean_key, query.kv.keys), (state.mean_value, query.kv.values)):
                 mean += (part(start, stop).float().sum(1) - fresh * mean) / (state.counted + fresh)
             state.counted += fresh
-
-
-def _as_lists(selection: Selection, weights: Tensor | None, units: int) -> tuple[Tokens, Tensor]:
-    """What was read, and its weights, as token lists."""
-    if weights is None:
-        raise ValueError("the weights of the step are missing")
-    if isinstance(selection, Tokens):
-        return selection, weights
-    shape: Shape = selection.shape
-    mask = selection.mask()[:, 0]
-    return Tokens.from_mask(shape, mask[:, None]), weights[mask][None]

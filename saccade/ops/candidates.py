@@ -49,7 +49,7 @@ def sampled_rest(
     """Estimated log-sum-exp of one row's logits over the keys ``first .. stop - 1`` that its unit does not list, fp32
     [heads]: from ``probes`` of them that a low-discrepancy sequence spreads over all, each standing for as many as were
     passed over. ``q`` [heads, 1, head_dim]; lists as for ``join_blocks``. -inf where no probe lies outside a list."""
-    at = spread_places(stop - first, probes) + first
+    at = spread_places(stop - first, probes).to(q.device) + first
     if cpu_decode.reads(q, kv) and q.shape[0] % (offsets.numel() - 1) == 0:
         return cpu_decode.probe(q, kv, offsets, indices, at.int(), stop - first, scale, softcap)
     units, heads, size = offsets.numel() - 1, q.shape[0], stop - first
@@ -66,10 +66,10 @@ def sampled_rest(
 
 
 def spread_places(size: int, count: int) -> Tensor:
-    """At most ``count`` of ``size`` places, spread evenly over them: int64, rising."""
+    """At most ``count`` of ``size`` places, spread evenly over them: int64, rising, on the CPU."""
     if size <= count:
-        return torch.arange(size)
-    return ((_multiples(count) * size).long()).unique()
+        return torch.arange(size, device="cpu")
+    return torch.unique_consecutive((_multiples(count) * size).long())
 
 
 @lru_cache(maxsize=8)

@@ -36,6 +36,19 @@ def selected_weights(
     return weights
 
 
+def as_tokens(selection: Selection, weights: Tensor | None) -> tuple[Tokens, Tensor]:
+    """What a step read as token lists, and its weights as ``selected_weights`` lays them out for these.
+
+    Raises ValueError for ``weights`` None.
+    """
+    if weights is None:
+        raise ValueError("the weights of the step are missing")
+    if isinstance(selection, Tokens):
+        return selection, weights
+    mask = selection.mask()[:, 0]
+    return Tokens.from_mask(selection.shape, mask[:, None]), weights[mask][None]
+
+
 def _of_tokens(q: Tensor, kv: KVView, tokens: Tokens, lse: Tensor, scale: float, softcap: float | None) -> Tensor:
     shape, per_unit = tokens.shape, tokens.shape.heads // tokens.units
     weights = torch.empty(per_unit, tokens.indices.numel(), device=q.device)
