@@ -28,8 +28,12 @@ class LayerStats:
     retrievals: int = 0  # calls that scored keys or summaries to choose
     searches: int = 0  # query heads that looked for keys anew, out of `searchable` in calls of methods that reuse
     searchable: int = 0
+    covered: float = 0.0  # sum of `estimates` stopping rules' estimates of what they had covered
+    estimates: int = 0
+    least_covered: float = 1.0
 
-    def add(self, used: Selection, cost: Cost) -> None:
+    def add(self, used: Selection, cost: Cost, coverage: Tensor | None = None) -> None:
+        """Count one call; ``coverage`` as in :class:`saccade.ops.Trace`."""
         self.heads, even = used.shape.heads, used.even_pairs()
         if even is None:
             self._attend(used)
@@ -43,6 +47,11 @@ class LayerStats:
         if cost.searches is not None:
             self.searches += cost.searches
             self.searchable += used.shape.heads
+        if coverage is not None:
+            estimates = coverage.tolist()
+            self.covered += sum(estimates)
+            self.estimates += len(estimates)
+            self.least_covered = min(self.least_covered, *estimates)
 
     def add_counts(
         self, calls: int, causal: int, keys: int, extra: Tensor | None, heads: int, estimated: int, retrievals: int
@@ -110,6 +119,7 @@ class PhaseStats:
         per_layer = [sum(heads) / len(heads) for heads in per_head]
         rows = max(1, self.tokens) * max(1, len(active))
         searches, searchable = (sum(getattr(one, name) for one, _ in active) for name in ("searches", "searchable"))
+        estimates = sum(layer.estimates for layer, _ in active)
         attended = sum(float(counts.double().mean()) for _, counts in active)
         return {
             "policy": "+".join(self.policies) if self.policies else None,
@@ -129,6 +139,8 @@ class PhaseStats:
             "searches": searches,
             "searchable": searchable,
             "search_ratio": searches / searchable if searchable else None,
+            "coverage": sum(layer.covered for layer, _ in active) / estimates if estimates else None,
+            "coverage_least": min(layer.least_covered for layer, _ in active) if estimates else None,
             "density_per_layer": [round(value, 6) for value in per_layer],
             "density_per_head": [[round(value, 6) for value in heads] for heads in per_head],
             "selections": dict(self.kinds),
