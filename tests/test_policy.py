@@ -93,7 +93,7 @@ def test_other_forms():
 NAMES = {*METHODS, *MODIFIERS, *PRESETS}
 WRONG = {
     "pas": ["unknown method 'pas'", "did you mean 'psa'", "known: " + ", ".join(sorted(NAMES))],
-    "psa(epsilonn=1)": ["no option 'epsilonn'", "did you mean 'epsilon'", "block_size, epsilon, microbatch"],
+    "psa(epsilonn=1)": ["no option 'epsilonn'", "did you mean 'epsilon'", "block_size, epsilon, margin, microbatch"],
     "dense(x=1)": ["no option 'x'", "known: none"],
     "psa(epsilon=2)": ["epsilon=2", "from 0.0 to 1.0", "psa(epsilon=2)"],
     "psa(epsilon=nan)": ["epsilon=nan"],
