@@ -31,6 +31,7 @@ class LayerStats:
     covered: float = 0.0  # sum of `estimates` stopping rules' estimates of what they had covered
     estimates: int = 0
     least_covered: float = 1.0
+    late: dict[str, Tensor] = field(default_factory=dict)  # see Cost.late
 
     def add(self, used: Selection, cost: Cost, coverage: Tensor | None = None) -> None:
         """Count one call; ``coverage`` as in :class:`saccade.ops.Trace`."""
@@ -52,6 +53,8 @@ class LayerStats:
             self.covered += sum(estimates)
             self.estimates += len(estimates)
             self.least_covered = min(self.least_covered, *estimates)
+        for name, count in cost.late.items():
+            self.late[name] = self.late[name] + count if name in self.late else count
 
     def add_counts(
         self, calls: int, causal: int, keys: int, extra: Tensor | None, heads: int, estimated: int, retrievals: int
@@ -80,6 +83,12 @@ class LayerStats:
         if self.attended is not None:
             return self.attended + self.even
         return torch.full((self.heads,), self.even) if self.calls else None
+
+    def settle(self) -> None:
+        """Take over what a device has counted since the last time."""
+        for name, count in self.late.items():
+            setattr(self, name, getattr(self, name) + round(float(count)))
+        self.late = {}
 
     def skip(self, rows: int, pairs: int, unread: int = 0) -> None:
         """Count ``rows`` that skipped the layer by their policy, to whom the causal mask allows ``pairs``, and
@@ -113,6 +122,8 @@ class PhaseStats:
         """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
         for counts in self.late.values():
             counts.settle()
+        for layer in self.layers:
+            layer.settle()
         counted = [(layer, layer.pairs()) for layer in self.layers]
         active = [(layer, pairs) for layer, pairs in counted if pairs is not None and layer.causal]
         per_head = [[pairs / layer.causal for pairs in counts.tolist()] for layer, counts in active]

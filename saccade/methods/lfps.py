@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.lfps_device import on_device, select_candidates
 from saccade.methods.lfps_prompt import last_rows, last_spread
 from saccade.ops.block_scores import top_blocks
 from saccade.ops.candidates import join_blocks, sampled_rest
@@ -177,6 +178,8 @@ class LFPS(Method):
         budget = self.budget(length)
         if length <= budget:
             return Dense(shape)
+        if on_device(self, query, state):
+            return select_candidates(self, query, state, length)
         rest = self._bypass(query, state) if self.epsilon < 1 else None
         local = min(self.local if self.read_local else 1, length)
         if self.a is None and self.gate == "off":

@@ -155,7 +155,7 @@ def _attend_candidates(
         on_triton = backend == "triton" or (backend == "auto" and q.is_cuda)
         on_triton = on_triton and triton.chooses(q, view, selection)
         if on_triton:
-            chosen = triton.choose_candidates(q, view, selection, scale=scale, softcap=softcap)
+            chosen = triton.choose_candidates(q, view, selection, scale=scale, softcap=softcap, room=selection.most)
         else:
             with indices_on(q.device):
                 chosen = choose(q, view, selection.to(q.device), scale=scale, softcap=softcap)

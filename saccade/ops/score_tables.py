@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.kv.pool import ask_for_huge_pages
 from saccade.kv.view import KVView
-from saccade.ops import cpu_decode
+from saccade.ops import cpu_decode, triton
 from saccade.ops.reference import logits
 from saccade.selection import Shape, Tokens
 
@@ -53,8 +53,7 @@ class ScoreTables:
         bounds = torch.empty(2, units, capacity // BLOCK)
         sums, scale = torch.zeros(units, 2, 4, dtype=torch.float64), torch.ones(units, dtype=torch.float64)
         tables = cls(first, vertical, slash, bounds[0], bounds[1], sums, scale, torch.full((units,), row))
-        for unit in range(units):
-            tables.refresh(unit)
+        tables.refresh(slice(None))
         return tables
 
     @property
@@ -81,12 +80,12 @@ class ScoreTables:
             other *= 1.0 - share
             other[:, :n] += (share * self.scale[:, None] * mine[:, :n]).float()
 
-    def refresh(self, unit: int) -> None:
-        """Compute a unit's power sums and bounds anew."""
+    def refresh(self, unit: int | slice) -> None:
+        """Compute the power sums and bounds of a unit, or of several, anew."""
         for which, (table, bounds) in enumerate(((self.vertical, self.vertical_max), (self.slash, self.slash_max))):
             values = table[unit].double()
-            self.sums[unit, which] = torch.stack([(values**power).sum() for power in (1, 2, 3, 4)])
-            bounds[unit] = table[unit].unflatten(0, (-1, BLOCK)).amax(1)
+            self.sums[unit, which] = torch.stack([(values**power).sum(-1) for power in (1, 2, 3, 4)], -1)
+            bounds[unit] = table[unit].unflatten(-1, (-1, BLOCK)).amax(-1)
 
 
 def threshold(sums: Tensor, n: int, a: float) -> tuple[float, float]:
@@ -170,6 +169,9 @@ def learn(
     """
     refresh = _due(tables.units)[tables.steps % REFRESH :]
     tables.steps += 1
+    if tables.vertical.is_cuda and triton.available():
+        triton.learn(tables, read, weights, idle, decay)
+        return
     if cpu_decode.holds(tables.vertical) and weights.dtype == torch.float32:
         cpu_decode.learn(tables, read, weights, idle, decay, refresh, threads)
         return

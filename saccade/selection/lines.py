@@ -74,15 +74,13 @@ class Lines(Selection):
         first, end = self.shape.q_start, self.shape.q_start + self.shape.q_len
         column_of, columns = self._placed(self.v_offsets, self.columns)
         distance_of, distances = self._placed(self.s_offsets, self.distances)
-        # A column c and a distance o cross at row c + o; count the crossings that fall on a row of this call. Unit by
-        # unit the distances lie in a row, each unit's ahead of those of the next.
-        laid, base = distance_of * end + distances, column_of * end
-        low = torch.searchsorted(laid, base + (first - columns).clamp(min=0))
-        high = torch.searchsorted(laid, base + end - 1 - columns, right=True)
-        pairs = torch.zeros(self.units + 1, dtype=torch.int64, device=laid.device)
-        pairs.index_add_(0, column_of, end - columns.clamp(min=first) - (high - low))
-        pairs.index_add_(0, distance_of, end - distances.clamp(min=first))
-        return pairs[: self.units]
+        # A column c and a distance o cross at row c + o; count the crossings that fall on a row of this call.
+        below = torch.zeros(self.units + 1, end + 1, dtype=torch.int32, device=distances.device)
+        below[distance_of, distances + 1] = 1
+        below = below.cumsum(1, dtype=torch.int32)  # distances below each number
+        crossings = below[column_of, end - columns] - below[column_of, (first - columns).clamp(min=0)]
+        own = _summed(end - columns.clamp(min=first) - crossings, self.v_offsets)
+        return own + _summed(end - distances.clamp(min=first), self.s_offsets)
 
     def _placed(self, offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Whose every entry is, and the entry: two int64 [entries]; what means nothing is 0 of one unit more. No number
@@ -146,3 +144,8 @@ class Lines(Selection):
             listed = indices[: int(offsets[-1])]
             check_csr(offsets, listed, self.shape.heads, 1)
             check_below(offsets, listed, last, "line")
+
+
+def _summed(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each list of ``values`` [entries]: [lists]."""
+    return torch.nn.functional.pad(values.cumsum(0), (1, 0))[offsets].diff()

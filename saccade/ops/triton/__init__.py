@@ -14,6 +14,7 @@ from saccade.kv.view import KVView
 from saccade.selection import Blocks, Candidates, Dense, Ranking, Selection, Shape, Tokens
 
 if TYPE_CHECKING:
+    from saccade.ops.score_tables import ScoreTables
     from saccade.ops.sharing import Anchors
 
 _installed = importlib.util.find_spec("triton") is not None
@@ -110,6 +111,14 @@ def keep(
 
     with _without_ambient_device():
         sharing.keep(anchors, at, read, weights, middle, best, reach)
+
+
+def learn(tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | None, decay: float) -> None:
+    """See ops.score_tables.learn."""
+    from saccade.ops.triton import score_tables
+
+    with _without_ambient_device():
+        score_tables.learn(tables, read, weights, idle, decay)
 
 
 def attend(

@@ -85,15 +85,15 @@ def choose_blocks(
 def compact(shape: Shape, block_size: int, taken: Tensor) -> Blocks:
     """Block lists from ``taken`` [units, q_blocks, k_blocks] (int8 or bool, causal). ``indices`` keeps room for every
     block, since only the device knows how many there are."""
-    return Blocks(shape, block_size, *_lists(taken.flatten(0, 1)))
+    return Blocks(shape, block_size, *lists_of(taken.flatten(0, 1)))
 
 
 def compact_lines(shape: Shape, columns: Tensor, distances: Tensor) -> Lines:
     """Lines from bool [units, k_len] each, with room like :func:`compact`'s."""
-    return Lines(shape, *_lists(columns), *_lists(distances))
+    return Lines(shape, *lists_of(columns), *lists_of(distances))
 
 
-def _lists(taken: Tensor) -> tuple[Tensor, Tensor]:
+def lists_of(taken: Tensor) -> tuple[Tensor, Tensor]:
     """(offsets int64 [rows + 1], indices int32) of what is taken, int8 or bool [rows, m] of 0 and 1."""
     rows, m = taken.shape
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=taken.device)

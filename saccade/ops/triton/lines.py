@@ -1,8 +1,9 @@
 """Vertical-slash prefill from ``Lines``: MInference's pattern, exact line by line, inside a window or not.
 
-Rows and keys are tiled alike, so which key tiles a set of distances touches depends on the tiles' difference alone: one
-sorted list of differences a unit serves every tile of rows. A program reads those tiles, masked to the lines, and then
-the columns outside them, gathered.
+A tile of rows reads, for each distance, the keys that lie so far behind its rows: as many as it has rows, one after the
+other. Where they lie depends on the distances alone, counted back from the tile's last row, so that one list of
+stretches a unit, cut into spans of ``TILE`` keys, serves every tile of rows. A program reads those spans, masked to the
+lines, and then the columns outside them, gathered.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.triton.choose import lists_of
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision
 from saccade.selection import Lines
 from saccade.selection.window import Cone
 
-TILE = 64  # keys
+TILE = 64
 
 
 def attend_lines(
@@ -27,35 +29,31 @@ def attend_lines(
     as ``selection.Windowed`` says: a row that would lose its last key keeps its own."""
     shape, units, device = lines.shape, lines.units, q.device
     heads, q_len, head_dim = q.shape
-    wide = q.element_size() == 2 and head_dim <= 128
-    rows = 128 if wide else TILE  # of a program
-    per = rows // TILE
     tiles = -(-shape.k_len // TILE)
     is_distance = line_marks(lines.s_offsets, lines.distances, units, tiles * TILE)
     is_column = line_marks(lines.v_offsets, lines.columns, units, tiles * TILE)
-    touched = _touched(is_distance.view(torch.bool).unflatten(1, (tiles, TILE)), per)
-    # The lists of differences, padded: the touched ones first, in order.
-    differences = torch.sort(~touched, dim=1, stable=True).indices.to(torch.int32)
-    counts = touched.cumsum(1, dtype=torch.int32)
+    begins = _spans(is_distance)
+    begins_upto = begins.cumsum(1, dtype=torch.int32)
+    span_offsets, spans = lists_of(begins)
     columns_upto = is_column.unflatten(1, (tiles, TILE)).sum(-1, dtype=torch.int32).cumsum(1, dtype=torch.int32)
     out = torch.empty(heads, q_len, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(heads, q_len, dtype=torch.float32, device=device)
-    starts = lowest = counts
+    starts = lowest = columns_upto
     if cone is not None:
         starts = cone.starts(torch.arange(shape.q_start, shape.q_start + q_len, device=device))
         lowest = torch.stack([_first(is_column), _first(is_distance)]).amin(0)  # rows from here on read keys
-    first = shape.q_start // rows
-    _lines[(heads, (shape.q_start + q_len - 1) // rows - first + 1)](
+    first = shape.q_start // TILE
+    _lines[(heads, (shape.q_start + q_len - 1) // TILE - first + 1)](
         q,
         kv.k_pool,
         kv.v_pool,
         kv.table,
         is_distance,
         is_column,
-        touched.view(torch.int8),
-        differences,
-        counts,
-        lines.columns if lines.columns.numel() else counts,  # a pointer even to nothing
+        spans,
+        span_offsets,
+        begins_upto,
+        lines.columns if lines.columns.numel() else columns_upto,  # a pointer even to nothing
         lines.v_offsets,
         columns_upto,
         starts,
@@ -77,16 +75,29 @@ def attend_lines(
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=kv.block_size,
-        ROWS=rows,
         TILE=TILE,
         CONE=cone is not None,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         LN2=LN2,
-        num_warps=8 if wide else 4,
+        num_warps=4,
         num_stages=2,
     )
     return out, lse
+
+
+def _spans(is_distance: Tensor) -> Tensor:
+    """Where spans of TILE keys begin that hold, for each marked distance (int8 [units, n]), the TILE keys from it on
+    towards the row: bool [units, n + TILE - 1] by the number of keys between a span's nearest key and the last row of a
+    tile. Stretches that touch are cut as one; the last span of one may reach into the next, whose keys count once."""
+    n = is_distance.shape[1]
+    upto = torch.nn.functional.pad(is_distance.cumsum(1, dtype=torch.int32), (TILE, 0))
+    upto = torch.cat([upto, upto[:, -1:].expand(-1, TILE - 1)], 1)
+    wanted = upto[:, TILE:] > upto[:, :-TILE]  # a distance o wants o .. o + TILE - 1
+    number = torch.arange(n + TILE - 1, dtype=torch.int32, device=wanted.device)
+    opens = wanted & ~torch.nn.functional.pad(wanted[:, :-1], (1, 0))
+    since = number - torch.where(opens, number, 0).cummax(1).values
+    return wanted & (since % TILE == 0)
 
 
 def line_marks(offsets: Tensor, indices: Tensor, units: int, width: int) -> Tensor:
@@ -97,19 +108,6 @@ def line_marks(offsets: Tensor, indices: Tensor, units: int, width: int) -> Tens
     if longest:
         _mark[(triton.cdiv(longest, 1024), units)](offsets, indices, marks, width, SPAN=1024, num_warps=4)
     return marks
-
-
-def _touched(by_tile: Tensor, per: int) -> Tensor:
-    """Which tile differences hold a distance, bool [units, tiles + per - 1], from the distances by tile, bool [units,
-    tiles, TILE]. Entry ``i`` is a tile of keys ``i - per + 1`` tiles before the first of the ``per`` tiles of a
-    program's rows, whose pairs are between TILE - 1 more and per * TILE - 1 less than that many tiles apart."""
-    tiles = by_tile.shape[1]
-    whole = torch.nn.functional.pad(by_tile.any(-1), (per - 1, per - 1))
-    touched = whole[:, : tiles + per - 1].clone()
-    for ahead in range(1, per):
-        touched |= whole[:, ahead : ahead + tiles + per - 1]
-    touched[:, per:] |= by_tile[:, :-1, 1:].any(-1)
-    return touched
 
 
 def _first(marks: Tensor) -> Tensor:
@@ -149,20 +147,22 @@ def _line_step(
     return acc, weight * shrink + tl.sum(p, 1), higher
 
 
-@triton.jit(do_not_specialize=["first", "q_start", "q_len", "tiles", "sinks"])
+@triton.jit(
+    do_not_specialize=["first", "q_start", "q_len", "tiles", "sinks"],
+    do_not_specialize_on_alignment=["table", "columns"],
+)
 def _lines(
-    q_ptr, k_pool, v_pool, table, is_distance, is_column, touched, differences, counts, columns, v_offsets,
+    q_ptr, k_pool, v_pool, table, is_distance, is_column, spans, span_offsets, begins_upto, columns, v_offsets,
     columns_upto, starts, lowest, out, lse, q_head, q_row, first, q_start, q_len, tiles, sinks, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, CONE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, LN2: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, CONE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    LN2: tl.constexpr,
 ):  # fmt: skip
-    PER: tl.constexpr = ROWS // TILE
     head = tl.program_id(0)
-    tile = (first + tl.num_programs(1) - 1 - tl.program_id(1)) * PER  # the first of the rows' tiles
+    tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
     unit = (head // (HEADS // UNITS)).to(tl.int64)
-    position = tile * TILE + tl.arange(0, ROWS)
+    position = tile * TILE + tl.arange(0, TILE)
     row = (position - q_start).to(tl.int64)
     inside = (row >= 0) & (row < q_len)
     limit = q_start + q_len
@@ -172,33 +172,36 @@ def _lines(
         mask=inside[:, None] & (channel[None, :] < D),
         other=0.0,
     )
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    acc = tl.zeros([TILE, D_PAD], tl.float32)
+    weight = tl.zeros([TILE], tl.float32)
+    top = tl.full([TILE], float("-inf"), tl.float32)
     start_of = position
     hidden_upto = 0
     if CONE:
         start_of = tl.load(starts + row, mask=inside, other=1 << 30).to(tl.int32)
         hidden_upto = tl.min(start_of, 0)  # what the first row does not see, no other does
-    differing = tiles + PER - 1
     by_distance = is_distance + unit * tiles * TILE
     by_column = is_column + unit * tiles * TILE
-    nearest = tile + PER - 1
-    listed_tiles = counts + unit * differing
-    many = tl.load(listed_tiles + nearest)
+    behind = (tile + 1) * TILE - 1  # the last row; spans count back from it
+    begins_upto += unit * (tiles * TILE + TILE - 1)
+    listed_spans = spans + tl.load(span_offsets + unit)
+    many = tl.load(begins_upto + behind)
     skip_from, skipped = many, 0
-    if CONE:  # tiles between the sinks and what the first row sees
-        skip_from = tl.load(listed_tiles + nearest - hidden_upto // TILE)
-        ahead = nearest - tl.cdiv(sinks, TILE)
-        resume = tl.load(listed_tiles + ahead, mask=ahead >= 0, other=0)
+    if CONE:  # spans between the sinks and what the first row sees
+        skip_from = tl.load(begins_upto + behind - hidden_upto)
+        far = behind - TILE + 1 - sinks
+        resume = tl.load(begins_upto + far, mask=far >= 0, other=0)
         skipped = tl.maximum(resume - skip_from, 0)
     for i in tl.range(0, many - skipped):
         turn = i + tl.where(i >= skip_from, skipped, 0)
-        key = (nearest - tl.load(differences + unit * differing + turn)) * TILE + tl.arange(0, TILE)
+        back = tl.load(listed_spans + turn) + TILE - 1 - tl.arange(0, TILE)
+        done = tl.load(listed_spans + turn - 1, mask=turn > 0, other=-TILE) + TILE  # the span before reaches to here
+        key = behind - back
         distance = position[:, None] - key[None, :]
-        valid = key < limit
+        valid = (key >= 0) & (key < limit) & (back >= done)
         on_column = tl.load(by_column + key, mask=valid, other=0) != 0
-        on_slash = tl.load(by_distance + distance, mask=(distance >= 0) & inside[:, None], other=0) != 0
+        counts = (distance >= 0) & inside[:, None] & valid[None, :]
+        on_slash = tl.load(by_distance + distance, mask=counts, other=0) != 0
         seen = (on_slash | on_column[None, :]) & (distance >= 0)
         if CONE:
             seen = seen & ((key < sinks)[None, :] | (key[None, :] >= start_of[:, None]))
@@ -207,13 +210,15 @@ def _lines(
             KV_HEADS, D, D_PAD, PAGE, CAPPED, PRECISION,
         )  # fmt: skip
     listed = columns + tl.load(v_offsets + unit)
-    count = tl.load(columns_upto + unit * tiles + tl.minimum(nearest, tiles - 1))
+    count = tl.load(columns_upto + unit * tiles + tile)
     for start in tl.range(0, count, TILE):
         number = start + tl.arange(0, TILE)
         valid = number < count
         key = tl.load(listed + number, mask=valid, other=0)
-        done = tl.load(touched + unit * differing + nearest - key // TILE, mask=valid, other=1)
-        valid = valid & (done == 0) & (key < limit)
+        back = behind - key
+        opened = tl.load(begins_upto + back, mask=valid, other=1)
+        closed = tl.load(begins_upto + back - TILE, mask=valid & (back >= TILE), other=0)
+        valid = valid & (opened == closed) & (key < limit)  # in none of the spans
         if CONE:
             valid = valid & ((key < sinks) | (key >= hidden_upto))
         if tl.max(valid.to(tl.int32), 0) > 0:
@@ -227,13 +232,12 @@ def _lines(
     if CONE:
         emptied = inside & (weight == 0.0) & (position >= tl.load(lowest + unit))
         if tl.max(emptied.to(tl.int32), 0) > 0:
-            for part in tl.static_range(PER):
-                key = (tile + part) * TILE + tl.arange(0, TILE)
-                seen = (key[None, :] == position[:, None]) & emptied[:, None]
-                acc, weight, top = _line_step(
-                    acc, weight, top, q, key, seen, key < limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
-                    KV_HEADS, D, D_PAD, PAGE, CAPPED, PRECISION,
-                )  # fmt: skip
+            key = tile * TILE + tl.arange(0, TILE)
+            seen = (key[None, :] == position[:, None]) & emptied[:, None]
+            acc, weight, top = _line_step(
+                acc, weight, top, q, key, seen, key < limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
+                KV_HEADS, D, D_PAD, PAGE, CAPPED, PRECISION,
+            )  # fmt: skip
     total = tl.where(weight == 0.0, 1.0, weight)
     tl.store(
         out + (head.to(tl.int64) * q_len + row)[:, None] * D + channel[None, :],
