@@ -86,7 +86,7 @@ class KVView:
         if _on_gpu(self.k_pool):
             from saccade.kv import device
 
-            device.store((self.k_pool, self.v_pool), self.table, start, (k, v))
+            device.store((self.k_pool, self.v_pool), self.table.to(self.k_pool.device), start, (k, v))
             return
         if self.k_pool.is_cuda:  # slots are not known on the host, and asking for them would wait
             positions = torch.arange(start, start + count, device=self.k_pool.device)
@@ -144,7 +144,7 @@ class KVView:
         if _on_gpu(pool):
             from saccade.kv import device
 
-            return device.gather(pool, self.table, start, stop)
+            return device.gather(pool, self.table.to(pool.device), start, stop)
         size = self.block_size
         first = start // size
         slots = self.table[first : -(-stop // size)].long()
