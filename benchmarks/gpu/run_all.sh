@@ -25,13 +25,13 @@ part() { # name, seconds, command...
 wanted="${*:-limits tests prefill decode sharing endtoend reference}"
 for name in $wanted; do
     case "$name" in
-        limits) part limits 20 "$python" "$here/limits.py" ;;
-        tests) part tests 110 bash "$here/run_tests.sh" ;;
-        prefill) part prefill 115 "$python" "$here/prefill.py" ;;
-        decode) part decode 85 "$python" "$here/decode.py" ;;
-        sharing) part sharing 40 "$python" "$here/sharing.py" ;;
-        reference) part reference 50 "$python" "$here/reference.py" ;;
-        endtoend) part endtoend 200 "$python" "$here/endtoend.py" ;;
+        limits) part limits 15 "$python" "$here/limits.py" ;;
+        tests) part tests 100 bash "$here/run_tests.sh" ;;
+        prefill) part prefill 105 "$python" "$here/prefill.py" ;;
+        decode) part decode 80 "$python" "$here/decode.py" ;;
+        sharing) part sharing 35 "$python" "$here/sharing.py" ;;
+        reference) part reference 45 "$python" "$here/reference.py" ;;
+        endtoend) part endtoend 190 "$python" "$here/endtoend.py" ;;
         *) echo "unknown part $name" ;;
     esac
 done
