@@ -7,7 +7,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from test_triton_attention import agrees, data
 
-from saccade.selection import Cone, Lines, Mixed, Shape, Windowed, cut
+from saccade.selection import Band, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed, cut
 
 # Rows of a tile share their start, tiles do, none do; with and without sinks; and one that hides whole tiles.
 CONES = [
@@ -70,3 +70,14 @@ def test_two_tiles_of_rows_and_lists_with_room_behind_them(q_len, n):
     roomy.check()
     assert torch.equal(roomy.unit_pairs(), lines.unit_mask().flatten(1).sum(1))
     agrees(q, view, roomy, atol=2e-3)
+
+
+@pytest.mark.parametrize("cone", [None, CONES[0], CONES[1]], ids=str)
+@pytest.mark.parametrize("dense_rows", [0, 50, 500])
+def test_bands_tri_shapes_and_everything_inside_a_window(cone, dense_rows):
+    q, view, shape = data(2, 1, 120, 250, 32)
+    kinds = [Tri(shape, window=40, sinks=70, dense_rows=dense_rows)]
+    if cone is not None and dense_rows == 0:
+        kinds += [Band(shape, window=100, sinks=3), Dense(shape)]
+    for selection in kinds:
+        agrees(q, view, selection if cone is None else Windowed(selection, cone))

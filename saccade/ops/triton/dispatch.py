@@ -12,7 +12,7 @@ from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.ops.triton.progressive import MOST_KEYS, Rule, attend_progressive
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Tokens, Windowed
+from saccade.selection import Band, Blocks, Cone, Dense, Lines, Mixed, Ranking, Selection, Shape, Tokens, Tri, Windowed
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -20,8 +20,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
     """Whether a kernel serves this call: tensors of one dtype (float32, float16 or bfloat16) on one device, head_dim a
-    multiple of 16 up to 256, and a Dense, Band, Blocks or Lines selection (Lines inside a window too), one of them per
-    head, or Tokens or a Ranking of one row."""
+    multiple of 16 up to 256, and a Dense, Band, Tri, Blocks or Lines selection (all but Blocks in a window too), one
+    of them per head, or Tokens or a Ranking of one row."""
     few, many = sorted((selection.units, kv.kv_heads))
     return (
         runs_on(q)
@@ -40,9 +40,9 @@ def _reads(selection: Selection) -> bool:
     """Whether there is a kernel for this kind and size of selection."""
     one_row = selection.shape.q_len == 1
     if isinstance(selection, Windowed):
-        return type(selection.inner) is Lines
+        return type(selection.inner) in (Dense, Band, Tri, Lines)
     return (
-        type(selection) in (Dense, Band, Lines)
+        type(selection) in (Dense, Band, Tri, Lines)
         or (type(selection) is Blocks and selection.block_size in BLOCK_SIZES)
         or (type(selection) is Tokens and one_row)
         or _reads_ranking(selection)
@@ -57,11 +57,11 @@ def attend(
     kv, selection = on_device(kv, q.device), selection.to(q.device)
     if isinstance(selection, Mixed):
         return _attend_mixed(q, kv, selection, scale, softcap)
-    if isinstance(selection, Windowed):
-        assert isinstance(selection.inner, Lines)
-        return attend_lines(q, kv, selection.inner, selection.cone, scale=scale, softcap=softcap)
-    if isinstance(selection, Lines):
-        return attend_lines(q, kv, selection, scale=scale, softcap=softcap)
+    inner, cone = (selection.inner, selection.cone) if isinstance(selection, Windowed) else (selection, None)
+    if isinstance(inner, Tri):
+        return _attend_tri(q, kv, inner, cone, scale, softcap)
+    if isinstance(inner, Lines) or cone is not None:
+        return attend_lines(q, kv, _as_lines(inner, q.device), cone, scale=scale, softcap=softcap)
     if selection.shape.q_len > 1 or isinstance(selection, Band):
         assert isinstance(selection, (Dense, Band, Blocks))
         return attend_prefill(q, kv, selection, scale=scale, softcap=softcap)
@@ -81,6 +81,35 @@ def _attend_mixed(q: Tensor, kv: KVView, mixed: Mixed, scale: float, softcap: fl
         out = torch.where(mine[:, None, None], other, out)
         lse = torch.where(mine[:, None], other_lse, lse)
     return out, lse
+
+
+def _attend_tri(
+    q: Tensor, kv: KVView, tri: Tri, cone: Cone | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The rows of the band, then those that read everything."""
+    shape, split = tri.shape, tri.band_rows
+    done = []
+    for start, stop in ((0, split), (split, shape.q_len)):
+        if start == stop:
+            continue
+        rows = Shape(shape.heads, shape.kv_heads, stop - start, shape.k_len, shape.q_start + start)
+        part = Band(rows, window=tri.window, sinks=tri.sinks) if start < split else Dense(rows)
+        chosen = part if cone is None else Windowed(part, cone)
+        done.append(attend(q[:, start:stop], kv, chosen, scale=scale, softcap=softcap))
+    return torch.cat([out for out, _ in done], 1), torch.cat([lse for _, lse in done], 1)
+
+
+def _as_lines(selection: Selection, device: torch.device) -> Lines:
+    """Lines as they are; a band's columns and distances; everything as all distances."""
+    if isinstance(selection, Lines):
+        return selection
+    shape = selection.shape
+    end = shape.q_start + shape.q_len
+    columns, distances = 0, end
+    if isinstance(selection, Band):
+        columns, distances = min(selection.sinks, end), min(selection.window, end)
+    offsets, numbers = torch.arange(2, device=device), torch.arange(end, dtype=torch.int32, device=device)
+    return Lines(shape, offsets * columns, numbers[:columns], offsets * distances, numbers[:distances])
 
 
 def _reads_ranking(selection: Selection) -> bool:
