@@ -11,7 +11,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.ops.scores import line_sums, row_weights, slash_sums
-from saccade.selection import Cone, Lines, Mixed, Shape, Windowed
+from saccade.selection import Band, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed
 
 
 def lines_of(shape: Shape, units: int, columns: int) -> Lines:
@@ -71,3 +71,12 @@ def test_token_lines_are_chosen_as_on_the_host(q_len, options):
     for _ in range(10):
         again = method.select_prefill(chunk)
         assert torch.equal(again.pairs(), found.pairs())
+
+
+def test_bands_tri_shapes_and_everything_inside_a_window():
+    q, k, v, view, shape = data(8, 2, 700, 2000, 128)
+    tri = Tri(shape, window=300, sinks=70, dense_rows=90)
+    agrees(q, k, v, view, tri)
+    for cone in (Cone(0.6, sinks=70, local=40), Cone(0.9, sinks=0, local=7, block_size=128)):
+        for inner in (tri, Band(shape, window=1500, sinks=3), Dense(shape)):
+            agrees(q, k, v, view, Windowed(inner, cone))
