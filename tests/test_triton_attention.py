@@ -12,7 +12,8 @@ from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Trace, attend
 from saccade.ops import triton as triton_backend
-from saccade.ops.triton.decode import even_splits
+from saccade.ops.triton.decode import attend_decode, even_splits
+from saccade.ops.triton.dispatch import key_lists, pages_of
 from saccade.ops.triton.prefill import Config, attend_prefill
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Shape, Tokens
 
@@ -133,6 +134,21 @@ def test_token_decode_equals_the_reference(units):
     rng = torch.Generator().manual_seed(3)
     lists = [torch.randperm(333, generator=rng)[: 20 + 9 * unit] for unit in range(units)]
     agrees(q, view, Tokens.from_lists(shape, lists))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+@pytest.mark.parametrize("size", [1, 32])
+def test_any_number_of_splits_gives_the_same(size, splits):
+    q, view, shape = data(6, 2, 1, 333, 32)
+    selection = Tokens.from_lists(shape, [torch.arange(0, 333, 2), torch.arange(3)])
+    if size > 1:
+        selection = random_blocks(shape, size, 2)
+    expected, expected_lse = attend(q, view, selection, backend="reference")
+    out, lse = attend_decode(
+        q[:, 0][None], pages_of([view]), key_lists(selection), scale=32**-0.5, splits=splits, keys=32
+    )
+    torch.testing.assert_close(out[0], expected[:, 0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[0], expected_lse[:, 0], atol=1e-5, rtol=1e-5)
 
 
 def test_decode_reads_no_further_than_its_row():

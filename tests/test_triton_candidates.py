@@ -9,7 +9,8 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from saccade.kv.view import KVView
 from saccade.ops import Trace, attend
 from saccade.ops.candidates import choose as reference_choose
-from saccade.ops.triton.candidates import choose, read_weights
+from saccade.ops.triton.candidates import choose
+from saccade.ops.triton.weights import read_weights
 from saccade.ops.weights import selected_weights
 from saccade.selection import Candidates, Shape
 

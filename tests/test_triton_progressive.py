@@ -11,6 +11,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
 from saccade.ops import Trace, attend
+from saccade.ops.triton.common import arrivals, kept_zeros
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.progressive import Rule, attend_progressive
 from saccade.selection import Ranking, Shape
@@ -75,6 +76,8 @@ def test_any_number_of_readers_gives_the_same(readers):
     )
     torch.testing.assert_close(out[0], expected[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0], expected_lse[:, 0], atol=1e-5, rtol=1e-5)
+    assert not kept_zeros(q.device, 1).any()
+    assert not arrivals(q.device, 2).any()
 
 
 def test_more_microbatches_than_one_window_and_a_softcap():

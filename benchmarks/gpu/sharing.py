@@ -122,4 +122,5 @@ def main() -> None:
             results.attempt(f"batch {batch} context {n}", lambda b=batch, c=n: measure(b, c))
 
 
-main()
+if __name__ == "__main__":
+    main()

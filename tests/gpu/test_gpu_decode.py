@@ -11,7 +11,9 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
 from saccade.ops import Trace, attend
-from saccade.ops.triton.dispatch import pages_of
+from saccade.ops.triton.common import arrivals, kept_zeros
+from saccade.ops.triton.decode import attend_decode
+from saccade.ops.triton.dispatch import key_lists, pages_of
 from saccade.ops.triton.progressive import Rule, attend_progressive
 from saccade.selection import Dense, Ranking, Tokens
 
@@ -41,6 +43,34 @@ def test_token_decode(units, head_dim):
     agrees(q, k, v, view, Tokens.from_lists(shape, lists))
 
 
+@pytest.mark.parametrize("splits", [1, 3, 16, 125])
+def test_calls_in_a_row_wait_for_each_other(splits):
+    """Calls in a row whose queries come from the call before: none may start to read before that has ended."""
+    q, _, _, view, shape = data(8, 2, 1, 4001, 128)
+    blocks = random_blocks(shape, 32, 2).to(q.device)
+    pages, lists = pages_of([view]), key_lists(blocks)
+
+    def chain():
+        row, results = q[:, 0][None], []
+        for _ in range(10):
+            row = attend_decode(row, pages, lists, scale=1.0, splits=splits, keys=32)[0]
+            results.append(row)
+        return torch.stack(results)
+
+    first = chain()
+    for row, got in zip([q[:, 0][None], *first[:-1]], first):
+        expected = attend(row[0][:, None], view, blocks, backend="reference", scale=1.0)[0][:, 0]
+        assert float((got[0] - expected).float().norm() / expected.float().norm()) < 2e-2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for _ in range(20):
+        assert torch.equal(chain(), first)
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, first)
+
+
 @pytest.mark.parametrize("rest", ["min", "last_max"])
 @pytest.mark.parametrize("epsilon", [0.5, 0.9, 0.999])
 def test_the_progressive_kernel_stops_where_the_loop_stops(rest, epsilon):
@@ -58,6 +88,8 @@ def test_the_progressive_kernel_stops_where_the_loop_stops(rest, epsilon):
         assert traces[1].backend == "triton"
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(traces[1].used.block_mask().cpu(), traces[0].used.block_mask().cpu())
+    assert not kept_zeros(q.device, 1).any()
+    assert not arrivals(q.device, 2).any()
 
 
 @pytest.mark.parametrize(("readers", "heads"), [(1, 8), (3, 8), (32, 8), (64, 2), (16, 6)])

@@ -85,12 +85,12 @@ def choose_candidates(
 def read_weights(
     q: Tensor, kv: KVView, tokens: Tokens, lse: Tensor, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """See ops.triton.candidates."""
-    from saccade.ops.triton import candidates, dispatch
+    """See ops.triton.weights."""
+    from saccade.ops.triton import dispatch, weights
 
     with _without_ambient_device():
         kv, tokens = dispatch.on_device(kv, q.device), tokens.to(q.device)
-        return candidates.read_weights(q, kv, tokens, lse, scale=scale, softcap=softcap)
+        return weights.read_weights(q, kv, tokens, lse, scale=scale, softcap=softcap)
 
 
 def share(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import pad, pool_rows, precision
+from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
 
 
@@ -75,15 +75,12 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
         SIZE=0 if summaries is None else summaries.size,
         CUBOID=summaries is not None and summaries.kind == "cuboid",
         num_warps=2,
+        **launched(k.device),
     )
 
 
 def score_blocks(
-    q: Tensor,
-    pages: Pages,
-    summaries: Summaries,
-    choice: PageChoice,
-    tiles: tuple[int, int, int] | None = None,
+    q: Tensor, pages: Pages, summaries: Summaries, choice: PageChoice, tiles: tuple[int, int, int] | None = None
 ) -> Tensor:
     """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: ArkVale's and Quest's score of each block
     (ops.scores.cuboid_scores), meaned over a unit's query heads; -inf where a block is not to be chosen. ``n`` is what
@@ -115,6 +112,7 @@ def score_blocks(
         STAGES=stages,
         PRECISION=precision(q.dtype),
         num_warps=warps,
+        **launched(q.device),
     )
     return scores
 
@@ -125,12 +123,10 @@ def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
     longest = choice.longest
     counts = torch.empty(rows * units, dtype=torch.int32, device=scores.device)
     indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
-    starts = torch.empty(rows * units, dtype=torch.int64, device=scores.device)
     width = pad(max(blocks, longest))
     _choose_best[(units, rows)](
         scores,
         pages.lengths,
-        starts,
         counts,
         indices,
         blocks,
@@ -143,8 +139,9 @@ def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
         DENSE_UPTO=choice.dense_upto,
         WIDTH=width,
         num_warps=4 if width <= 1024 else 8,
+        **launched(scores.device),
     )
-    return KeyLists(starts, counts, indices, units, choice.size, longest)
+    return KeyLists(None, counts, indices, units, choice.size, longest)
 
 
 def band_lists(pages: Pages, sinks: int, window: int) -> KeyLists:
@@ -152,11 +149,10 @@ def band_lists(pages: Pages, sinks: int, window: int) -> KeyLists:
     rows, longest = pages.lengths.shape[0], min(sinks + window, pages.longest)
     counts = torch.empty(rows, dtype=torch.int32, device=pages.lengths.device)
     indices = torch.empty(rows, longest, dtype=torch.int32, device=pages.lengths.device)
-    starts = torch.empty(rows, dtype=torch.int64, device=pages.lengths.device)
     _band[(triton.cdiv(longest, 1024), rows)](
-        pages.lengths, starts, counts, indices, longest, sinks, window, WIDTH=1024, num_warps=4
+        pages.lengths, counts, indices, longest, sinks, window, WIDTH=1024, num_warps=4, **launched(counts.device)
     )
-    return KeyLists(starts, counts, indices, 1, 1, longest)
+    return KeyLists(None, counts, indices, 1, 1, longest)
 
 
 @triton.jit(do_not_specialize=["k_row", "k_head", "v_row", "v_head", "table_stride"])
@@ -164,7 +160,9 @@ def _append(
     k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     CUBOID: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     kv_head, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     if length > 0:
@@ -203,7 +201,9 @@ def _score(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     G_PAD: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, AFTER_FULL: tl.constexpr,
     TILE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PER: tl.constexpr = KV_HEADS // UNITS
     unit, row = tl.program_id(1), tl.program_id(2)
@@ -247,18 +247,18 @@ def ordered_bits(value):
 
 @triton.jit(do_not_specialize=["blocks", "longest"])
 def _choose_best(
-    scores, lengths, starts, counts, indices, blocks, longest,
+    scores, lengths, counts, indices, blocks, longest,
     UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TAKE: tl.constexpr,
     DENSE_UPTO: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     entry = row * UNITS + unit
     length = tl.load(lengths + row)
     pages = tl.cdiv(length, SIZE)
     block = tl.arange(0, WIDTH)
-    start = entry.to(tl.int64) * longest
-    tl.store(starts + entry, start)
-    out = indices + start
+    out = indices + entry.to(tl.int64) * longest
     if length <= DENSE_UPTO:
         tl.store(out + block, block, mask=block < pages)
         tl.store(counts + entry, pages)
@@ -286,7 +286,8 @@ def _choose_best(
 
 
 @triton.jit(do_not_specialize=["longest", "sinks", "window"])
-def _band(lengths, starts, counts, indices, longest, sinks, window, WIDTH: tl.constexpr):
+def _band(lengths, counts, indices, longest, sinks, window, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     row = tl.program_id(1)
     length = tl.load(lengths + row)
     count = tl.minimum(sinks + window, length)
@@ -295,4 +296,3 @@ def _band(lengths, starts, counts, indices, longest, sinks, window, WIDTH: tl.co
     tl.store(indices + row.to(tl.int64) * longest + number, key, mask=number < count)
     if tl.program_id(0) == 0:
         tl.store(counts + row, count)
-        tl.store(starts + row, row.to(tl.int64) * longest)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton.batched_decode import PageChoice, choose_best
+from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists, Pages
 
 MOST_COMPARED = 1 << 28  # pairs of blocks
@@ -44,9 +45,8 @@ def choose_ranked(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
     longest = choice.longest
     indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
     counts = torch.empty(1, rows * units, dtype=torch.int32, device=scores.device)
-    starts = torch.empty(rows * units, dtype=torch.int64, device=scores.device)
-    _launch(scores, pages, choice, indices, indices[:, choice.first + choice.last :], counts, starts)
-    return KeyLists(starts, counts[0], indices, units, choice.size, longest)
+    _launch(scores, pages, choice, indices, indices[:, choice.first + choice.last :], counts, max(choice.take, 0))
+    return KeyLists(None, counts[0], indices, units, choice.size, longest)
 
 
 def _launch(
@@ -56,9 +56,9 @@ def _launch(
     always: Tensor,
     order: Tensor,
     counts: Tensor,
-    starts: Tensor | None = None,
+    take: int = -1,
 ) -> None:
-    """``starts``: lists are wanted, not ranks of all."""
+    """``take``: lists of so many of the best are wanted, not ranks of all."""
     rows, units, blocks = scores.shape
     longest = choice.longest
     _rank[(triton.cdiv(blocks, 64), units, rows)](
@@ -67,11 +67,10 @@ def _launch(
         always,
         order,
         counts,
-        counts if starts is None else starts,
         blocks,
         longest,
         order.stride(0),
-        TAKE=-1 if starts is None else max(choice.take, 0),
+        TAKE=take,
         UNITS=units,
         SIZE=choice.size,
         FIRST=choice.first,
@@ -82,6 +81,7 @@ def _launch(
         TILE=64,
         OTHERS=128,
         num_warps=4,
+        **launched(scores.device),
     )
 
 
@@ -93,10 +93,12 @@ def _rivals(scores, start, FIRST: tl.constexpr, stop, OTHERS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "longest", "order_stride"])
 def _rank(
-    scores, lengths, always, order, counts, starts, blocks, longest, order_stride,
+    scores, lengths, always, order, counts, blocks, longest, order_stride,
     TAKE: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     AFTER_FULL: tl.constexpr, DENSE_UPTO: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr, OTHERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     tile, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     length = tl.load(lengths + row)
@@ -116,7 +118,6 @@ def _rank(
             tl.store(counts + UNITS * tl.num_programs(2) + entry, tl.where(everything, 0, stop - FIRST))
         else:
             tl.store(counts + entry, tl.where(everything, pages, forced + TAKE))
-            tl.store(starts + entry, entry * longest)
     if (tile * TILE < stop) & (length > DENSE_UPTO) & (TAKE != 0):
         mine = tile * TILE + tl.arange(0, TILE)
         real = (mine >= FIRST) & (mine < stop)

@@ -1,5 +1,5 @@
-"""Which candidates a decode step reads, chosen on the device: exact scores, the best of every unit, their lists; and
-the weights of what was read. Means what ops/candidates.py and ops/weights.py mean."""
+"""Which candidates a decode step reads, chosen on the device: exact scores, the best of every unit, their lists. Means
+what ops/candidates.py means."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.triton.batched_decode import ordered_bits
-from saccade.ops.triton.common import LOG2E, also, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.common import LOG2E, also, begin, launched, processors
+from saccade.ops.triton.weights import KEYS, constants, logits
 from saccade.selection import Candidates, Tokens
-
-KEYS = 64  # scored by one program
 
 
 def choose(
@@ -32,29 +31,27 @@ def choose(
     device is asked for their number.
     """
     shape, units, device = selection.shape, selection.units, q.device
-    heads, head_dim = shape.heads, q.shape[-1]
+    heads = shape.heads
     per = heads // units
     first, last = selection.forced
     lost = selection.hidden[1] - selection.hidden[0]
     all_keys = last - first - lost
     width = all_keys if selection.full is not None else min(all_keys, selection.indices.numel())
-    counts = selection.offsets.diff()
-    if selection.full is not None:
-        counts = torch.where(selection.full, all_keys, counts)
     forced = first + shape.k_len - last
     ends = forced if per > 1 else 0  # several heads rank by weights, of which the forced keys have their part
-    programs = max(units, shape.kv_heads)
     scores = torch.empty(heads, width + ends, dtype=torch.float32, device=device)
-    none = counts
+    none = selection.offsets
+    full = none if selection.full is None else selection.full
     if width:
-        _score[(triton.cdiv(width + ends, KEYS), programs)](
+        programs = max(units, shape.kv_heads)
+        tiles = triton.cdiv(width + ends, KEYS)
+        _score[(min(tiles, triton.cdiv(8 * processors(device), programs)), programs)](
             q,
             kv.k_pool,
             kv.table,
             selection.offsets,
-            counts,
             selection.indices,
-            none if selection.full is None else selection.full,
+            full,
             selection.k,
             scores,
             q.stride(0),
@@ -66,19 +63,9 @@ def choose(
             lost,
             scale * LOG2E,
             softcap or 0.0,
-            HEADS=heads,
-            KV_HEADS=shape.kv_heads,
-            UNITS=units,
-            PER=heads // programs,
-            PER_PAD=pad(heads // programs),
-            D=head_dim,
-            D_PAD=pad(head_dim),
-            PAGE=kv.block_size,
-            KEYS=KEYS,
             FULL=selection.full is not None,
-            CAPPED=softcap is not None,
-            PRECISION=precision(q.dtype),
-            num_warps=4,
+            **constants(q, kv, shape, units, softcap),
+            **launched(device),
         )
     if per > 1:
         top = scores.amax(1, keepdim=True)
@@ -87,23 +74,16 @@ def choose(
         if selection.idle is not None:
             scores = scores.masked_fill(selection.idle[:, None], 0.0)
         scores = scores.view(units, per, -1).sum(1)
-    sizes = torch.minimum(selection.k.to(counts.dtype), counts) + forced
-    lists = units
-    if selection.idle is not None:
-        lists = heads
-        few = min(selection.idle_keys, shape.k_len)
-        sizes = torch.where(selection.idle, few, sizes.repeat_interleave(per, output_size=heads))
-    offsets = torch.zeros(lists + 1, dtype=torch.int64, device=device)
-    torch.cumsum(sizes, 0, out=offsets[1:])
-    total = int(offsets[-1]) if room is None else lists * room
-    indices = torch.empty(total, dtype=torch.int32, device=device)
+    lists = units if selection.idle is None else heads
+    longest = max(width + forced, min(selection.idle_keys, shape.k_len)) if room is None else room
+    offsets = torch.empty(lists + 1, dtype=torch.int64, device=device)
+    indices = torch.empty(lists * longest, dtype=torch.int32, device=device)
     _pick[(lists,)](
         scores,
-        counts,
         selection.k,
         selection.offsets,
         selection.indices,
-        none if selection.full is None else selection.full,
+        full,
         none if selection.idle is None else selection.idle,
         offsets,
         indices,
@@ -113,72 +93,16 @@ def choose(
         shape.k_len,
         selection.hidden[0],
         lost,
+        min(selection.idle_keys, shape.k_len),
+        LISTS=lists,
         PER_LIST=lists // units,
         FULL=selection.full is not None,
         IDLE=selection.idle is not None,
-        SPAN=min(2048, pad(width, 64)),
+        SPAN=2048,
         num_warps=8,
+        **launched(device),
     )
-    return Tokens(shape, offsets, indices)
-
-
-def read_weights(
-    q: Tensor, kv: KVView, tokens: Tokens, lse: Tensor, *, scale: float, softcap: float | None = None
-) -> Tensor:
-    """Softmax weights over what was read, as ``ops.weights.selected_weights`` lays them out: float32 [heads // units,
-    indices], 0 where an index means nothing. ``lse`` float32 [heads, 1]."""
-    shape = tokens.shape
-    heads, units, head_dim = shape.heads, tokens.units, q.shape[-1]
-    programs = max(units, shape.kv_heads)
-    weights = torch.zeros(heads // units, tokens.indices.numel(), dtype=torch.float32, device=q.device)
-    longest = min(tokens.indices.numel(), shape.k_len)
-    if longest:
-        _weigh[(triton.cdiv(longest, KEYS), programs)](
-            q,
-            kv.k_pool,
-            kv.table,
-            tokens.offsets,
-            tokens.indices,
-            lse,
-            weights,
-            q.stride(0),
-            weights.stride(0),
-            scale * LOG2E,
-            softcap or 0.0,
-            HEADS=heads,
-            KV_HEADS=shape.kv_heads,
-            UNITS=units,
-            PER=heads // programs,
-            PER_PAD=pad(heads // programs),
-            D=head_dim,
-            D_PAD=pad(head_dim),
-            PAGE=kv.block_size,
-            KEYS=KEYS,
-            CAPPED=softcap is not None,
-            PRECISION=precision(q.dtype),
-            num_warps=4,
-        )
-    return weights
-
-
-@triton.jit
-def _logits(
-    q_ptr, k_pool, table, program, key, valid, q_head, scale_log2, softcap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Base-2 logits [PER_PAD, keys] of the query heads of ``program``."""
-    mine = tl.arange(0, PER_PAD)
-    channel = tl.arange(0, D_PAD)
-    q = tl.load(
-        q_ptr + (program * PER + mine).to(tl.int64)[:, None] * q_head + channel[None, :],
-        mask=(mine < PER)[:, None] & (channel[None, :] < D),
-        other=0.0,
-    )
-    kv_head = program * PER // (HEADS // KV_HEADS)
-    row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    k = tl.load(k_pool + row[:, None] * D + channel[None, :], mask=valid[:, None] & (channel[None, :] < D), other=0.0)
-    return cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+    return Tokens(shape, offsets, indices if room is not None else indices[: int(offsets[-1])].clone())
 
 
 @triton.jit
@@ -191,62 +115,85 @@ def _candidate(number, valid, listed, first, hidden, lost, everything, FULL: tl.
     return key
 
 
+@triton.jit
+def _sizes(offsets, full, k, unit, valid, all_keys, FULL: tl.constexpr):
+    """How many candidates each ``unit`` has, and how many of them it reads."""
+    after, start = tl.load(offsets + unit + 1, mask=valid, other=0), tl.load(offsets + unit, mask=valid, other=0)
+    count = (after - start).to(tl.int32)
+    if FULL:
+        count = tl.where(tl.load(full + unit, mask=valid, other=0) != 0, all_keys, count)
+    return count, tl.minimum(tl.load(k + unit, mask=valid, other=0).to(tl.int32), count)
+
+
 @triton.jit(do_not_specialize=["width", "ends", "first", "last", "hidden", "lost"])
 def _score(
-    q_ptr, k_pool, table, offsets, counts, indices, full, k, scores, q_head, width, ends, first, last, hidden, lost,
-    scale_log2, softcap,
+    q_ptr, k_pool, table, offsets, indices, full, k, scores, q_head, width, ends, first, last, hidden, lost, scale_log2,
+    softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FULL: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     program = tl.program_id(1)
     unit = program * PER // (HEADS // UNITS)
-    count = tl.load(counts + unit).to(tl.int32)
+    count, reads = _sizes(offsets, full, k, unit, True, last - first - lost, FULL)
     everything = 0
     if FULL:
         everything = tl.load(full + unit).to(tl.int32)
-    number = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    listed = indices + tl.load(offsets + unit)
     mine = tl.arange(0, PER_PAD)
-    out = scores + (program * PER + mine).to(tl.int64)[:, None] * width + number[None, :]
-    stored = (mine < PER)[:, None] & (number < width)[None, :]
-    if tl.load(k + unit) >= count:
-        pass  # all are read, whatever they score
-    elif tl.program_id(0) * KEYS < count + ends:
-        listed = indices + tl.load(offsets + unit)
+    out = scores + (program * PER + mine).to(tl.int64)[:, None] * width
+    tiles = tl.cdiv(width, KEYS)
+    if reads == count:
+        tiles = 0  # all are read, whatever they score
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        number = tile * KEYS + tl.arange(0, KEYS)
         key = _candidate(number, number < count, listed, first, hidden, lost, everything, FULL)
         end = number - count  # the forced keys come behind the candidates
         key = tl.where(end < 0, key, tl.where(end < first, end, end - first + last))
         valid = number < count + ends
-        found = _logits(
+        found = logits(
             q_ptr, k_pool, table, program, key, valid, q_head, scale_log2, softcap, HEADS, KV_HEADS, PER, PER_PAD, D,
             D_PAD, PAGE, CAPPED, PRECISION,
         )  # fmt: skip
-        tl.store(out, tl.where(valid[None, :], found, float("-inf")), mask=stored)
-    else:
-        tl.store(out, tl.full([PER_PAD, KEYS], float("-inf"), tl.float32), mask=stored)
+        stored = (mine < PER)[:, None] & (number < width)[None, :]
+        tl.store(out + number[None, :], tl.where(valid[None, :], found, float("-inf")), mask=stored)
 
 
-@triton.jit(do_not_specialize=["width", "first", "last", "k_len", "hidden", "lost"])
+@triton.jit(do_not_specialize=["width", "first", "last", "k_len", "hidden", "lost", "few"])
 def _pick(
-    scores, counts, k, offsets, indices, full, idle, starts, out, width, first, last, k_len, hidden, lost,
-    PER_LIST: tl.constexpr, FULL: tl.constexpr, IDLE: tl.constexpr, SPAN: tl.constexpr,
+    scores, k, offsets, indices, full, idle, starts, out, width, first, last, k_len, hidden, lost, few,
+    LISTS: tl.constexpr, PER_LIST: tl.constexpr, FULL: tl.constexpr, IDLE: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One list: keys in rising order, sinks first, window last. The bound that the best reach is found eight bits of
-    the scores at a time."""
+    the scores at a time. An idle head's list are the first ``few`` keys."""
+    begin(EARLY)
     one = tl.program_id(0)
     unit = one // PER_LIST
-    at = tl.arange(0, SPAN)
-    place = out + tl.load(starts + one)
-    size = (tl.load(starts + one + 1) - tl.load(starts + one)).to(tl.int32)
+    forced = first + k_len - last
+    before = tl.arange(0, triton.next_power_of_2(LISTS))
+    real = before < one
+    _, reads = _sizes(offsets, full, k, before // PER_LIST, real, last - first - lost, FULL)
+    reads += forced
+    count, wanted = _sizes(offsets, full, k, unit, True, last - first - lost, FULL)
+    size = wanted + forced
     resting = 0
     if IDLE:
         resting = tl.load(idle + one).to(tl.int32)
+        reads = tl.where(tl.load(idle + before, mask=real, other=0) != 0, few, reads)
+        size = tl.where(resting != 0, few, size)
+    start = tl.sum(tl.where(real, reads, 0).to(tl.int64), 0)
+    tl.store(starts + one, start)  # the next list's program stores where this one ends
+    if one == LISTS - 1:
+        tl.store(starts + LISTS, start + size)
+    at = tl.arange(0, SPAN)
+    place = out + start
     if resting != 0:
         for start in tl.range(0, size, SPAN):
             tl.store(place + start + at, start + at, mask=start + at < size)
     else:
-        count = tl.load(counts + unit).to(tl.int32)
-        wanted = tl.minimum(tl.load(k + unit), count).to(tl.int32)
         everything = 0
         if FULL:
             everything = tl.load(full + unit).to(tl.int32)
@@ -291,30 +238,3 @@ def _pick(
             place += tl.sum(taken.to(tl.int32), 0)
         for start in tl.range(0, k_len - last, SPAN):
             tl.store(place + start + at, last + start + at, mask=start + at < k_len - last)
-
-
-@triton.jit
-def _weigh(
-    q_ptr, k_pool, table, offsets, indices, lse, weights, q_head, weight_row, scale_log2, softcap,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(1)
-    PER_UNIT: tl.constexpr = HEADS // UNITS
-    unit = program * PER // PER_UNIT
-    start = tl.load(offsets + unit)
-    count = (tl.load(offsets + unit + 1) - start).to(tl.int32)
-    number = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    if tl.program_id(0) * KEYS < count:
-        valid = number < count
-        key = tl.load(indices + start + number, mask=valid, other=0)
-        found = _logits(
-            q_ptr, k_pool, table, program, key, valid, q_head, scale_log2, softcap, HEADS, KV_HEADS, PER, PER_PAD, D,
-            D_PAD, PAGE, CAPPED, PRECISION,
-        )  # fmt: skip
-        head = program * PER + tl.arange(0, PER_PAD)
-        mine = tl.arange(0, PER_PAD) < PER
-        total = tl.load(lse + head, mask=mine, other=0.0) * 1.4426950408889634
-        out = weights + (head % PER_UNIT).to(tl.int64)[:, None] * weight_row + start + number[None, :]
-        tl.store(out, tl.exp2(found - total[:, None]), mask=mine[:, None] & valid[None, :])

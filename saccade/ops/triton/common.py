@@ -31,8 +31,9 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+@cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has Hopper's copy engine and shared memory."""
+    """Whether the device has Hopper's copy engine and shared memory, and starts kernels early (:func:`begin`)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -42,9 +43,47 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+_kept: dict[tuple[str, torch.device, int], Tensor] = {}
+
+
+def kept_zeros(device: torch.device, count: int, name: str = "words") -> Tensor:
+    """At least ``count`` int64 zeros, which the kernel that writes them sets to zero again. All calls on a device share
+    them, so that no two may run at once: kernels that use them belong on one stream. They are kept for good, for
+    captured graphs may know them."""
+    size = max(1 << 14, triton.next_power_of_2(count))
+    held = _kept.get((name, device, size))
+    if held is None:
+        held = torch.zeros(size, dtype=torch.int64, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else a replay sets them to zero
+            _kept[name, device, size] = held
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # other streams may be next to use them
+    return held
+
+
+def arrivals(device: torch.device, count: int) -> Tensor:
+    """At least ``count`` counters, by which the last of some programs to end knows that it is the last."""
+    return kept_zeros(device, count, "arrivals")
+
+
 def pad(count: int, least: int = 16) -> int:
     """The next power of two, at least ``least``."""
     return max(least, triton.next_power_of_2(count))
+
+
+def launched(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose kernel calls :func:`begin` before all else."""
+    early = is_hopper(device)
+    return {"EARLY": early, "launch_pdl": early}
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Programs of a kernel launched early take their places while the kernel before it still runs. They wait here until
+    it has ended and all that it wrote is there; the kernel after this one may then take its places."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Decode: one query row per sequence over all keys, selected blocks or selected tokens, split over the keys.
 
-A program serves the query heads of one sequence that share a KV head and a list of keys, over one share of that list; a
-second kernel merges the shares by log-sum-exp. Shares are cut on the device, from lengths it knows itself.
+A program serves the query heads of one sequence that share a KV head and a list of keys, over one share of that list:
+every so many-th tile of it. A second kernel merges the shares by log-sum-exp. Shares are cut on the device, from
+lengths it knows itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.merge import merge
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,12 @@ class Pages:
 @dataclass(frozen=True)
 class KeyLists:
     """Which keys each unit of each sequence reads: list ``b * units + u`` is ``counts`` entries of ``indices`` from
-    ``starts`` on (both int [batch * units]), each entry a block of ``size`` keys or, with ``size=1``, a key.
-    ``longest`` bounds the counts. Entries are unique; their order is free."""
+    ``starts`` on, each entry a block of ``size`` keys or, with ``size=1``, a key. Both are int [batch * units], but for
+    two cases: without ``starts`` lists lie ``longest`` apart; without ``counts`` every list ends where the next begins,
+    and ``starts`` has one entry more. ``longest`` bounds the counts. Entries are unique; their order is free."""
 
-    starts: Tensor
-    counts: Tensor
+    starts: Tensor | None
+    counts: Tensor | None
     indices: Tensor
     units: int
     size: int
@@ -54,6 +57,7 @@ def attend_decode(
     keys: int = 64,
     warps: int = 4,
     stages: int = 3,
+    registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
@@ -65,48 +69,63 @@ def attend_decode(
     most = pages.longest if lists is None else lists.longest * lists.size
     units = kv_heads if lists is None else lists.units
     programs = max(kv_heads, units)
+    per = heads // programs
     if pad(head_dim) * q.element_size() > 512:
         keys, stages = min(keys, 32), 2
     if splits is None:
         resident = (3 if lists is not None and lists.size == 1 else 4) * processors(q.device)
         splits = even_splits(batch * programs, resident, max(1, min(-(-most // (2 * keys)), 128)))
-    part_out = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
+    many = splits > 1
+    part_out = (
+        torch.empty(batch, programs, splits, per, head_dim, dtype=torch.float32, device=q.device) if many else lse
+    )
+    part_lse = torch.empty(batch, programs, splits, per, dtype=torch.float32, device=q.device) if many else lse
     none = pages.lengths  # unused pointers must still be pointers
+    starts, counts = (None, None) if lists is None else (lists.starts, lists.counts)
     _decode[(splits, programs, batch)](
         q,
         pages.k,
         pages.v,
         pages.tables,
         pages.lengths,
-        none if lists is None else lists.starts,
-        none if lists is None else lists.counts,
+        none if starts is None else starts,
+        none if counts is None else counts,
         none if lists is None else lists.indices,
         part_out,
         part_lse,
+        out,
+        lse,
         q.stride(0),
         q.stride(1),
         pages.tables.stride(0),
+        0 if lists is None else lists.longest,
         scale * LOG2E,
         softcap or 0.0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         UNITS=units,
-        PER=heads // programs,
-        PER_PAD=pad(heads // programs),
+        PER=per,
+        PER_PAD=pad(per),
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=pages.k.shape[2],
         SIZE=0 if lists is None else lists.size,
+        SPACED=starts is None,
+        COUNTED=counts is not None,
         KEYS=keys,
+        MANY=many,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
-        STAGES=stages,
         num_warps=warps,
+        num_stages=stages,
+        maxnreg=registers,
+        **launched(q.device),
     )
-    if splits == 1 and q.dtype == torch.float32:
-        return part_out[:, :, 0], part_lse[:, :, 0] * LN2
-    return merge_parts(part_out, part_lse, q.dtype)
+    if many:
+        merge(part_out, part_lse, out, lse, programs=splits)
+    return out, lse
 
 
 @cache
@@ -118,74 +137,81 @@ def even_splits(lists: int, resident: int, most: int) -> int:
     return next(splits for splits, share in zip(choices, filled) if share >= 0.96 * max(filled))
 
 
-def merge_parts(part_out: Tensor, part_lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge float32 partial results ``part_out`` [batch, heads, parts, head_dim] with base-2 ``part_lse`` [batch,
-    heads, parts] into ``out`` [batch, heads, head_dim] of ``dtype`` and natural ``lse`` [batch, heads]."""
-    batch, heads, parts, head_dim = part_out.shape
-    out = torch.empty(batch, heads, head_dim, dtype=dtype, device=part_out.device)
-    lse = torch.empty(batch, heads, dtype=torch.float32, device=part_out.device)
-    _merge[(batch * heads,)](
-        part_out,
-        part_lse,
-        out,
-        lse,
-        parts,
-        LN2,
-        D=head_dim,
-        D_PAD=pad(head_dim),
-        PARTS=min(32, pad(parts, 1)),
-        num_warps=4,
-    )
-    return out, lse
+@triton.jit
+def _listed(ids, number, valid, SIZE: tl.constexpr):
+    """The ``number``-th keys of a list."""
+    if SIZE == 0:
+        key = number
+    elif SIZE == 1:
+        key = tl.load(ids + number, mask=valid, other=0)
+    else:
+        key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
+    return key
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "longest"])
 def _decode(
-    q_ptr, k_pool, v_pool, tables, lengths, starts, counts, indices, part_out, part_lse, q_batch, q_head, table_stride,
-    scale_log2, softcap,
+    q_ptr, k_pool, v_pool, tables, lengths, starts, counts, indices, part_out, part_lse, out, lse, q_batch,
+    q_head, table_stride, longest, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, SPACED: tl.constexpr,
+    COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, program, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
     kv_head = program * PER // (HEADS // KV_HEADS)
-    length = tl.load(lengths + batch)
     table = tables + batch.to(tl.int64) * table_stride
+    begin(EARLY)
+    length = tl.load(lengths + batch)
     ids = indices
     count = length
+    most = length
     if SIZE > 0:
         entry = batch * UNITS + program * PER // (HEADS // UNITS)
-        count = tl.load(counts + entry).to(tl.int32) * SIZE
-        ids = indices + tl.load(starts + entry)
-    share = tl.cdiv(tl.cdiv(count, KEYS), splits) * KEYS
-    low = split * share
-    high = tl.minimum(low + share, count)
-    head = program * PER + tl.arange(0, PER_PAD)
-    mine = tl.arange(0, PER_PAD) < PER
+        if SPACED:
+            ids = indices + entry.to(tl.int64) * longest
+        else:
+            ids = indices + tl.load(starts + entry)
+        if COUNTED:
+            count = tl.load(counts + entry).to(tl.int32) * SIZE
+        else:
+            count = (tl.load(starts + entry + 1) - tl.load(starts + entry)).to(tl.int32) * SIZE
+        # Where lists lie apart, the first numbers can be had before it is known how many count.
+        most = longest * SIZE if SPACED else count
+    member = tl.arange(0, PER_PAD)
+    mine = member < PER
+    head = program * PER + member
     channel = tl.arange(0, D_PAD)
     q = tl.load(
         q_ptr + batch.to(tl.int64) * q_batch + head[:, None] * q_head + channel[None, :],
         mask=mine[:, None] & (channel[None, :] < D),
         other=0.0,
     )
+    number = split * KEYS + tl.arange(0, KEYS)
+    hop = splits * KEYS
+    key = _listed(ids, number, number < most, SIZE)
+    after = _listed(ids, number + hop, number + hop < most, SIZE)
+    seen = (number < count) & (key < length)
+    real = (number < most) & (key >= 0) & (key < length)  # nobody may have written the numbers behind a list
+    row = pool_rows(table, key, real, kv_head, KV_HEADS, PAGE)
     acc = tl.zeros([PER_PAD, D_PAD], tl.float32)
     weight = tl.zeros([PER_PAD], tl.float32)
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
-    for at in tl.range(low, high, KEYS, num_stages=STAGES):
-        number = at + tl.arange(0, KEYS)
-        valid = number < high
-        if SIZE == 0:
-            key = number
-        elif SIZE == 1:
-            key = tl.load(ids + number, mask=valid, other=0)
-        else:
-            key = tl.load(ids + number // SIZE, mask=valid, other=0) * SIZE + number % SIZE
-        valid = valid & (key < length)
-        row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-        there = valid[:, None] & (channel[None, :] < D)
+    tiles = tl.cdiv(count, KEYS)
+    # Where the next keys lie is looked up while a tile is on its way, and their numbers one tile before that. These
+    # loads must not be made stages of the pipeline, where they would wait for the keys before them: hence no num_stages
+    # here, which would, but at the launch, which concerns what products read.
+    for _ in tl.range(split, tiles, splits):
+        there = seen[:, None] & (channel[None, :] < D)
         offset = row[:, None] * D + channel[None, :]
         k = tl.load(k_pool + offset, mask=there, other=0.0)
+        v = tl.load(v_pool + offset, mask=there, other=0.0)
+        valid = seen
+        number += hop
+        seen = (number < count) & (after < length)
+        row = pool_rows(table, after, seen, kv_head, KV_HEADS, PAGE)
+        after = _listed(ids, number + hop, number + hop < count, SIZE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -193,43 +219,25 @@ def _decode(
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        v = tl.load(v_pool + offset, mask=there, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
-    part = (batch * HEADS + head).to(tl.int64) * splits + split
-    tl.store(
-        part_out + part[:, None] * D + channel[None, :],
-        acc / total[:, None],
-        mask=mine[:, None] & (channel[None, :] < D),
-    )
-    tl.store(part_lse + part, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)), mask=mine)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _merge(
-    part_out, part_lse, out, lse, parts, ln2, D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, D_PAD)
-    acc = tl.zeros([D_PAD], tl.float32)
-    weight = 0.0
-    top = float("-inf")
-    for first in tl.range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        logs = tl.load(part_lse + row * parts + part, mask=part < parts, other=float("-inf"))
-        higher = tl.maximum(top, tl.max(logs, 0))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - anchor)
-        p = tl.exp2(logs - anchor)
-        rows = tl.load(
-            part_out + (row * parts + part)[:, None] * D + channel[None, :],
-            mask=(part < parts)[:, None] & (channel[None, :] < D),
-            other=0.0,
+    acc = acc / total[:, None]
+    log = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
+    place = batch.to(tl.int64) * HEADS + program * PER
+    if MANY:
+        part = (batch * tl.num_programs(1) + program).to(tl.int64) * splits + split
+        if split < tiles:  # others had nothing to read
+            tl.store(
+                part_out + (part * PER + member)[:, None] * D + channel[None, :],
+                acc,
+                mask=mine[:, None] & (channel[None, :] < D),
+            )
+        tl.store(part_lse + part * PER + member, log, mask=mine)
+    else:
+        tl.store(
+            out + (place + member)[:, None] * D + channel[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=mine[:, None] & (channel[None, :] < D),
         )
-        acc = acc * shrink + tl.sum(p[:, None] * rows, 0)
-        weight = weight * shrink + tl.sum(p, 0)
-        top = higher
-    total = tl.where(weight == 0.0, 1.0, weight)
-    tl.store(out + row * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
-    tl.store(lse + row, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * ln2)
+        tl.store(lse + place + member, log * 0.6931471805599453, mask=mine)

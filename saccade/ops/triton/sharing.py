@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton.batched_decode import ordered_bits
-from saccade.ops.triton.common import also, pad
+from saccade.ops.triton.common import also, begin, launched, pad
 from saccade.selection import Tokens
 
 if TYPE_CHECKING:
@@ -45,15 +45,25 @@ def share(
         GAP=cover_gap,
         WIDTH=pad(channels),
         num_warps=4,
+        **launched(q.device),
     )
-    offsets = torch.zeros(units + 1, dtype=torch.int64, device=q.device)
-    torch.cumsum(counts, 0, out=offsets[1:])
     room = anchors.capacity + gap if anchors.count else 0
     indices = torch.empty(units * room, dtype=torch.int32, device=q.device)
-    if room:
-        _copy_shared[(triton.cdiv(room, 1024), units)](
-            anchors.keys, *shared, offsets, indices, anchors.capacity, local, UNITS=units, SPAN=1024, num_warps=4
-        )
+    if not room:
+        return torch.zeros(units + 1, dtype=torch.int64, device=q.device), indices, searching
+    offsets = torch.empty(units + 1, dtype=torch.int64, device=q.device)
+    _copy_shared[(triton.cdiv(room, 1024), units)](
+        anchors.keys,
+        *shared,
+        offsets,
+        indices,
+        anchors.capacity,
+        local,
+        UNITS=units,
+        SPAN=1024,
+        num_warps=4,
+        **launched(q.device),
+    )
     return offsets, indices, searching
 
 
@@ -63,7 +73,6 @@ def keep(
     """The lists of anchor ``at``: see ``ops.sharing.keep``. ``read`` has a list for each of its units."""
     units = anchors.units
     marks = torch.zeros(units, read.shape.k_len, dtype=torch.int8, device=weights.device)
-    longest = min(read.indices.numel(), read.shape.k_len)
     args = (anchors.has[at].view(torch.uint8), read.offsets, read.indices, weights, marks, weights.stride(0))
     _mark[(units,)](
         *args,
@@ -72,11 +81,19 @@ def keep(
         best,
         EACH=weights.shape[0],
         REACH=reach,
-        SPAN=min(1024, pad(longest)),
+        SPAN=1024,
         num_warps=4,
+        **launched(weights.device),
     )
     _list_marks[(units,)](
-        marks, anchors.counts[at], anchors.keys[at], marks.shape[1], anchors.capacity, SPAN=4096, num_warps=8
+        marks,
+        anchors.counts[at],
+        anchors.keys[at],
+        marks.shape[1],
+        anchors.capacity,
+        SPAN=4096,
+        num_warps=8,
+        **launched(weights.device),
     )
 
 
@@ -84,8 +101,10 @@ def keep(
 def _resemble(
     q_ptr, directions, has, sizes, positions, whose, counts, searching, q_head, anchored, window, local, tau,
     HEAD: tl.constexpr, HEADS_EACH: tl.constexpr, UNITS: tl.constexpr, GAP: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Store the direction of the unit's query behind the last anchor, and find the latest anchor that it resembles."""
+    begin(EARLY)
     unit = tl.program_id(0)
     CHANNELS: tl.constexpr = HEAD * HEADS_EACH
     channel = tl.arange(0, WIDTH)
@@ -113,17 +132,25 @@ def _resemble(
 def _copy_shared(
     keys, sizes, positions, whose, counts, offsets, indices, capacity, local,
     UNITS: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     unit = tl.program_id(1)
     found = tl.maximum(tl.load(whose + unit), 0)
     count = tl.load(counts + unit).to(tl.int32)
+    before = tl.arange(0, triton.next_power_of_2(UNITS))
+    start = tl.sum(tl.load(counts + before, mask=before < unit, other=0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(offsets + unit, start)  # the next unit's program stores where this one's list ends
+        if unit == UNITS - 1:
+            tl.store(offsets + UNITS, start + count)
     at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     size = tl.load(sizes + found * UNITS + unit)
     left = tl.load(positions + found).to(tl.int32) + 1 - local
     listed = keys + (found * UNITS + unit).to(tl.int64) * capacity
     key = tl.load(listed + at, mask=(at < size) & (at < count), other=0)
     key = tl.where(at < size, key, left + at - size)
-    tl.store(indices + tl.load(offsets + unit) + at, key, mask=at < count)
+    tl.store(indices + start + at, key, mask=at < count)
 
 
 @triton.jit
@@ -134,13 +161,15 @@ def _mean_weight(weights, place, valid, weight_row, EACH: tl.constexpr, SPAN: tl
     return total / EACH
 
 
-@triton.jit(do_not_specialize=["length", "low", "high", "best"])
+@triton.jit(do_not_specialize=["weight_row", "length", "low", "high", "best"])
 def _mark(
     has, offsets, indices, weights, marks, weight_row, length, low, high, best,
     EACH: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mark the unit's keys between ``low`` and ``high`` and the neighbours of the ``best`` heaviest. The least weight
     of those is found one bit at a time: weights are not negative, so their bits order as they do."""
+    begin(EARLY)
     unit = tl.program_id(0)
     if tl.load(has + unit) != 0:
         start = tl.load(offsets + unit)
@@ -184,7 +213,8 @@ def _mark(
 
 
 @triton.jit(do_not_specialize=["length", "capacity"])
-def _list_marks(marks, counts, keys, length, capacity, SPAN: tl.constexpr):
+def _list_marks(marks, counts, keys, length, capacity, SPAN: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     unit = tl.program_id(0)
     at = tl.arange(0, SPAN)
     count = 0

@@ -1,0 +1,89 @@
+"""Partial results of decode merged by log-sum-exp (FlashDecoding, Dao et al., 2023)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.common import begin, launched, pad
+
+
+def merge(
+    part_out: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    programs: int,
+    stops: Tensor | None = None,
+    words: Tensor | None = None,
+) -> None:
+    """Merge states of ``programs`` that took turns, ``part_out`` float32 [..., turns, per, head_dim] with base-2
+    ``part_lse`` [..., turns, per], into ``out`` [batch, heads, head_dim] and natural ``lse`` [batch, heads]. With
+    ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., turns *
+    per] are set to zero."""
+    turns, per, head_dim = part_out.shape[-3:]
+    _merge[(lse.numel(),)](
+        part_out,
+        part_lse,
+        part_lse if stops is None else stops,
+        out,
+        lse,
+        part_lse if words is None else words,
+        programs,
+        turns,
+        PER=per,
+        D=head_dim,
+        D_PAD=pad(head_dim),
+        PARTS=min(32, pad(programs, 1)),
+        STOPPED=stops is not None,
+        num_warps=4,
+        **launched(out.device),
+    )
+
+
+@triton.jit(do_not_specialize=["programs", "turns"])
+def _merge(
+    part_out, part_lse, stops, out, lse, words, programs, turns, PER: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0).to(tl.int64)
+    listed = head // PER
+    first = listed * turns * PER + head % PER
+    channel = tl.arange(0, D_PAD)
+    acc = tl.zeros([D_PAD], tl.float32)
+    weight = 0.0
+    top = float("-inf")
+    begin(EARLY)
+    stop = programs
+    if STOPPED:
+        stop = tl.load(stops + listed)
+    for start in tl.range(0, tl.minimum(programs, stop), PARTS):
+        program = start + tl.arange(0, PARTS)
+        turn = program
+        if STOPPED:  # each program's last before the stop
+            turn += (stop - 1 - program) // programs * programs
+        known = (program < programs) & (program < stop)
+        place = first + turn * PER
+        logs = tl.load(part_lse + place, mask=known, other=float("-inf"))
+        rows = tl.load(
+            part_out + place[:, None] * D + channel[None, :],
+            mask=known[:, None] & (channel[None, :] < D),
+            other=0.0,
+        )
+        higher = tl.maximum(top, tl.max(logs, 0))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - anchor)
+        p = tl.exp2(logs - anchor)[:, None]
+        acc = acc * shrink + tl.sum(tl.where(p > 0.0, p * rows, 0.0), 0)  # who read nothing wrote no row
+        weight = weight * shrink + tl.sum(tl.exp2(logs - anchor), 0)
+        top = higher
+    total = tl.where(weight == 0.0, 1.0, weight)
+    tl.store(out + head * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
+    tl.store(lse + head, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453)
+    if STOPPED:
+        number = tl.arange(0, 1024)
+        for start in tl.range(0, turns, 1024):
+            word = words + first - head % PER + head % PER * turns + start + number
+            tl.store(word, tl.zeros([1024], tl.int64), mask=start + number < turns)
