@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
 from saccade.ops.triton.line_sums import rows_of
 from saccade.selection import Shape
 
-BLOCKS_EACH = 4  # key blocks one program reads with the same queries at hand
+BLOCKS_EACH = 16  # most key blocks one program reads with the same queries at hand
 MOST_BYTES = 1 << 28  # kept of heads at once
 
 
@@ -38,7 +38,8 @@ def line_sums(
     lowest = (first - block_size + 1) // block_size  # group of the least distance to key block 0
     # Row r and key c of block b are first + r - c - b * size apart: group lowest - b + (ahead + r - c) // size
     ahead = first - lowest * block_size
-    splits = -(-used // BLOCKS_EACH)
+    each = max(2, min(BLOCKS_EACH, used * heads // (4 * processors(q.device))))
+    splits = -(-used // each)
     sums = torch.zeros(heads, k_blocks, 4, dtype=torch.float32, device=q.device)
     together = max(1, min(heads, MOST_BYTES // (16 * used * block_size)))
     parts = torch.empty(together, used, 4, block_size, dtype=torch.float32, device=q.device)
@@ -60,6 +61,7 @@ def line_sums(
             visible,
             used,
             ahead,
+            each,
             scale * LOG2E,
             softcap or 0.0,
             GROUP=heads // kv.kv_heads,
@@ -68,7 +70,6 @@ def line_sums(
             D_PAD=pad(head_dim),
             PAGE=kv.block_size,
             SIZE=block_size,
-            EACH=BLOCKS_EACH,
             ALIGNED=ahead == block_size,
             CAPPED=softcap is not None,
             PRECISION=precision(q.dtype),
@@ -126,11 +127,12 @@ def _read_block(
     return higher, weight * tl.exp2(top - base) + both * tl.exp2(high - base)
 
 
-@triton.jit(do_not_specialize=["head_from", "rows", "first", "visible", "used", "ahead"])
+@triton.jit(do_not_specialize=["head_from", "rows", "first", "visible", "used", "ahead", "each"])
 def _read_blocks(
-    q_ptr, k_pool, table, parts, logs, head_from, q_head, q_row, rows, first, visible, used, ahead, scale_log2, softcap,
+    q_ptr, k_pool, table, parts, logs, head_from, q_head, q_row, rows, first, visible, used, ahead, each, scale_log2,
+    softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     mine, split = tl.program_id(0), tl.program_id(1)
     head = head_from + mine
@@ -139,8 +141,8 @@ def _read_blocks(
     q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     top = tl.full([SIZE], float("-inf"), tl.float32)
     weight = tl.zeros([SIZE], tl.float32)
-    begin = split * EACH
-    end = tl.minimum(begin + EACH, used)
+    begin = split * each
+    end = tl.minimum(begin + each, used)
     plain = tl.minimum((first + 1) // SIZE, end)  # blocks up to here lie before all rows
     out = parts + mine.to(tl.int64) * used * 4 * SIZE
     for at in tl.range(begin, plain, num_stages=3):

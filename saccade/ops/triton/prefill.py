@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.view import KVView
-from saccade.ops.triton.common import LN2, LOG2E, is_hopper, pad, precision
-from saccade.ops.triton.tiles import plain_tiles, step
+from saccade.ops.triton.common import LN2, LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.selection import Band, Blocks, Dense, Selection
 
 DENSE, BAND, BLOCKS = 0, 1, 2
@@ -44,8 +43,8 @@ def config_for(q: Tensor, selection: Selection) -> Config:
     if row_bytes > 256:
         return Config(min(rows, 64), 64, 4, 2)
     if rows == 128 and q.element_size() == 2 and not isinstance(selection, Band) and is_hopper(q.device):
-        if q.shape[1] >= LONG:  # a list's entries take a stage of their own
-            return Config(128, 128, 8, 3 if isinstance(selection, Blocks) else 2, copy=True)
+        if q.shape[1] >= LONG:
+            return Config(128, 128, 8, 3, copy=True)
         return Config(128, 128, 8, 2) if isinstance(selection, Blocks) else Config(64, 64, 4, 3)
     return Config(rows, 64, 8 if rows == 128 else 4, 3)
 
@@ -129,6 +128,53 @@ def _pieces(keys: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(keys.shape[-1])])
 
 
+@triton.jit
+def _tile(pointers, there, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=there, other=0.0)
+
+
+@triton.jit
+def _step(
+    acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, BANDED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, COPIED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys from ``start`` on: online softmax with maximum ``top``, sum ``weight``, output ``acc``."""
+    key = start + tl.arange(0, KEYS)
+    channel = tl.arange(0, D_PAD)
+    piece = (kv_head * limit + start).to(tl.int32)
+    at = 0
+    there = (key < limit)[:, None] & (channel[None, :] < D)
+    if COPIED:
+        k = k_pool.load([piece, 0])
+    else:
+        row = pool_rows(table, key, (key < limit) if MASKED else (key >= 0), kv_head, KV_HEADS, PAGE)
+        at = row[:, None] * D + channel[None, :]
+        k = _tile(k_pool + at, there, D == D_PAD and not MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if CAPPED:
+        scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if BANDED:
+            seen = seen & ((key[None, :] < sinks) | (position[:, None] - key[None, :] < window))
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)  # the scale is above 0: it may come after the maximum
+    anchor = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+    shrink = tl.exp2(top - anchor)
+    p = tl.exp2(scores * scale_log2 - anchor[:, None])
+    weight = weight * shrink + tl.sum(p, 1)
+    if COPIED:
+        v = v_pool.load([piece, 0])
+    else:
+        v = _tile(v_pool + at, there, D == D_PAD and not MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, weight, higher
+
+
 @triton.jit(do_not_specialize=["first", "q_start", "q_len", "window", "sinks"])
 def _prefill(
     q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, out_head, out_row, first, q_start, q_len,
@@ -164,24 +210,18 @@ def _prefill(
         # Lists are sorted: only the last block can be the diagonal one.
         plain = tl.maximum(count - 1, 0) * per
         masked = count * per
-        if COPIED:
-            acc, weight, top = plain_tiles(
-                acc, weight, top, q, k_pool, v_pool, ids, plain, kv_head * limit, scale_log2, softcap, KEYS, SIZE, True,
-                CAPPED, PRECISION, STAGES,
+        block = tl.load(ids, mask=masked > 0, other=0)
+        for i in tl.range(0, plain, num_stages=STAGES):
+            start = block * SIZE + (i % per) * KEYS
+            # The next is read a turn ahead: fetching a tile waits for its place.
+            block = tl.load(ids + tl.minimum(i + 1, masked - 1) // per)
+            acc, weight, top = _step(
+                acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
+                softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
             )  # fmt: skip
-        else:
-            block = tl.load(ids, mask=masked > 0, other=0)
-            for i in tl.range(0, plain, num_stages=STAGES):
-                start = block * SIZE + (i % per) * KEYS
-                # The next is read a turn ahead: fetching a tile waits for its place.
-                block = tl.load(ids + tl.minimum(i + 1, masked - 1) // per)
-                acc, weight, top = step(
-                    acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks,
-                    scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
-                )  # fmt: skip
         for i in tl.range(plain, masked, num_stages=1):
             start = tl.load(ids + i // per) * SIZE + (i % per) * KEYS
-            acc, weight, top = step(
+            acc, weight, top = _step(
                 acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
                 softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, False, CAPPED, PRECISION, COPIED,
             )  # fmt: skip
@@ -191,26 +231,20 @@ def _prefill(
         sunk = tl.minimum(tl.cdiv(sinks, KEYS), low)
         for i in tl.range(0, sunk + last - low, num_stages=STAGES):
             start = tl.where(i < sunk, i, low + i - sunk) * KEYS
-            acc, weight, top = step(
+            acc, weight, top = _step(
                 acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
                 softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, True, CAPPED, PRECISION, COPIED,
             )  # fmt: skip
     else:
         plain = begin // KEYS
         masked = tl.cdiv(tl.minimum(begin + ROWS, limit), KEYS)
-        if COPIED:
-            acc, weight, top = plain_tiles(
-                acc, weight, top, q, k_pool, v_pool, indices, plain, kv_head * limit, scale_log2, softcap, KEYS, SIZE,
-                False, CAPPED, PRECISION, STAGES,
+        for i in tl.range(0, plain, num_stages=STAGES):
+            acc, weight, top = _step(
+                acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
+                scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
             )  # fmt: skip
-        else:
-            for i in tl.range(0, plain, num_stages=STAGES):
-                acc, weight, top = step(
-                    acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
-                    scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, False, False, CAPPED, PRECISION, COPIED,
-                )  # fmt: skip
         for i in tl.range(plain, masked, num_stages=1):
-            acc, weight, top = step(
+            acc, weight, top = _step(
                 acc, weight, top, q, position, i * KEYS, limit, k_pool, v_pool, table, kv_head, window, sinks,
                 scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, False, CAPPED, PRECISION, COPIED,
             )  # fmt: skip
