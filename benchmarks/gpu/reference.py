@@ -18,10 +18,10 @@ from saccade.eval.suite import make
 from saccade.methods.policy import Policy
 
 FAST = ("dense", "flexprefill(block_size=64,min_budget=256)", "psa(epsilon=0.9)", "quest(budget=1024)")
-SLOW = ("loopserve", "cis", "lfps")  # a layer and request at a time in decode
-CASES = tuple((text, length) for length in (4096, 16384) for text in FAST) + tuple((text, 4096) for text in SLOW)
+ONE_BY_ONE = ("lfps", "cis", "loopserve")  # a layer and request at a time in decode
+CASES = tuple((text, length) for length in (4096, 16384) for text in FAST + ONE_BY_ONE)
 TASKS = ("single", "multivalue", "span_copy")
-SECONDS = 38.0
+SECONDS = 46.0
 
 
 def main() -> None:
@@ -38,12 +38,12 @@ def main() -> None:
         def ask(text: str = text, length: int = length) -> None:
             setting = Setting(Policy.parse(text))
             samples = [make(task, length, 0) for task in TASKS]
-            answer(llm, samples[0], setting)  # compiles
+            for sample in samples:
+                answer(llm, sample, setting)  # compiles
             answered = [answer(llm, sample, setting) for sample in samples]
             scores = [score_record(sample, record, METRICS)["score"] for sample, (record, _) in zip(samples, answered)]
-            costs = [
-                part[phase] for record, _ in answered for part in record["turns"] for phase in ("prefill", "decode")
-            ]
+            turns = [turn for record, _ in answered for turn in record["turns"]]
+            costs = [turn[phase] for turn in turns for phase in ("prefill", "decode")]
             results.add(
                 context=length,
                 policy=text,
@@ -52,6 +52,8 @@ def main() -> None:
                 density=sum(cost["keys_attended"] for cost in costs) / sum(cost["keys_causal"] for cost in costs),
                 prefill_seconds=sum(timing["prefill"] for _, timing in answered),
                 decode_seconds=sum(timing["decode"] for _, timing in answered),
+                errors=sum(record["error"] is not None for record, _ in answered),
+                on_torch=sorted({note for turn in turns for note in turn["notes"] if note.endswith("torch did")}),
             )
 
         results.attempt(f"{text} at {length}", ask)

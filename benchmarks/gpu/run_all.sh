@@ -30,7 +30,7 @@ for name in $wanted; do
         prefill) part prefill 105 "$python" "$here/prefill.py" ;;
         decode) part decode 80 "$python" "$here/decode.py" ;;
         sharing) part sharing 35 "$python" "$here/sharing.py" ;;
-        reference) part reference 45 "$python" "$here/reference.py" ;;
+        reference) part reference 60 "$python" "$here/reference.py" ;;
         endtoend) part endtoend 190 "$python" "$here/endtoend.py" ;;
         *) echo "unknown part $name" ;;
     esac
