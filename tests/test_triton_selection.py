@@ -56,6 +56,11 @@ def test_token_sums_are_those_of_the_weights_themselves(q_len, n, rows, softcap,
         heads = slice(2 * g, 2 * g + 2)
         torch.testing.assert_close(columns[heads], weights.sum(1), atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(slashes[heads], slash_sums(weights, n - rows), atol=1e-5, rtol=1e-4)
+        weights[..., :6] = 0.0  # of the keys from the seventh on; the first rows of the shortest case see none of them
+        weights /= weights.sum(-1, keepdim=True).clamp(min=1e-38)
+        late = token_sums(chunk.q, chunk.kv, chunk.shape, rows, chunk.scale, softcap, 6)
+        torch.testing.assert_close(late[0][heads], weights.sum(1), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(late[1][heads], slash_sums(weights, n - rows), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.95])

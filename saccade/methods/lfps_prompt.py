@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
+from saccade.ops import triton
 from saccade.ops.scores import row_weights, slash_sums
 
 
@@ -16,6 +17,12 @@ def last_rows(segment: Chunk, units: int, rows: int, first: int) -> tuple[Tensor
     kv, shape = segment.kv, segment.shape
     end = shape.q_start + shape.q_len
     which = torch.arange(shape.q_len - rows, shape.q_len)
+    if segment.q.is_cuda and triton.sums(segment.q, kv, rows):
+        segment.cost.scored += shape.causal_pairs
+        sums = triton.token_sums(segment.q, kv, shape, rows, segment.scale, segment.softcap, first)
+        of_heads = (part / rows for part in (sums[0][:, first:end], sums[1][:, : end - first]))
+        vertical, slash = (part.unflatten(0, (units, -1)).mean(1) for part in of_heads)
+        return vertical, slash
     vertical, slash = torch.zeros(units, end - first), torch.zeros(units, end - first)
     for g in range(shape.kv_heads):
         own = slice(g * units // shape.kv_heads, (g + 1) * units // shape.kv_heads)

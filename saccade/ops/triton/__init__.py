@@ -56,13 +56,13 @@ def sums(q: Tensor, kv: KVView, rows: int) -> bool:
 
 
 def token_sums(
-    q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None
+    q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None, begin: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """See ops.scores.line_sums."""
+    """See ops.triton.line_sums."""
     from saccade.ops.triton import dispatch, line_sums
 
     with _without_ambient_device():
-        return line_sums.token_sums(q, dispatch.on_device(kv, q.device), shape, rows, scale, softcap)
+        return line_sums.token_sums(q, dispatch.on_device(kv, q.device), shape, rows, scale, softcap, begin)
 
 
 def chooses(q: Tensor, kv: KVView, selection: Candidates) -> bool:

@@ -21,11 +21,11 @@ MOST_BYTES = 1 << 30  # of weights laid down by distance at once
 
 
 def token_sums(
-    q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None
+    q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None, begin: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``ops.scores.line_sums``: softmax weights of the last ``rows`` rows (at most ``MOST_ROWS``), summed by key and by
-    distance from the row, two fp32 [heads, k_len]."""
-    call = _Call(q, kv, shape, rows, pad(rows), scale, softcap)
+    """``ops.scores.line_sums``: softmax weights of the last ``rows`` rows (at most ``MOST_ROWS``) over the keys from
+    ``begin`` on, summed by key and by distance from the row, two fp32 [heads, k_len]."""
+    call = _Call(q, kv, shape, rows, pad(rows), scale, softcap, begin)
     heads, visible, row_log = shape.heads, call.visible, call.row_log()
     sums = torch.zeros(2, heads, shape.k_len, dtype=torch.float32, device=q.device)
     together = max(1, min(heads, MOST_BYTES // (4 * rows * visible)))
@@ -45,7 +45,7 @@ class _Call:
     """What the kernels of one call share, ``size`` the rows of a tile."""
 
     def __init__(
-        self, q: Tensor, kv: KVView, shape: Shape, rows: int, size: int, scale: float, softcap: float | None
+        self, q: Tensor, kv: KVView, shape: Shape, rows: int, size: int, scale: float, softcap: float | None, begin: int
     ) -> None:
         self.visible = shape.q_start + shape.q_len
         self.first = self.visible - rows  # position of the first of these rows
@@ -53,7 +53,7 @@ class _Call:
         given = q[:, -rows:]
         self.shared = (given, kv.k_pool, kv.table)
         self.numbers = (
-            given.stride(0), given.stride(1), rows, self.first, self.visible, scale * LOG2E, softcap or 0.0
+            given.stride(0), given.stride(1), rows, self.first, self.visible, begin, scale * LOG2E, softcap or 0.0
         )  # fmt: skip
         self.static = {
             "HEADS": shape.heads,
@@ -88,24 +88,24 @@ def rows_of(q_ptr, head, q_head, q_row, rows, D: tl.constexpr, D_PAD: tl.constex
 
 @triton.jit
 def _logits(
-    q, k_pool, table, kv_head, key, rows, first, visible, scale_log2, softcap,
+    q, k_pool, table, kv_head, key, rows, first, visible, begin, scale_log2, softcap,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logits [SIZE rows, keys], -inf where acausal or beyond the rows there are."""
+    """Base-2 logits [SIZE rows, keys], -inf where acausal, before ``begin`` or beyond the rows there are."""
     channel = tl.arange(0, D_PAD)
     valid = key < visible
     at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
     k = tl.load(k_pool + at[:, None] * D + channel[None, :], mask=valid[:, None] & (channel[None, :] < D), other=0.0)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
     row = tl.arange(0, SIZE)
-    seen = (key[None, :] <= first + row[:, None]) & (row < rows)[:, None]
+    seen = (key[None, :] <= first + row[:, None]) & (row < rows)[:, None] & (key >= begin)[None, :]
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "first", "visible"], do_not_specialize_on_alignment=["table"])
+@triton.jit(do_not_specialize=["rows", "first", "visible", "begin"], do_not_specialize_on_alignment=["table"])
 def _row_logs(
-    q_ptr, k_pool, table, logs, q_head, q_row, rows, first, visible, scale_log2, softcap,
+    q_ptr, k_pool, table, logs, q_head, q_row, rows, first, visible, begin, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,8 +118,8 @@ def _row_logs(
     for at in tl.range(split * share, tl.minimum((split + 1) * share, visible), 64, num_stages=3):
         key = at + tl.arange(0, 64)
         scores = _logits(
-            q, k_pool, table, kv_head, key, rows, first, visible, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, SIZE,
-            CAPPED, PRECISION,
+            q, k_pool, table, kv_head, key, rows, first, visible, begin, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE,
+            SIZE, CAPPED, PRECISION,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
@@ -131,11 +131,12 @@ def _row_logs(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first", "visible", "head_from", "k_len"], do_not_specialize_on_alignment=["table"]
+    do_not_specialize=["rows", "first", "visible", "begin", "head_from", "k_len"],
+    do_not_specialize_on_alignment=["table"],
 )
 def _token_sums(
-    q_ptr, k_pool, table, row_log, columns, laid, head_from, k_len, q_head, q_row, rows, first, visible, scale_log2,
-    softcap,
+    q_ptr, k_pool, table, row_log, columns, laid, head_from, k_len, q_head, q_row, rows, first, visible, begin,
+    scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,11 +145,11 @@ def _token_sums(
     q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     row = tl.arange(0, SIZE)
     known = tl.load(row_log + head * SIZE + row)
-    known = tl.where(row < rows, known, 0.0)
+    known = tl.where((row < rows) & (known > float("-inf")), known, 0.0)
     key = tl.program_id(0) * 64 + tl.arange(0, 64)
     scores = _logits(
-        q, k_pool, table, kv_head, key, rows, first, visible, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, SIZE,
-        CAPPED, PRECISION,
+        q, k_pool, table, kv_head, key, rows, first, visible, begin, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE,
+        SIZE, CAPPED, PRECISION,
     )  # fmt: skip
     weights = tl.exp2(scores - known[:, None])
     tl.store(columns + head.to(tl.int64) * k_len + key, tl.sum(weights, 0), mask=key < visible)
