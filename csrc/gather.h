@@ -91,7 +91,10 @@ class GatherTask {
             return whole ? place : position_[place];
         };
         const T* v = static_cast<const T*>(a_.v_pool);
-        const auto ask = [&](int64_t j) { ask_for(v, j, count, [&](int64_t i) { return row_of(position(i)); }); };
+        const auto ask = [&](int64_t j) {
+            if (whole || picks) ask_for(v, j, count, [&](int64_t i) { return row_of(position(i)); });
+            else rows_of_.ask(v, rows_ + j);  // the rows whose keys were scored
+        };
         int64_t lead = 0;  // rows of values asked for
         for (int64_t h = 0; h < per_unit_; ++h) {
             if (lead < count && lead < kLead) ask(lead);

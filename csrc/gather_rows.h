@@ -18,10 +18,21 @@ struct GatherRows {
 
     int64_t d, q_stride;
 
-    // Asks for a batch of rows.
+    // Asks for a batch of rows, as fast as can be: nothing else is on its way meanwhile.
     SACCADE_INLINE void ask(const T* pool, const int64_t* rows) const {
-        for (int64_t j = 0; j < kBatch; ++j)
-            for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(pool + rows[j] + c);
+        const int64_t bytes = d * static_cast<int64_t>(sizeof(T));
+        int64_t from = 0;
+        for (; from + 256 <= bytes; from += 256)
+            for (int64_t j = 0; j < kBatch; ++j) {
+                const char* part = reinterpret_cast<const char*>(pool + rows[j]) + from;
+                Simd::prefetch(part);
+                Simd::prefetch(part + 64);
+                Simd::prefetch(part + 128);
+                Simd::prefetch(part + 192);
+            }
+        for (; from < bytes; from += 64)
+            for (int64_t j = 0; j < kBatch; ++j)
+                Simd::prefetch(reinterpret_cast<const char*>(pool + rows[j]) + from);
     }
 
     // s[head][j] = q . row j, raw. `next(j)` makes known and asks for rows j .. j + kBatch - 1, repeats of the last one
@@ -166,6 +177,37 @@ struct GatherRows {
             for (int n = 0; n < N; ++n) Simd::store(o + i * d + n * W, acc[i][n]);
     }
 };
+
+// Reads rows as the kernels do and does nothing with them: what gathering costs at least (KernelSet::gather_pass).
+inline float gather_pass(const void* data, const int32_t* rows, int64_t count, int64_t row_bytes) {
+    using Rows = GatherRows<HalfMath, uint16_t>;
+    constexpr int64_t kBatch = Rows::kBatch;
+    const int64_t d = row_bytes / static_cast<int64_t>(sizeof(uint16_t));
+    const Rows batch{d, 0};
+    const uint16_t* pool = static_cast<const uint16_t*>(data);
+    int64_t at[2][kBatch];
+    const auto ask = [&](int64_t j) {
+        if (j >= count) return;
+        int64_t* to = at[j / kBatch % 2];
+        for (int64_t i = 0; i < kBatch; ++i) to[i] = rows[j + i < count ? j + i : count - 1] * d;
+        batch.ask(pool, to);
+    };
+    F acc[4];
+    for (F& x : acc) x = Simd::set1(0);
+    ask(0);
+    for (int64_t j = 0; j < count; j += kBatch) {
+        ask(j + kBatch);
+        const int64_t* from = at[j / kBatch % 2];
+        for (int64_t i = 0; i < kBatch; ++i) {
+            const float* row = reinterpret_cast<const float*>(pool + from[i]);
+            for (int64_t c = 0; c < row_bytes / 4; c += 16)
+                for (int n = 0; n < 16; n += W) acc[n / W] = Simd::max(acc[n / W], Simd::load(row + c + n));
+        }
+    }
+    float total = 0;
+    for (F x : acc) total += Simd::sum(x);
+    return total;
+}
 
 }  // namespace
 }  // namespace saccade

@@ -133,20 +133,5 @@ float read_pass(const void* data, int64_t bytes) {
     return total;
 }
 
-float gather_pass(const void* data, const int32_t* rows, int64_t count, int64_t row_bytes) {
-    const int64_t units = row_bytes / static_cast<int64_t>(sizeof(float));
-    const float* p = static_cast<const float*>(data);
-    F acc = Simd::set1(0);
-    for (int64_t i = 0; i < count; ++i) {
-        if (i + 16 < count) {
-            const float* ahead = p + rows[i + 16] * units;
-            for (int64_t c = 0; c < units; c += 16) Simd::prefetch(ahead + c);
-        }
-        const float* row = p + rows[i] * units;
-        for (int64_t c = 0; c < units; c += W) acc = Simd::max(acc, Simd::load(row + c));
-    }
-    return Simd::sum(acc);
-}
-
 }  // namespace
 }  // namespace saccade

@@ -16,11 +16,12 @@ namespace {
 
 constexpr int kBoundsAhead = 512;  // bounds between asking for one and using it
 
+// The bits of both halves, each half the other way round.
 inline uint32_t reversed(uint32_t x) {
-    x = (x >> 8 & 0x00ffu) | (x & 0x00ffu) << 8;
-    x = (x >> 4 & 0x0f0fu) | (x & 0x0f0fu) << 4;
-    x = (x >> 2 & 0x3333u) | (x & 0x3333u) << 2;
-    return (x >> 1 & 0x5555u) | (x & 0x5555u) << 1;
+    x = (x >> 8 & 0x00ff00ffu) | (x & 0x00ff00ffu) << 8;
+    x = (x >> 4 & 0x0f0f0f0fu) | (x & 0x0f0f0f0fu) << 4;
+    x = (x >> 2 & 0x33333333u) | (x & 0x33333333u) << 2;
+    return (x >> 1 & 0x55555555u) | (x & 0x55555555u) << 1;
 }
 
 // Writes base + the numbers of the bits set among the lower 16 to `out`, of which 16 entries may be overwritten;
@@ -124,8 +125,9 @@ class UnitScan {
         slash_.look(list_, [&](int64_t b, uint32_t over, uint32_t high) {
             const int64_t at = base_ - b * kTableBlock - (kTableBlock - 1);  // distance D stands for base - D
             if (at <= -kTableBlock) return;
-            first_.add(at, reversed(over));
-            high_.add(at, reversed(high));
+            const uint32_t both = reversed(over | high << 16);
+            first_.add(at, both & 0xffff);
+            high_.add(at, both >> 16);
         });
         first_[-1] = first_[words_] = 0;
         if (n_ & 63) first_[words_ - 1] &= (1ull << (n_ & 63)) - 1;
@@ -217,6 +219,24 @@ class UnitScan {
     int32_t* list_;
 };
 
+// The set's positions from `first` on, to out .. end - 1.
+inline void spell_out(const uint64_t* set, int64_t words, int32_t first, int32_t* out, const int32_t* end) {
+    int32_t* groups = static_cast<int32_t*>(thread_scratch((words * 4 + 1) * sizeof(int32_t)));
+    int64_t count = 0;  // of groups of 16 positions with any
+    for (int64_t w = 0; w < words; ++w)
+        for (int g = 0; g < 4; ++g) {
+            groups[count] = static_cast<int32_t>(w * 4 + g);
+            count += (set[w] >> (g * kTableBlock) & 0xffff) != 0;
+        }
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t base = first + groups[i] * static_cast<int32_t>(kTableBlock);
+        uint32_t bits = set[groups[i] / 4] >> (groups[i] % 4 * kTableBlock) & 0xffff;
+        if (end - out >= kTableBlock) out = append(out, base, bits);
+        else
+            for (; bits; bits &= bits - 1) *out++ = base + __builtin_ctz(bits);
+    }
+}
+
 struct ScanJob {
     const TableScan& call;
     uint64_t* bits;
@@ -237,15 +257,16 @@ void scan_tables(const TableScan& c) {
         &job);
     c.offsets[0] = 0;
     for (int64_t u = 0; u < c.tables.units; ++u) c.offsets[u + 1] += c.offsets[u];
-    for (int64_t u = 0; u < c.tables.units; ++u) {
-        if (c.offsets[u + 1] == c.offsets[u]) continue;
-        int32_t* out = c.indices + c.offsets[u];
-        for (int64_t w = 0; w < words; ++w) {
-            const uint64_t left = bits[u * words + w];
-            for (int g = 0; left && g < 64; g += kTableBlock)
-                out = append(out, static_cast<int32_t>(c.tables.first + w * 64 + g), left >> g & 0xffff);
-        }
-    }
+    parallel_for(
+        c.tables.units, c.threads,
+        [](void* context, int64_t u) {
+            ScanJob& j = *static_cast<ScanJob*>(context);
+            const int64_t from = j.call.offsets[u], to = j.call.offsets[u + 1];
+            if (from < to)
+                spell_out(j.bits + u * j.words, j.words, static_cast<int32_t>(j.call.tables.first),
+                          j.call.indices + from, j.call.indices + to);
+        },
+        &job);
     std::free(bits);
 }
 

@@ -374,10 +374,19 @@ def test_it_keeps_more_than_recency_does():
     assert torch.cat(lfps).mean() > torch.cat(recent).mean() + 0.3
 
 
-def test_scan_equals_the_reference_on_random_tables():
-    """Tables of every shape and alignment, the kernels' candidates against torch's."""
-    if not cpu.available():
-        pytest.skip("no kernels")
+@pytest.mark.parametrize("isa", cpu.supported_isas())
+def test_scan_equals_the_reference_on_random_tables(isa):
+    """Tables of every shape and alignment, the kernels' candidates against torch's, with one thread and two."""
+    cpu.set_isa(isa)
+    threads = torch.get_num_threads()
+    try:
+        _scan_equals_the_reference()
+    finally:
+        torch.set_num_threads(threads)
+        cpu.set_isa(None)
+
+
+def _scan_equals_the_reference():
     rng = generator(1)
     for case in range(24):
         n, units = int(torch.randint(2, 700, (), generator=rng)), 3
@@ -388,6 +397,7 @@ def test_scan_equals_the_reference_on_random_tables():
         tables = ScoreTables.of(vertical, slash, first=case % 5, row=n)
         length = n + case % 3
         base = torch.tensor([length - 1, length - 2, length - 1 - case % 20])
+        torch.set_num_threads(1 + case % 2)
         for gate in score_tables.GATES:
             for a in (0.05, 0.3, 2.0, None):
                 args = (length, max(0, length - case % 7), a, gate, (case % 3, case % 4), base)

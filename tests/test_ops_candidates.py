@@ -11,6 +11,7 @@ from helpers import brute_force, call, generator
 from test_ops_weights import by_head
 
 from saccade.errors import SaccadeError
+from saccade.kv.view import KVView
 from saccade.ops import Trace, attend, cpu
 from saccade.selection import Candidates, Cone, Shape, Tokens, cut
 from saccade.selection.evicted import without
@@ -89,8 +90,6 @@ CASES = {
 def test_the_best_candidates_are_read(backend, name, n, softcap, dtype):
     q, k, v, view = call(4, 2, 1, n, 48, seed=n)
     if dtype == "bf16":
-        from saccade.kv.view import KVView
-
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
         view = KVView.from_tensors(k, v, shuffle_seed=1)
     selection = some(Shape.suffix(4, 2, 1, n), seed=n, **CASES[name])
@@ -187,6 +186,33 @@ def test_token_lists_of_one_row(backend):
         want, want_lse = brute_force(q, k, v, tokens.mask())
         torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "units"), [(1, 16, 1), (3, 80, 1), (6, 128, 1), (5, 128, 5), (4, 320, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lists_of_every_length_around_a_batch_of_rows(backend, heads, head_dim, units, dtype):
+    """Rows are read 64 at a time, in bfloat16 in pairs, 4 heads at a time: none is missed, none read twice, at the
+    edges of all three."""
+    n = 700
+    q, k, v, _ = call(heads, 1, 1, n, head_dim, seed=heads)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    view = KVView.from_tensors(k, v, shuffle_seed=2)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    for count in (1, 2, 63, 64, 65, 127, 129, 256, 257, 321, 699):
+        mask = torch.zeros(units, 1, n, dtype=torch.bool)
+        for unit in range(units):
+            mask[unit, 0, torch.randperm(n, generator=generator(count + unit))[:count]] = True
+        tokens = Tokens.from_mask(Shape.suffix(heads, 1, 1, n), mask)
+        trace = Trace(want_weights=True)
+        out, lse = attend(q, view, tokens, backend=backend, trace=trace)
+        want, want_lse = brute_force(q, k, v, tokens.mask())
+        torch.testing.assert_close(out.double(), want, **tolerance)
+        torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
+        weights = by_head(trace.weights, tokens)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(heads), atol=1e-5, rtol=0)
+        assert not weights[~tokens.mask()[:, 0]].any()
 
 
 def test_threads_do_not_matter():
