@@ -35,7 +35,7 @@ int32_t* unite(const int32_t* list, int64_t count, const int32_t* centers, int64
 struct Share {
     int64_t units, channels, capacity, anchors, most;
     const int32_t* best;
-    int64_t follow;
+    int64_t follow, first;  // how far around them, from which key on
     const float* directions;
     const uint8_t* has;
     const int32_t *counts, *keys;
@@ -99,7 +99,7 @@ void share_unit(const Share& c, int64_t u) {
             int64_t moved = 0;
             while (moved < c.most && best[moved] != kNone) ++moved;
             const int64_t steps = c.last + c.local - 1 - c.positions[whose];
-            out = unite(list, count, best, moved, steps, c.follow, 0, c.last, out);
+            out = unite(list, count, best, moved, steps, c.follow, c.first, c.last, out);
         } else {
             out += count;
         }
@@ -152,8 +152,8 @@ void keep_unit(const Keep& c, int64_t u) {
 void share(int64_t units, int64_t channels, int64_t capacity, int64_t anchors, uintptr_t directions, uintptr_t has,
            uintptr_t counts, uintptr_t keys, uintptr_t positions, uintptr_t q, bool half, int64_t head_stride,
            int64_t head_dim, double tau, bool cover_gap, int64_t last, int64_t local, int64_t most, uintptr_t best,
-           int64_t follow, uintptr_t direction, uintptr_t searching, uintptr_t offsets, uintptr_t indices) {
-    const Share c{units, channels, capacity, anchors, most, pointer<const int32_t>(best), follow,
+           int64_t follow, int64_t first, uintptr_t direction, uintptr_t searching, uintptr_t offsets, uintptr_t indices) {
+    const Share c{units, channels, capacity, anchors, most, pointer<const int32_t>(best), follow, first,
                   pointer<const float>(directions), pointer<const uint8_t>(has),
                   pointer<const int32_t>(counts), pointer<const int32_t>(keys), pointer<const int64_t>(positions),
                   static_cast<float>(tau), cover_gap, last, local, pointer<float>(direction),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,8 +69,8 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
             _, shared, heavy, then = alike[-1]
             gap = set(range(then + 1 - method.local, high)) if method.cover_gap else set()
             reach = () if method.follow is None else range(-method.follow, method.follow + 1)
-            moved = {i + position - then + o for i in heavy for o in reach if i + position - then + o < high}
-            yield forced | shared | gap | moved, False
+            moved = {i + position - then + o for i in heavy for o in reach}
+            yield forced | shared | gap | {i for i in moved if low <= i < high}, False
             continue
         logits = [k[kv_head, :n].double() @ q[h, position].double() / math.sqrt(q.shape[-1]) for h in heads]
         score = (logits[0] if len(heads) == 1 else sum(torch.softmax(x, 0) for x in logits)).tolist()
@@ -199,6 +200,26 @@ def test_a_copy_is_followed():
     assert found[None][0]
     assert sum(found[None]) < 30
     assert all(found[0])
+
+
+@pytest.mark.parametrize("options", [{"r": 10**9}, {"m": 10**9, "follow": 10**9}, {"k": 0.1, "s": 10**9, "follow": 1}])
+def test_room_is_made_for_the_context_and_not_for_the_options(options, monkeypatch):
+    """Lists grow within one endless block of steps; what is shared stays what the definition says."""
+    monkeypatch.setattr("saccade.methods.cis.AHEAD", 3)
+    method = CIS(**({"k": 20, "sinks": 4, "local": 6, "s": 8, "tau": 0.6} | options))
+    q, k, view = stream(165, 130, seed=2)
+    expected = [list(expected_reads(replace(method, **_near(options)), q, k, 130, [u])) for u in range(4)]
+    for at, (_, _, _, used) in enumerate(steps(method, q, view, 130)):
+        for unit, chosen in enumerate(used.lists()):
+            assert set(chosen.tolist()) == expected[unit][at][0]
+    state = method.begin(Chunk.of(q[:, :130], view.upto(130)))
+    method.select_decode(Query.of(q[:, 130:131], view.upto(131), step=0), state)
+    assert state.anchors.capacity + state.anchors.most <= 2 * 134
+
+
+def _near(options):
+    """The same within 165 keys, in numbers that a range can have."""
+    return {name: 165 for name in ("r", "m", "follow") if options.get(name, 0) > 165}
 
 
 def test_no_dilation_shares_the_set_itself():

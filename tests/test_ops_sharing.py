@@ -83,7 +83,7 @@ def test_the_best_keys_move_along(backend, best, reach, follow):
         length = n + 3 * number
         q = torch.zeros(HEADS, DIM)
         q[:, number] = 1.0
-        share(anchors, q, 0.8, LOCAL, length, True, follow)
+        share(anchors, q, 0.8, LOCAL, length, True, (follow, SINKS))
         has = torch.tensor([True, number > 0, number < 1, True])
         read, weights = retrieved(length, (40, 3, 60, 9), seed=number)
         keep(anchors, read, weights, has, length - 1, (SINKS, length - LOCAL), best, reach)
@@ -98,13 +98,13 @@ def test_the_best_keys_move_along(backend, best, reach, follow):
     for axis, length in ((0, 206), (1, 204), (0, 230), (1, 230)):
         q = torch.zeros(HEADS, DIM)
         q[:, axis] = 1.0
-        offsets, keys, searching = share(anchors, q, 0.8, LOCAL, length, True, follow)
+        offsets, keys, searching = share(anchors, q, 0.8, LOCAL, length, True, (follow, SINKS))
         sets, heavy, has, then = made[axis]
         for unit in range(UNITS):
             found = keys[offsets[unit] : offsets[unit + 1]].tolist()
             assert bool(searching[unit]) != bool(has[unit])
             moved = {key + length - 1 - then + o for key in heavy[unit] for o in range(-follow, follow + 1)}
-            moved = {key for key in moved if 0 <= key < length - LOCAL}
+            moved = {key for key in moved if SINKS <= key < length - LOCAL}
             gap = range(then + 1 - LOCAL, length - LOCAL)
             assert found == (sorted({*sets[unit], *gap, *moved}) if has[unit] else [])
 

@@ -26,6 +26,8 @@ from saccade.methods.base import Chunk, Method, Query, require, require_choice, 
 from saccade.ops.sharing import Anchors, keep, leave_out, share
 from saccade.selection import Candidates, Dense, Selection, Tokens
 
+AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context
+
 
 @dataclass
 class _State:
@@ -95,8 +97,8 @@ class CIS(Method):
             return Dense(shape)
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
         anchors = self._anchors(query, state, units)
-        follow = self.follow or 0  # nothing follows where the anchors remember no best keys
-        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap, follow)
+        moves = self.follow or 0, self.sinks  # nothing moves where the anchors remember no best keys
+        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap, moves)
         searches = int(searching.sum())
         query.cost.scored += round(n * searches / units)
         query.cost.estimated += anchors.count
@@ -110,18 +112,23 @@ class CIS(Method):
         shape, (heads, _, head_dim) = query.shape, query.q.shape
         block = (query.step if self.align == "step" else shape.q_start) // self.s
         if state.anchors is None or block != state.block:
-            longest = shape.k_len + self.s
-            # What a step reads at most: all of it may be shared, with the neighbours of its best.
-            capacity = self.budget(longest) + self.sinks + self.local + 2 * self.r * self._spread(longest)
-            if state.anchors is None or state.anchors.capacity < capacity:
-                most = 0 if self.follow is None else self._spread(longest)
-                state.anchors = Anchors.empty(units, heads * head_dim // units, capacity, most)
+            state.anchors = state.anchors or Anchors.empty(units, heads * head_dim // units)
             state.block, state.anchors.count = block, 0
+        capacity, most = self._room(shape.k_len)
+        if capacity > state.anchors.capacity or most > state.anchors.most:
+            state.anchors.widen(*self._room(shape.k_len + AHEAD))
         return state.anchors
+
+    def _room(self, keys: int) -> tuple[int, int]:
+        """How many keys a list holds at most after a step that sees ``keys``, and how many best ones are remembered:
+        all that was retrieved may be shared, with the neighbours of its best."""
+        spread = self._spread(keys)
+        most = 0 if self.follow is None else spread
+        return min(keys, self.budget(keys) + self.sinks + self.local + 2 * self.r * spread), most
 
     def _spread(self, keys: int) -> int:
         """How many of the keys retrieved out of ``keys`` bring their neighbours along."""
-        return self.budget(keys) // 3 if self.m is None else self.m
+        return min(keys, self.budget(keys) // 3 if self.m is None else self.m)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: _State) -> None:
         searching, anchors = state.fresh, state.anchors

@@ -39,7 +39,7 @@ class Anchors:
     first: int = 0
 
     @classmethod
-    def empty(cls, units: int, channels: int, capacity: int, most: int = 0) -> Anchors:
+    def empty(cls, units: int, channels: int, capacity: int = 0, most: int = 0) -> Anchors:
         """Room for one; lists hold at most ``capacity`` keys, and ``most`` keys are remembered as the best."""
         return cls(
             torch.zeros(1, units, channels),
@@ -58,6 +58,16 @@ class Anchors:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
+    @property
+    def most(self) -> int:
+        return self.moving.shape[2]
+
+    def widen(self, capacity: int, most: int) -> None:
+        """Make room for lists of ``capacity`` keys and ``most`` best ones, where there is less."""
+        pad = torch.nn.functional.pad
+        self.keys = pad(self.keys, (0, max(0, capacity - self.capacity)))
+        self.moving = pad(self.moving, (0, max(0, most - self.most)), value=_NONE)
+
     def reserve(self) -> None:
         """Make room behind the last anchor."""
         if self.count < len(self.positions):
@@ -68,21 +78,27 @@ class Anchors:
 
 
 def share(
-    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool = True, follow: int = 0
+    anchors: Anchors,
+    q: Tensor,
+    tau: float,
+    local: int,
+    length: int,
+    cover_gap: bool = True,
+    moves: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What every unit reads of the most recent anchor whose cosine with it exceeds ``tau``, as lists: (offsets int64
     [units + 1], keys int32, bool [units]: who finds none and has an empty list).
 
     ``q`` [heads, head_dim] of the step that sees ``length`` keys; a unit's channels are those of its heads, one after
     the other. Shared keys are joined by those that have left the window of ``local`` keys since, if ``cover_gap``, and,
-    if the anchor remembers its best, by those moved on by the steps since, with what is up to ``follow`` away.
+    if the anchor remembers its best, by those moved on by the steps since, with what is up to ``moves[0]`` away, from
+    key ``moves[1]`` on.
     """
     anchors.reserve()
     direction = anchors.directions[anchors.count]
     if _kernels_serve(anchors, q) and q.shape[1] % 16 == 0:
-        return _share_in_kernel(anchors, q, tau, local, length, cover_gap, follow)
-    most = anchors.moving.shape[2]
-    if q.is_cuda and triton.available() and most == 0:
+        return _share_in_kernel(anchors, q, tau, local, length, cover_gap, moves)
+    if q.is_cuda and triton.available() and anchors.most == 0:
         return triton.share(anchors, q, tau, local, length, cover_gap)
     rows = q.float().reshape(direction.shape)
     direction.copy_(rows / rows.norm(dim=-1, keepdim=True).clamp(min=1e-38))
@@ -98,8 +114,8 @@ def share(
         gap = left + torch.arange(max(0, length - local - int(left.min())))
         keys = torch.cat([keys, gap.to(torch.int32)], 1)
         listed = torch.cat([listed, gap < length - local], 1)
-    if most:
-        keys, listed = _moved_in(anchors, whose, keys, listed, length, local, follow)
+    if anchors.most:
+        keys, listed = _moved_in(anchors, whose, keys, listed, length, length - local, moves)
     listed &= ~searching[:, None]
     return offsets_of(listed.sum(1)), keys[listed], searching
 
@@ -126,7 +142,7 @@ def keep(
     anchors.has[at], anchors.positions[at] = searching, position
     anchors.first = position if at == 0 else anchors.first
     anchors.count += 1
-    if weights.is_cuda and triton.available() and anchors.moving.shape[2] == 0:
+    if weights.is_cuda and triton.available() and anchors.most == 0:
         triton.keep(anchors, at, read, weights, middle, best, reach)
         return
     if _kernels_serve(anchors, weights):
@@ -144,14 +160,14 @@ def keep(
             *middle,
             best,
             reach,
-            anchors.moving.shape[2],
+            anchors.most,
             anchors.counts[at].data_ptr(),
             anchors.keys[at].data_ptr(),
             anchors.moving[at].data_ptr(),
         )
         return
     merged, heavy = _spread(read, weights.mean(0), searching, middle, best, reach)
-    most = min(anchors.moving.shape[2], heavy.shape[1])
+    most = min(anchors.most, heavy.shape[1])
     anchors.moving[at] = _NONE
     anchors.moving[at, :, :most] = heavy[:, :most]
     anchors.counts[at] = (merged != _NONE).sum(1).to(torch.int32)
@@ -169,13 +185,13 @@ def leave_out(anchors: Anchors, hidden: tuple[int, int]) -> None:
 
 
 def _share_in_kernel(
-    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool, follow: int
+    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool, moves: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    units, count, most = anchors.units, anchors.count, anchors.moving.shape[2]
+    units, count, follow = anchors.units, anchors.count, min(moves[0], length)
     q = q if q.stride(-1) == 1 else q.contiguous()
     gap = length - 1 - int(anchors.positions[0]) if count else 0
     offsets, searching = torch.empty(units + 1, dtype=torch.int64), torch.empty(units, dtype=torch.bool)
-    longest = anchors.capacity + gap + most * (2 * follow + 1)
+    longest = min(length, anchors.capacity + gap + anchors.most * (2 * follow + 1))
     indices = torch.empty(units * longest if count else 0, dtype=torch.int32)
     cpu._kernels.share_keys(
         units,
@@ -195,9 +211,10 @@ def _share_in_kernel(
         cover_gap,
         length - local,
         local,
-        most,
+        anchors.most,
         anchors.moving.data_ptr(),
         follow,
+        moves[1],
         anchors.directions[count].data_ptr(),
         searching.data_ptr(),
         offsets.data_ptr(),
@@ -211,14 +228,15 @@ def _kernels_serve(anchors: Anchors, rows: Tensor) -> bool:
 
 
 def _moved_in(
-    anchors: Anchors, whose: Tensor, keys: Tensor, listed: Tensor, length: int, local: int, follow: int
+    anchors: Anchors, whose: Tensor, keys: Tensor, listed: Tensor, length: int, last: int, moves: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """``keys`` [units, m], of which ``listed`` count, with the best of anchors ``whose`` [units] moved on and what is
-    up to ``follow`` away of them, below the window: rising, each once."""
+    up to ``moves[0]`` away of them, from ``moves[1]`` on and below ``last``: rising, each once."""
     moving = anchors.moving[whose, torch.arange(anchors.units)].long()
     steps = length - 1 - anchors.positions[whose]
+    follow = min(moves[0], length)
     around = moving[..., None] + steps[:, None, None] + torch.arange(-follow, follow + 1)
-    there = (moving != _NONE)[..., None] & (around >= 0) & (around < length - local)
+    there = (moving != _NONE)[..., None] & (around >= moves[1]) & (around < last)
     moved = around.masked_fill(~there, _NONE).flatten(1).to(torch.int32)
     return _union(torch.cat([keys.masked_fill(~listed, _NONE), moved], 1))
 
@@ -242,6 +260,7 @@ def _spread(
     keys, weight = read.indices[places], weights[places]
     inside = listed & (keys >= middle[0]) & (keys < middle[1])
     order = torch.sort(weight.masked_fill(~inside, -1.0), dim=1, descending=True, stable=True).indices[:, :best]
+    reach = min(reach, middle[1])  # further away is nothing
     around = torch.arange(-reach, reach + 1, dtype=torch.int32)
     heavy = keys.gather(1, order).masked_fill(~inside.gather(1, order), _NONE).sort(1).values
     near = (keys.gather(1, order)[..., None] + around).flatten(1)
