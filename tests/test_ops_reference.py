@@ -11,7 +11,7 @@ from helpers import KINDS, brute_force, call, generator, random_selection
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Trace, attend, merge_state
-from saccade.selection import Band, Blocks, Dense, Shape, Tokens
+from saccade.selection import Band, Blocks, Candidates, Dense, Ranking, Shape, Tokens
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64, where planted logits reach 20
 
@@ -208,6 +208,12 @@ def test_errors_say_what_does_not_fit():
         ((q[..., :16], view, dense), "do not fit"),
         ((q, view.upto(39), dense), "do not fit"),
         ((q, view, Dense(Shape.suffix(4, 1, 3, 40))), "do not fit"),
+        (
+            (q, view, Tokens(dense.shape, torch.arange(10), torch.zeros(9).int())),
+            "3 units .* cannot serve 4 query heads",
+        ),
+        ((q, view, Ranking(dense.shape, 16, torch.zeros(1, 1).int(), torch.ones(1, 1).int(), 0.5)), "got q_len=3"),
+        ((q, view, Candidates.all_keys(dense.shape, 2, 5)), "got q_len=3"),
         ((q[None], view, dense), "list of views"),
         ((q[None], [view, view], dense), "batch of 1 but 2"),
         ((q[None], [view], [dense, dense]), "2 selections"),
@@ -218,8 +224,12 @@ def test_errors_say_what_does_not_fit():
     for arguments, message in bad:
         with pytest.raises(SaccadeError, match=message):
             attend(*arguments)
-    with pytest.raises(SaccadeError, match=r"softcap=0"):
-        attend(q, view, dense, softcap=0.0)
+    for number in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(SaccadeError, match=r"softcap=.* above 0 and finite"):
+            attend(q, view, dense, softcap=number)
+    for number in (math.inf, math.nan):
+        with pytest.raises(SaccadeError, match=r"scale=.* finite"):
+            attend(q, view, dense, scale=number)
     with pytest.raises(SaccadeError, match="known: auto, cpu, reference, triton"):
         attend(q, view, dense, backend="gpu")
     with pytest.raises(SaccadeError, match="backend 'cpu' cannot run Tokens"):

@@ -70,8 +70,10 @@ def attend(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if backend not in BACKENDS:
         raise SaccadeError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if softcap is not None and not softcap > 0:
-        raise SaccadeError(f"softcap={softcap} must be above 0; leave it None for no cap")
+    if not math.isfinite(scale):
+        raise SaccadeError(f"scale={scale} must be a finite number; leave it None for 1 / sqrt(head_dim)")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise SaccadeError(f"softcap={softcap} must be above 0 and finite; leave it None for no cap")
     trace = trace if trace is not None else Trace()
     trace.used, trace.weights, trace.coverage = selection, None, None
     out, lse = _run(q, view, selection, scale, softcap, backend, threads, trace)
@@ -236,3 +238,7 @@ def _check(q: Tensor, view: KVView, selection: Selection) -> None:
             f"q {tuple(q.shape)} and kv [{view.kv_heads}, {view.length}, {view.head_dim}] do not fit a selection of "
             f"{shape.heads} heads, {shape.kv_heads} KV heads, {shape.q_len} rows and {shape.k_len} keys"
         )
+    if shape.heads % selection.units:
+        raise SaccadeError(f"{selection.units} units of a selection cannot serve {shape.heads} query heads alike")
+    if shape.q_len > 1 and isinstance(selection, (Ranking, Candidates)):
+        raise SaccadeError(f"{type(selection).__name__} serves one query row, got q_len={shape.q_len}")
