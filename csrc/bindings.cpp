@@ -1,9 +1,12 @@
 // saccade._kernels: the kernels by instruction-set name. Tensors arrive as addresses (a nanobind ndarray argument costs
 // ten times as much); saccade/ops/cpu.py checks shapes and dtypes and keeps the tensors alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -55,6 +58,66 @@ void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_strid
     const KernelSet& set = kernels(isa);
     nb::gil_scoped_release release;
     (q_len == 1 && a.keys != saccade::Keys::lines && !starts ? set.decode : set.prefill)(a);
+}
+
+// Decode rows of several sequences in one pool. A call: row of q, table, q_start, kind, window, sinks, block_size,
+// q_blocks, units, offsets, indices. `out` is [rows, heads, head_dim], `lse` [rows, heads].
+void attend_rows(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
+                 uintptr_t k_pool, uintptr_t v_pool, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t page,
+                 double scale, double softcap, uintptr_t out, uintptr_t lse,
+                 const std::vector<std::array<int64_t, 11>>& calls) {
+    constexpr int64_t kLong = 8192;  // keys from which a row takes all threads by itself
+    const int64_t width = storage == static_cast<int>(saccade::Storage::bf16) ? 2 : 4;
+    struct Rows {
+        const KernelSet& set;
+        std::vector<Attention> some;
+    } rows{kernels(isa), {}}, large{kernels(isa), {}};
+    for (const auto& call : calls) {
+        const auto& [row, table, q_start, kind, window, sinks, block_size, q_blocks, units, offsets, indices] = call;
+        Attention a = geometry(threads, storage, q + row * q_row_stride * width, q_head_stride, q_row_stride, k_pool,
+                               v_pool, table, heads, kv_heads, head_dim, page, 1, q_start, scale, softcap);
+        a.out = pointer<void>(out + row * heads * head_dim * width);
+        a.lse = pointer<float>(lse) + row * heads;
+        a.out_rows = 1;
+        a.keys = static_cast<saccade::Keys>(kind);
+        a.window = window;
+        a.sinks = sinks;
+        a.block_size = block_size;
+        a.units = units;
+        a.first_q_block = block_size ? q_start / block_size : 0;
+        a.q_blocks = q_blocks;
+        a.offsets = pointer<const int64_t>(offsets);
+        a.indices = pointer<const int32_t>(indices);
+        int64_t keys = q_start + 1;
+        if (a.keys == saccade::Keys::band && window + sinks < keys) keys = window + sinks;
+        if (a.keys == saccade::Keys::blocks) keys = a.offsets[units] / units * block_size;
+        (keys < kLong ? rows : large).some.push_back(a);
+    }
+    nb::gil_scoped_release release;
+    for (const Attention& a : large.some) large.set.decode(a);
+    const int64_t count = static_cast<int64_t>(rows.some.size());
+    if (count >= threads)  // a result does not depend on how many threads made it
+        for (Attention& a : rows.some) a.threads = 1;
+    saccade::parallel_for(
+        count, count >= threads ? threads : 1,
+        [](void* context, int64_t i) {
+            const Rows& all = *static_cast<const Rows*>(context);
+            all.set.decode(all.some[i]);
+        },
+        &rows);
+}
+
+// Copies rows of k and v [kv_heads, rows, head_dim], values of `size` bytes, to (row, slot, offset in the slot) each.
+void store_rows(int64_t size, uintptr_t k, uintptr_t v, int64_t head_stride, int64_t row_stride, uintptr_t k_pool,
+                uintptr_t v_pool, int64_t kv_heads, int64_t page, int64_t head_dim,
+                const std::vector<std::array<int64_t, 3>>& places) {
+    for (const auto& [row, slot, offset] : places)
+        for (int64_t h = 0; h < kv_heads; ++h) {
+            const int64_t from = (h * head_stride + row * row_stride) * size;
+            const int64_t to = ((slot * kv_heads + h) * page + offset) * head_dim * size;
+            std::memcpy(pointer<void>(k_pool + to), pointer<const void>(k + from), head_dim * size);
+            std::memcpy(pointer<void>(v_pool + to), pointer<const void>(v + from), head_dim * size);
+        }
 }
 
 void line_sums(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
@@ -165,6 +228,8 @@ NB_MODULE(_kernels, m) {
     nb::set_leak_warnings(false);
     m.def("isas", &names, "Instruction sets this build holds and this CPU runs, best first.");
     m.def("attend", &attend);
+    m.def("attend_rows", &attend_rows);
+    m.def("store_rows", &store_rows);
     m.def("line_sums", &line_sums);
     m.def("cover_rows", &cover_rows);
     m.def("cover", &cover);

@@ -89,19 +89,19 @@ class Interrupted(BaseException):
 @pytest.fixture
 def interrupting(llm, monkeypatch):
     """Makes the engine fail in the middle of its next pass, after two layers have stored their keys."""
-    from saccade.engine import executor
+    from saccade.engine import pass_attention
 
-    real = executor._BatchContext.attend
+    real = pass_attention.PassAttention.attend
 
     def arm() -> None:
         def attend(self, layer, *rest):
             out = real(self, layer, *rest)
             if layer == 1:
-                monkeypatch.setattr(executor._BatchContext, "attend", real)
+                monkeypatch.setattr(pass_attention.PassAttention, "attend", real)
                 raise Interrupted
             return out
 
-        monkeypatch.setattr(executor._BatchContext, "attend", attend)
+        monkeypatch.setattr(pass_attention.PassAttention, "attend", attend)
 
     return arm
 

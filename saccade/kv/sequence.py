@@ -85,14 +85,23 @@ class SequenceKV:
         if start + count > len(self._slots[layer]) * self.pool.block_size:
             raise SaccadeError(f"layer {layer} has no room for {count} tokens after {start}: reserve() first")
         if count == 1:  # a decode step: the host knows its slot, so a device is given two copies and no index
-            block, offset = divmod(start, self.pool.block_size)
-            slot = self._slots[layer][block]
+            slot, offset = self.place(layer)
             for pool, row in ((self.pool.k, k), (self.pool.v, v)):
                 pool.select(0, slot).select(1, offset).copy_(row.select(1, 0))
-        else:
-            KVView(self.pool.k, self.pool.v, self._stored_tables[layer], start).write(start, k, v)
+            return
+        KVView(self.pool.k, self.pool.v, self._stored_tables[layer], start).write(start, k, v)
         self._lengths[layer] = start + count
         self.version += 1
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """Where the next row of one layer goes, slot and offset in it. It counts as stored: the caller writes it."""
+        start, slots = self._lengths[layer], self._slots[layer]
+        block, offset = divmod(start, self.pool.block_size)
+        if block >= len(slots):
+            raise SaccadeError(f"layer {layer} has no room for 1 tokens after {start}: reserve() first")
+        self._lengths[layer] = start + 1
+        self.version += 1
+        return slots[block], offset
 
     def appended(self, count: int) -> None:
         """Count ``count`` rows that a kernel has stored in every layer, and the blocks that it summarized."""

@@ -192,17 +192,7 @@ def _attend_rows(
     """Rows ``start .. stop - 1`` (all of them for lists) of the query heads with ``active`` uint8 [heads] 1."""
     if start == stop:
         return
-    kind, window, sinks, block_size, q_blocks = 0, 0, 0, 0, 0
-    lists: list[Tensor] = []  # kept alive until the call returns
-    if isinstance(selection, Band):
-        kind, window, sinks = 1, selection.window, selection.sinks
-    elif isinstance(selection, Blocks):
-        kind, block_size, q_blocks = 2, selection.block_size, selection.q_blocks
-        lists = [selection.offsets, selection.indices]
-    elif isinstance(selection, Lines):
-        kind = 3
-        lists = [selection.v_offsets, selection.columns, selection.s_offsets, selection.distances]
-    lists = [(part.long() if i % 2 == 0 else part.int()).contiguous() for i, part in enumerate(lists)]
+    kind, (window, sinks, block_size, q_blocks), lists = plain(selection)
     addresses = [part.data_ptr() for part in lists] + [0] * (4 - len(lists))
     _kernels.attend(
         *call.geometry(start, stop),
@@ -220,6 +210,22 @@ def _attend_rows(
         0 if seen is None else seen.starts[start:].data_ptr(),
         0 if seen is None else seen.sinks,
     )
+
+
+def plain(selection: Selection) -> tuple[int, tuple[int, int, int, int], list[Tensor]]:
+    """A selection as the kernels are told of it: its kind; a band's window and sinks, block size and query blocks of
+    lists; and the tensors of its lists, to be kept alive until the call returns."""
+    if isinstance(selection, Band):
+        return 1, (selection.window, selection.sinks, 0, 0), []
+    if isinstance(selection, Blocks):
+        lists = [selection.offsets, selection.indices]
+        kind, numbers = 2, (0, 0, selection.block_size, selection.q_blocks)
+    elif isinstance(selection, Lines):
+        lists = [selection.v_offsets, selection.columns, selection.s_offsets, selection.distances]
+        kind, numbers = 3, (0, 0, 0, 0)
+    else:
+        return 0, (0, 0, 0, 0), []
+    return kind, numbers, [(part.long() if i % 2 == 0 else part.int()).contiguous() for i, part in enumerate(lists)]
 
 
 class _Call:
