@@ -21,7 +21,8 @@ constexpr int64_t kSummariesAhead = 8192;       // bytes between asking for a su
 
 struct BlockPlan {
     const BlockRanking& r;
-    int64_t per_kv_head, ranked;  // rows of a KV head: query heads or units, whichever are fewer; blocks
+    int64_t per_kv_head, rows_per_unit;  // rows of a KV head: query heads or units, whichever are fewer
+    int64_t ranked;                      // blocks
     float* queries[2] = {};       // what each part of a summary is multiplied with, [kv_heads, per_kv_head, head_dim]
     float* scores = nullptr;      // [units, ranked]
 
@@ -99,9 +100,10 @@ struct BlockPlan {
             float found[kTileBlocks];
             Simd::sum4(sums[j], found);
             // Units of several KV heads add theirs up; the first of them starts.
-            const int64_t place = (row + j) * r.units, whole = r.kv_heads * per_kv_head;
-            float* score = scores + place / whole * ranked + i;
-            for (int64_t b = 0; b < count; ++b) score[b] = place % whole ? score[b] + found[b] : found[b];
+            const int64_t unit = rows_per_unit == 1 ? row + j : (row + j) / rows_per_unit;
+            const bool starts = row + j == unit * rows_per_unit;
+            float* score = scores + unit * ranked + i;
+            for (int64_t b = 0; b < count; ++b) score[b] = starts ? found[b] : score[b] + found[b];
         }
     }
 
@@ -159,7 +161,8 @@ struct BlockPlan {
 
 template <class Q, class S>
 void rank_blocks_typed(const BlockRanking& r) {
-    BlockPlan plan{r, r.units > r.kv_heads ? r.units / r.kv_heads : 1, r.last - r.first};
+    const int64_t per_kv_head = r.units > r.kv_heads ? r.units / r.kv_heads : 1;
+    BlockPlan plan{r, per_kv_head, r.kv_heads * per_kv_head / r.units, r.last - r.first};
     const int64_t queries = r.kv_heads * plan.per_kv_head * r.head_dim;
     float* storage = static_cast<float*>(std::malloc((2 * queries + r.units * plan.ranked) * sizeof(float)));
     plan.queries[0] = storage;

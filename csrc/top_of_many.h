@@ -7,7 +7,7 @@
 namespace saccade {
 namespace {
 
-constexpr int64_t kMany = 4096;      // fewer are ranked at once
+constexpr int64_t kMany = 1024;      // fewer are ranked at once
 constexpr int64_t kSampleStride = 32;
 
 // Floats of scratch that top_of_many needs.

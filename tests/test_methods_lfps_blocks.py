@@ -95,7 +95,7 @@ def test_equal_means_keep_their_order():
 
 
 def test_k_has_a_floor_where_it_is_a_share():
-    assert LFPS().budget(2000) == 128
+    assert LFPS().budget(2000) == 256
     assert LFPS().budget(100_000) == 2000
     assert LFPS(least=1).budget(2000) == 40
     assert LFPS(k=7).budget(2000) == 7

@@ -93,9 +93,9 @@ class LFPS(Method):
     before: int = 1
     after: int = 2
     unit: str = "q_head"
-    blocks: int = 96
+    blocks: int = 128
     block_size: int = 8
-    least: int = 128
+    least: int = 256
     rest: str | None = "sample"
     probes: int = 64
     history: str = "restart"
