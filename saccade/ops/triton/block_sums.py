@@ -74,6 +74,7 @@ def line_sums(
             CAPPED=softcap is not None,
             PRECISION=precision(q.dtype),
             num_warps=4 if block_size == 64 else 8,
+            maxnreg=128 if block_size == 128 else None,  # two programs at a time hide more than spilling costs
         )
         row_log = torch.logsumexp(logs[:count] * (1 / LOG2E), 1) * LOG2E
         _weigh_blocks[(used, count)](

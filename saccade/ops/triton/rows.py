@@ -38,7 +38,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: floa
         WIDTH=width,
         ROWS=each,
         ADDS=delta is not None,
-        num_warps=8 if channels > 2048 else 4,
+        num_warps=8 if channels > 4096 else 4,
     )
     return out
 
