@@ -17,6 +17,7 @@ from saccade.ops.triton.common import pad
 from saccade.selection import Shape
 
 MOST_BYTES = 4 << 30  # of weights held at once
+WARPS = 16
 
 
 def cover_marks(
@@ -62,7 +63,7 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple
         share,
         ROWS=pad(m),
         SPAN=4096 if n > 2048 else 2048,
-        num_warps=16 if n > 2048 else 8,
+        num_warps=WARPS if n > 2048 else 8,
     )
     return marks[0].bool(), marks[1].bool()
 
@@ -100,7 +101,7 @@ def _best(gains, cells, low, high, n, SPAN: tl.constexpr):
     return top, tl.min(tl.where(best == top, line, n), 0)
 
 
-@triton.jit(do_not_specialize=["m", "n", "first"])
+@triton.jit(do_not_specialize=["kind_stride", "m", "n", "first"])
 def _cover(
     weights, positions, gains, cells, marks, kind_stride, m, n, first, share,
     ROWS: tl.constexpr, SPAN: tl.constexpr,

@@ -20,6 +20,7 @@ from saccade.selection import Lines
 from saccade.selection.window import Cone
 
 TILE = 64
+WARPS, STAGES = 4, 2
 
 
 def attend_lines(
@@ -80,8 +81,8 @@ def attend_lines(
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         LN2=LN2,
-        num_warps=4,
-        num_stages=2,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     return out, lse
 
