@@ -62,6 +62,17 @@ def test_the_length_of_the_context_decides_and_the_report_says_why(llm, known, l
         assert report["decode"]["density"] < 0.3
 
 
+@pytest.mark.parametrize(("length", "chosen"), [(40, "dense"), (1000, "dense"), (2000, "psa")])
+def test_lines_below_zero_do_not_make_choosing_free(llm, monkeypatch, length, chosen):
+    """Dense 1 ms a 1000 keys; psa 0.5 ms a 1000 less a constant, 1.5 ms at 4096: less than dense / 1.1 from 1650 on."""
+    psa = (1.5e-3 - 0.5e-6 * LENGTHS[0], 0.5e-6)
+    lines = {"dense": (0.0, 1e-6), "psa": psa, "lfps": (9e-3, 0.0)}
+    monkeypatch.setattr(auto, "measured_lines", lambda *shape: lines)
+    assert psa[0] < 0
+    report = llm.generate(random_ids(length, seed=1), GREEDY, policy="auto")[0].report
+    assert any(f"auto chose '{chosen}' at {length} tokens" in note for note in report["notes"])
+
+
 def test_what_it_chose_runs_as_it_would_alone(llm, known):
     """Tail rows, weights and state reach the method chosen."""
     ids = random_ids(1100, seed=2)

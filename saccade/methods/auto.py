@@ -97,7 +97,7 @@ class Auto(Method):
             segment.q.device,
             torch.get_num_threads(),
         )
-        times = {name: max(0.0, start + slope * length) for name, (start, slope) in lines.items()}
+        times = {name: predicted(line, length, name != "dense") for name, line in lines.items()}
         said = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in times.items())
         return self.fastest(times), f"measured here, a step and layer takes an estimated {said} ms"
 
@@ -125,6 +125,14 @@ def line(short: float, long: float) -> Line:
     """(start, slope) through the times at both lengths; flat where the longer one took no longer."""
     slope = max(0.0, (long - short) / (LENGTHS[1] - LENGTHS[0]))
     return max(short, long) - slope * LENGTHS[1] if slope else max(short, long), slope
+
+
+def predicted(line: Line, length: int, chooses: bool) -> float:
+    """Seconds of a step at ``length``. A line that falls below 0 knows nothing of what choosing costs however short the
+    context: a step that ``chooses`` then takes no less than at the shortest length measured."""
+    start, slope = line
+    at = max(length, LENGTHS[0]) if chooses and start < 0 else length
+    return max(0.0, start + slope * at)
 
 
 def _synthetic(
