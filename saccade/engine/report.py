@@ -44,7 +44,7 @@ class LayerStats:
         self.causal += used.shape.causal_pairs
         self.scored += cost.scored
         self.estimated += cost.estimated
-        self.retrievals += cost.scored > 0 or cost.estimated > 0
+        self.retrievals += cost.scored > 0 or cost.estimated > 0 or bool(cost.late)
         if cost.searches is not None:
             self.searches += cost.searches
             self.searchable += used.shape.heads

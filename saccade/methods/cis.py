@@ -99,13 +99,21 @@ class CIS(Method):
         anchors = self._anchors(query, state, units)
         moves = self.follow or 0, self.sinks  # nothing moves where the anchors remember no best keys
         offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap, moves)
-        searches = int(searching.sum())
-        query.cost.scored += round(n * searches / units)
         query.cost.estimated += anchors.count
-        query.cost.searches = searches * shape.heads // units
-        state.fresh = searching if searches else None
+        if _late(query):  # only the device knows who searches, and asking would make the host wait
+            share_of = searching.double().mean()
+            query.cost.add_late(scored=n * share_of, searches=shape.heads * share_of)
+            query.cost.searches = 0
+            state.fresh = searching
+        else:
+            searches = int(searching.sum())
+            query.cost.scored += round(n * searches / units)
+            query.cost.searches = searches * shape.heads // units
+            state.fresh = searching if searches else None
         k_of = torch.where(searching, k, n)
-        return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh)
+        gap = n - 1 - anchors.first if anchors.count else 0
+        most = max(k, anchors.capacity + anchors.most + gap) + self.sinks + self.local
+        return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh, most=most)
 
     def _anchors(self, query: Query, state: _State, units: int) -> Anchors:
         """Those of the query's block of steps."""
@@ -139,3 +147,8 @@ class CIS(Method):
         keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self._spread(n), self.r)
         if query.window is not None:
             leave_out(anchors, (query.window.sink_keys, query.window.start(n - 1)))
+
+
+def _late(query: Query) -> bool:
+    """Whether the counts of a step come later than its selection."""
+    return query.q.is_cuda
