@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from saccade.bench.inputs import Problem, make
 from saccade.kv.view import KVView
 from saccade.methods import Chunk, parse_method
+from saccade.ops import attend
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.prefill import Config, attend_prefill
 from saccade.selection import Blocks, Dense, Shape
@@ -35,6 +36,7 @@ TRIED = (
     Config(64, 128, 4, 2, copy=True),
 )
 METHODS = tuple(f"flexprefill({at}lines=block)" for at in ("", "gamma=0.9, ", "gamma=0.8, ", "gamma=0.6, "))
+METHODS += ("flexprefill",)  # by token lines
 
 
 def random_blocks(shape: Shape, size: int, density: float, seed: int = 0) -> Blocks:
