@@ -176,7 +176,7 @@ class Part:
 
         def whole() -> Any:
             selection = method.select_prefill(Chunk.of(problem.q, view))
-            return attend_prefill(problem.q, view, selection, scale=SCALE)
+            return attend(problem.q, view, selection, scale=SCALE)
 
         ms = time_ms(whole)
         pairs = float(chosen.unit_pairs().double().mean())
