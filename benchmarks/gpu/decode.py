@@ -23,7 +23,7 @@ from saccade.ops.triton.progressive import Rule, attend_progressive
 SCALE = HEAD_DIM**-0.5
 PAGE = 32
 MOST_BYTES = 72 << 30
-TRIED = ((64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (32, 4, 4))  # keys, warps, stages
+TRIED = ((32, 4, 3), (32, 4, 2), (32, 4, 4), (64, 4, 3), (64, 8, 3))  # keys, warps, stages; the first is the default
 
 
 def pages_of(batch: int, context: int) -> Pages:

@@ -125,7 +125,10 @@ def _sizes(offsets, full, k, unit, valid, all_keys, FULL: tl.constexpr):
     return count, tl.minimum(tl.load(k + unit, mask=valid, other=0).to(tl.int32), count)
 
 
-@triton.jit(do_not_specialize=["width", "ends", "first", "last", "hidden", "lost"])
+@triton.jit(
+    do_not_specialize=["width", "ends", "first", "last", "hidden", "lost"],
+    do_not_specialize_on_alignment=["table", "offsets", "indices", "full", "k"],
+)
 def _score(
     q_ptr, k_pool, table, offsets, indices, full, k, scores, q_head, width, ends, first, last, hidden, lost, scale_log2,
     softcap,
@@ -161,7 +164,10 @@ def _score(
         tl.store(out + number[None, :], tl.where(valid[None, :], found, float("-inf")), mask=stored)
 
 
-@triton.jit(do_not_specialize=["width", "first", "last", "k_len", "hidden", "lost", "few"])
+@triton.jit(
+    do_not_specialize=["width", "first", "last", "k_len", "hidden", "lost", "few"],
+    do_not_specialize_on_alignment=["offsets", "indices", "full", "k", "idle"],
+)
 def _pick(
     scores, k, offsets, indices, full, idle, starts, out, width, first, last, k_len, hidden, lost, few,
     LISTS: tl.constexpr, PER_LIST: tl.constexpr, FULL: tl.constexpr, IDLE: tl.constexpr, SPAN: tl.constexpr,
@@ -184,12 +190,12 @@ def _pick(
         resting = tl.load(idle + one).to(tl.int32)
         reads = tl.where(tl.load(idle + before, mask=real, other=0) != 0, few, reads)
         size = tl.where(resting != 0, few, size)
-    start = tl.sum(tl.where(real, reads, 0).to(tl.int64), 0)
-    tl.store(starts + one, start)  # the next list's program stores where this one ends
+    behind = tl.sum(tl.where(real, reads, 0).to(tl.int64), 0)  # the lists before
+    tl.store(starts + one, behind)  # the next list's program stores where this one ends
     if one == LISTS - 1:
-        tl.store(starts + LISTS, start + size)
+        tl.store(starts + LISTS, behind + size)
     at = tl.arange(0, SPAN)
-    place = out + start
+    place = out + behind
     if resting != 0:
         for start in tl.range(0, size, SPAN):
             tl.store(place + start + at, start + at, mask=start + at < size)

@@ -54,7 +54,7 @@ def attend_decode(
     scale: float,
     softcap: float | None = None,
     splits: int | None = None,
-    keys: int = 64,
+    keys: int = 32,
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
@@ -73,8 +73,8 @@ def attend_decode(
     if pad(head_dim) * q.element_size() > 512:
         keys, stages = min(keys, 32), 2
     if splits is None:
-        resident = (3 if lists is not None and lists.size == 1 else 4) * processors(q.device)
-        splits = even_splits(batch * programs, resident, max(1, min(-(-most // (2 * keys)), 128)))
+        # Four programs share a processor; with less than three tiles of its own, one costs more than it reads.
+        splits = even_splits(batch * programs, 4 * processors(q.device), max(1, min(-(-most // (3 * keys)), 128)))
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
     many = splits > 1
@@ -149,7 +149,10 @@ def _listed(ids, number, valid, SIZE: tl.constexpr):
     return key
 
 
-@triton.jit(do_not_specialize=["table_stride", "longest"])
+@triton.jit(
+    do_not_specialize=["table_stride", "longest"],
+    do_not_specialize_on_alignment=["tables", "lengths", "starts", "counts", "indices"],
+)
 def _decode(
     q_ptr, k_pool, v_pool, tables, lengths, starts, counts, indices, part_out, part_lse, out, lse, q_batch,
     q_head, table_stride, longest, scale_log2, softcap,

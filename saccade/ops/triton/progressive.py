@@ -2,7 +2,7 @@
 
 Several programs serve one unit and read microbatches in turn, some turns in one go. Each publishes what a microbatch
 weighs, and between its goes follows the rule over the unbroken run of microbatches published so far, by whomever. From
-how the rule stands it takes how far to go next: most of the way to where the rule will most likely hold. Beyond that it
+how the rule stands it takes how far to go next: half the way to where the rule will most likely hold. Beyond that it
 holds back for a while, though nobody waits for anybody for good. Who sees the rule hold ends; the last to end says
 where the stop is. A second kernel merges what the rule let in: of every program the state after its last microbatch
 before the stop.
@@ -37,8 +37,8 @@ from saccade.ops.triton.stop_rule import follow
 MOST_KEYS = 512  # of one microbatch
 WINDOW = 64  # published microbatches looked at in one go
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
-SHARE = 3  # quarters of the way to the expected stop that are read before the next look
-LONGEST = 16  # turns in one go
+SHARE = 2  # quarters of the way to the expected stop that are read before the next look
+LONGEST = 4  # turns in one go
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,10 @@ def _mean_weight(weights, place, valid, weight_row, EACH: tl.constexpr, SPAN: tl
     return total / EACH
 
 
-@triton.jit(do_not_specialize=["weight_row", "length", "low", "high", "best"])
+@triton.jit(
+    do_not_specialize=["weight_row", "length", "low", "high", "best"],
+    do_not_specialize_on_alignment=["has", "offsets", "indices", "weights", "marks"],
+)
 def _mark(
     has, offsets, indices, weights, marks, weight_row, length, low, high, best,
     EACH: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
@@ -212,7 +215,7 @@ def _mark(
                 tl.store(mine + key - away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key - away >= low))
 
 
-@triton.jit(do_not_specialize=["length", "capacity"])
+@triton.jit(do_not_specialize=["length", "capacity"], do_not_specialize_on_alignment=["marks", "counts", "keys"])
 def _list_marks(marks, counts, keys, length, capacity, SPAN: tl.constexpr, EARLY: tl.constexpr):
     begin(EARLY)
     unit = tl.program_id(0)

@@ -82,7 +82,7 @@ def logits(
     return cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
 
 
-@triton.jit(do_not_specialize=["weight_row"])
+@triton.jit(do_not_specialize=["weight_row"], do_not_specialize_on_alignment=["table", "offsets", "indices"])
 def _weigh(
     q_ptr, k_pool, table, offsets, indices, lse, weights, q_head, weight_row, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
