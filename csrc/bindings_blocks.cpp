@@ -64,6 +64,15 @@ void block_estimates(int isa, int threads, int storage, int summary_storage, uin
     set.block_estimates(e);
 }
 
+void rank_estimates(int isa, int threads, uintptr_t estimates, int64_t heads, int64_t units, int64_t blocks,
+                    uintptr_t order, uintptr_t sorted) {
+    const EstimateRanking r{pointer<const float>(estimates), heads, units, blocks, pointer<int32_t>(order),
+                            pointer<float>(sorted), threads};
+    const KernelSet& set = kernels(isa);
+    nb::gil_scoped_release release;
+    set.rank_estimates(r);
+}
+
 void label_scores(int isa, int threads, uintptr_t q, int64_t kv_heads, int64_t rows, int64_t channels, int64_t tiles,
                   int64_t length, bool packed, uintptr_t codes, uintptr_t range, uintptr_t scores, int64_t first,
                   int64_t last, int64_t count, uintptr_t best) {
@@ -139,6 +148,7 @@ void bind_blocks(nb::module_& m) {
     m.def("progressive", &progressive);
     m.def("rank_blocks", &rank_blocks);
     m.def("block_estimates", &block_estimates);
+    m.def("rank_estimates", &rank_estimates);
     m.def("label_scores", &label_scores);
     m.def("label_keys", &label_keys);
     m.def("fill_buckets", &fill_buckets);

@@ -2,6 +2,7 @@
 // normally distributed logits (saccade/ops/block_estimates.py). Every summary is read once.
 #pragma once
 
+#include "block_scores.h"
 #include "math.h"
 #include "threads.h"
 
@@ -82,6 +83,47 @@ void block_estimates_typed(const BlockEstimates& e) {
         (plan.blocks + kEstimatedTask - 1) / kEstimatedTask, e.threads,
         [](void* context, int64_t i) { static_cast<EstimatePlan*>(context)->template run<S>(i); }, &plan);
     std::free(storage);
+}
+
+// Blocks by the largest share of any of a unit's heads that they are guessed to hold, and the guesses in that order.
+struct EstimateOrder {
+    const EstimateRanking& r;
+    float* shares;  // [units, blocks]
+
+    void run(int64_t unit) const {
+        const int64_t per_unit = r.heads / r.units, n = r.blocks;
+        float* share = shares + unit * n;
+        for (int64_t h = unit * per_unit; h < (unit + 1) * per_unit; ++h) {
+            const float* e = r.estimates + h * n;
+            float top = e[0], sum = 0;
+            for (int64_t i = 1; i < n; ++i) top = e[i] > top ? e[i] : top;
+            F sums = Simd::set1(0);
+            int64_t i = 0;
+            for (; i + W <= n; i += W) {
+                const F x = Simd::sub(Simd::load(e + i), Simd::set1(top));
+                sums = Simd::add(sums, Simd::exp2(Simd::mul(x, Simd::set1(kLog2e))));
+            }
+            for (; i < n; ++i) sum += __builtin_exp2f((e[i] - top) * kLog2e);
+            const float all = top + __builtin_logf(sum + Simd::sum(sums));
+            for (i = 0; i < n; ++i) {
+                const float own = e[i] - all;
+                share[i] = h == unit * per_unit || own > share[i] ? own : share[i];
+            }
+        }
+        int32_t* order = r.order + unit * n;
+        const BlockRanking none{};
+        BlockPlan{none, 1, n}.sort_falling(share, 0, order);
+        for (int64_t h = unit * per_unit; h < (unit + 1) * per_unit; ++h)
+            for (int64_t i = 0; i < n; ++i) r.sorted[h * n + i] = r.estimates[h * n + order[i]];
+    }
+};
+
+inline void rank_estimates(const EstimateRanking& r) {
+    float* shares = static_cast<float*>(std::malloc(r.units * r.blocks * sizeof(float)));
+    EstimateOrder order{r, shares};
+    parallel_for(
+        r.units, r.threads, [](void* context, int64_t unit) { static_cast<EstimateOrder*>(context)->run(unit); }, &order);
+    std::free(shares);
 }
 
 }  // namespace

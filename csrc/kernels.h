@@ -191,6 +191,15 @@ struct BlockEstimates {
     int threads;
 };
 
+// Blocks in the order of what was guessed of them.
+struct EstimateRanking {
+    const float* estimates;  // [heads, blocks]
+    int64_t heads, units, blocks;
+    int32_t* order;  // out: [units, blocks], and the guesses in that order [heads, blocks]
+    float* sorted;
+    int threads;
+};
+
 // Keys by their labels (saccade/ops/labels.py): codes in tiles of 16 keys, [kv_heads, tiles, planes, 16], a plane being
 // a channel, or two of them in 4 bits each, with (least, step) fp32 [kv_heads, tiles, 2, 16].
 struct LabelScores {
@@ -289,6 +298,7 @@ struct KernelSet {
     void (*progressive)(const Progressive&);
     void (*rank_blocks)(const BlockRanking&);
     void (*block_estimates)(const BlockEstimates&);
+    void (*rank_estimates)(const EstimateRanking&);
     void (*label_scores)(const LabelScores&);
     void (*label_keys)(const LabelKeys&);
     void (*fill_buckets)(const HashBuckets&);

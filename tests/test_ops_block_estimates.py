@@ -85,7 +85,7 @@ def test_a_cap_bends_the_guess():
 
 
 @pytest.mark.parametrize("units", [1, 2, 6])
-def test_blocks_go_by_their_largest_share(units):
+def test_blocks_go_by_their_largest_share(backend, units):
     estimates = torch.randn(6, 40, generator=generator(4)) * 5 + torch.arange(6)[:, None] * 100
     estimates[:, 20] = estimates[:, 7]
     order, sorted_ = ranked_by_estimate(estimates, units)

@@ -36,6 +36,8 @@ def block_estimates(q: Tensor, summary: Tensor, size: int, scale: float, softcap
 def ranked_by_estimate(estimates: Tensor, units: int) -> tuple[Tensor, Tensor]:
     """Blocks by the largest share of any of the unit's heads that they are guessed to hold, ties to the lower:
     ``estimates`` [heads, blocks] -> int32 [units, blocks], and the estimates in that order."""
+    if cpu_blocks.orders(estimates):
+        return cpu_blocks.order_estimates(estimates, units)
     shares = estimates - torch.logsumexp(estimates, 1, keepdim=True)
     order = torch.sort(shares.unflatten(0, (units, -1)).amax(1), dim=1, descending=True, stable=True).indices
     per_unit = estimates.shape[0] // units

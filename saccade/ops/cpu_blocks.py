@@ -131,3 +131,24 @@ def estimate_blocks(q: Tensor, summary: Tensor, size: int, scale: float) -> Tens
         out.data_ptr(),
     )
     return out
+
+
+def orders(estimates: Tensor) -> bool:
+    """Whether :func:`order_estimates` can serve this call."""
+    return cpu.available() and estimates.device.type == "cpu" and estimates.is_contiguous() and estimates.shape[1] > 0
+
+
+def order_estimates(estimates: Tensor, units: int) -> tuple[Tensor, Tensor]:
+    """:func:`saccade.ops.block_estimates.ranked_by_estimate`; estimates fp32."""
+    order, ranked = torch.empty(units, estimates.shape[1], dtype=torch.int32), torch.empty_like(estimates)
+    cpu._kernels.rank_estimates(
+        cpu._isa_index(),
+        torch.get_num_threads(),
+        estimates.data_ptr(),
+        estimates.shape[0],
+        units,
+        estimates.shape[1],
+        order.data_ptr(),
+        ranked.data_ptr(),
+    )
+    return order, ranked
