@@ -113,10 +113,12 @@ def _as_lines(selection: Selection, device: torch.device) -> Lines:
 
 
 def _reads_ranking(selection: Selection) -> bool:
-    """Whether the progressive kernel can follow this ranking: a unit is a KV head, a microbatch is one tile."""
+    """Whether the progressive kernel can follow this ranking: a unit is a KV head, a microbatch is one tile,
+    and the rule goes by blocks read, not by estimates."""
     return (
         isinstance(selection, Ranking)
         and selection.units == selection.shape.kv_heads
+        and selection.rest != "estimate"
         and 16 <= pad(selection.microbatch, 1) * selection.block_size <= MOST_KEYS
         and selection.order.shape[1] > 0
     )
