@@ -23,7 +23,7 @@ from saccade.ops.triton.progressive import Rule, attend_progressive
 SCALE = HEAD_DIM**-0.5
 PAGE = 32
 MOST_BYTES = 72 << 30
-TRIED = ((32, 4, 3), (32, 4, 2), (32, 4, 4), (64, 4, 3), (64, 8, 3))  # keys, warps, stages; the first is the default
+TRIED = ((32, 4, 3), (32, 4, 2), (32, 4, 4), (64, 4, 3), (64, 8, 3))  # keys, warps, stages; the first are the defaults
 
 
 def pages_of(batch: int, context: int) -> Pages:
@@ -87,7 +87,6 @@ class Part:
         self.results = Results("decode")
         self.limits = measured_limits()
         self.results.facts = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "limits": self.limits}
-        self.tiles = TRIED[0]
 
     def row(self, batch: int, context: int, name: str, ms: float, keys: float, best: float | None, **more: Any) -> None:
         """``keys``: read by each KV head of each sequence."""
@@ -180,27 +179,22 @@ class Part:
                 )
 
     def measure(self, q: Tensor, pages: Pages, lists: list[KeyLists | None], tiles: Any = None) -> float:
-        keys, warps, stages = tiles or self.tiles
+        options = {} if tiles is None else dict(zip(("keys", "warps", "stages"), tiles))
         calls = [
-            lambda i=i, one=one: attend_decode(q[i], pages, one, scale=SCALE, keys=keys, warps=warps, stages=stages)
-            for i, one in enumerate(lists)
+            lambda i=i, one=one: attend_decode(q[i], pages, one, scale=SCALE, **options) for i, one in enumerate(lists)
         ]
         return graph_ms(calls)
 
     def tune(self, q: Tensor, pages: Pages, best: float | None) -> None:
         batch, context = q.shape[1], pages.longest
         lists = [random_lists(batch, context, 1 / 8, 32) for _ in range(4)]
-        times = {}
         for tiles in TRIED:
             ms = self.results.attempt(f"tiles {tiles}", lambda tiles=tiles: self.measure(q, pages, lists, tiles))
             if ms is not None:
-                times[tiles] = ms
                 self.row(batch, context, "tile blocks 32 (0.125)", ms, lists[0].longest * 32, best, tiles=str(tiles))
             ms = self.results.attempt(f"tiles {tiles}", lambda tiles=tiles: self.measure(q, pages, [None], tiles))
             if ms is not None:
                 self.row(batch, context, "tile dense", ms, context, best, tiles=str(tiles))
-        self.tiles = min(times, key=times.__getitem__) if times else self.tiles
-        self.results.facts["tiles"] = str(self.tiles)
 
 
 def main() -> None:
