@@ -48,7 +48,7 @@ class GatherTask {
 
     void run() {
         if (full_)  // every key once, for all heads of the group
-            score(0, group_, g_.keys, [this](int64_t j) { return row_of(j); });
+            score(0, group_, g_.keys, true, [this](int64_t j) { return row_of(j); });
         for (int64_t u = 0; u < own_units_; ++u) run_unit(kv_head_ * own_units_ + u, u * per_unit_);
     }
 
@@ -81,7 +81,7 @@ class GatherTask {
         int voters = 0;
         for (int64_t h = 0; h < per_unit_; ++h) voters += !idle(first + h);
         const int64_t places = whole ? g_.keys : list_places(unit, voters > 0);
-        if (!whole) score(first, per_unit_, places, [this](int64_t j) { return row_of(position_[j]); });
+        if (!whole) score(first, per_unit_, places, false, [this](int64_t j) { return row_of(position_[j]); });
         const int64_t candidates = places - g_.sinks - g_.local, wanted = g_.k[unit];
         const bool picks = voters && candidates > wanted;
         int64_t count = voters ? places : g_.idle_keys;
@@ -119,10 +119,15 @@ class GatherTask {
 
     bool per_head() const { return g_.lists > g_.units; }
 
-    // Makes known and asks for rows j .. j + kBatch - 1 of `count`, behind the end the last one again and again.
+    // Makes known rows j .. j + kBatch - 1 of `count`, behind the end the last one again and again.
+    template <class Row>
+    SACCADE_INLINE void know(int64_t j, int64_t count, Row row) {
+        for (int64_t i = j; i < j + kBatch; ++i) rows_[i] = row(i < count ? i : count - 1);
+    }
+
     template <class Row>
     SACCADE_INLINE void ask_for(const T* pool, int64_t j, int64_t count, Row row) {
-        for (int64_t i = j; i < j + kBatch; ++i) rows_[i] = row(i < count ? i : count - 1);
+        know(j, count, row);
         rows_of_.ask(pool, rows_ + j);
     }
 
@@ -140,17 +145,19 @@ class GatherTask {
         return places;
     }
 
-    // Base-2 logits s[head][place] of `heads` heads from number `first` of the group on, for places 0 .. count - 1, which
-    // lie in rows row(place), and the greatest of each head.
+    // Base-2 logits s[head][place] of `heads` heads from number `first` of the group on, and the greatest of each head,
+    // for places 0 .. count - 1, which lie in rows row(place), one behind the other or anywhere.
     template <class Row>
-    void score(int64_t first, int64_t heads, int64_t count, Row row) {
+    void score(int64_t first, int64_t heads, int64_t count, bool in_order, Row row) {
         const T* k = static_cast<const T*>(a_.k_pool);
         const int64_t rounded = (count + W - 1) / W * W;
-        const auto ask = [&](int64_t j) {
-            if (j < count) ask_for(k, j, count, row);
+        if (count) ask_for(k, 0, count, row);
+        const auto next = [&](int64_t j) {
+            if (in_order) know(j, count, row);
+            else if (j < count) ask_for(k, j, count, row);
         };
-        ask(0);
-        rows_of_.scores(heads, q_ + first * rows_of_.q_stride, k, rows_, count, s_ + first * longest_, longest_, ask);
+        rows_of_.scores(heads, q_ + first * rows_of_.q_stride, k, rows_, count, s_ + first * longest_, longest_,
+                        in_order, next);
         for (int64_t h = first; h < first + heads; ++h) {
             float* s = s_ + h * longest_;
             for (int64_t j = count; j < rounded; ++j) s[j] = 0;

@@ -35,22 +35,24 @@ struct GatherRows {
                 Simd::prefetch(reinterpret_cast<const char*>(pool + rows[j]) + from);
     }
 
-    // s[head][j] = q . row j, raw. `next(j)` makes known and asks for rows j .. j + kBatch - 1, repeats of the last one
-    // behind the end; those of the first batch are.
+    // s[head][j] = q . row j, raw. `next(j)` makes known rows j .. j + kBatch - 1, repeats of the last one behind the
+    // end, and asks for them unless they lie `in_order`: what the processor fetches ahead by itself then comes while
+    // products are made, if asked for a few rows at a time. The first batch was asked for.
     template <class Next>
     void scores(int64_t heads, const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride,
-                Next next) const {
+                bool in_order, Next next) const {
         for (int64_t j = 0; j < count; j += kBatch) {
             const int64_t here = count - j < kBatch ? count - j : kBatch;
-            if (here == kBatch) next(j + kBatch);
+            next(j + kBatch);
             for (int64_t h = 0; h < heads; h += kTile) {
                 const Q* from = q + h * q_stride;
                 float* to = s + h * stride + j;
+                const bool asks = in_order && h == 0;
                 switch (heads - h) {
-                    case 1: score<1>(from, k, rows + j, here, to, stride); break;
-                    case 2: score<2>(from, k, rows + j, here, to, stride); break;
-                    case 3: score<3>(from, k, rows + j, here, to, stride); break;
-                    default: score<4>(from, k, rows + j, here, to, stride);
+                    case 1: score<1>(from, k, rows + j, here, to, stride, asks); break;
+                    case 2: score<2>(from, k, rows + j, here, to, stride, asks); break;
+                    case 3: score<3>(from, k, rows + j, here, to, stride, asks); break;
+                    default: score<4>(from, k, rows + j, here, to, stride, asks);
                 }
             }
         }
@@ -79,10 +81,13 @@ struct GatherRows {
 
   private:
     template <int HT>
-    void score(const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride) const {
+    void score(const Q* q, const T* k, const int64_t* rows, int64_t count, float* s, int64_t stride, bool asks) const {
         for (int64_t j = 0; j < count; j += 4) {
             const T* row[4];
             for (int r = 0; r < 4; ++r) row[r] = k + rows[j + r];
+            for (int r = 0; asks && r < 4; ++r)
+                for (int64_t c = 0; c < d; c += 64 / static_cast<int64_t>(sizeof(T)))
+                    Simd::prefetch(k + rows[j + r + kBatch] + c);
             F acc[HT][4];
             for (auto& head : acc)
                 for (F& x : head) x = Simd::set1(0);
