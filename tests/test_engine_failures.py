@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 from engine_helpers import FIVE, GREEDY, finish, start, tokens
 
+from saccade import SamplingParams
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.selection import Dense
@@ -159,3 +161,26 @@ def test_a_failure_in_choosing_a_token_takes_nobody_down(llm, prompts, solo, mon
     assert (bad.finish_reason, bad.final_ids) == ("error", [])
     assert "IndexError" in bad.error
     assert llm.engine.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, monkeypatch, value, temperature):
+    """A broken or overflowing model says so; it does not answer."""
+    params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1)
+    broken, other = start(llm, prompts[2], params), start(llm, prompts[0])
+    run = llm.engine.executor.run
+
+    def poisoned(batch):
+        logits = run(batch)
+        if broken.id in logits and len(broken.output_ids) == 2:
+            logits[broken.id] = logits[broken.id].clone()
+            logits[broken.id][7] = value
+        return logits
+
+    monkeypatch.setattr(llm.engine.executor, "run", poisoned)
+    finish(llm.engine)
+    assert broken.finish_reason == "error"
+    assert "the model's logits are not finite" in broken.error
+    assert len(broken.final_ids) == 2
+    assert other.final_ids == solo[0]

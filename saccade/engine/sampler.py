@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from saccade.engine.params import SamplingParams
+from saccade.errors import ModelError
 from saccade.models.warpers import Warpers
 
 
@@ -34,7 +37,13 @@ class Sampler:
         return params.greedy and params.repetition_penalty == 1.0 and params.logprobs is None
 
     def sample(self, ids: list[int], logits: Tensor) -> int:
-        """``ids`` the sequence so far, ``logits`` fp32 [vocab] -> token id. Greedy ties go to the lower id."""
+        """``ids`` the sequence so far, ``logits`` fp32 [vocab] -> token id. Greedy ties go to the lower id. ModelError
+        where the greatest logit is no finite number: some token would come out of it, and mean nothing."""
+        if not math.isfinite(logits.max()):
+            raise ModelError(
+                "the model's logits are not finite: its weights are broken, or its activations overflow in this dtype; "
+                "try dtype='float32'"
+            )
         scores = self.warpers.process(ids, logits)
         if self.params.greedy:
             return int(torch.argmax(scores))
