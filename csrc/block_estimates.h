@@ -111,8 +111,7 @@ struct EstimateOrder {
             }
         }
         int32_t* order = r.order + unit * n;
-        const BlockRanking none{};
-        BlockPlan{none, 1, n}.sort_falling(share, 0, order);
+        sort_falling(share, n, 0, order);
         for (int64_t h = unit * per_unit; h < (unit + 1) * per_unit; ++h)
             for (int64_t i = 0; i < n; ++i) r.sorted[h * n + i] = r.estimates[h * n + order[i]];
     }

@@ -19,6 +19,44 @@ constexpr int64_t kTileBlocks = 4;      // blocks scored side by side
 constexpr int64_t kTileRows = W == 16 ? 4 : 2;  // and rows, as many as the registers hold sums of
 constexpr int64_t kSummariesAhead = 8192;       // bytes between asking for a summary and using it
 
+// Numbers from `base` on by falling x: radix sort by 11 bits at a time, ties to the lower number; digits that are all
+// alike cost no pass.
+inline void sort_falling(const float* x, int64_t n, int32_t base, int32_t* out) {
+    constexpr int kBits = 11, kPasses = 3;
+    struct Entry {
+        uint32_t key;
+        int32_t number;
+    };
+    Entry* from = static_cast<Entry*>(thread_scratch(2 * n * sizeof(Entry)));
+    Entry* to = from + n;
+    int32_t counts[kPasses][1 << kBits];
+    std::memset(counts, 0, sizeof counts);
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits = bits == 0x80000000u ? 0 : bits;  // -0 is 0
+        const uint32_t key = ~(bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u));
+        from[i] = {key, base + static_cast<int32_t>(i)};
+        for (int pass = 0; pass < kPasses; ++pass) ++counts[pass][key >> (pass * kBits) & ((1 << kBits) - 1)];
+    }
+    for (int pass = 0; pass < kPasses; ++pass) {
+        int32_t* count = counts[pass];
+        const auto digit = [&](uint32_t key) { return key >> (pass * kBits) & ((1 << kBits) - 1); };
+        if (count[digit(from[0].key)] == n) continue;
+        int32_t before = 0;
+        for (int i = 0; i < 1 << kBits; ++i) {
+            const int32_t here = count[i];
+            count[i] = before;
+            before += here;
+        }
+        for (int64_t i = 0; i < n; ++i) to[count[digit(from[i].key)]++] = from[i];
+        Entry* swap = from;
+        from = to;
+        to = swap;
+    }
+    for (int64_t i = 0; i < n; ++i) out[i] = from[i].number;
+}
+
 struct BlockPlan {
     const BlockRanking& r;
     int64_t per_kv_head, rows_per_unit;  // rows of a KV head: query heads or units, whichever are fewer
@@ -117,45 +155,8 @@ struct BlockPlan {
             top_of_many(x, ranked, r.count, base, best, scratch);
             std::memcpy(r.out + unit * r.count, best, r.count * sizeof(int32_t));
         } else {
-            sort_falling(x, base, r.out + unit * ranked);
+            sort_falling(x, ranked, base, r.out + unit * ranked);
         }
-    }
-
-    // Radix sort by 11 bits at a time, ties to the lower number; digits that are all alike cost no pass.
-    void sort_falling(const float* x, int32_t base, int32_t* out) const {
-        constexpr int kBits = 11, kPasses = 3;
-        struct Entry {
-            uint32_t key;
-            int32_t number;
-        };
-        Entry* from = static_cast<Entry*>(thread_scratch(2 * ranked * sizeof(Entry)));
-        Entry* to = from + ranked;
-        int32_t counts[kPasses][1 << kBits];
-        std::memset(counts, 0, sizeof counts);
-        for (int64_t i = 0; i < ranked; ++i) {
-            uint32_t bits;
-            std::memcpy(&bits, x + i, sizeof bits);
-            bits = bits == 0x80000000u ? 0 : bits;  // -0 is 0
-            const uint32_t key = ~(bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u));
-            from[i] = {key, base + static_cast<int32_t>(i)};
-            for (int pass = 0; pass < kPasses; ++pass) ++counts[pass][key >> (pass * kBits) & ((1 << kBits) - 1)];
-        }
-        for (int pass = 0; pass < kPasses; ++pass) {
-            int32_t* count = counts[pass];
-            const auto digit = [&](uint32_t key) { return key >> (pass * kBits) & ((1 << kBits) - 1); };
-            if (count[digit(from[0].key)] == ranked) continue;
-            int32_t before = 0;
-            for (int i = 0; i < 1 << kBits; ++i) {
-                const int32_t here = count[i];
-                count[i] = before;
-                before += here;
-            }
-            for (int64_t i = 0; i < ranked; ++i) to[count[digit(from[i].key)]++] = from[i];
-            Entry* swap = from;
-            from = to;
-            to = swap;
-        }
-        for (int64_t i = 0; i < ranked; ++i) out[i] = from[i].number;
     }
 };
 
