@@ -54,6 +54,9 @@ def attend(
     sqrt(head_dim). Returns ``out`` like q and ``lse`` float32 of q's shape without its last axis; a row without keys
     gives ``(0, -inf)``.
 
+    A selection is trusted: its ``check()`` tells whether its lists are sorted, unique, causal and in range, which no
+    call can afford to ask, and lists that are not read what is not theirs.
+
     Raises SaccadeError for shapes that do not fit and for ``backend="cpu"`` where the C++ kernels cannot serve the
     call.
     """
