@@ -108,7 +108,8 @@ def _rest(
         return None
     value = state.mean_value.repeat_interleave(query.shape.group, 0)
     if method.rest is None:
-        assert instead is not None and state.idle is not None
+        assert instead is not None
+        assert state.idle is not None
         return torch.where(state.idle, instead, -torch.inf), value
     query.cost.scored += min(method.probes, marks.shape[1])
     probes = stand_ins.probe_places(method.probes, GOLDEN, query.q.device)
