@@ -1,7 +1,6 @@
 // The arithmetic of one query row per head over listed rows of keys and values: dot products and weighted sums, a tile
 // of heads at a time. Bound by memory: rows are asked for in batches, all lines of 64 rows in one go and then a batch's
-// products, which is faster than one row at a time between the products: a product's loads wait behind what was just
-// asked for.
+// products, which measured faster than one row at a time between the products.
 #pragma once
 
 #include "math.h"
