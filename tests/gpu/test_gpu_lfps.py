@@ -38,8 +38,8 @@ def test_steps_are_those_of_the_host(options):
     """Keys at the edge of the best may change places, for the logits that rank them are rounded otherwise."""
     method = LFPS(**{"k": 200, "epsilon": 0.02, **options})
     q, k, v = planted_heads(8, 2, N, 64, 0)
-    pairs = zip(steps(method, q, k, v, "cpu"), steps(method, q, k, v, "cuda"))
-    for (expected, host, wanted, _), (found, device, out, state) in pairs:
+    on_host = list(steps(method, q, k, v, "cpu"))  # not in turns: a generator leaves its device behind while it waits
+    for (expected, host, wanted, _), (found, device, out, state) in zip(on_host, steps(method, q, k, v, "cuda")):
         assert device.backend == "triton"
         assert isinstance(found, Candidates)
         moved = found.to(torch.device("cpu"))
