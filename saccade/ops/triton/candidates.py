@@ -45,7 +45,7 @@ def choose(
     if width:
         programs = max(units, shape.kv_heads)
         tiles = triton.cdiv(width + ends, KEYS)
-        _score[(min(tiles, triton.cdiv(8 * processors(device), programs)), programs)](
+        _score[(min(tiles, triton.cdiv(16 * processors(device), programs)), programs)](
             q,
             kv.k_pool,
             kv.table,
@@ -64,6 +64,7 @@ def choose(
             scale * LOG2E,
             softcap or 0.0,
             FULL=selection.full is not None,
+            num_stages=1,
             **constants(q, kv, shape, units, softcap),
             **launched(device),
         )

@@ -57,11 +57,12 @@ def attend_decode(
     keys: int = 32,
     warps: int = 4,
     stages: int = 3,
-    registers: int | None = None,
+    registers: int | None = 96,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. Split-KV is
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. ``registers`` bounds what a
+    thread holds where a tile of keys is small. Split-KV is
     FlashDecoding's (Dao et al., 2023).
     """
     batch, heads, head_dim = q.shape
@@ -120,7 +121,7 @@ def attend_decode(
         PRECISION=precision(q.dtype),
         num_warps=warps,
         num_stages=stages,
-        maxnreg=registers,
+        maxnreg=registers if keys * pad(head_dim) * q.element_size() <= 1 << 13 else None,
         **launched(q.device),
     )
     if many:
@@ -131,7 +132,10 @@ def attend_decode(
 @cache
 def even_splits(lists: int, resident: int, most: int) -> int:
     """Into how many parts, at most ``most``, to cut each of ``lists`` for a device that holds ``resident`` programs at
-    once: the fewest that fill its last round nearly as well as any number does, in two rounds at most."""
+    once: ``most`` where one round takes them, else the fewest that fill the last round nearly as well as any number
+    does, in two rounds at most."""
+    if lists * most <= resident:
+        return most
     choices = range(1, max(1, min(most, 2 * resident // lists)) + 1)
     filled = [lists * splits / (-(-lists * splits // resident) * resident) for splits in choices]
     return next(splits for splits, share in zip(choices, filled) if share >= 0.96 * max(filled))

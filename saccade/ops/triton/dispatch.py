@@ -177,4 +177,4 @@ def key_lists(selection: Selection) -> KeyLists:
     assert isinstance(selection, (Blocks, Tokens))
     size = selection.block_size if isinstance(selection, Blocks) else 1
     longest = min(selection.indices.numel(), -(-selection.shape.k_len // size))
-    return KeyLists(selection.offsets[:-1], selection.offsets.diff(), selection.indices, selection.units, size, longest)
+    return KeyLists(selection.offsets, None, selection.indices, selection.units, size, longest)
