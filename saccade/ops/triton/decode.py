@@ -61,9 +61,8 @@ def attend_decode(
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. ``registers`` bounds what a
-    thread holds where a tile of keys is small. Split-KV is
-    FlashDecoding's (Dao et al., 2023).
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. ``registers`` bounds what
+    a thread holds where a tile of keys is small. Split-KV is FlashDecoding's (Dao et al., 2023).
     """
     batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
