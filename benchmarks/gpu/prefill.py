@@ -187,7 +187,7 @@ class Part:
 def main() -> None:
     torch.manual_seed(0)
     part = Part()
-    contexts = [int(text) for text in sys.argv[1:]] or [32768, 131072, 8192, 65536, 16384]
+    contexts = [int(text) for text in sys.argv[1:]] or [131072, 32768, 8192, 65536, 16384]
     with torch.inference_mode():
         for context in contexts:
             part.results.attempt(f"context {context}", lambda c=context: part.context(c, with_flex=c == 32768))

@@ -27,11 +27,11 @@ for name in $wanted; do
     case "$name" in
         limits) part limits 15 "$python" "$here/limits.py" ;;
         tests) part tests 100 bash "$here/run_tests.sh" ;;
-        prefill) part prefill 100 "$python" "$here/prefill.py" ;;
-        decode) part decode 80 "$python" "$here/decode.py" ;;
-        sharing) part sharing 35 "$python" "$here/sharing.py" ;;
+        prefill) part prefill 175 "$python" "$here/prefill.py" ;;
+        decode) part decode 60 "$python" "$here/decode.py" ;;
+        sharing) part sharing 25 "$python" "$here/sharing.py" ;;
         reference) part reference 60 "$python" "$here/reference.py" ;;
-        endtoend) part endtoend 180 "$python" "$here/endtoend.py" ;;
+        endtoend) part endtoend 150 "$python" "$here/endtoend.py" ;;
         *) echo "unknown part $name" ;;
     esac
 done
