@@ -231,7 +231,7 @@ def test_a_chat_turn_that_comes_to_nothing_leaves_the_session(tiny_llama, how, m
         if how == "n":
             with pytest.raises(RequestError, match="n=2"):
                 session.chat("x", SamplingParams(n=2))
-            with pytest.raises(RequestError, match="a message is text or .*, got 5"):
+            with pytest.raises(RequestError, match=r"a message is text or .*, got 5"):
                 session.chat(5)
         elif how == "policy":
             with pytest.raises(PolicyError):
