@@ -79,9 +79,10 @@ def test_what_a_step_adds(heads, lists, decay, monkeypatch):
         score_tables.learn(host, read, weights, idle, decay)
         kernels.learn(device, read, weights, idle, decay)
         torch.testing.assert_close(device.scale, host.scale)
-        torch.testing.assert_close(device.vertical, host.vertical, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(device.slash, host.slash, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(device.sums, host.sums, rtol=1e-4, atol=1e-6)
+        pairs = [(device.vertical, host.vertical), (device.slash, host.slash)]
+        pairs += [(device.sums[..., power], host.sums[..., power]) for power in range(4)]
+        for ours, expected in pairs:  # gains take from each other: what is left is as exact as they were
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6 * max(1.0, float(expected.abs().max())))
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
