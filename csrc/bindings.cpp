@@ -30,6 +30,20 @@ std::vector<std::string> names() {
     return out;
 }
 
+// Which keys a call reads.
+void read_keys(Attention& a, int64_t kind, int64_t window, int64_t sinks, int64_t block_size, int64_t units,
+               int64_t q_blocks, uintptr_t offsets, uintptr_t indices) {
+    a.keys = static_cast<saccade::Keys>(kind);
+    a.window = window;
+    a.sinks = sinks;
+    a.block_size = block_size;
+    a.units = units;
+    a.first_q_block = block_size ? a.q_start / block_size : 0;
+    a.q_blocks = q_blocks;
+    a.offsets = pointer<const int64_t>(offsets);
+    a.indices = pointer<const int32_t>(indices);
+}
+
 void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
             uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads, int64_t head_dim,
             int64_t page, int64_t q_len, int64_t q_start, double scale, double softcap, uintptr_t out, uintptr_t lse,
@@ -41,15 +55,7 @@ void attend(int isa, int threads, int storage, uintptr_t q, int64_t q_head_strid
     a.out = pointer<void>(out);
     a.lse = pointer<float>(lse);
     a.out_rows = out_rows;
-    a.keys = static_cast<saccade::Keys>(keys);
-    a.window = window;
-    a.sinks = sinks;
-    a.block_size = block_size;
-    a.units = units;
-    a.first_q_block = block_size ? q_start / block_size : 0;
-    a.q_blocks = q_blocks;
-    a.offsets = pointer<const int64_t>(offsets);
-    a.indices = pointer<const int32_t>(indices);
+    read_keys(a, keys, window, sinks, block_size, units, q_blocks, offsets, indices);
     a.distance_offsets = pointer<const int64_t>(distance_offsets);
     a.distances = pointer<const int32_t>(distances);
     a.active = pointer<const uint8_t>(active);
@@ -79,15 +85,7 @@ void attend_rows(int isa, int threads, int storage, uintptr_t q, int64_t q_head_
         a.out = pointer<void>(out + row * heads * head_dim * width);
         a.lse = pointer<float>(lse) + row * heads;
         a.out_rows = 1;
-        a.keys = static_cast<saccade::Keys>(kind);
-        a.window = window;
-        a.sinks = sinks;
-        a.block_size = block_size;
-        a.units = units;
-        a.first_q_block = block_size ? q_start / block_size : 0;
-        a.q_blocks = q_blocks;
-        a.offsets = pointer<const int64_t>(offsets);
-        a.indices = pointer<const int32_t>(indices);
+        read_keys(a, kind, window, sinks, block_size, units, q_blocks, offsets, indices);
         int64_t keys = q_start + 1;
         if (a.keys == saccade::Keys::band && window + sinks < keys) keys = window + sinks;
         if (a.keys == saccade::Keys::blocks) keys = a.offsets[units] / units * block_size;

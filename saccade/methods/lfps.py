@@ -280,7 +280,10 @@ class LFPS(Method):
             rests = torch.zeros(tables.units, dtype=torch.bool)
             if state.idle is not None and not self.bypass_shift:
                 rests = state.idle.view(tables.units, -1).all(1)
-            tables.row -= rests.long() if self.slash_shift_on_read else (~rests).long().neg()
+            if self.slash_shift_on_read:
+                tables.row -= rests.long()
+            else:
+                tables.row += (~rests).long()
         learn(tables, *as_tokens(selection, weights), state.idle, self.r)
         state.seen = query.shape.q_start
 
