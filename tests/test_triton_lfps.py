@@ -80,8 +80,9 @@ def test_what_a_step_adds(heads, lists, decay, monkeypatch):
         kernels.learn(device, read, weights, idle, decay)
         torch.testing.assert_close(device.scale, host.scale)
         for unit, scale in enumerate(host.scale.tolist()):
-            for ours, expected in ((device.vertical[unit], host.vertical[unit]), (device.slash[unit], host.slash[unit])):
-                rounding = 1e-8 / scale  # of a weight less its share, which may all but cancel, as it is stored
+            rounding = 1e-8 / scale  # of a weight less its share, which may all but cancel, as it is stored
+            for name in ("vertical", "slash"):
+                ours, expected = getattr(device, name)[unit], getattr(host, name)[unit]
                 torch.testing.assert_close(ours, expected, rtol=1e-4, atol=max(1e-6, rounding))
         torch.testing.assert_close(device.sums, host.sums, rtol=1e-4, atol=1e-6)
 
