@@ -11,11 +11,11 @@ namespace saccade {
 namespace {
 
 struct AntidiagonalPlan {
-    const Sample& s;
+    const Antidiagonals& s;
     Attention tiles;  // the same call in tiles: heads and head_dim of the long queries
     int64_t per_block, first, last, first_block, blocks_each, groups, k_tiles;
 
-    explicit AntidiagonalPlan(const Sample& sample) : s(sample), tiles(sample.attention) {
+    explicit AntidiagonalPlan(const Antidiagonals& call) : s(call), tiles(call.attention) {
         const Attention& a = s.attention;
         tiles.head_dim = a.head_dim * s.stride;
         tiles.scale = a.scale / static_cast<float>(s.stride);
@@ -209,7 +209,7 @@ class AntidiagonalTask : TileTask<Math, T> {
 };
 
 template <class Math, class T>
-void antidiagonals_typed(const Sample& s) {
+void antidiagonals_typed(const Antidiagonals& s) {
     AntidiagonalPlan plan(s);
     parallel_for(
         s.attention.heads * plan.groups, s.attention.threads,

@@ -1,57 +1,79 @@
-// What the files that make up the module share: addresses to pointers, kernel sets by number, the geometry of a call.
+// What the files that make up the module share: fields by name, and the structs of an attention call put together.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include <stdexcept>
-
+#include "fields.h"
 #include "kernels.h"
 
 namespace saccade {
 
-template <typename T>
-inline T* pointer(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
+using KernelSetClass = nanobind::class_<KernelSet>;
 
-inline const KernelSet& kernels(int index) {
-    int count = 0;
-    const KernelSet* const* sets = supported_kernels(&count);
-    if (index < 0 || index >= count) throw std::out_of_range("no such kernel set");
-    return *sets[index];
-}
-
-// What every call says about its queries and keys: the order is that of _geometry() in saccade/ops/cpu.py.
-inline Attention geometry(int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride,
-                          uintptr_t k_pool, uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads,
-                          int64_t head_dim, int64_t page, int64_t q_len, int64_t q_start, double scale,
-                          double softcap) {
+// An attention call without a selection. Throws std::invalid_argument where the structs do not fit each other.
+inline Attention attention(int threads, const Pool& pool, const BlockTable& table, const Queries& queries) {
+    if (threads < 1) throw std::invalid_argument("threads=" + std::to_string(threads) + " must be at least 1");
+    if (pool.head_dim % 16 || pool.head_dim > 1024)
+        throw std::invalid_argument("head_dim=" + std::to_string(pool.head_dim) +
+                                    " must be a multiple of 16 up to 1024");
+    if (queries.heads % pool.kv_heads)
+        throw std::invalid_argument(std::to_string(queries.heads) + " query heads cannot share " +
+                                    std::to_string(pool.kv_heads) + " KV heads alike");
+    const int64_t keys = queries.q_start + queries.q_len, room = table.table_blocks * pool.page;
+    if (keys > room)
+        throw std::invalid_argument("the call reads " + std::to_string(keys) + " keys but its block table holds " +
+                                    std::to_string(room));
     Attention a{};
+    static_cast<Pool&>(a) = pool;
+    static_cast<BlockTable&>(a) = table;
+    static_cast<Queries&>(a) = queries;
     a.threads = threads;
-    a.storage = static_cast<Storage>(storage);
-    a.q = pointer<const void>(q);
-    a.q_head_stride = q_head_stride;
-    a.q_row_stride = q_row_stride;
-    a.k_pool = pointer<const void>(k_pool);
-    a.v_pool = pointer<const void>(v_pool);
-    a.table = pointer<const int32_t>(table);
-    a.heads = heads;
-    a.kv_heads = kv_heads;
-    a.head_dim = head_dim;
-    a.page = page;
-    a.q_len = q_len;
-    a.q_start = q_start;
-    a.scale = static_cast<float>(scale);
-    a.softcap = static_cast<float>(softcap);
     return a;
 }
 
-// The parts of the module in bindings_decode.cpp, bindings_blocks.cpp and sharing.cpp.
-void bind_decode(nanobind::module_& m);
-void bind_rows(nanobind::module_& m);  // bindings_rows.cpp
-void bind_blocks(nanobind::module_& m);
-void bind_sharing(nanobind::module_& m);
-void bind_row_passes(nanobind::module_& m);
-void bind_shares(nanobind::module_& m);
+// Throws std::invalid_argument unless `units` lists can serve the call: none belongs to parts of two KV heads.
+inline void check_units(const Attention& a, int64_t units) {
+    if (units < 1 || a.heads % units || (units % a.kv_heads && a.kv_heads % units))
+        throw std::invalid_argument("units=" + std::to_string(units) + " do not fit " + std::to_string(a.heads) +
+                                    " query heads and " + std::to_string(a.kv_heads) + " KV heads");
+}
+
+inline void read_keys(Attention& a, const ReadKeys& keys) {
+    static_cast<ReadKeys&>(a) = keys;
+    if (keys.keys != Keys::blocks && keys.keys != Keys::lines) return;
+    check_units(a, keys.units);
+    int64_t lists = keys.units;
+    if (keys.keys == Keys::blocks) {
+        const int64_t last = (a.q_start + a.q_len - 1) / keys.block_size;
+        if (keys.q_blocks < last - a.q_start / keys.block_size + 1)
+            throw std::invalid_argument("q_blocks=" + std::to_string(keys.q_blocks) + " are too few for rows " +
+                                        std::to_string(a.q_start) + " to " + std::to_string(a.q_start + a.q_len - 1));
+        lists *= keys.q_blocks;
+    }
+    if (keys.offsets[lists] > 0 && !keys.indices) throw std::invalid_argument("lists have offsets but no indices");
+}
+
+inline void write_to(Attention& a, const Output& output) {
+    if (output.out_rows < a.q_len)
+        throw std::invalid_argument("the output has room for " + std::to_string(output.out_rows) + " rows, not for " +
+                                    std::to_string(a.q_len));
+    static_cast<Output&>(a) = output;
+}
+
+// Runs one kernel without the interpreter's lock.
+template <class Call>
+void run(void (*kernel)(const Call&), const Call& call) {
+    nanobind::gil_scoped_release release;
+    kernel(call);
+}
+
+// The structs and kernels of each file.
+void bind_attention(nanobind::module_& m, KernelSetClass& set);  // bindings_attention.cpp
+void bind_sums(nanobind::module_& m, KernelSetClass& set);       // bindings_sums.cpp
+void bind_decode(nanobind::module_& m, KernelSetClass& set);     // bindings_decode.cpp
+void bind_blocks(nanobind::module_& m, KernelSetClass& set);     // bindings_blocks.cpp
+void bind_rows(nanobind::module_& m, KernelSetClass& set);       // bindings_rows.cpp
+void bind_sharing(nanobind::module_& m);                         // sharing.cpp
+void bind_shares(nanobind::module_& m);                          // shares.cpp
 
 }  // namespace saccade

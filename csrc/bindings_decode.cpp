@@ -1,4 +1,4 @@
-// Decode over candidates and LFPS's tables: saccade/ops/cpu_decode.py keeps the tensors alive.
+// Decode over lists, and LFPS's tables: the Python side keeps the tensors alive.
 #include "bindings.h"
 #include "join_blocks.h"
 
@@ -7,110 +7,177 @@ namespace nb = nanobind;
 namespace saccade {
 namespace {
 
-#define SACCADE_GEOMETRY                                                                                              \
-    int isa, int threads, int storage, uintptr_t q, int64_t q_head_stride, int64_t q_row_stride, uintptr_t k_pool,    \
-        uintptr_t v_pool, uintptr_t table, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t page,           \
-        int64_t q_len, int64_t q_start, double scale, double softcap
-#define SACCADE_PASS_GEOMETRY                                                                                         \
-    threads, storage, q, q_head_stride, q_row_stride, k_pool, v_pool, table, heads, kv_heads, head_dim, page, q_len,  \
-        q_start, scale, softcap
-
-void gather(SACCADE_GEOMETRY, uintptr_t out, uintptr_t lse, int64_t out_rows, int64_t units, int64_t keys,
-            uintptr_t offsets, uintptr_t indices, uintptr_t k, uintptr_t full, uintptr_t idle, int64_t sinks,
-            int64_t local, int64_t idle_keys, int64_t lists, uintptr_t out_offsets, uintptr_t chosen,
-            uintptr_t weights, int64_t weight_stride) {
-    Gather g{};
-    g.attention = geometry(SACCADE_PASS_GEOMETRY);
-    g.attention.out = pointer<void>(out);
-    g.attention.lse = pointer<float>(lse);
-    g.attention.out_rows = out_rows;
-    g.units = units;
-    g.keys = keys;
-    g.offsets = pointer<const int64_t>(offsets);
-    g.indices = pointer<const int32_t>(indices);
-    g.k = pointer<const int64_t>(k);
-    g.full = pointer<const uint8_t>(full);
-    g.idle = pointer<const uint8_t>(idle);
-    g.sinks = sinks;
-    g.local = local;
-    g.idle_keys = idle_keys;
-    g.lists = lists;
-    g.out_offsets = pointer<int64_t>(out_offsets);
-    g.chosen = pointer<int32_t>(chosen);
-    g.weights = pointer<float>(weights);
-    g.weight_stride = weight_stride;
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.gather(g);
+// The call of one row.
+Attention decode_row(int threads, const Pool& pool, const BlockTable& table, const Queries& queries) {
+    if (queries.q_len != 1) throw std::invalid_argument("q_len=" + std::to_string(queries.q_len) + " must be 1");
+    return attention(threads, pool, table, queries);
 }
 
-ScoreTables tables(int64_t units, int64_t capacity, int64_t first, uintptr_t vertical, uintptr_t slash,
-                   uintptr_t vertical_max, uintptr_t slash_max, uintptr_t sums, uintptr_t scale) {
-    return {units, capacity, first, pointer<float>(vertical), pointer<float>(slash), pointer<float>(vertical_max),
-            pointer<float>(slash_max), pointer<double>(sums), pointer<double>(scale)};
+// Throws std::invalid_argument unless each list belongs to one KV head.
+void check_lists(const Attention& a, int64_t units) {
+    check_units(a, units);
+    if (units % a.kv_heads)
+        throw std::invalid_argument("units=" + std::to_string(units) + " must be a multiple of " +
+                                    std::to_string(a.kv_heads) + " KV heads");
 }
 
-#define SACCADE_TABLES                                                                                                \
-    int64_t units, int64_t capacity, int64_t first, uintptr_t vertical, uintptr_t slash, uintptr_t vertical_max,      \
-        uintptr_t slash_max, uintptr_t sums, uintptr_t scale
-#define SACCADE_PASS_TABLES tables(units, capacity, first, vertical, slash, vertical_max, slash_max, sums, scale)
-
-void scan_tables(int isa, int threads, SACCADE_TABLES, int64_t length, int64_t stop, double a, bool unbounded, int gate,
-                 int before, int after, uintptr_t base, uintptr_t skip, uintptr_t offsets, uintptr_t indices) {
-    const TableScan c{SACCADE_PASS_TABLES, length, stop, a, unbounded, gate, before, after,
-                      pointer<const int64_t>(base), pointer<const uint8_t>(skip), pointer<int64_t>(offsets),
-                      pointer<int32_t>(indices), threads};
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.scan_tables(c);
+void gather(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+            const Gather& lists, const Output& output) {
+    Gather call = lists;
+    call.attention = decode_row(threads, pool, table, queries);
+    write_to(call.attention, output);
+    check_lists(call.attention, call.units);
+    if (call.keys > table.table_blocks * pool.page || call.sinks + call.local > call.keys)
+        throw std::invalid_argument("keys=" + std::to_string(call.keys) +
+                                    " do not fit the block table or what is forced");
+    if (call.lists != call.units && call.lists != queries.heads)
+        throw std::invalid_argument("lists=" + std::to_string(call.lists) + " must be units or heads");
+    run(set.gather, call);
 }
 
-void learn_tables(int isa, int threads, SACCADE_TABLES, int64_t heads, int64_t lists, uintptr_t offsets,
-                  uintptr_t indices, uintptr_t weights, int64_t weight_stride, uintptr_t idle, uintptr_t refresh,
-                  double decay, uintptr_t row) {
-    const TableGain c{SACCADE_PASS_TABLES, heads, lists, pointer<const int64_t>(offsets),
-                      pointer<const int32_t>(indices), pointer<const float>(weights), weight_stride,
-                      pointer<const uint8_t>(idle), pointer<const uint8_t>(refresh), decay,
-                      pointer<const int64_t>(row), threads};
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.learn_tables(c);
+void progressive(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+                 const Progressive& ranked, const Output& output) {
+    Progressive call = ranked;
+    call.attention = decode_row(threads, pool, table, queries);
+    write_to(call.attention, output);
+    check_units(call.attention, call.units);
+    call.attention.keys = Keys::blocks;
+    call.attention.block_size = call.block_size;
+    call.attention.units = call.units;
+    run(set.progressive, call);
 }
 
-void sink_share(SACCADE_GEOMETRY, int64_t sinks, int64_t local, uintptr_t mean_key, uintptr_t spread, double log_count,
-                uintptr_t lse) {
-    const SinkShare c{geometry(SACCADE_PASS_GEOMETRY), sinks, local, pointer<const float>(mean_key),
-                      pointer<const float>(spread), static_cast<float>(log_count), pointer<float>(lse)};
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.sink_share(c);
+void sampled(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+             const SampledCall& lists, const Output& output) {
+    SampledCall call = lists;
+    call.attention = decode_row(threads, pool, table, queries);
+    write_to(call.attention, output);
+    run(set.sampled, call);
 }
 
-void probe(SACCADE_GEOMETRY, int64_t units, uintptr_t offsets, uintptr_t indices, int64_t count, uintptr_t at,
-           int64_t keys, uintptr_t lse) {
-    const Probes c{geometry(SACCADE_PASS_GEOMETRY), units, count, pointer<const int64_t>(offsets),
-                   pointer<const int32_t>(indices), pointer<const int32_t>(at), keys, pointer<float>(lse)};
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.probe(c);
+void draw(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+          const HashDraw& asked) {
+    HashDraw call = asked;
+    call.attention = decode_row(threads, pool, table, queries);
+    if (call.first > call.last || call.last > call.length || call.length > table.table_blocks * pool.page)
+        throw std::invalid_argument("first, last, length must rise and lie within the block table");
+    call.room = call.length;
+    run(set.draw, call);
 }
 
-void bind_join_blocks(int64_t units, uintptr_t offsets, uintptr_t indices, int64_t count, uintptr_t blocks, int64_t size,
-                      int64_t first, int64_t stop, uintptr_t out_offsets, uintptr_t out) {
-    nb::gil_scoped_release release;
-    join_blocks(units, pointer<const int64_t>(offsets), pointer<const int32_t>(indices), count,
-                pointer<const int32_t>(blocks), size, first, stop, pointer<int64_t>(out_offsets), pointer<int32_t>(out));
+void sink_share(const KernelSet& set, const Pool& pool, const BlockTable& table, const Queries& queries,
+                const SinkShare& share) {
+    SinkShare call = share;
+    call.attention = decode_row(1, pool, table, queries);
+    run(set.sink_share, call);
 }
+
+void probe(const KernelSet& set, const Pool& pool, const BlockTable& table, const Queries& queries,
+           const Probes& probes) {
+    Probes call = probes;
+    call.attention = decode_row(1, pool, table, queries);
+    check_lists(call.attention, call.units);
+    run(set.probe, call);
+}
+
+void scan_tables(const KernelSet& set, const ScoreTables& tables, const TableScan& scan) {
+    TableScan call = scan;
+    call.tables = tables;
+    run(set.scan_tables, call);
+}
+
+void learn_tables(const KernelSet& set, const ScoreTables& tables, const TableGain& gain) {
+    TableGain call = gain;
+    call.tables = tables;
+    run(set.learn_tables, call);
+}
+
+void join(const JoinBlocks& call) { run(&join_blocks, call); }
 
 }  // namespace
 
-void bind_decode(nb::module_& m) {
-    m.def("gather", &gather);
-    m.def("scan_tables", &scan_tables);
-    m.def("learn_tables", &learn_tables);
-    m.def("sink_share", &sink_share);
-    m.def("probe", &probe);
-    m.def("join_blocks", &bind_join_blocks);
+void bind_decode(nb::module_& m, KernelSetClass& set) {
+    bind_struct<Gather>(
+        m, "Gather",
+        {field<&Gather::units>("units").at_least(1), field<&Gather::keys>("keys"), field<&Gather::offsets>("offsets"),
+         field<&Gather::indices>("indices").or_null(), field<&Gather::k>("k"), field<&Gather::full>("full").optional(),
+         field<&Gather::idle>("idle").optional(), field<&Gather::sinks>("sinks").optional(),
+         field<&Gather::local>("local").optional(), field<&Gather::idle_keys>("idle_keys").optional(),
+         field<&Gather::lists>("lists").at_least(1), field<&Gather::out_offsets>("out_offsets"),
+         field<&Gather::chosen>("chosen"), field<&Gather::weights>("weights").optional(),
+         field<&Gather::weight_stride>("weight_stride").optional()});
+    bind_struct<Progressive>(
+        m, "Progressive",
+        {field<&Progressive::block_size>("block_size").at_least(1), field<&Progressive::units>("units").at_least(1),
+         field<&Progressive::always_count>("always_count"), field<&Progressive::ranked>("ranked"),
+         field<&Progressive::microbatch>("microbatch").at_least(1), field<&Progressive::always>("always").or_null(),
+         field<&Progressive::order>("order").or_null(), field<&Progressive::epsilon>("epsilon"),
+         field<&Progressive::least>("least"), field<&Progressive::mean>("mean"),
+         field<&Progressive::estimates>("estimates").optional(), field<&Progressive::margin>("margin"),
+         field<&Progressive::used>("used"), field<&Progressive::coverage>("coverage"),
+         field<&Progressive::offsets>("offsets"), field<&Progressive::indices>("indices")},
+        [](const Progressive& p) {
+            if ((p.always_count && !p.always) || (p.ranked && !p.order))
+                throw std::invalid_argument("always and order must be addresses where they list blocks");
+        });
+    bind_struct<SampledCall>(m, "Sampled",
+                             {field<&SampledCall::offsets>("offsets"),
+                              field<&SampledCall::indices>("indices").or_null(),
+                              field<&SampledCall::bias>("bias").or_null(), field<&SampledCall::sums>("sums")});
+    bind_struct<HashDraw>(
+        m, "HashDraw",
+        {field<&HashDraw::tables>("tables").at_least(2), field<&HashDraw::bits>("bits").within(1, 15),
+         field<&HashDraw::first>("first"), field<&HashDraw::last>("last"), field<&HashDraw::length>("length"),
+         field<&HashDraw::guard>("guard"), field<&HashDraw::mean>("mean"), field<&HashDraw::asked>("asked"),
+         field<&HashDraw::starts>("starts"), field<&HashDraw::order>("order").or_null(),
+         field<&HashDraw::counts>("counts"), field<&HashDraw::offsets>("offsets"),
+         field<&HashDraw::indices>("indices"), field<&HashDraw::bias>("bias")});
+    bind_struct<SinkShare>(m, "SinkShare",
+                           {field<&SinkShare::sinks>("sinks"), field<&SinkShare::local>("local"),
+                            field<&SinkShare::mean_key>("mean_key"), field<&SinkShare::spread>("spread"),
+                            field<&SinkShare::log_count>("log_count"), field<&SinkShare::lse>("lse")});
+    bind_struct<Probes>(m, "Probes",
+                        {field<&Probes::units>("units").at_least(1), field<&Probes::count>("count"),
+                         field<&Probes::offsets>("offsets"), field<&Probes::indices>("indices").or_null(),
+                         field<&Probes::at>("at").or_null(), field<&Probes::keys>("keys"), field<&Probes::lse>("lse")});
+    bind_struct<ScoreTables>(
+        m, "ScoreTables",
+        {field<&ScoreTables::units>("units").at_least(1), field<&ScoreTables::capacity>("capacity"),
+         field<&ScoreTables::first>("first"), field<&ScoreTables::vertical>("vertical").or_null(),
+         field<&ScoreTables::slash>("slash").or_null(), field<&ScoreTables::vertical_max>("vertical_max").or_null(),
+         field<&ScoreTables::slash_max>("slash_max").or_null(), field<&ScoreTables::sums>("sums"),
+         field<&ScoreTables::scale>("scale")});
+    bind_struct<TableScan>(
+        m, "TableScan",
+        {field<&TableScan::threads>("threads").at_least(1), field<&TableScan::length>("length"),
+         field<&TableScan::stop>("stop").signed_number(), field<&TableScan::a>("a"),
+         field<&TableScan::unbounded>("unbounded"), field<&TableScan::gate>("gate").within(0, 2),
+         field<&TableScan::before>("before").signed_number(), field<&TableScan::after>("after").signed_number(),
+         field<&TableScan::base>("base"), field<&TableScan::skip>("skip").optional(),
+         field<&TableScan::offsets>("offsets"), field<&TableScan::indices>("indices")});
+    bind_struct<TableGain>(
+        m, "TableGain",
+        {field<&TableGain::threads>("threads").at_least(1), field<&TableGain::heads>("heads").at_least(1),
+         field<&TableGain::lists>("lists").at_least(1), field<&TableGain::offsets>("offsets"),
+         field<&TableGain::indices>("indices").or_null(), field<&TableGain::weights>("weights").or_null(),
+         field<&TableGain::weight_stride>("weight_stride"), field<&TableGain::idle>("idle").optional(),
+         field<&TableGain::refresh>("refresh"), field<&TableGain::decay>("decay"), field<&TableGain::row>("row")});
+    bind_struct<JoinBlocks>(
+        m, "JoinBlocks",
+        {field<&JoinBlocks::units>("units").at_least(1), field<&JoinBlocks::offsets>("offsets"),
+         field<&JoinBlocks::indices>("indices").or_null(), field<&JoinBlocks::count>("count"),
+         field<&JoinBlocks::blocks>("blocks").or_null(), field<&JoinBlocks::size>("size").at_least(1),
+         field<&JoinBlocks::first>("first"), field<&JoinBlocks::stop>("stop"),
+         field<&JoinBlocks::out_offsets>("out_offsets"), field<&JoinBlocks::out>("out").or_null()});
+    set.def("gather", &gather);
+    set.def("progressive", &progressive);
+    set.def("sampled", &sampled);
+    set.def("draw", &draw);
+    set.def("sink_share", &sink_share);
+    set.def("probe", &probe);
+    set.def("scan_tables", &scan_tables);
+    set.def("learn_tables", &learn_tables);
+    m.def("join_blocks", &join);
 }
 
 }  // namespace saccade

@@ -1,98 +1,124 @@
-// Layers on a few rows: saccade/ops/layer_rows.py keeps the tensors alive. What stays the same from call to call is handed
-// over once, as a layer's plan; a step passes a handful of numbers.
-#include <nanobind/stl/vector.h>
-
+// Layers on a few rows, and what they do between matrix products: saccade/ops/layer_rows.py and row_passes.py keep the
+// tensors alive. What stays the same from call to call is handed over once, as a layer's weights.
 #include "bindings.h"
-#include "row_calls.h"
 
 namespace nb = nanobind;
 
 namespace saccade {
 namespace {
 
-// A layer's weights, as the calls want them; what differs between steps is filled in there.
-struct RowLayer {
-    ProjectRows project{};
-    FinishRows finish{};
+struct LayerWeights {
+    Storage storage;
+    int64_t channels, head_dim;
+    const void *norm, *query_norm, *key_norm, *second_norm;
+    double epsilon, head_epsilon, second_epsilon;
+    RowMatrix query, key, value, output, gate, up, down;
 };
 
-RowMatrix matrix(const std::vector<uintptr_t>& part) {
-    return {pointer<const void>(part[0]), pointer<const void>(part[1]), static_cast<int64_t>(part[2])};
+// What a step hands to a layer; see ProjectRows and FinishRows.
+struct LayerInput {
+    int64_t rows;
+    const void *hidden, *cos, *sin;
+    void *q, *k, *v;
+};
+
+struct LayerUpdate {
+    int64_t rows;
+    void* hidden;
+    const void* attended;
+};
+
+void project_rows(const KernelSet& set, int threads, const LayerWeights& w, const LayerInput& in) {
+    run(set.project_rows, ProjectRows{w.storage,
+                                      threads,
+                                      in.rows,
+                                      w.channels,
+                                      w.head_dim,
+                                      in.hidden,
+                                      w.norm,
+                                      w.epsilon,
+                                      w.head_epsilon,
+                                      {w.query, w.key, w.value},
+                                      {w.query_norm, w.key_norm},
+                                      in.cos,
+                                      in.sin,
+                                      {in.q, in.k, in.v}});
 }
 
-// Matrices are (weight, bias or 0, rows): query, key, value, output, gate, up, down.
-RowLayer* make_layer(int storage, int64_t channels, int64_t head_dim, uintptr_t norm, double epsilon,
-                     uintptr_t query_norm, uintptr_t key_norm, double head_epsilon, uintptr_t second_norm,
-                     double second_epsilon, const std::vector<std::vector<uintptr_t>>& parts) {
-    auto* layer = new RowLayer;
-    ProjectRows& p = layer->project;
-    p.storage = storage;
-    p.channels = channels;
-    p.head_dim = head_dim;
-    p.norm = pointer<const void>(norm);
-    p.epsilon = epsilon;
-    p.head_epsilon = head_epsilon;
-    p.head_norms[0] = pointer<const void>(query_norm);
-    p.head_norms[1] = pointer<const void>(key_norm);
-    for (int i = 0; i < 3; ++i) p.parts[i] = matrix(parts[i]);
-    FinishRows& f = layer->finish;
-    f.storage = storage;
-    f.channels = channels;
-    f.attended_channels = p.parts[0].rows;
-    f.norm = pointer<const void>(second_norm);
-    f.epsilon = second_epsilon;
-    f.output = matrix(parts[3]);
-    f.gate = matrix(parts[4]);
-    f.up = matrix(parts[5]);
-    f.down = matrix(parts[6]);
-    return layer;
+void finish_rows(const KernelSet& set, int threads, const LayerWeights& w, const LayerUpdate& in) {
+    run(set.finish_rows, FinishRows{w.storage, threads, in.rows, w.channels, w.query.rows, in.hidden, in.attended,
+                                    w.second_norm, w.second_epsilon, w.output, w.gate, w.up, w.down});
 }
 
-void project_rows(const RowLayer& layer, int isa, int threads, int64_t rows, uintptr_t hidden, uintptr_t cos,
-                  uintptr_t sin, uintptr_t q, uintptr_t k, uintptr_t v) {
-    ProjectRows call = layer.project;
-    call.threads = threads;
-    call.rows = rows;
-    call.hidden = pointer<const void>(hidden);
-    call.cos = pointer<const void>(cos);
-    call.sin = pointer<const void>(sin);
-    call.out[0] = pointer<void>(q);
-    call.out[1] = pointer<void>(k);
-    call.out[2] = pointer<void>(v);
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.project_rows(call);
-}
-
-void finish_rows(const RowLayer& layer, int isa, int threads, int64_t rows, uintptr_t hidden, uintptr_t attended) {
-    FinishRows call = layer.finish;
-    call.threads = threads;
-    call.rows = rows;
-    call.hidden = pointer<void>(hidden);
-    call.attended = pointer<const void>(attended);
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.finish_rows(call);
-}
-
-void head_rows(int isa, int threads, int storage, int64_t rows, int64_t channels, uintptr_t hidden, uintptr_t norm,
-               double epsilon, uintptr_t weight, uintptr_t bias, int64_t outputs, uintptr_t out) {
-    const HeadRows call{storage, threads, rows, channels, pointer<const void>(hidden), pointer<const void>(norm),
-                        epsilon, {pointer<const void>(weight), pointer<const void>(bias), outputs},
-                        pointer<void>(out)};
-    const KernelSet& set = kernels(isa);
-    nb::gil_scoped_release release;
-    set.head_rows(call);
-}
+void head_rows(const KernelSet& set, const HeadRows& call) { run(set.head_rows, call); }
+void row_pass(const KernelSet& set, const PassCall& call) { run(set.row_pass, call); }
 
 }  // namespace
 
-void bind_rows(nb::module_& m) {
-    nb::class_<RowLayer>(m, "RowLayer");
-    m.def("make_layer", &make_layer, nb::rv_policy::take_ownership);
-    m.def("project_rows", &project_rows);
-    m.def("finish_rows", &finish_rows);
-    m.def("head_rows", &head_rows);
+void bind_rows(nb::module_& m, KernelSetClass& set) {
+    bind_struct<RowMatrix>(m, "RowMatrix",
+                           {field<&RowMatrix::weight>("weight"), field<&RowMatrix::bias>("bias").or_null(),
+                            field<&RowMatrix::rows>("rows").at_least(1)});
+    bind_struct<LayerWeights>(
+        m, "LayerWeights",
+        {field<&LayerWeights::storage>("storage").within(0, 1), field<&LayerWeights::channels>("channels").at_least(1),
+         field<&LayerWeights::head_dim>("head_dim").at_least(1), field<&LayerWeights::norm>("norm"),
+         field<&LayerWeights::epsilon>("epsilon"), field<&LayerWeights::query_norm>("query_norm").optional(),
+         field<&LayerWeights::key_norm>("key_norm").optional(),
+         field<&LayerWeights::head_epsilon>("head_epsilon").optional(),
+         field<&LayerWeights::second_norm>("second_norm"), field<&LayerWeights::second_epsilon>("second_epsilon"),
+         field<&LayerWeights::query>("query"), field<&LayerWeights::key>("key"),
+         field<&LayerWeights::value>("value"), field<&LayerWeights::output>("output"),
+         field<&LayerWeights::gate>("gate"), field<&LayerWeights::up>("up"), field<&LayerWeights::down>("down")});
+    bind_struct<LayerInput>(
+        m, "LayerInput",
+        {field<&LayerInput::rows>("rows"), field<&LayerInput::hidden>("hidden").or_null(),
+         field<&LayerInput::cos>("cos").optional(), field<&LayerInput::sin>("sin").optional(),
+         field<&LayerInput::q>("q").or_null(), field<&LayerInput::k>("k").or_null(),
+         field<&LayerInput::v>("v").or_null()},
+        [](const LayerInput& in) {
+            if (in.rows && !(in.hidden && in.q && in.k && in.v))
+                throw std::invalid_argument("hidden, q, k and v must be addresses");
+            if (!in.cos != !in.sin) throw std::invalid_argument("cos and sin go together");
+        });
+    bind_struct<LayerUpdate>(
+        m, "LayerUpdate",
+        {field<&LayerUpdate::rows>("rows"), field<&LayerUpdate::hidden>("hidden").or_null(),
+         field<&LayerUpdate::attended>("attended").or_null()},
+        [](const LayerUpdate& in) {
+            if (in.rows && !(in.hidden && in.attended))
+                throw std::invalid_argument("hidden and attended must be addresses");
+        });
+    bind_struct<HeadRows>(
+        m, "HeadRows",
+        {field<&HeadRows::threads>("threads").at_least(1), field<&HeadRows::storage>("storage").within(0, 1),
+         field<&HeadRows::rows>("rows"), field<&HeadRows::channels>("channels").at_least(1),
+         field<&HeadRows::hidden>("hidden").or_null(), field<&HeadRows::norm>("norm"),
+         field<&HeadRows::epsilon>("epsilon"), field<&HeadRows::head>("matrix"),
+         field<&HeadRows::out>("out").or_null()},
+        [](const HeadRows& call) {
+            if (call.rows && !(call.hidden && call.out))
+                throw std::invalid_argument("hidden and out must be addresses");
+        });
+    bind_struct<PassCall>(
+        m, "RowPass",
+        {field<&PassCall::op>("kind").within(0, 2), field<&PassCall::threads>("threads").at_least(1),
+         field<&PassCall::storage>("storage").within(0, 1), field<&PassCall::rows>("rows"),
+         field<&PassCall::width>("width"), field<&PassCall::heads>("heads").at_least(1),
+         field<&PassCall::x>("x").or_null(),
+         field<&PassCall::x_stride>("row_stride"), field<&PassCall::head_stride>("head_stride").optional(),
+         field<&PassCall::other>("other").optional(), field<&PassCall::other_stride>("other_stride").optional(),
+         field<&PassCall::weight>("weight").optional(), field<&PassCall::out>("out").or_null(),
+         field<&PassCall::eps>("eps").optional()},
+        [](const PassCall& c) {
+            if (!c.rows) return;  // what has no rows lies nowhere
+            if (!c.x || !c.out || (c.op != RowPass::silu_mul && !c.weight) || (c.op != RowPass::rms_norm && !c.other))
+                throw std::invalid_argument("x, out, and weight or other of this kind, must be addresses");
+        });
+    set.def("project_rows", &project_rows);
+    set.def("finish_rows", &finish_rows);
+    set.def("head_rows", &head_rows);
+    set.def("row_pass", &row_pass);
 }
 
 }  // namespace saccade

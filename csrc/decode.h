@@ -1,4 +1,9 @@
 // How one decode call is cut into tasks, and how their results merge.
+//
+// A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when
+// they read the same keys of a long context: then whole slots are read in order, which memory likes better. The size of
+// splits follows from the call alone, so a result depends neither on the number of threads nor on other work; splits
+// merge by log-sum-exp.
 #pragma once
 
 #include <cstdlib>
@@ -7,6 +12,10 @@
 
 namespace saccade {
 namespace {
+
+constexpr int64_t kSplitKeys = 1024;   // keys of a task
+constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
+constexpr int64_t kSplits = 32;        // of these at most: a task begins with rows that nobody asked for ahead
 
 struct DecodePlan {
     const Attention& a;
@@ -26,7 +35,8 @@ struct DecodePlan {
         } else {
             keys = KeyStream(a, 0, a.q_start, a.q_start + 1).visible();
         }
-        groups = (!lists || a.units == 1) && keys >= kWholeSlots ? owners : 1;
+        const bool whole_slots = a.table_head_stride == 0 && (!lists || a.units == 1);
+        groups = whole_slots && keys >= kWholeSlots ? owners : 1;
         split_keys = kSplitKeys;
         if (groups > 1 && keys > kSplits * kSplitKeys)
             split_keys = (keys + kSplits * kSplitKeys - 1) / (kSplits * kSplitKeys) * kSplitKeys;

@@ -1,12 +1,11 @@
 // Attention of one query row per head over selected keys. Bound by memory: each KV head's rows are streamed once for
-// all the query heads that read the same keys. Vector lanes run over head_dim.
-//
-// A task is one split of the keys of one owner (a KV head, or a unit with a list of its own), or of all KV heads when
-// they read the same keys of a long context: then whole slots are read in order, which memory likes better. The size of
-// splits follows from the call alone, so a result depends neither on the number of threads nor on other work; splits
-// merge by log-sum-exp.
+// all the query heads that read the same keys. Vector lanes run over head_dim. Where KV heads have tables of their own,
+// a task that serves several of them finds each one's rows by the positions of the first one's keys.
 #pragma once
 
+#include <utility>
+
+#include "ahead.h"
 #include "key_stream.h"
 #include "math.h"
 #include "threads.h"
@@ -14,43 +13,9 @@
 namespace saccade {
 namespace {
 
-constexpr int kDecodeStep = 32;        // keys between two updates of the running maximum: a slot of the usual pool
-constexpr int64_t kSplitKeys = 1024;   // keys of a task
-constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
-constexpr int64_t kSplits = 32;        // of these at most: a task begins with rows that nobody asked for ahead
-constexpr int kHeadTile = 4;           // query heads of a register tile
-constexpr int64_t kLead = 4;           // groups of which rows are asked for ahead of their use
-
-// Rows that are wanted soon, asked for line by line in the order in which they lie in the pool.
-template <class T>
-class Ahead {
-  public:
-    Ahead() = default;
-    Ahead(const T* pool, const KeyStep<kDecodeStep>& step, int64_t head_dim)
-        : pool_(pool), row_(step.row), last_(step.row + step.count), width_(lines(head_dim)) {}
-
-    // Cache lines that so many values fill.
-    static constexpr int64_t lines(int64_t values) { return (values * static_cast<int64_t>(sizeof(T)) + 63) / 64; }
-
-    SACCADE_INLINE void ask(int64_t count) {
-        for (; count > 0; --count) {
-            if (left_ == 0) {
-                if (row_ == last_) return;
-                at_ = reinterpret_cast<const char*>(pool_ + *row_++);
-                left_ = width_;
-            }
-            Simd::prefetch(at_);
-            at_ += 64;
-            --left_;
-        }
-    }
-
-  private:
-    const T* pool_ = nullptr;
-    const int64_t *row_ = nullptr, *last_ = nullptr;
-    const char* at_ = nullptr;
-    int64_t width_ = 0, left_ = 0;
-};
+constexpr int kDecodeStep = 32;  // keys between two updates of the running maximum: a block of the usual pool
+constexpr int kHeadTile = 4;     // query heads of a register tile
+constexpr int64_t kLead = 4;     // groups of which rows are asked for ahead of their use
 
 // What may look into a step: `shift(s, count)` changes the base-2 logits of its keys, `tally(row, max, e, count)` gets
 // exp2(logit - max) of them, for query head `row` of the task.
@@ -70,7 +35,8 @@ class DecodeTask {
     DecodeTask(const Attention& a, int64_t row, int64_t first_head, int64_t groups, int64_t shared, int64_t stride,
                float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
         : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
-          stride_(stride), o_(o), max_(max), sum_(sum), tally_(tally) {
+          stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
+          o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(scratch ? scratch : thread_scratch(count.used())));
@@ -93,7 +59,7 @@ class DecodeTask {
 
     static int64_t scratch_size(int64_t head_dim, int64_t queries) {
         return queries * ((head_dim + 31) / 32 * 32 * sizeof(Q) + (kScores + 1) * sizeof(float)) +
-               kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + 5 * 64;
+               kHeadTile * kScores * sizeof(float) + 2 * sizeof(KeyStep<kDecodeStep>) + 6 * 64;
     }
 
     template <class Stream>
@@ -105,16 +71,17 @@ class DecodeTask {
             more = keys.fill(*next);
             if constexpr (Stream::prefetches) take_step<false>(*now, nullptr);
             else take_step(*now, more ? next : nullptr);
-            KeyStep<kDecodeStep>* swap = now;
-            now = next;
-            next = swap;
+            std::swap(now, next);
         }
     }
 
-    // All keys first, then all values: the order in which they lie in the pools. Memory is kept busy by asking for the
-    // rows of a group kLead groups before they are used.
+    // All keys first, then all values, as they lie in the pools; rows are asked for kLead groups before they are used.
     template <bool Asks = true>
     void take_step(const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) {
+        if (own_rows_) {
+            find_rows(step, 0);
+            if (next) find_rows(*next, 1);
+        }
         for (int64_t turn = 0; turn < 2 * groups_; ++turn) {
             Ahead<T> ahead = Asks ? rows_of(turn + kLead, step, next) : Ahead<T>();
             const int64_t g = turn % groups_;
@@ -136,30 +103,43 @@ class DecodeTask {
         p_ = c.take<float>(groups_ * shared_ * kScores);
         alpha_ = c.take<float>(groups_ * shared_);
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
+        rows_ = c.take<int64_t>(own_rows_ ? 2 * groups_ * kDecodeStep : 0);
     }
 
-    // Row offset of group `g` against group 0.
-    int64_t group_offset(int64_t g) const { return g * a_.page * d_; }
+    // Where group `g` reads: rows(), and how much further on in the pools.
+    int64_t group_offset(int64_t g) const { return own_rows_ ? 0 : g * a_.page * d_; }
+    const int64_t* rows(int64_t g, const KeyStep<kDecodeStep>& step, int which = 0) const {
+        return own_rows_ ? rows_ + (which * groups_ + g) * kDecodeStep : step.row;
+    }
+    void find_rows(const KeyStep<kDecodeStep>& step, int which) {
+        for (int64_t g = 0; g < groups_; ++g) {
+            const KeyRows row_of(a_, kv_head_ + g);
+            int64_t* to = rows_ + (which * groups_ + g) * kDecodeStep;
+            for (int j = 0; j < step.count; ++j) to[j] = row_of(step.position[j]);
+        }
+    }
 
     // The rows that turn `turn` of this step reads, or of the next: first each group's keys, then each one's values.
     Ahead<T> rows_of(int64_t turn, const KeyStep<kDecodeStep>& step, const KeyStep<kDecodeStep>* next) const {
-        const KeyStep<kDecodeStep>* in = turn < 2 * groups_ ? &step : next;
-        turn %= 2 * groups_;
+        const int which = turn >= 2 * groups_;
+        const KeyStep<kDecodeStep>* in = which ? next : &step;
         if (!in) return {};
+        turn %= 2 * groups_;
         const void* pool = turn < groups_ ? a_.k_pool : a_.v_pool;
-        return {static_cast<const T*>(pool) + group_offset(turn % groups_), *in, d_};
+        const int64_t g = turn % groups_;
+        return {static_cast<const T*>(pool) + group_offset(g), rows(g, *in, which), in->count, d_};
     }
 
     template <int HT>
     SACCADE_INLINE void take_heads(bool keys, int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
-        if (keys) weigh<HT>(g, h, step, ahead);
-        else accumulate<HT>(g, h, step, ahead);
+        keys ? weigh<HT>(g, h, step, ahead) : accumulate<HT>(g, h, step, ahead);
     }
 
     template <int HT>
     void weigh(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
         const int64_t first = g * shared_ + h;
-        scores<HT>(q_ + first * q_stride_, static_cast<const T*>(a_.k_pool) + group_offset(g), step, ahead);
+        scores<HT>(q_ + first * q_stride_, static_cast<const T*>(a_.k_pool) + group_offset(g), rows(g, step),
+                   step.count, ahead);
         float shrink[HT < W ? W : HT] = {}, sums[HT];
         for (int i = 0; i < HT; ++i) sums[i] = weights(g, h + i, i, step.count, shrink[i]);
         Simd::store(shrink, Simd::exp2(Simd::load(shrink)));
@@ -172,10 +152,10 @@ class DecodeTask {
 
     // s[head][key] = q . k, raw; meanwhile other rows are on their way.
     template <int HT>
-    void scores(const Q* q, const T* k, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
-        for (int j = 0; j < step.count; j += 4) {
+    void scores(const Q* q, const T* k, const int64_t* rows, int count, Ahead<T>& ahead) {
+        for (int j = 0; j < count; j += 4) {
             const T* row[4];
-            for (int r = 0; r < 4; ++r) row[r] = k + step.row[j + r < step.count ? j + r : step.count - 1];
+            for (int r = 0; r < 4; ++r) row[r] = k + rows[j + r < count ? j + r : count - 1];
             ahead.ask(4 * Ahead<T>::lines(d_));
             F acc[HT][4];
             for (auto& head : acc)
@@ -235,7 +215,7 @@ class DecodeTask {
     void accumulate(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
         const int64_t row = g * shared_ + h;
         Values x{static_cast<const T*>(a_.v_pool) + group_offset(g), p_ + row * kScores, alpha_ + row,
-                 o_ + (g * stride_ + h) * d_, step, ahead};
+                 o_ + (g * stride_ + h) * d_, rows(g, step), step.count, ahead};
         int64_t c = 0;
         if constexpr (kDot) {
             for (; c + 4 * W <= d_; c += 4 * W) values_dot<HT, 2>(x, c);
@@ -252,7 +232,8 @@ class DecodeTask {
         const T* v;
         const float *p, *alpha;
         float* o;
-        const KeyStep<kDecodeStep>& step;
+        const int64_t* rows;
+        const int count;
         Ahead<T>& ahead;
     };
 
@@ -263,9 +244,9 @@ class DecodeTask {
         F acc[HT][NC];
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
-        for (int j = 0; j < x.step.count; ++j) {
+        for (int j = 0; j < x.count; ++j) {
             x.ahead.ask(Ahead<T>::lines(NC * W));
-            const T* row = x.v + x.step.row[j] + c;
+            const T* row = x.v + x.rows[j] + c;
             F v[NC];
             for (int n = 0; n < NC; ++n) v[n] = Simd::load_row(row + n * W);
             for (int i = 0; i < HT; ++i) {
@@ -285,10 +266,10 @@ class DecodeTask {
         F acc[HT][NC];
         for (int i = 0; i < HT; ++i)
             for (int n = 0; n < NC; ++n) acc[i][n] = Simd::mul(Simd::load(o + i * d_ + n * W), Simd::set1(x.alpha[i]));
-        for (int j = 0; j < x.step.count; j += 2) {
+        for (int j = 0; j < x.count; j += 2) {
             x.ahead.ask(Ahead<T>::lines(2 * NC * W));
-            const int second = j + 1 < x.step.count ? j + 1 : j;  // an absent key has weight 0
-            const T *row0 = x.v + x.step.row[j] + c, *row1 = x.v + x.step.row[second] + c;
+            const int second = j + 1 < x.count ? j + 1 : j;  // an absent key has weight 0
+            const T *row0 = x.v + x.rows[j] + c, *row1 = x.v + x.rows[second] + c;
             F v[NS ? NC : 2];
             if constexpr (NS == 0) Math::interleave(row0, row1, 0xffffu, 0xffffu, v);
             else
@@ -305,10 +286,12 @@ class DecodeTask {
     static constexpr int kScores = kDecodeStep + 16;  // a row of s and p
     const Attention& a_;
     const Logits logits_;
-    const int64_t d_, q_stride_, groups_, shared_, stride_;
+    const int64_t d_, q_stride_, groups_, shared_, stride_, kv_head_;
+    const bool own_rows_;
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;
+    int64_t* rows_;  // [2, groups, kDecodeStep]: of this step and of the next
     Tally* tally_;
 };
 

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "gather_rows.h"
+#include "key_rows.h"
 #include "threads.h"
 #include "top_k.h"
 
@@ -20,10 +21,10 @@ class GatherTask {
 
   public:
     GatherTask(const Gather& g, int64_t kv_head)
-        : g_(g), a_(g.attention), logits_(g.attention), rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32},
+        : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, kv_head),
+          rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32},
           kv_head_(kv_head), d_(a_.head_dim), group_(a_.heads / a_.kv_heads), own_units_(g.units / a_.kv_heads),
           per_unit_(a_.heads / g.units), longest_(0), full_(false) {
-        shift_ = (a_.page & (a_.page - 1)) ? -1 : __builtin_ctzll(a_.page);
         for (int64_t u = 0; u < own_units_; ++u) {
             const int64_t unit = kv_head * own_units_ + u, count = g.offsets[unit + 1] - g.offsets[unit];
             const bool whole = g.full && g.full[unit];
@@ -48,7 +49,7 @@ class GatherTask {
 
     void run() {
         if (full_)  // every key once, for all heads of the group
-            score(0, group_, g_.keys, true, [this](int64_t j) { return row_of(j); });
+            score(0, group_, g_.keys, true, row_of_);
         for (int64_t u = 0; u < own_units_; ++u) run_unit(kv_head_ * own_units_ + u, u * per_unit_);
     }
 
@@ -68,11 +69,6 @@ class GatherTask {
         share_ = c.take<float>(per_unit_);
     }
 
-    SACCADE_INLINE int64_t row_of(int64_t i) const {
-        const int64_t slot = shift_ >= 0 ? i >> shift_ : i / a_.page;
-        return (a_.table[slot] * a_.kv_heads + kv_head_) * a_.page * d_ + (i - slot * a_.page) * d_;
-    }
-
     bool idle(int64_t h) const { return g_.idle && g_.idle[kv_head_ * group_ + h]; }
 
     // Unit `unit`, whose heads are number first .. first + per_unit - 1 of the group.
@@ -81,7 +77,7 @@ class GatherTask {
         int voters = 0;
         for (int64_t h = 0; h < per_unit_; ++h) voters += !idle(first + h);
         const int64_t places = whole ? g_.keys : list_places(unit, voters > 0);
-        if (!whole) score(first, per_unit_, places, false, [this](int64_t j) { return row_of(position_[j]); });
+        if (!whole) score(first, per_unit_, places, false, [this](int64_t j) { return row_of_(position_[j]); });
         const int64_t candidates = places - g_.sinks - g_.local, wanted = g_.k[unit];
         const bool picks = voters && candidates > wanted;
         int64_t count = voters ? places : g_.idle_keys;
@@ -92,7 +88,7 @@ class GatherTask {
         };
         const T* v = static_cast<const T*>(a_.v_pool);
         const auto ask = [&](int64_t j) {
-            if (whole || picks) ask_for(v, j, count, [&](int64_t i) { return row_of(position(i)); });
+            if (whole || picks) ask_for(v, j, count, [&](int64_t i) { return row_of_(position(i)); });
             else rows_of_.ask(v, rows_ + j);  // the rows whose keys were scored
         };
         int64_t lead = 0;  // rows of values asked for
@@ -245,10 +241,10 @@ class GatherTask {
     const Gather& g_;
     const Attention& a_;
     Logits logits_;
+    const KeyRows row_of_;
     Rows rows_of_;
     int64_t kv_head_, d_, group_, own_units_, per_unit_, longest_;
     bool full_;
-    int shift_;
     Q* q_;
     float *s_, *top_, *r_, *e_, *o_, *share_;
     Q* p_;

@@ -29,17 +29,17 @@ void decode(const Attention& a) {
     else decode_typed<Fp32Math, float>(a);
 }
 
-void line_sums(const Sample& s) {
+void line_sums(const LineSums& s) {
     if (s.attention.storage == Storage::bf16) line_sums_typed<HalfMath, uint16_t>(s);
     else line_sums_typed<Fp32Math, float>(s);
 }
 
-void cover_rows(const Sample& s) {
+void cover_rows(const RowCovers& s) {
     if (s.attention.storage == Storage::bf16) cover_rows_typed<HalfMath, uint16_t>(s);
     else cover_rows_typed<Fp32Math, float>(s);
 }
 
-void antidiagonals(const Sample& s) {
+void antidiagonals(const Antidiagonals& s) {
     if (s.attention.storage == Storage::bf16) antidiagonals_typed<HalfMath, uint16_t>(s);
     else antidiagonals_typed<Fp32Math, float>(s);
 }
@@ -94,28 +94,28 @@ void probe(const Probes& c) {
     else probe_typed<float>(c);
 }
 
-void cover(const CoverCall& call) {
+double cover(const CoverCall& call) {
     Cover c{call.weights, call.count, call.keys, call.first, call.count, call.positions, call.share};
     c.columns = call.columns;
     c.distances = call.distances;
     c.run();
     call.counts[0] = c.column_count;
     call.counts[1] = c.distance_count;
-    *call.recovered = c.recovered;
+    return c.recovered;
 }
 
 void project_rows(const ProjectRows& c) {
-    if (c.storage == static_cast<int>(Storage::bf16)) layer::project_rows_typed<uint16_t>(c);
+    if (c.storage == Storage::bf16) layer::project_rows_typed<uint16_t>(c);
     else layer::project_rows_typed<float>(c);
 }
 
 void finish_rows(const FinishRows& c) {
-    if (c.storage == static_cast<int>(Storage::bf16)) layer::finish_rows_typed<uint16_t>(c);
+    if (c.storage == Storage::bf16) layer::finish_rows_typed<uint16_t>(c);
     else layer::finish_rows_typed<float>(c);
 }
 
 void head_rows(const HeadRows& c) {
-    if (c.storage == static_cast<int>(Storage::bf16)) layer::head_rows_typed<uint16_t>(c);
+    if (c.storage == Storage::bf16) layer::head_rows_typed<uint16_t>(c);
     else layer::head_rows_typed<float>(c);
 }
 

@@ -1,9 +1,7 @@
 // The keys one query tile may read, in rising order, as positions and row offsets into the paged pools.
 #pragma once
 
-#include <cstdint>
-
-#include "kernels.h"
+#include "key_rows.h"
 
 namespace saccade {
 namespace {
@@ -49,9 +47,7 @@ class KeyStream {
   public:
     static constexpr bool prefetches = false;
     KeyStream(const Attention& a, int64_t kv_head, int64_t first_row, int64_t stop)
-        : a_(a), window_(a, first_row, stop), stop_(stop) {
-        head_offset_ = kv_head * a.page * a.head_dim;
-        slot_stride_ = a.kv_heads * a.page * a.head_dim;
+        : a_(a), rows_(a, kv_head), window_(a, first_row, stop), stop_(stop) {
         if (a.keys == Keys::dense) {
             end_ = stop;
         } else if (a.keys == Keys::band) {
@@ -93,14 +89,13 @@ class KeyStream {
                 next_ = window_.low;
                 continue;
             }
-            int64_t in_page = next_ % a_.page;
-            int64_t run = a_.page - in_page;
+            int64_t run = rows_.run(next_);
             if (run > end_ - next_) run = end_ - next_;
             if (next_ < window_.sinks && window_.hides(window_.sinks) && run > window_.sinks - next_)
                 run = window_.sinks - next_;
             if (run > left_) run = left_;
             if (run > Capacity - count) run = Capacity - count;
-            int64_t row = a_.table[next_ / a_.page] * slot_stride_ + head_offset_ + in_page * a_.head_dim;
+            int64_t row = rows_(next_);
             for (int64_t i = 0; i < run; ++i) {
                 step.row[count + i] = row + i * a_.head_dim;
                 step.position[count + i] = static_cast<int32_t>(next_ + i);
@@ -142,8 +137,9 @@ class KeyStream {
     }
 
     const Attention& a_;
+    const KeyRows rows_;
     const RowWindow window_;
-    int64_t stop_, head_offset_, slot_stride_;
+    int64_t stop_;
     int64_t next_ = 0, end_ = 0, left_ = INT64_MAX, late_start_ = -1;
     const int32_t* next_block_ = nullptr;
     const int32_t* last_block_ = nullptr;

@@ -1,6 +1,7 @@
 // Makes labels of keys: a few channels of each, quantized to a few bits from the least of them to the greatest.
 #pragma once
 
+#include "key_rows.h"
 #include "label_scores.h"
 
 namespace saccade {
@@ -9,6 +10,7 @@ namespace {
 template <class T>
 void label_head(const LabelKeys& c, int64_t kv_head) {
     const int64_t planes = c.bits <= 4 ? (c.channels + 1) / 2 : c.channels;
+    const KeyRows rows(c.kv, kv_head);
     const int64_t* channel = c.channel + kv_head * c.channels;
     const float levels = static_cast<float>((1 << c.bits) - 1);
     uint8_t* codes = c.codes + (kv_head * c.tiles + c.first / kLabelTile) * planes * kLabelTile;
@@ -18,9 +20,7 @@ void label_head(const LabelKeys& c, int64_t kv_head) {
         std::memset(codes, 0, planes * kLabelTile);
         std::memset(range, 0, 2 * kLabelTile * sizeof(float));
         for (int64_t lane = 0; lane < kLabelTile && start + lane < c.last; ++lane) {
-            const int64_t i = start + lane;
-            const int64_t row = (c.table[i / c.page] * c.kv_heads + kv_head) * c.page + i % c.page;
-            const T* key = static_cast<const T*>(c.k_pool) + row * c.head_dim;
+            const T* key = static_cast<const T*>(c.kv.k_pool) + rows(start + lane);
             float low = __builtin_inff(), high = -__builtin_inff();
             for (int64_t n = 0; n < c.channels; ++n) {
                 if constexpr (sizeof(T) == 2) {
@@ -48,10 +48,10 @@ void label_head(const LabelKeys& c, int64_t kv_head) {
 
 void label_keys(const LabelKeys& c) {
     parallel_for(
-        c.kv_heads, c.threads,
+        c.kv.kv_heads, c.threads,
         [](void* context, int64_t i) {
             const LabelKeys& call = *static_cast<const LabelKeys*>(context);
-            if (call.storage == Storage::bf16) label_head<uint16_t>(call, i);
+            if (call.kv.storage == Storage::bf16) label_head<uint16_t>(call, i);
             else label_head<float>(call, i);
         },
         const_cast<LabelKeys*>(&c));

@@ -239,7 +239,7 @@ struct Cover {
 
 // The cover of one head of a call, from its sampled rows.
 template <class Math, class T>
-void cover_head(const Sample& s, int64_t head) {
+void cover_head(const RowCovers& s, int64_t head) {
     const int64_t stride = (s.count + kTile - 1) / kTile * kTile;
     // A tile of rows writes the keys up to its last row; the rest of its lanes is never read.
     void* memory = nullptr;
@@ -255,20 +255,20 @@ void cover_head(const Sample& s, int64_t head) {
         task.normalize();
     }
     Cover c{w, stride, s.k_len, s.attention.q_start, s.count, s.positions, s.share};
-    c.columns = s.cover_columns + head * s.k_len;
-    c.distances = s.cover_distances + head * s.k_len;
+    c.columns = s.columns + head * s.k_len;
+    c.distances = s.distances + head * s.k_len;
     c.run();
-    s.cover_counts[2 * head] = c.column_count;
-    s.cover_counts[2 * head + 1] = c.distance_count;
+    s.counts[2 * head] = c.column_count;
+    s.counts[2 * head + 1] = c.distance_count;
     std::free(w);
 }
 
 template <class Math, class T>
-void cover_rows_typed(const Sample& s) {
+void cover_rows_typed(const RowCovers& s) {
     parallel_for(
         s.attention.heads, s.attention.threads,
-        [](void* context, int64_t head) { cover_head<Math, T>(*static_cast<const Sample*>(context), head); },
-        const_cast<Sample*>(&s));
+        [](void* context, int64_t head) { cover_head<Math, T>(*static_cast<const RowCovers*>(context), head); },
+        const_cast<RowCovers*>(&s));
 }
 
 }  // namespace

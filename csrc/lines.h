@@ -137,22 +137,14 @@ class LinePlan {
     LineUnit* units_ = nullptr;
 };
 
-// Where the keys of one KV head lie.
+// The rows of one KV head with the pools they lie in.
 template <class T>
-struct Rows {
+struct Rows : KeyRows {
     const T *k, *v;
-    const int32_t* table;
-    int64_t page_mask, slot_stride, head_offset, head_dim;
-    int page_shift;
 
     Rows(const Attention& a, int64_t kv_head)
-        : k(static_cast<const T*>(a.k_pool)), v(static_cast<const T*>(a.v_pool)), table(a.table),
-          page_mask(a.page - 1), slot_stride(a.kv_heads * a.page * a.head_dim),
-          head_offset(kv_head * a.page * a.head_dim), head_dim(a.head_dim), page_shift(__builtin_ctzll(a.page)) {}
+        : KeyRows(a, kv_head), k(static_cast<const T*>(a.k_pool)), v(static_cast<const T*>(a.v_pool)) {}
 
-    SACCADE_INLINE int64_t operator()(int64_t key) const {
-        return table[key >> page_shift] * slot_stride + head_offset + (key & page_mask) * head_dim;
-    }
     SACCADE_INLINE void prefetch(int64_t key) const {
         const int64_t row = (*this)(key);
         for (int64_t c = 0; c < head_dim; c += 64 / static_cast<int64_t>(sizeof(T))) {

@@ -1,6 +1,7 @@
 // A few keys that stand for those that no list holds: LFPS's estimate of what it leaves out.
 #pragma once
 
+#include "key_rows.h"
 #include "math.h"
 #include "threads.h"
 
@@ -33,16 +34,14 @@ void probe_typed(const Probes& c) {
     float *dots = carver.take<float>(2 * padded), *left = dots + padded;  // 0 where a probe counts, else -inf
     for (int64_t x = c.count; x < padded; ++x) dots[x] = 0, left[x] = -__builtin_inff();
     const Logits logits(a);
-    const auto key = [&](int64_t g, int64_t p) {
-        const int64_t i = c.at[p];
-        return static_cast<const T*>(a.k_pool) + ((a.table[i / a.page] * a.kv_heads + g) * a.page + i % a.page) * d;
-    };
     int64_t outside = 0;
     for (int64_t h = 0; h < a.heads; ++h) {
-        const int64_t g = h / group, unit = h / per_unit;
+        const int64_t unit = h / per_unit;
+        const KeyRows rows(a, h / group);
+        const auto key = [&](int64_t p) { return static_cast<const T*>(a.k_pool) + rows(c.at[p]); };
         if (h % group == 0)
             for (int64_t p = 0; p < c.count; ++p)
-                for (int64_t x = 0; x < d; x += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(key(g, p) + x);
+                for (int64_t x = 0; x < d; x += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(key(p) + x);
         if (h % per_unit == 0) {
             const int32_t *at = c.indices + c.offsets[unit], *end = c.indices + c.offsets[unit + 1];
             outside = 0;
@@ -54,7 +53,7 @@ void probe_typed(const Probes& c) {
         }
         const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
         for (int64_t p = 0; p < c.count; ++p) {
-            const T* k = key(g, p);
+            const T* k = key(p);
             F sum = Simd::set1(0);
             for (int64_t x = 0; x < d; x += W) sum = Simd::fma(Simd::load_row(q + x), Simd::load_row(k + x), sum);
             dots[p] = Simd::sum(sum);

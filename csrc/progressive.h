@@ -126,7 +126,7 @@ struct ProgressivePlan {
                     last = batch[now];
                     block = 0;
                 }
-                block = tally.mark(steps[now], a.block_size, a.q_start + 1, block);
+                block = tally.mark(steps[now], p.block_size, a.q_start + 1, block);
             } else {
                 tally.run_count = 0;
             }
@@ -212,7 +212,7 @@ struct ProgressivePlan {
 // What was read, as lists of rising blocks.
 inline void list_read(const Progressive& p) {
     const Attention& a = p.attention;
-    const int64_t blocks = (a.q_start + a.block_size) / a.block_size;
+    const int64_t blocks = (a.q_start + p.block_size) / p.block_size;
     uint8_t* taken = static_cast<uint8_t*>(std::malloc(blocks));
     int64_t count = 0;
     p.offsets[0] = 0;

@@ -1,11 +1,12 @@
-// A decoder layer's work on a few rows, in three calls (rows.h). All tensors are contiguous and of one storage type;
-// weights are [rows, in].
+// A decoder layer's work on a few rows, in three calls (rows.h), and what goes on between matrix products
+// (row_passes.h). Plain data only, see calls.h.
 #pragma once
 
-#include <cstdint>
+#include "calls.h"
 
 namespace saccade {
 
+// Tensors of the calls on rows are contiguous and of one storage type; weights are [rows, in].
 struct RowMatrix {
     const void *weight, *bias;  // bias [rows], or null
     int64_t rows;
@@ -14,7 +15,8 @@ struct RowMatrix {
 // hidden [rows, channels] -> norm -> queries, keys, values [rows, heads * head_dim], the first two normed by head (if
 // there are norms) and rotated by cos, sin [rows, head_dim] (if there are any).
 struct ProjectRows {
-    int storage, threads;
+    Storage storage;
+    int threads;
     int64_t rows, channels, head_dim;
     const void *hidden, *norm;
     double epsilon, head_epsilon;
@@ -25,7 +27,8 @@ struct ProjectRows {
 
 // hidden += output(attended); hidden += down(silu(gate(x)) * up(x)) with x = norm(hidden).
 struct FinishRows {
-    int storage, threads;
+    Storage storage;
+    int threads;
     int64_t rows, channels, attended_channels;
     void* hidden;
     const void *attended, *norm;
@@ -35,12 +38,32 @@ struct FinishRows {
 
 // out [rows, head.rows] = head(norm(hidden)).
 struct HeadRows {
-    int storage, threads;
+    Storage storage;
+    int threads;
     int64_t rows, channels;
     const void *hidden, *norm;
     double epsilon;
     RowMatrix head;
     void* out;
+};
+
+// One operation on `rows` rows of `width` values (row_passes.h), all of one storage type. `x` and `other` have strides,
+// in elements; `out` and `weight` are contiguous. For rotate `x` is [heads, rows, head_dim], `weight` and `other` are
+// the cosines and sines [rows, width], and the result goes to `x`.
+enum class RowPass : int { rms_norm = 0, silu_mul = 1, rotate = 2 };
+
+struct PassCall {
+    RowPass op;
+    Storage storage;
+    int threads;
+    int64_t rows, width, heads;
+    void* x;
+    int64_t x_stride, head_stride;
+    const void* other;
+    int64_t other_stride;
+    const void* weight;
+    void* out;
+    float eps;
 };
 
 }  // namespace saccade

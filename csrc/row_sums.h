@@ -141,11 +141,11 @@ class RowTask : TileTask<Math, T> {
 };
 
 template <class Math, class T>
-void line_sums_typed(const Sample& s) {
+void line_sums_typed(const LineSums& s) {
     parallel_for(
         s.attention.heads, s.attention.threads,
         [](void* context, int64_t head) {
-            const Sample& s = *static_cast<const Sample*>(context);
+            const LineSums& s = *static_cast<const LineSums*>(context);
             for (int64_t first = 0; first < s.count; first += kTile) {
                 const int64_t count = s.count - first < kTile ? s.count - first : kTile;
                 RowTask<Math, T> task(s.attention, head, s.rows + first, count);
@@ -153,7 +153,7 @@ void line_sums_typed(const Sample& s) {
                 task.add_sums(s.columns + head * s.k_len, s.slashes + head * s.k_len);
             }
         },
-        const_cast<Sample*>(&s));
+        const_cast<LineSums*>(&s));
 }
 
 }  // namespace

@@ -39,8 +39,10 @@ struct DrawTask {
     // The keys of one query head: all before `first`, those that share two buckets with it, all from `last` on.
     void run(int64_t head) const {
         const Attention& a = c.attention;
-        const HashBuckets& b = c.buckets;
-        const int64_t kv_head = head / (a.heads / a.kv_heads), d = a.head_dim, rounded = (b.keys + 7) / 8 * 8;
+        const int64_t kv_head = head / (a.heads / a.kv_heads), d = a.head_dim, hashed = c.last - c.first;
+        const int64_t rounded = (hashed + 7) / 8 * 8, buckets = int64_t{1} << c.bits;
+        const KeyRows rows(a, kv_head);
+        const auto key_of = [&](int64_t i) { return static_cast<const T*>(a.k_pool) + rows(i); };
         Carver count(nullptr);
         count.take<uint8_t>(rounded);
         count.take<const int32_t*>(2 * c.tables);
@@ -52,9 +54,9 @@ struct DrawTask {
         std::memset(seen, 0, rounded);
         for (int64_t t = 0; t < c.tables; ++t) {
             const int64_t row = kv_head * c.tables + t;
-            const int32_t* start = b.starts + row * (b.buckets + 1) + c.asked[head * c.tables + t];
-            runs[2 * t] = b.order + row * b.keys + start[0];
-            runs[2 * t + 1] = b.order + row * b.keys + start[1];
+            const int32_t* start = c.starts + row * (buckets + 1) + c.asked[head * c.tables + t];
+            runs[2 * t] = c.order + row * hashed + start[0];
+            runs[2 * t + 1] = c.order + row * hashed + start[1];
             Simd::prefetch(runs[2 * t]);
         }
         for (int64_t t = 0; t < c.tables; ++t)
@@ -83,15 +85,9 @@ struct DrawTask {
         for (int64_t j = c.first; j < drawn; ++j) {
             if (j + 8 < drawn)
                 for (int64_t i = 0; i < d; i += 64 / static_cast<int64_t>(sizeof(T)))
-                    Simd::prefetch(key_of(list[j + 8], kv_head) + i);
-            bias[j] = static_cast<float>(correction(key_of(list[j], kv_head), q, c.mean + kv_head * d, size));
+                    Simd::prefetch(key_of(list[j + 8]) + i);
+            bias[j] = static_cast<float>(correction(key_of(list[j]), q, c.mean + kv_head * d, size));
         }
-    }
-
-    const T* key_of(int64_t i, int64_t kv_head) const {
-        const Attention& a = c.attention;
-        const int64_t row = (a.table[i / a.page] * a.kv_heads + kv_head) * a.page + i % a.page;
-        return static_cast<const T*>(a.k_pool) + row * a.head_dim;
     }
 
     // -ln of the chance that a key agrees with the query in two tables or more, and the guard.
@@ -145,21 +141,17 @@ class ListedKeys {
   public:
     static constexpr bool prefetches = false;
     ListedKeys(const Attention& a, int64_t kv_head, const int32_t* first, const int32_t* last)
-        : a_(a), kv_head_(kv_head), next_(first), last_(last) {}
+        : row_of_(a, kv_head), next_(first), last_(last) {}
 
     bool fill(KeyStep<kDecodeStep>& step) {
         step.count = 0;
-        for (; next_ < last_ && step.count < kDecodeStep; ++next_, ++step.count) {
-            const int64_t slot = *next_ / a_.page;
-            step.row[step.count] =
-                ((a_.table[slot] * a_.kv_heads + kv_head_) * a_.page + *next_ - slot * a_.page) * a_.head_dim;
-        }
+        for (; next_ < last_ && step.count < kDecodeStep; ++next_, ++step.count)
+            step.row[step.count] = row_of_(*next_);
         return step.count > 0;
     }
 
   private:
-    const Attention& a_;
-    int64_t kv_head_;
+    const KeyRows row_of_;
     const int32_t *next_, *last_;
 };
 
@@ -170,12 +162,12 @@ void sampled_typed(const SampledCall& c) {
         [](void* context, int64_t head) {
             const SampledCall& call = *static_cast<const SampledCall*>(context);
             const Attention& a = call.attention;
-            BiasTally bias{call.bias + a.offsets[head]};
+            BiasTally bias{call.bias + call.offsets[head]};
             float* o = call.sums + head * a.head_dim;
             float max, sum;
             DecodeTask<Math, T, BiasTally> task(a, 0, head, 1, 1, 1, o, &max, &sum, nullptr, &bias);
-            ListedKeys keys(a, head / (a.heads / a.kv_heads), a.indices + a.offsets[head],
-                            a.indices + a.offsets[head + 1]);
+            ListedKeys keys(a, head / (a.heads / a.kv_heads), call.indices + call.offsets[head],
+                            call.indices + call.offsets[head + 1]);
             task.run(keys);
             const F inverse = Simd::set1(sum > 0 ? 1 / sum : 0);
             T* out = static_cast<T*>(a.out) + head * a.out_rows * a.head_dim;

@@ -13,9 +13,10 @@ namespace {
 constexpr int kDigit = 11;  // bits of a digit of the sort
 
 struct Shares {
-    const float* mass;
-    double* out;
-    int64_t n;
+    const float* mass;  // [rows, n]
+    double* out;        // [rows, n]
+    int64_t rows, n;
+    int threads;
 };
 
 // Orders entries by falling value, the first of equals first: value bits that rise as values fall, above the place.
@@ -57,16 +58,21 @@ void share_row(const Shares& call, int64_t row) {
     }
 }
 
-// mass fp32 [rows, n] -> fp64 [rows, n].
-void needed_shares(int threads, uintptr_t mass, int64_t rows, int64_t n, uintptr_t out) {
-    Shares call{pointer<const float>(mass), pointer<double>(out), n};
+void needed_shares(const Shares& call) {
     nb::gil_scoped_release release;
     parallel_for(
-        rows, threads, [](void* context, int64_t row) { share_row(*static_cast<Shares*>(context), row); }, &call);
+        call.rows, call.threads,
+        [](void* context, int64_t row) { share_row(*static_cast<const Shares*>(context), row); },
+        const_cast<Shares*>(&call));
 }
 
 }  // namespace
 
-void bind_shares(nb::module_& m) { m.def("needed_shares", &needed_shares); }
+void bind_shares(nb::module_& m) {
+    bind_struct<Shares>(m, "Shares",
+                        {field<&Shares::threads>("threads").at_least(1), field<&Shares::mass>("mass").or_null(),
+                         field<&Shares::rows>("rows"), field<&Shares::n>("n"), field<&Shares::out>("out").or_null()});
+    m.def("needed_shares", &needed_shares);
+}
 
 }  // namespace saccade

@@ -48,6 +48,9 @@ struct Share {
     uint8_t* searching;
     int64_t* offsets;  // [units + 1]
     int32_t* indices;
+    const void* q;  // [heads, head_dim]
+    int64_t head_stride, head_dim;
+    Storage storage;
 };
 
 float widened(const float* x, int64_t i) { return x[i]; }
@@ -67,12 +70,14 @@ float dot(const float* a, const float* b, int64_t n) {  // n: a multiple of 16
 }
 
 template <class T>
-void direct(const Share& c, const T* q, int64_t head_stride, int64_t head_dim) {
+void direct(const Share& c) {
+    const T* q = static_cast<const T*>(c.q);
+    const int64_t heads = c.channels / c.head_dim;
     for (int64_t u = 0; u < c.units; ++u) {
         float* to = c.direction + u * c.channels;
-        for (int64_t h = 0; h < c.channels / head_dim; ++h)
-            for (int64_t i = 0; i < head_dim; ++i)
-                to[h * head_dim + i] = widened(q + (u * (c.channels / head_dim) + h) * head_stride, i);
+        for (int64_t h = 0; h < heads; ++h)
+            for (int64_t i = 0; i < c.head_dim; ++i)
+                to[h * c.head_dim + i] = widened(q + (u * heads + h) * c.head_stride, i);
         const float norm = std::sqrt(dot(to, to, c.channels)), share = 1 / (norm > 1e-38f ? norm : 1e-38f);
         for (int64_t i = 0; i < c.channels; ++i) to[i] *= share;
     }
@@ -119,6 +124,7 @@ struct Keep {
     int32_t low, high;
     int64_t best, reach, most;
     int32_t *counts, *keys, *moving;  // out: [units], [units, capacity], the best [units, most] or none behind kNone
+    int threads;
 };
 
 void keep_unit(const Keep& c, int64_t u) {
@@ -149,38 +155,52 @@ void keep_unit(const Keep& c, int64_t u) {
     c.counts[u] = static_cast<int32_t>(unite(read, count, heavy, best, 0, c.reach, c.low, c.high, keys) - keys);
 }
 
-void share(int64_t units, int64_t channels, int64_t capacity, int64_t anchors, uintptr_t directions, uintptr_t has,
-           uintptr_t counts, uintptr_t keys, uintptr_t positions, uintptr_t q, bool half, int64_t head_stride,
-           int64_t head_dim, double tau, bool cover_gap, int64_t last, int64_t local, int64_t most, uintptr_t best,
-           int64_t follow, int64_t first, uintptr_t direction, uintptr_t searching, uintptr_t offsets, uintptr_t indices) {
-    const Share c{units, channels, capacity, anchors, most, pointer<const int32_t>(best), follow, first,
-                  pointer<const float>(directions), pointer<const uint8_t>(has),
-                  pointer<const int32_t>(counts), pointer<const int32_t>(keys), pointer<const int64_t>(positions),
-                  static_cast<float>(tau), cover_gap, last, local, pointer<float>(direction),
-                  pointer<uint8_t>(searching), pointer<int64_t>(offsets), pointer<int32_t>(indices)};
+void share(const Share& c) {
     nb::gil_scoped_release release;
-    if (half) direct(c, pointer<const uint16_t>(q), head_stride, head_dim);
-    else direct(c, pointer<const float>(q), head_stride, head_dim);
+    if (c.storage == Storage::bf16) direct<uint16_t>(c);
+    else direct<float>(c);
     c.offsets[0] = 0;
-    for (int64_t u = 0; u < units; ++u) share_unit(c, u);
+    for (int64_t u = 0; u < c.units; ++u) share_unit(c, u);
 }
 
-void keep(int threads, int64_t units, int64_t capacity, uintptr_t has, uintptr_t offsets, uintptr_t indices,
-          uintptr_t weights, int64_t weight_stride, int64_t rows, int64_t low, int64_t high, int64_t best,
-          int64_t reach, int64_t most, uintptr_t counts, uintptr_t keys, uintptr_t moving) {
-    const Keep c{units, capacity, pointer<const uint8_t>(has), pointer<const int64_t>(offsets),
-                 pointer<const int32_t>(indices), pointer<const float>(weights), weight_stride, rows,
-                 static_cast<int32_t>(low), static_cast<int32_t>(high), best, reach, most, pointer<int32_t>(counts),
-                 pointer<int32_t>(keys), pointer<int32_t>(moving)};
+void keep(const Keep& c) {
     nb::gil_scoped_release release;
     parallel_for(
-        units, threads, [](void* context, int64_t u) { keep_unit(*static_cast<const Keep*>(context), u); },
+        c.units, c.threads, [](void* context, int64_t u) { keep_unit(*static_cast<const Keep*>(context), u); },
         const_cast<Keep*>(&c));
 }
 
 }  // namespace
 
 void bind_sharing(nb::module_& m) {
+    bind_struct<Share>(
+        m, "ShareKeys",
+        {field<&Share::units>("units").at_least(1), field<&Share::channels>("channels").at_least(16),
+         field<&Share::capacity>("capacity"), field<&Share::anchors>("anchors"),
+         field<&Share::directions>("directions").or_null(), field<&Share::has>("has").or_null(),
+         field<&Share::counts>("counts").or_null(), field<&Share::keys>("keys").or_null(),
+         field<&Share::positions>("positions").or_null(), field<&Share::q>("q"),
+         field<&Share::storage>("storage").within(0, 1), field<&Share::head_stride>("head_stride"),
+         field<&Share::head_dim>("head_dim").at_least(16), field<&Share::tau>("tau"),
+         field<&Share::cover_gap>("cover_gap"), field<&Share::last>("last").signed_number(),
+         field<&Share::local>("local"), field<&Share::most>("most"), field<&Share::best>("best").or_null(),
+         field<&Share::follow>("follow"), field<&Share::first>("first"), field<&Share::direction>("direction"),
+         field<&Share::searching>("searching"), field<&Share::offsets>("offsets"),
+         field<&Share::indices>("indices").or_null()},
+        [](const Share& c) {
+            if (c.anchors && !(c.directions && c.has && c.counts && c.keys && c.positions))
+                throw std::invalid_argument("anchors need directions, has, counts, keys and positions");
+            if (c.channels % c.head_dim) throw std::invalid_argument("channels must be whole heads");
+        });
+    bind_struct<Keep>(
+        m, "KeepKeys",
+        {field<&Keep::threads>("threads").at_least(1), field<&Keep::units>("units").at_least(1),
+         field<&Keep::capacity>("capacity"), field<&Keep::has>("has"), field<&Keep::offsets>("offsets"),
+         field<&Keep::indices>("indices").or_null(), field<&Keep::weights>("weights").or_null(),
+         field<&Keep::weight_stride>("weight_stride"), field<&Keep::rows>("rows").at_least(1),
+         field<&Keep::low>("low").signed_number(), field<&Keep::high>("high").signed_number(),
+         field<&Keep::best>("best"), field<&Keep::reach>("reach"), field<&Keep::most>("most"),
+         field<&Keep::counts>("counts"), field<&Keep::keys>("keys"), field<&Keep::moving>("moving").or_null()});
     m.def("share_keys", &share);
     m.def("keep_keys", &keep);
 }

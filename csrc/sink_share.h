@@ -1,6 +1,7 @@
 // How much of a head's attention rests on its first keys, by estimate: LFPS's bypass.
 #pragma once
 
+#include "key_rows.h"
 #include "math.h"
 
 namespace saccade {
@@ -16,11 +17,11 @@ void sink_share_typed(const SinkShare& c) {
     for (int64_t h = 0; h < a.heads; ++h) {
         const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
         const int64_t g = h / group;
+        const KeyRows rows(a, g);
         auto lse = [&](int64_t from, int64_t to) {
             float total = 0, top = kNoMax;
             for (int64_t i = from; i < to; ++i) {
-                const T* k = static_cast<const T*>(a.k_pool) +
-                             ((a.table[i / a.page] * a.kv_heads + g) * a.page + i % a.page) * d;
+                const T* k = static_cast<const T*>(a.k_pool) + rows(i);
                 F sum = Simd::set1(0);
                 for (int64_t x = 0; x < d; x += W) sum = Simd::fma(Simd::load_row(q + x), Simd::load_row(k + x), sum);
                 float lanes[W];

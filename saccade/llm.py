@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saccade.engine.core import Engine
+from saccade.engine.config import EngineConfig
+from saccade.engine.core import Engine, new_request_id
+from saccade.engine.loop import AsyncEngine
+from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
-from saccade.engine.request import StepOutput
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
-from saccade.kv.pool import BLOCK_SIZES, BlockPool
-from saccade.kv.sequence import SequenceKV
-from saccade.machine import available_bytes, check_threads, parse_bytes
+from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.machine import available_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
-from saccade.models.loader import load_model
+from saccade.models.loader import LoadedModel, load_model
 from saccade.ops import cpu, triton
-from saccade.ops.attend import BACKENDS
-from saccade.outputs import RequestOutput, drain, request_output, steps
+from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.session import Session
 
 Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A model with its KV pool, ready to generate.
+    """A model with its KV pool, ready to generate: a synchronous and an asyncio face of :class:`AsyncEngine`.
 
-    ``model``: a checkpoint folder, or ``"retriever"``, the model that is built in. ``policy``: the default for requests
-    that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
-    ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
-    as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on a GPU), at most what
-    ``max_requests`` full-length sequences need. ``prefill_chunk``: most prompt tokens of one request in one step.
-    ``device``: ``cpu``, ``cuda`` or ``cuda:N``. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton``
-    (GPU kernels or an error) or ``reference``. ``exact`` makes a result independent of its batch to the last bit, at
-    the price of one pass over the weights per request; by default yes in float32 and no otherwise. ``cuda_graphs``
-    records batched decode steps on a GPU and replays them; without it their kernels are launched one by one. Raises
-    SaccadeError with one line that says the way out.
+    Settings are those of :class:`EngineConfig`, by name, or a ``config`` of them. Every method may be called from any
+    thread. ``engine`` and its parts may be looked at while nothing runs. Raises SaccadeError with one line that says
+    the way out.
     """
 
     def __init__(
@@ -46,64 +39,34 @@ class LLM:
         model: str | Path = "retriever",
         policy: PolicyLike = "dense",
         *,
-        dtype: str | torch.dtype = "auto",
-        max_model_len: int | None = None,
-        kv_memory: int | float | str | None = None,
-        prefill_chunk: int = 4096,
-        max_requests: int = 64,
-        block_size: int = 32,
-        backend: str = "auto",
-        threads: int | None = None,
-        exact: bool | None = None,
-        device: str = "cpu",
-        cuda_graphs: bool = True,
+        config: EngineConfig | None = None,
+        **settings: Any,
     ) -> None:
-        self.policy = Policy.parse(policy)
-        _positive("prefill_chunk", prefill_chunk)
-        _positive("max_requests", max_requests)
-        if block_size not in BLOCK_SIZES:
-            raise SaccadeError(f"block_size={block_size!r} is not one of {BLOCK_SIZES}")
-        if threads is not None:
-            check_threads(threads)
-        if backend not in BACKENDS:
-            raise SaccadeError(f"backend={backend!r} is unknown; known: {', '.join(BACKENDS)}")
-        self.model = load_model(checkpoint_folder(model), dtype=dtype, device=device)
-        on_gpu = self.model.device.type == "cuda"
-        spec = self.model.spec
-        self.max_model_len = _model_length(max_model_len, spec.max_position)
-        layers, heads, dim = spec.layers, spec.kv_heads, spec.head_dim
-        kernels = triton if on_gpu else cpu
-        if backend == "auto" and not kernels.available():
+        if config is None:
+            config = EngineConfig.of(model=model, policy=policy, **settings)
+        elif settings:
+            raise SaccadeError(f"give a config or single settings ({', '.join(sorted(settings))}), not both")
+        self.config = config
+        self.policy = Policy.parse(config.policy)
+        self.model = load_model(checkpoint_folder(config.model), dtype=config.dtype, device=config.device)
+        self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
+        kernels = triton if self.model.device.type == "cuda" else cpu
+        if config.backend == "auto" and not kernels.available():
             warnings.warn(kernels.why_unavailable(), stacklevel=2)
-        per_block = BlockPool.block_bytes(heads, dim, block_size, spec.dtype)
-        if kv_memory is None:
-            useful = max_requests * SequenceKV.blocks_for(self.max_model_len, layers, block_size)
-            free = 0.85 * torch.cuda.mem_get_info(self.model.device)[0] if on_gpu else 0.4 * available_bytes()
-            blocks = min(useful, int(free) // per_block)
-        else:
-            blocks = parse_bytes(kv_memory) // per_block
-        if blocks < layers:
-            raise CapacityError(
-                f"kv_memory={kv_memory!r} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers need one "
-                f"each; give at least {layers * per_block} bytes"
-            )
-        pool = BlockPool(blocks, heads, dim, block_size=block_size, dtype=spec.dtype, device=self.model.device)
-        self.engine = Engine(
-            self.model,
-            pool,
-            max_model_len=self.max_model_len,
-            chunk=prefill_chunk,
-            max_requests=max_requests,
-            backend=backend,
-            threads=threads,
-            exact=spec.dtype == torch.float32 if exact is None else exact,
-            cuda_graphs=cuda_graphs,
-        )
-        self.engine.check_policy(self.policy)
+        exact = self.model.spec.dtype == torch.float32 if config.exact is None else config.exact
+        pool = _pool(config, self.model, self.max_model_len)
+        self.engine = Engine(config, self.model, pool, self.max_model_len, exact)
+        self.engine.checks.policy(self.policy)
+        self.loop = AsyncEngine(self.engine, config.max_waiting)
 
     @property
     def tokenizer(self) -> Any:
         return self.model.tokenizer
+
+    @property
+    def pool(self) -> BlockManager:
+        """Where keys and values lie."""
+        return self.engine.pool
 
     def generate(
         self,
@@ -121,30 +84,47 @@ class LLM:
         texts = _prompt_list(prompts)
         params = _per_prompt(sampling_params, len(texts), "sampling parameters", SamplingParams)
         policies = [self._policy(one) for one in _policy_list(policy, len(texts))]
-        encoded = [self._encode(prompt) for prompt in texts]
+        encoded = [self.encode(prompt) for prompt in texts]
         for ids in encoded:
-            self.engine.check(ids)
-        samples = [[one.for_sample(i) for i in range(one.n)] for one in params]
-        groups = [
-            [self.engine.add(ids, sample, chosen) for sample in group]
-            for ids, group, chosen in zip(encoded, samples, policies)
-        ]
-        drain(self.engine, [request for group in groups for request in group])
-        return [
-            request_output(text if isinstance(text, str) else None, ids, group)
-            for text, ids, group in zip(texts, encoded, groups)
-        ]
+            self.engine.checks.prompt(ids)
+        messages: list[AddRequest] = []
+        for ids, one, chosen in zip(encoded, params, policies):
+            first = new_request_id()
+            messages.append(AddRequest(first, ids, one.for_sample(0), chosen))
+            messages += [
+                AddRequest(new_request_id(), ids, one.for_sample(index), chosen, shares=first)
+                for index in range(1, one.n)
+            ]
+        streams = self.loop.add(messages)
+        outcomes = iter(finished(self.loop, streams))
+        groups = [[next(outcomes) for _ in range(one.n)] for one in params]
+        return [request_output(text if isinstance(text, str) else None, group) for text, group in zip(texts, groups)]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
-        """Complete one prompt step by step. Each item has ``new_text``, ``new_tokens`` and prefill progress; the last
-        one is ``finished``. Leaving the loop early cancels the request."""
-        params = sampling_params or SamplingParams()
-        if params.n != 1:
-            raise RequestError(f"n={params.n} cannot be streamed; use generate()")
-        request = self.engine.add(self._encode(prompt), params, self._policy(policy))
-        yield from steps(self.engine, request)
+        """Complete one prompt step by step. Each item has ``new_text``, ``new_tokens`` and prefill progress since the
+        one before; the last one is ``finished`` and has the ``outcome``. Leaving the loop early cancels the request."""
+        message = self._message(prompt, sampling_params, policy, "streamed; use generate()")
+        yield from self.loop.outputs(self.loop.add([message])[0])
+
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+    ) -> AsyncIterator[StepOutput]:
+        """:meth:`stream` for asyncio. Cancelling the task cancels the request."""
+        async for output in self.loop.stream(self._message(prompt, sampling_params, policy, "streamed")):
+            yield output
+
+    async def agenerate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+    ) -> RequestOutput:
+        """Complete one prompt under asyncio, with one sample. Cancelling the task cancels the request."""
+        outcome = None
+        async for output in self.loop.stream(self._message(prompt, sampling_params, policy, "had of agenerate()")):
+            outcome = output.outcome
+        assert outcome is not None, "a stream ends with an outcome"
+        warn_of_failures([outcome])
+        return request_output(prompt if isinstance(prompt, str) else None, [outcome])
 
     def chat(
         self,
@@ -164,12 +144,18 @@ class LLM:
         """A conversation that keeps its keys, values and method state between turns."""
         return Session(self, self._policy(policy))
 
-    def _policy(self, policy: PolicyLike) -> Policy:
-        chosen = self.policy if policy is None else Policy.parse(policy)
-        self.engine.check_policy(chosen)
-        return chosen
+    def close(self) -> None:
+        """Cancel what runs and end the engine's thread. Nothing can be asked of this LLM afterwards."""
+        self.loop.close()
 
-    def _encode(self, prompt: Prompt, first: bool = True) -> list[int]:
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def encode(self, prompt: Prompt, first: bool = True) -> list[int]:
+        """Token ids of a prompt. ``first``: it begins a context, so the tokenizer's special tokens join it."""
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty; give at least one token")
@@ -178,6 +164,37 @@ class LLM:
         if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
             raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
         return list(listed)
+
+    def _message(self, prompt: Prompt, params: SamplingParams | None, policy: PolicyLike, what: str) -> AddRequest:
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n={params.n} cannot be {what}")
+        return AddRequest(new_request_id(), self.encode(prompt), params, self._policy(policy))
+
+    def _policy(self, policy: PolicyLike) -> Policy:
+        chosen = self.policy if policy is None else Policy.parse(policy)
+        self.engine.checks.policy(chosen)
+        return chosen
+
+
+def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> BlockManager:
+    """The KV pool that the settings ask for. CapacityError where it would not hold a block a layer."""
+    spec, size = model.spec, config.block_size
+    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size)
+    per_block = layout.block_bytes
+    if config.kv_memory is None:
+        useful = config.max_requests * layers * layout.blocks(max_model_len)
+        on_gpu = model.device.type == "cuda"
+        free = 0.85 * torch.cuda.mem_get_info(model.device)[0] if on_gpu else 0.4 * available_bytes()
+        blocks = min(useful, int(free) // per_block)
+    else:
+        blocks = parse_bytes(config.kv_memory) // per_block
+    if blocks < layers:
+        raise CapacityError(
+            f"kv_memory={config.kv_memory!r} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers need "
+            f"one each; give at least {layers * per_block} bytes"
+        )
+    return BlockManager(KVStorage(layout, blocks, model.device, triton.row_mover(model.device)), layers)
 
 
 def checkpoint_folder(model: str | Path) -> Path:
@@ -199,11 +216,6 @@ def _model_length(wanted: int | None, most: int) -> int:
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not 2 <= wanted <= most:
         raise SaccadeError(f"max_model_len={wanted!r} must be an integer from 2 to {most}, the model's own limit")
     return wanted
-
-
-def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SaccadeError(f"{name}={value!r} must be an integer >= 1")
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,15 +1,15 @@
-"""What a caller gets back, and driving the engine until it is there."""
+"""What a caller of generate and chat gets back."""
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.engine.core import Engine
-from saccade.engine.request import Request, StepOutput, TokenLogprob
+from saccade.engine.loop import AsyncEngine
+from saccade.engine.messages import RequestOutcome, TokenLogprob
+from saccade.engine.stream import Stream
 
 
 @dataclass
@@ -42,47 +42,38 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
 
 
-def drain(engine: Engine, requests: list[Request]) -> None:
-    """Run steps until all requests ended; a warning for each that failed. An interrupt cancels them."""
+def finished(loop: AsyncEngine, streams: Sequence[Stream]) -> list[RequestOutcome]:
+    """Wait until all requests ended; a warning for each that failed. An interrupt cancels them."""
+    outcomes = []
     try:
-        while not all(request.finished for request in requests):
-            engine.step()
+        for stream in streams:
+            outcome = None
+            while outcome is None:
+                outcome = stream.wait().outcome
+            outcomes.append(outcome)
     except BaseException:
-        for request in requests:
-            engine.cancel(request)
+        loop.cancel([stream.request_id for stream in streams])
         raise
-    for request in requests:
-        if request.error is not None:
-            warnings.warn(f"request {request.id} failed: {request.error}", RuntimeWarning, stacklevel=3)
+    warn_of_failures(outcomes)
+    return outcomes
 
 
-def steps(engine: Engine, request: Request) -> Iterator[StepOutput]:
-    """Run steps and yield what they did for one request; cancels it when the caller stops listening."""
-    outbox: deque[StepOutput] = deque()
-    request.outbox = outbox
-    try:
-        while outbox or not request.finished:
-            if outbox:
-                yield outbox.popleft()
-            else:
-                engine.step()
-    finally:
-        engine.cancel(request)
+def warn_of_failures(outcomes: Iterable[RequestOutcome]) -> None:
+    """A RuntimeWarning for each request that ended with an error."""
+    for outcome in outcomes:
+        if outcome.error is not None:
+            warnings.warn(f"a request failed: {outcome.error}", RuntimeWarning, stacklevel=4)
 
 
-def request_output(prompt: str | None, ids: list[int], group: list[Request]) -> RequestOutput:
+def request_output(prompt: str | None, group: Sequence[RequestOutcome]) -> RequestOutput:
+    """The samples of one prompt as one output."""
     outputs = [
-        CompletionOutput(
-            index=index,
-            text=request.text,
-            token_ids=request.final_ids,
-            finish_reason=request.finish_reason,
-            cumulative_logprob=request.cumulative_logprob if request.params.logprobs is not None else None,
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-        )
-        for index, request in enumerate(group)
+        CompletionOutput(index, one.text, one.token_ids, one.finish_reason, one.cumulative_logprob, one.logprobs)
+        for index, one in enumerate(group)
     ]
-    reports = [request.report.as_dict() for request in group]
-    error = next((request.error for request in group if request.error is not None), None)
-    scores = group[0].prompt_logprobs
-    return RequestOutput(prompt, ids, outputs, reports[0], reports, error, prompt_logprobs=scores)
+    reports = [one.report for one in group]
+    error = next((one.error for one in group if one.error is not None), None)
+    first = group[0]
+    return RequestOutput(
+        prompt, first.prompt, outputs, first.report, reports, error, prompt_logprobs=first.prompt_logprobs
+    )

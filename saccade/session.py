@@ -6,13 +6,16 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from saccade.engine.core import common, new_request_id
+from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
-from saccade.engine.request import Request, StepOutput
+from saccade.engine.stream import Stream
 from saccade.errors import RequestError
 from saccade.methods.policy import Policy, PolicyLike
-from saccade.outputs import RequestOutput, drain, request_output, steps
+from saccade.outputs import RequestOutput, finished, request_output
 
 if TYPE_CHECKING:
+    from saccade.engine.sequence import Sequence as TokenSequence
     from saccade.llm import LLM
 
 
@@ -25,10 +28,16 @@ class Session:
     def __init__(self, llm: LLM, policy: Policy) -> None:
         self.llm = llm
         self.policy = policy
-        self.sequence = llm.engine.new_sequence()
         self.messages: list[dict[str, Any]] = []
-        # A session that is dropped without close() gives its blocks back at the engine's next step.
-        self._finalizer = weakref.finalize(self, llm.engine.abandoned.append, self.sequence)
+        self._open()
+
+    def _open(self) -> None:
+        llm = self.llm
+        self.id = llm.engine.open_session()
+        self.sequence: TokenSequence = llm.engine.sessions[self.id]  # the engine's own: to look at between turns
+        # A session that is dropped without close() gives its blocks back before the engine's next step.
+        self._finalizer = weakref.finalize(self, llm.loop.forget_soon, self.id)
+        self._finalizer.atexit = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -39,15 +48,13 @@ class Session:
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> RequestOutput:
         """Append ``prompt`` (text or token ids) to the context and complete it."""
-        request = self._start(prompt, sampling_params, policy)
-        drain(self.llm.engine, [request])
-        return request_output(prompt if isinstance(prompt, str) else None, request.prompt, [request])
+        return self._finished(self._start(prompt, sampling_params, policy), prompt)
 
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
         """Like ``generate``, step by step; leaving the loop early cancels the turn."""
-        yield from steps(self.llm.engine, self._start(prompt, sampling_params, policy))
+        yield from self.llm.loop.outputs(self._start(prompt, sampling_params, policy))
 
     def complete(
         self,
@@ -58,16 +65,11 @@ class Session:
         keep: int | None = None,
         decoded: int = 0,
     ) -> RequestOutput:
-        """Make ``token_ids`` the whole context and complete it; what it begins with and is stored already is not
-        computed again, or at most its first ``keep`` tokens. A stretch that a sparse prefill computed is kept whole or
-        not at all. The last ``decoded`` tokens, a question say, run one by one as decode steps under the policy's
-        decode method, so that they read as sparsely as the answer's."""
-        ids = self.llm._encode(token_ids)
-        most = len(ids) - 1 if keep is None else min(keep, len(ids) - 1)
-        shared = self.sequence.border(_common(self.sequence.tokens, ids[: max(0, most)]))
-        request = self._start(ids[shared:], sampling_params, policy, shared, min(decoded, len(ids) - shared))
-        drain(self.llm.engine, [request])
-        return request_output(None, request.prompt, [request])
+        """Make ``token_ids`` the whole context and complete it; tokens that it shares with the stored context are not
+        computed again, but at most its first ``keep`` tokens are kept. A stretch that a sparse prefill computed is kept
+        whole or not at all. The last ``decoded`` tokens, a question say, run one by one as decode steps under the
+        policy's decode method, so that they read as sparsely as the answer's."""
+        return self._finished(self._start(token_ids, sampling_params, policy, keep, decoded, whole=True))
 
     def chat(
         self,
@@ -82,17 +84,16 @@ class Session:
             raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {message!r}")
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn])
-        shared = _common(self.sequence.tokens, ids[:-1])
-        request = self._start(ids[shared:], sampling_params, policy, keep=shared)
-        drain(self.llm.engine, [request])
-        output = request_output(None, request.prompt, [request])
+        shared = common(self.sequence.tokens, ids[:-1])
+        output = self._finished(self._start(ids[shared:], sampling_params, policy, keep=shared))
         if output.error is None:
             self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
         return output
 
     def close(self) -> None:
-        """Give the session's blocks back."""
-        self.llm.engine.forget(self.sequence)
+        """Give the session's blocks back. A turn after that begins a new context."""
+        self._finalizer.detach()
+        self.llm.loop.forget(self.id)
 
     def __enter__(self) -> Session:
         return self
@@ -107,15 +108,18 @@ class Session:
         policy: PolicyLike,
         keep: int | None = None,
         decoded: int = 0,
-    ) -> Request:
+        whole: bool = False,
+    ) -> Stream:
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)
-        ids = self.llm._encode(prompt, first=not self.sequence.tokens)
-        return self.llm.engine.add(ids, params, chosen, self.sequence, keep, decoded)
+        if not self._finalizer.alive:
+            self._open()
+        ids = self.llm.encode(prompt, first=not self.sequence.tokens)
+        message = AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
+        return self.llm.loop.add([message])[0]
 
-
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))
+    def _finished(self, stream: Stream, prompt: str | Sequence[int] | None = None) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        return request_output(text, finished(self.llm.loop, [stream]))

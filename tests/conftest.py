@@ -16,9 +16,19 @@ if not torch.cuda.is_available():  # Triton kernels run in its interpreter, whic
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from engine_helpers import FIVE, GREEDY, make, tokens
+from kv_helpers import PoisonedStorage
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM
+from saccade.kv import view
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unwritten_keys_are_nan() -> Iterator[None]:
+    """``KVView.from_tensors`` pages into poisoned storage: what is behind the last key must never matter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(view, "KVStorage", PoisonedStorage)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ class DensePass:
         self.store = store
         self.rows = list(zip(sequences, segments, strict=True))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         out = torch.empty_like(q)
         for sequence, segment in self.rows:
             rows = slice(segment.start, segment.start + segment.length)

@@ -9,10 +9,10 @@ from helpers import MATRIX
 
 from saccade import LLM, SamplingParams
 from saccade.engine.core import Engine
-from saccade.kv.pool import BlockPool
+from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 
-BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
+BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
 LAYERS = 3
 FIVE = (  # each sparse at 200 tokens
     "dense",

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.registry import METHODS
-from saccade.ops import Trace, attend
+from saccade.ops import Call, run
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Ranking, Selection, Shape, Tokens, Tri
 
 
@@ -435,11 +435,11 @@ def run_method(
         state = method.begin(Chunk.of(tail, view))
         selection = method.select_decode(query, state)
     selection.check()
-    trace = Trace()
-    out, lse = attend(tail, view, selection, backend="reference", trace=trace, **options)
-    assert trace.used is not None
-    trace.used.check()
-    return out, lse, trace.used
+    ran = run(Call.of(tail, view, selection, **options), "reference")
+    out, lse = ran.out, ran.lse
+    assert ran.used is not None
+    ran.used.check()
+    return out, lse, ran.used
 
 
 def phases_and_rows(method: Method, rows: Sequence[int] = (1, 5, 200)) -> list[tuple[str, int]]:

@@ -134,7 +134,7 @@ def test_timing_ends_with_its_block(folder):
     before = dict(clock.seconds)
     llm.generate(prompt(64, 300), FIRST)
     assert clock.seconds == before
-    assert llm.engine.executor.clock is None
+    assert llm.engine.watch.clock is None
 
 
 BAD = {

@@ -136,7 +136,7 @@ def _fails(*args, **options):
 
 def test_a_failed_request_is_told_and_reported(capsys, monkeypatch, tmp_path):
     """It fails in its first layer, so that there is no density to print."""
-    monkeypatch.setattr("saccade.engine.pass_attention.attend", _fails)
+    monkeypatch.setattr("saccade.engine.host_calls.run_call", _fails)
     report = tmp_path / "report.json"
     code, out, err = run(capsys, "generate", "hello there", "--report", str(report))
     assert (code, out) == (1, "\n")
@@ -146,7 +146,7 @@ def test_a_failed_request_is_told_and_reported(capsys, monkeypatch, tmp_path):
 
 
 def test_a_failed_turn_of_a_chat_is_told(capsys, monkeypatch):
-    monkeypatch.setattr("saccade.engine.pass_attention.attend", _fails)
+    monkeypatch.setattr("saccade.engine.host_calls.run_call", _fails)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     code, out, err = run(capsys, "chat", "-n", "2")
     assert (code, out) == (0, "\n")

@@ -54,7 +54,7 @@ def both(method, chunk, monkeypatch, isa):
     finally:
         cpu.set_isa(None)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "reads", lambda q, kv: False)
+        patch.setattr(cpu, "serves", lambda *_: "patched")
         patch.setattr(cpu, "available", lambda: False)
         return fast, method.select_prefill(chunk).mask()
 

@@ -169,18 +169,18 @@ def test_strided_queries(q_len):
         assert torch.equal(lse, expected[1])
 
 
-def test_supports_says_no_where_the_reference_must_run():
+def test_serves_says_why_the_reference_must_run():
     shape = Shape.suffix(4, 2, 8, 90)
     q, view = problem(shape, 32, torch.float32)
-    assert cpu.supports(q, view, Dense(shape))
-    assert not cpu.supports(q, view, Tokens.from_mask(shape, shape.causal_mask()[None]))
-    assert not cpu.supports(q.half(), view, Dense(shape))
-    assert not cpu.supports(q.bfloat16(), view, Dense(shape))  # q and KV of different dtypes
+    assert cpu.serves(q, view, Dense(shape)) is None
+    assert "Tokens of 8 rows" in cpu.serves(q, view, Tokens.from_mask(shape, shape.causal_mask()[None]))
+    assert "torch.float16" in cpu.serves(q.half(), view, Dense(shape))
+    assert "queries and keys alike" in cpu.serves(q.bfloat16(), view, Dense(shape))
     odd_q, odd_view = problem(shape, 40, torch.float32)
-    assert not cpu.supports(odd_q, odd_view, Dense(shape))
+    assert "got 40" in cpu.serves(odd_q, odd_view, Dense(shape))
     three = Shape.suffix(6, 3, 8, 90)  # 2 units over 3 KV heads: a list would straddle KV heads
     q, view = problem(three, 32, torch.float32)
-    assert not cpu.supports(q, view, random_blocks(three, 64, 2))
+    assert "2 units cut across 3 KV heads" in cpu.serves(q, view, random_blocks(three, 64, 2))
 
 
 def test_too_short_a_view_is_an_error():

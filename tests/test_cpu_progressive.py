@@ -8,7 +8,7 @@ from cpu_helpers import problem
 from helpers import generator
 
 from saccade.kv.summaries import summarize
-from saccade.ops import Trace, attend, cpu, cpu_blocks
+from saccade.ops import Call, cpu, cpu_blocks, run
 from saccade.ops.block_scores import ranked_blocks, top_blocks
 from saccade.selection import Ranking, Shape
 
@@ -47,14 +47,12 @@ def test_rankings_read_what_the_reference_reads(dtype, heads, kv_heads, units, h
         {"epsilon": 1.0, "microbatch": 1000},
     ):
         one = ranking(shape, size, units, 3, seed=head_dim, **options)
-        ours, reference = Trace(), Trace()
-        out, lse = attend(q, view, one, softcap=softcap, backend="cpu", trace=ours)
-        want, want_lse = attend(q, view, one, softcap=softcap, backend="reference", trace=reference)
+        ours, reference = (run(Call.of(q, view, one, softcap=softcap), name) for name in ("cpu", "reference"))
         assert torch.equal(ours.used.block_mask(), reference.used.block_mask())
         torch.testing.assert_close(ours.coverage, reference.coverage, atol=1e-4, rtol=1e-4)
         close = {"atol": 1e-5, "rtol": 1e-5} if dtype == "float32" else {"atol": 1e-2, "rtol": 2e-2}
-        torch.testing.assert_close(out, want, **close)
-        torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(ours.out, reference.out, **close)
+        torch.testing.assert_close(ours.lse, reference.lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,14 +61,11 @@ def test_threads_change_nothing(dtype):
     q, view = problem(shape, 64, DTYPES[dtype], seed=3)
     for units in (1, 4, 8):
         one = ranking(shape, 32, units, 2, seed=units, epsilon=0.7, rest="last_max")
-        traces = Trace(), Trace()
-        first, second = (
-            attend(q, view, one, backend="cpu", threads=threads, trace=trace) for threads, trace in zip((1, 5), traces)
-        )
-        assert torch.equal(first[0], second[0])
-        assert torch.equal(first[1], second[1])
-        assert torch.equal(traces[0].used.indices, traces[1].used.indices)
-        assert torch.equal(traces[0].coverage, traces[1].coverage)
+        first, second = (run(Call.of(q, view, one, threads=threads), "cpu") for threads in (1, 5))
+        assert torch.equal(first.out, second.out)
+        assert torch.equal(first.lse, second.lse)
+        assert torch.equal(first.used.indices, second.used.indices)
+        assert torch.equal(first.coverage, second.coverage)
 
 
 def criticality(q: torch.Tensor, summary: torch.Tensor, units: int) -> list[list[float]]:
@@ -112,7 +107,7 @@ def test_equal_blocks_keep_their_order(units):
     parts = torch.randn(5, 2, 2, 32, generator=generator(1)).sort(1, descending=True).values
     summary = parts[torch.arange(203) % 5].contiguous()
     q = torch.randn(4, 32, generator=generator(2))
-    assert cpu_blocks.ranks(q, summary, units)
+    assert cpu_blocks.serves_summary(q, summary, units) is None
     ranked = ranked_blocks(q, summary, units, 2, 203)
     for unit, row in zip(criticality(q, parts, units), ranked.tolist()):
         kinds = sorted(range(5), key=lambda kind: -unit[kind])

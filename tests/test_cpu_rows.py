@@ -6,13 +6,13 @@ import pytest
 import torch
 from engine_helpers import tokens
 from helpers import generator
+from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.bench.inputs import random_blocks
-from saccade.engine.pass_attention import PassAttention
+from saccade.engine.host_rows import JoinedRows
 from saccade.errors import SaccadeError
-from saccade.kv.pool import BlockPool
 from saccade.kv.sequence import SequenceKV
 from saccade.ops import cpu, cpu_rows
 from saccade.selection import Band, Dense, Lines, Shape, Tokens
@@ -27,10 +27,8 @@ LENGTHS = (1, 33, 300, 8300)
 def batch(dtype, lengths=LENGTHS):
     """Sequences of one pool, their blocks interleaved, and a query row for each in a packed step."""
     rng = generator(3)
-    pool = BlockPool(2 * sum(-(-length // 32) for length in lengths), KV_HEADS, DIM, dtype=dtype)
-    pool.k.fill_(float("nan"))
-    pool.v.fill_(float("nan"))
-    sequences = [SequenceKV(pool, 1) for _ in lengths]
+    pool = poisoned_pool(2 * sum(-(-length // 32) for length in lengths), KV_HEADS, DIM, dtype=dtype)
+    sequences = [SequenceKV(pool) for _ in lengths]
     for start in range(0, max(lengths), 100):
         for sequence, length in zip(sequences, lengths):
             count = min(length, start + 100) - start
@@ -69,7 +67,7 @@ def test_rows_get_to_the_last_bit_what_calls_of_their_own_give(isa, dtype, kind)
     order = [2, 0, 3, 1]
     for threads in (1, 3, 8):
         out = torch.full((len(views), HEADS, DIM), float("nan"), dtype=dtype)
-        assert all(cpu_rows.joins(view, selection) for view, selection in zip(views, chosen))
+        assert all(cpu_rows.serves_row(view, selection) is None for view, selection in zip(views, chosen))
         cpu_rows.attend(
             q,
             order,
@@ -88,11 +86,11 @@ def test_rows_get_to_the_last_bit_what_calls_of_their_own_give(isa, dtype, kind)
 def test_which_selections_share_a_call():
     _, views = batch(torch.float32, (40,))
     shape = Shape.suffix(HEADS, KV_HEADS, 1, 40)
-    assert cpu_rows.joins(views[0], Dense(shape))
-    assert not cpu_rows.joins(views[0], Dense(Shape.suffix(HEADS, KV_HEADS, 2, 40)))
-    assert not cpu_rows.joins(views[0], Tokens.from_mask(shape, torch.ones(1, 1, 40, dtype=torch.bool)))
+    assert cpu_rows.serves_row(views[0], Dense(shape)) is None
+    assert cpu_rows.serves_row(views[0], Dense(Shape.suffix(HEADS, KV_HEADS, 2, 40)))
+    assert cpu_rows.serves_row(views[0], Tokens.from_mask(shape, torch.ones(1, 1, 40, dtype=torch.bool)))
     one = torch.tensor([0, 1])
-    assert not cpu_rows.joins(views[0], Lines(shape, one, torch.tensor([3]), one, torch.tensor([0])))
+    assert cpu_rows.serves_row(views[0], Lines(shape, one, torch.tensor([3]), one, torch.tensor([0])))
 
 
 def test_a_selection_beyond_its_view_is_an_error():
@@ -104,12 +102,13 @@ def test_a_selection_beyond_its_view_is_an_error():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stored_rows_lie_where_append_puts_them(dtype):
-    pools = [BlockPool(8, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
-    for pool in pools:
-        pool.k.zero_()
-        pool.v.zero_()
+    pools = [poisoned_pool(10, KV_HEADS, DIM, layers=2, dtype=dtype) for _ in range(2)]
+    stored = [pool.storage for pool in pools]
+    for one in stored:
+        one.k.zero_()
+        one.v.zero_()
     k, v = torch.randn(2, 5, KV_HEADS, DIM, generator=generator(5)).to(dtype).transpose(1, 2)
-    kept = [[SequenceKV(pool, 2) for _ in range(3)] for pool in pools]
+    kept = [[SequenceKV(pool) for _ in range(3)] for pool in pools]
     for sequences in kept:
         for sequence, length in zip(sequences, (0, 31, 32)):
             sequence.reserve(length + 1)
@@ -117,9 +116,9 @@ def test_stored_rows_lie_where_append_puts_them(dtype):
     for row, sequence in zip((4, 0, 2), kept[0]):
         sequence.append(1, k[:, row : row + 1], v[:, row : row + 1])
     places = [(row, *sequence.place(1)) for row, sequence in zip((4, 0, 2), kept[1])]
-    cpu_rows.store(k, v, pools[1].k, pools[1].v, places)
-    assert torch.equal(pools[0].k, pools[1].k)
-    assert torch.equal(pools[0].v, pools[1].v)
+    cpu_rows.store(k, v, stored[1].k, stored[1].v, places)
+    assert torch.equal(stored[0].k, stored[1].k)
+    assert torch.equal(stored[0].v, stored[1].v)
     assert [sequence.view(1).length for sequence in kept[1]] == [1, 32, 33]
     with pytest.raises(SaccadeError, match="no room for 1 tokens after 32"):
         kept[1][1].place(1)
@@ -147,17 +146,17 @@ def test_a_step_of_many_requests_equals_their_own_calls(folder, monkeypatch):
     ]
     ids = [random_ids(length, seed=length) for length in (5, 190, 223, 64, 130)]
     few = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    joined = PassAttention._attend_joined
+    joined = JoinedRows.__init__
     done = []
 
-    def counted(self, *rest):
-        done.append(joined(self, *rest))
-        return done[-1]
+    def counted(self, setting, plans, rows):
+        done.append(len(rows))
+        joined(self, setting, plans, rows)
 
-    monkeypatch.setattr(PassAttention, "_attend_joined", counted)
+    monkeypatch.setattr(JoinedRows, "__init__", counted)
     together = make(folder).generate(ids, few, policy=policies)
-    assert max(map(len, done)) == len(ids)  # the call was taken, by all of them at once
-    monkeypatch.setattr(PassAttention, "_attend_joined", lambda *rest: set())
+    assert max(done) == len(ids)  # all of them at once
+    monkeypatch.setattr(cpu_rows, "stores", lambda *rest: False)
     apart = make(folder).generate(ids, few, policy=policies)
     for left, right in zip(together, apart):
         assert tokens(left) == tokens(right)
@@ -168,7 +167,7 @@ def test_a_step_of_many_requests_equals_their_own_calls(folder, monkeypatch):
 
 
 def test_a_request_that_fails_in_a_joined_step_fails_alone(folder, monkeypatch):
-    from saccade.methods.streaming import Streaming
+    from saccade.methods.quest import Quest
 
     ids = [random_ids(length, seed=length) for length in (50, 90, 70)]
     few = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -177,8 +176,8 @@ def test_a_request_that_fails_in_a_joined_step_fails_alone(folder, monkeypatch):
     def broken(self, query, state):
         raise RuntimeError("no choice today")
 
-    monkeypatch.setattr(Streaming, "select_decode", broken)
+    monkeypatch.setattr(Quest, "select_decode", broken)
     with pytest.warns(RuntimeWarning, match="no choice today"):
-        outputs = make(folder).generate(ids, few, policy=["dense", "streaming", "dense"])
+        outputs = make(folder).generate(ids, few, policy=["dense", "quest(dense_layers=0)", "dense"])
     assert "decode: RuntimeError: no choice today" in outputs[1].error
     assert [tokens(outputs[i]) for i in (0, 2)] == [want[0], want[2]]

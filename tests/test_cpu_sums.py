@@ -6,8 +6,9 @@ import pytest
 import torch
 from cpu_helpers import problem
 
+from saccade.methods.loopserve import cpu as loopserve_cpu
+from saccade.methods.loopserve.line_cover import exact_cover
 from saccade.ops import cpu, cpu_sums
-from saccade.ops.line_cover import exact_cover
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Shape
 
@@ -101,7 +102,7 @@ def test_greedy_covers_are_numpys_to_the_last_bit(isa, n, first, count, sharpnes
     weights, positions = sampled_rows(n, first, count, n + count, sharpness)
     for share in (0.0, 0.5, 0.9, 0.995, 0.99999):
         before = weights.clone()
-        columns, distances, recovered = cpu_sums.cover(weights, positions, first, share)
+        columns, distances, recovered = loopserve_cpu.cover(weights, positions, first, share)
         assert torch.equal(weights, before)
         expected = exact_cover(weights.numpy().copy(), positions.numpy(), first, share)
         assert (columns.tolist(), distances.tolist(), recovered) == expected
@@ -113,7 +114,7 @@ def test_greedy_covers_do_not_change_with_equal_lines():
     weights = torch.tril(torch.ones(n, n)) / torch.arange(1, n + 1)[:, None]
     same = torch.tril(torch.ones(n, n)) / 64
     for rows in (weights, same):
-        columns, distances, recovered = cpu_sums.cover(rows, torch.arange(n), 0, 0.99)
+        columns, distances, recovered = loopserve_cpu.cover(rows, torch.arange(n), 0, 0.99)
         assert (columns.tolist(), distances.tolist(), recovered) == exact_cover(
             rows.numpy().copy(), torch.arange(n).numpy(), 0, 0.99
         )
@@ -130,8 +131,8 @@ def test_covers_of_a_call_hold_their_share_and_are_the_greedy_ones(isa, dtype, q
     rows = torch.randperm(q_len, generator=torch.Generator().manual_seed(1))[:count].sort().values
     weights = weights_of(q, view, shape, 1 / 8)[:, rows]
     positions = q_start + rows
-    for head, (columns, distances) in enumerate(cpu_sums.cover_rows(q, view, shape, rows, 1 / 8, None, 0.9)):
-        expected = cpu_sums.cover(weights[head].float(), positions, q_start, 0.9)
+    for head, (columns, distances) in enumerate(loopserve_cpu.cover_rows(q, view, shape, rows, 1 / 8, None, 0.9)):
+        expected = loopserve_cpu.cover(weights[head].float(), positions, q_start, 0.9)
         distance = positions[:, None] - torch.arange(shape.k_len)
         read = torch.isin(torch.arange(shape.k_len), columns)[None] | torch.isin(distance, distances)
         assert float(weights[head][read].sum()) >= 0.9 * count - 1e-4
@@ -151,10 +152,10 @@ def test_antidiagonal_shares_are_torchs(isa, dtype, q_start, q_len, extra, strid
     shape = Shape(4, 2, q_len, q_start + q_len + extra, q_start)
     q, view = problem(shape, 32, dtype, seed=q_len)
     for softcap in (None, 5.0):
-        assert cpu_sums.antidiagonals(q, view, shape, stride, size, 0.1, softcap) is not None
+        assert cpu_sums.serves_tiles(q, view, stride, size) is None
         shares = antidiagonal_shares(q, view, shape, stride, size, 0.1, softcap)
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_sums, "antidiagonals", lambda *arguments: None)
+            patch.setattr(cpu_sums, "serves_tiles", lambda *_: "patched")
             expected = antidiagonal_shares(q, view, shape, stride, size, 0.1, softcap)
         assert float((shares - expected).abs().max()) < 2e-6
 
@@ -162,6 +163,6 @@ def test_antidiagonal_shares_are_torchs(isa, dtype, q_start, q_len, extra, strid
 def test_tiles_that_straddle_pages_have_no_kernel():
     shape = Shape.suffix(4, 2, 100, 300)
     q, view = problem(shape, 32, torch.float32, page=16)
-    assert cpu_sums.antidiagonals(q, view, shape, 16, 64, 0.1) is not None
-    assert cpu_sums.antidiagonals(q, view, shape, 32, 64, 0.1) is None
-    assert cpu_sums.antidiagonals(q, view, shape, 1, 128, 0.1) is None
+    assert cpu_sums.serves_tiles(q, view, 16, 64) is None
+    assert cpu_sums.serves_tiles(q, view, 32, 64) is not None
+    assert cpu_sums.serves_tiles(q, view, 1, 128) is not None

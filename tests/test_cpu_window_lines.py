@@ -6,7 +6,7 @@ from cpu_helpers import compare, problem, random_blocks
 from engine_helpers import GREEDY, make, tokens
 from tiny_models import make_checkpoint, random_ids
 
-from saccade.ops import Trace, attend, cpu
+from saccade.ops import Call, cpu, run
 from saccade.selection import Band, Blocks, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed, cut
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
@@ -140,9 +140,8 @@ def test_heads_of_different_kinds_inside_a_window(isa, dtype, choice, q_len):
     left.check()
     agree(shape, 64, dtype, left)
     q, view = problem(shape, 64, dtype)
-    trace = Trace()
-    attend(q, view, left, trace=trace)
-    assert trace.backend == f"cpu/{isa}"
+    ran = run(Call.of(q, view, left))
+    assert ran.backend == f"cpu/{isa}"
 
 
 def test_threads_do_not_change_a_bit_inside_a_window():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from engine_helpers import FIVE, GREEDY, finish, start, tokens
+from engine_helpers import FIVE, GREEDY, finish, make, start, tokens
 
 from saccade import SamplingParams
+from saccade.engine.host import HostAttention
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.selection import Dense
@@ -24,7 +27,7 @@ def test_cancelling_frees_blocks_and_leaves_others_unchanged(llm, prompts, solo,
     for _ in range(steps):
         llm.engine.step()
     before = llm.engine.pool.used_blocks
-    held = gone.sequence.kv.blocks
+    held = gone.sequence.memory.kv.blocks
     llm.engine.cancel(gone)
     assert gone.finish_reason == "cancelled"
     assert llm.engine.pool.used_blocks == before - held
@@ -84,55 +87,85 @@ def test_one_request_that_fails_takes_nobody_down(llm, prompts, solo, phase, lay
     assert tokens(llm.generate(prompts[1], GREEDY, policy=FIVE[1])[0]) == solo[1]
 
 
-class Interrupted(BaseException):
-    """Stands for KeyboardInterrupt."""
-
-
 @pytest.fixture
-def interrupting(llm, monkeypatch):
-    """Makes the engine fail in the middle of its next pass, after two layers have stored their keys."""
-    from saccade.engine import pass_attention
+def in_the_next_pass(monkeypatch):
+    """Has something happen in the middle of the engine's next pass, after two layers have stored their keys."""
+    real = HostAttention.run
 
-    real = pass_attention.PassAttention.attend
-
-    def arm() -> None:
-        def attend(self, layer, *rest):
+    def arm(happens) -> None:
+        def run(self, layer, *rest):
             out = real(self, layer, *rest)
             if layer == 1:
-                monkeypatch.setattr(pass_attention.PassAttention, "attend", real)
-                raise Interrupted
+                monkeypatch.setattr(HostAttention, "run", real)
+                happens()
             return out
 
-        monkeypatch.setattr(pass_attention.PassAttention, "attend", attend)
+        monkeypatch.setattr(HostAttention, "run", run)
 
     return arm
 
 
+def interrupt() -> None:
+    """Ctrl-C: it reaches the thread that waits for answers, never the one that runs them."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def broken() -> None:
+    raise SystemExit("the engine broke")
+
+
 @pytest.mark.parametrize("steps", [2, 6])
-def test_an_interrupt_in_the_middle_of_a_pass_leaves_others_intact(llm, prompts, solo, interrupting, steps):
-    """generate() gives up, but a stream that shared its step goes on as if nothing had happened."""
+def test_an_interrupt_of_one_caller_leaves_others_intact(llm, prompts, solo, in_the_next_pass, steps):
+    """generate() gives up, but a stream that shares its steps goes on as if nothing had happened."""
     stream = llm.stream(prompts[1], GREEDY, policy=FIVE[1])
-    got = [token for _ in range(steps) for token in next(stream).new_tokens]
-    interrupting()
-    with pytest.raises(Interrupted):
-        llm.generate(prompts[0], GREEDY)
+    got: list[int] = []
+    while len(got) < steps:
+        got += next(stream).new_tokens
+    in_the_next_pass(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
     got += [token for output in stream for token in output.new_tokens]
     assert got == solo[1]
     assert llm.engine.pool.used_blocks == 0
 
 
-def test_an_interrupted_session_turn_is_cancelled(llm, prompts, interrupting):
+def test_an_interrupted_session_turn_is_cancelled(llm, prompts, in_the_next_pass):
     with llm.session() as session:
         first = session.generate(prompts[2], GREEDY)
         before = session.token_ids
-        interrupting()
-        with pytest.raises(Interrupted):
-            session.generate(prompts[3][:50], GREEDY)
+        in_the_next_pass(interrupt)
+        long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(prompts[3][:50], long)
         assert not llm.engine.busy
         assert session.token_ids == before
         again = tokens(session.generate(prompts[3][:50], GREEDY))
     fresh = llm.generate([*prompts[2], *tokens(first), *prompts[3][:50]], GREEDY)[0]
     assert again == tokens(fresh)
+
+
+def test_the_loop_outlives_a_step_that_breaks(llm, prompts, solo, in_the_next_pass):
+    """What no request is to blame for ends those that run, with the reason; nothing is lost, and the next one works."""
+    in_the_next_pass(broken)
+    with pytest.warns(RuntimeWarning, match="the engine broke"):
+        outputs = llm.generate(prompts[:2], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
+    assert llm.engine.pool.used_blocks == 0
+    assert tokens(llm.generate(prompts[0], GREEDY)[0]) == solo[0]
+
+
+def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, prompts, in_the_next_pass):
+    """Packed, no request is to blame: each gets a pass of its own, and the answers are what they were."""
+    packed = make(tiny_llama, exact=False)
+    want = [tokens(packed.generate(ids, GREEDY, policy="topk(k=24)")[0]) for ids in prompts[:3]]
+
+    def out_of_memory() -> None:
+        raise MemoryError("too little memory for so many rows")
+
+    in_the_next_pass(out_of_memory)
+    outputs = packed.generate(prompts[:3], GREEDY, policy="topk(k=24)")
+    assert [tokens(output) for output in outputs] == want
+    assert packed.engine.pool.used_blocks == 0
 
 
 def test_interleaved_streams_lose_nothing(llm, prompts, solo):
@@ -149,13 +182,13 @@ def test_interleaved_streams_lose_nothing(llm, prompts, solo):
                 got[i].append(output)
     for outputs, want in zip(got, solo):
         assert [token for output in outputs for token in output.new_tokens] == want
-        assert "".join(output.new_text for output in outputs) == outputs[-1].request.text
+        assert "".join(output.new_text for output in outputs) == outputs[-1].outcome.text
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 
 def test_a_failure_in_choosing_a_token_takes_nobody_down(llm, prompts, solo, monkeypatch):
     good, bad = start(llm, prompts[0]), start(llm, prompts[2])
-    monkeypatch.setattr(bad.sampler, "sample", lambda ids, logits: [][0])
+    monkeypatch.setattr(bad.sampler, "sample", lambda ids, logits, position: [][0])
     finish(llm.engine)
     assert good.final_ids == solo[0]
     assert (bad.finish_reason, bad.final_ids) == ("error", [])
@@ -169,16 +202,17 @@ def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, 
     """A broken or overflowing model says so; it does not answer."""
     params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1)
     broken, other = start(llm, prompts[2], params), start(llm, prompts[0])
-    run = llm.engine.executor.run
+    run = llm.engine.worker.run
 
-    def poisoned(batch):
-        logits = run(batch)
-        if broken.id in logits and len(broken.output_ids) == 2:
-            logits[broken.id] = logits[broken.id].clone()
-            logits[broken.id][7] = value
-        return logits
+    def poisoned(step):
+        result = run(step)
+        own = result.requests.get(broken.id)
+        if own is not None and own.logits is not None and len(broken.output_ids) == 2:
+            own.logits = own.logits.clone()
+            own.logits[0, 7] = value
+        return result
 
-    monkeypatch.setattr(llm.engine.executor, "run", poisoned)
+    monkeypatch.setattr(llm.engine.worker, "run", poisoned)
     finish(llm.engine)
     assert broken.finish_reason == "error"
     assert "the model's logits are not finite" in broken.error

@@ -81,10 +81,16 @@ def test_a_preempted_request_keeps_its_scores(tiny_llama):
 def test_rows_that_are_computed_again_are_not_scored_again(llm):
     """After a restart with other rotary factors they would give other values."""
     request = start(llm, PROMPT[:20], SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=4))
-    assert request.to_score(0, 10) == [3, 4, 5, 6, 7, 8, 9]
+
+    def rows(start: int, stop: int) -> list[int]:
+        scored = request.to_score(start, stop)
+        assert [token for _, token in scored] == [PROMPT[row + 1] for row, _ in scored]
+        return [row for row, _ in scored]
+
+    assert rows(0, 10) == [3, 4, 5, 6, 7, 8, 9]
     request.prompt_scores[6] = {PROMPT[6]: (-1.0, 1)}
-    assert request.to_score(0, 10) == [3, 4, 6, 7, 8, 9]
-    assert request.to_score(10, 64) == list(range(10, 19))
+    assert rows(0, 10) == [3, 4, 6, 7, 8, 9]
+    assert rows(10, 64) == list(range(10, 19))
     llm.engine.cancel(request)
 
 

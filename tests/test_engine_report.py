@@ -17,9 +17,9 @@ SIZE = 16
 @pytest.fixture
 def observed(llm):
     calls = []
-    llm.engine.executor.observer = lambda call: calls.append(coverages(call)) if call.phase == "decode" else None
+    llm.engine.watch.observer = lambda call: calls.append(coverages(call)) if call.phase == "decode" else None
     yield calls
-    llm.engine.executor.observer = None
+    llm.engine.watch.observer = None
 
 
 def coverages(call) -> list[float]:

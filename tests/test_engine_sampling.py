@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_helpers import LAYERS, make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS, make_checkpoint, oracle, oracle_logits, random_ids
@@ -119,30 +120,57 @@ def test_top_logprobs_ranks_the_chosen_one_beyond_the_top():
 # --- the sampler
 
 
-def test_draws_follow_the_distribution():
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    sampler = Sampler(SamplingParams(seed=0))
-    draws = torch.tensor([sampler.sample([0], logits) for _ in range(4000)])
-    share = torch.bincount(draws, minlength=4) / 4000
-    torch.testing.assert_close(share, torch.softmax(logits, -1), atol=0.03, rtol=0)
+CHI_SQUARE = {2: 13.8, 3: 16.3, 4: 18.5}  # by degrees of freedom: exceeded by chance once in 1000 seeds
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.5}, {"top_k": 3}, {"repetition_penalty": 2.0}])
+@pytest.mark.parametrize("along", ["position", "sample", "seed"])
+def test_draws_follow_the_distribution(options, along):
+    """Whichever of seed, sample and position runs, the draws are independent ones from the softmax."""
+    logits, count = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5]), 4000
+    places = [{"seed": 3, "sample": 1, "position": 9, along: i} for i in range(count)]
+    draws = torch.tensor([draw(logits, place, options) for place in places])
+    wanted = torch.softmax(Sampler(SamplingParams(**options)).warpers.process([0, 2], logits), -1) * count
+    found = torch.bincount(draws, minlength=5)
+    assert bool((found[wanted == 0] == 0).all())
+    wanted, found = wanted[wanted > 0], found[wanted > 0]
+    assert float(((found - wanted) ** 2 / wanted).sum()) < CHI_SQUARE[len(wanted) - 1]
+    again = (draws[1:] == draws[:-1]).double().mean()  # neighbours are equal as often as independent draws are
+    assert float(again) == pytest.approx(float(((wanted / count) ** 2).sum()), abs=0.04)
+
+
+def draw(logits: torch.Tensor, place: dict[str, int], options: dict) -> int:
+    params = SamplingParams(seed=place["seed"], sample=place["sample"], **options)
+    return Sampler(params).sample([0, 2], logits, place["position"])
+
+
+def test_a_draw_depends_on_nothing_drawn_before():
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler(SamplingParams(seed=5))
+    forwards = [sampler.sample([0], logits, position) for position in range(40)]
+    backwards = [sampler.sample([0], logits, position) for position in reversed(range(40))]
+    assert backwards[::-1] == forwards
+    assert len(set(forwards)) > 5
+    unseeded = Sampler(SamplingParams())
+    assert [unseeded.sample([0], logits, 7) for _ in range(5)] == [unseeded.sample([0], logits, 7)] * 5
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}])
 def test_filtered_tokens_are_never_drawn(options):
     logits = torch.tensor([5.0, 0.1, 4.6, 0.2, 0.1])
     sampler = Sampler(SamplingParams(seed=1, **options))
-    assert {sampler.sample([0], logits) for _ in range(300)} == {0, 2}
+    assert {sampler.sample([0], logits, position) for position in range(300)} == {0, 2}
 
 
 def test_greedy_ties_go_to_the_lower_id():
-    assert Sampler(SamplingParams(temperature=0)).sample([0], torch.tensor([1.0, 7.0, 7.0, 0.0])) == 1
+    assert Sampler(SamplingParams(temperature=0)).sample([0], torch.tensor([1.0, 7.0, 7.0, 0.0]), 1) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-44])
 def test_a_tiny_temperature_is_greedy_in_the_limit(temperature):
     logits = torch.tensor([1.0, 7.0, 6.9, 0.0])
     sampler = Sampler(SamplingParams(temperature=temperature, seed=0))
-    assert {sampler.sample([0], logits) for _ in range(20)} == {1}
+    assert {sampler.sample([0], logits, position) for position in range(20)} == {1}
 
 
 def test_n_samples_are_reproducible_and_independent_of_the_batch(llm):
@@ -154,10 +182,31 @@ def test_n_samples_are_reproducible_and_independent_of_the_batch(llm):
     assert len(first.reports) == 3
     beside = llm.generate([random_ids(33, seed=1), PROMPT], [SamplingParams(max_tokens=5), params])[1]
     assert [output.token_ids for output in beside.outputs] == ids
-    single = llm.generate(PROMPT, SamplingParams(seed=11, max_tokens=8, temperature=1.5, ignore_eos=True))[0]
-    assert single.outputs[0].token_ids == ids[0]
-    second = llm.generate(PROMPT, SamplingParams(seed=12, max_tokens=8, temperature=1.5, ignore_eos=True))[0]
-    assert second.outputs[0].token_ids == ids[1]
+    for index in range(3):  # each sample alone; the first is what n=1 gives
+        alone = SamplingParams(seed=11, sample=index, max_tokens=8, temperature=1.5, ignore_eos=True)
+        assert llm.generate(PROMPT, alone)[0].outputs[0].token_ids == ids[index]
+    other = llm.generate(PROMPT, SamplingParams(n=3, seed=12, max_tokens=8, temperature=1.5, ignore_eos=True))[0]
+    assert not {tuple(output.token_ids) for output in other.outputs} & {tuple(one) for one in ids}
+
+
+def test_a_sampled_answer_survives_preemption(tiny_llama, llm):
+    """A request that lost its blocks, and so is computed again, draws the same tokens."""
+    ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
+    params = SamplingParams(seed=4, max_tokens=10, temperature=1.5, ignore_eos=True)
+    small = make(tiny_llama, blocks=3 * LAYERS * 4 + LAYERS)
+    outputs = small.generate(ids, params)
+    assert any(output.report["preemptions"] for output in outputs)
+    assert [tokens(output) for output in outputs] == [tokens(output) for output in llm.generate(ids, params)]
+
+
+def test_a_turn_taken_again_draws_the_same(llm):
+    """Draws hang on the place in the sequence: cutting an answer off and asking again gives it once more, and the turn
+    after it draws others."""
+    params = SamplingParams(seed=6, max_tokens=8, temperature=3.0, ignore_eos=True)
+    with llm.session() as session:
+        first = tokens(session.complete(PROMPT, params))
+        assert tokens(session.complete(PROMPT, params)) == first
+        assert tokens(session.generate(PROMPT[:5], params)) != first
 
 
 def test_without_a_seed_runs_differ(llm):
@@ -297,6 +346,8 @@ def test_stop_text_equals_a_search_in_the_whole(pieces, stops):
         ({"repetition_penalty": 0}, "repetition_penalty=0"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**63}, "seed="),
+        ({"sample": -1}, "sample=-1 must be an integer from 0 to 2147483647"),
+        ({"sample": 2**31 - 1, "n": 2}, "sample="),
         ({"logprobs": -1}, "logprobs=-1"),
         ({"logprobs": 101}, "logprobs=101"),
         ({"stop": ""}, "stop=''"),

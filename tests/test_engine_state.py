@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
-from engine_helpers import GREEDY, LAYERS, finish, make, tokens
+from engine_helpers import GREEDY, LAYERS, finish, make, start, tokens
 from tiny_models import random_ids
 
 from saccade import SamplingParams
@@ -77,9 +77,9 @@ def test_a_waiting_session_gives_up_its_keys_rather_than_block_the_queue(tiny_ll
     a, b = small.session(), small.session()
     ids_a, ids_b = random_ids(60, seed=1), random_ids(120, seed=2)
     b.generate(ids_b, GREEDY)
-    runner = small.stream(random_ids(40, seed=3), GREEDY)
-    next(runner)
     engine = small.engine
+    start(small, random_ids(40, seed=3))
+    engine.step()
     first = engine.add(random_ids(150, seed=4), GREEDY, Policy(), a.sequence)
     second = engine.add(ids_a, GREEDY, Policy(), b.sequence)
     for _ in range(200):
@@ -89,7 +89,7 @@ def test_a_waiting_session_gives_up_its_keys_rather_than_block_the_queue(tiny_ll
     assert first.finish_reason == second.finish_reason == "length"
     fresh = llm.generate([*b.token_ids[: -len(second.final_ids)]], GREEDY)[0]
     assert second.final_ids == tokens(fresh)
-    runner.close()
+    finish(engine)
     a.close(), b.close()
     assert engine.pool.used_blocks == 0
 
@@ -115,17 +115,18 @@ def test_a_session_runs_one_turn_at_a_time(llm, prompts):
     from saccade.errors import RequestError
 
     session = llm.session()
-    stream = session.stream(prompts[0], GREEDY)
-    next(stream)
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    stream = session.stream(prompts[0], long)
+    first = next(stream)
     with pytest.raises(RequestError, match="turn"):
         session.generate(prompts[1], GREEDY)
     with pytest.raises(RequestError, match="turn"):
         session.chat("hello", GREEDY)
-    got = [token for output in stream for token in output.new_tokens]
+    got = first.new_tokens + [token for output in stream for token in output.new_tokens]
     assert session.token_ids == [*prompts[0], *got]
-    stream = session.stream(prompts[1], GREEDY)
+    stream = session.stream(prompts[1], long)
     next(stream)
     session.close()  # cancels what runs
     assert session.token_ids == []
     assert not llm.engine.busy
-    assert next(stream, None) is None
+    assert [output.outcome.finish_reason for output in stream] == ["cancelled"]

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from kv_helpers import check_blocks
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.request import Request
-from saccade.kv.pool import BlockPool
+from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 
-BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
+BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
 POLICIES = (
     "dense",
     "topk(k=16)",
@@ -30,13 +31,10 @@ def make(folder, blocks: int, **options: Any) -> LLM:
 
 def check_accounts(llm: LLM, sequences: list) -> None:
     """Every block belongs to exactly one live sequence or is free."""
-    pool = llm.engine.pool
-    held = [slot for sequence in sequences for slots in sequence.kv._slots for slot in slots]
-    assert len(held) == len(set(held)) == pool.used_blocks
-    assert sorted([*held, *pool._free]) == list(range(pool.num_blocks))
+    check_blocks(llm.engine.pool, [sequence.memory.kv for sequence in sequences])
     for sequence in sequences:
         assert sequence.computed <= sequence.reached <= len(sequence.tokens)
-        assert sequence.kv.length == sequence.computed
+        assert sequence.memory.kv.length == sequence.computed
         assert [span.start for span in sequence.spans[1:]] == [span.stop for span in sequence.spans[:-1]]
 
 

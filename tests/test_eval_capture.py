@@ -126,11 +126,11 @@ def test_a_row_that_may_read_nothing_has_no_weights():
 
 def test_observers_nest_and_leave_nothing_behind(tiny_llama):
     llm, seen = make(tiny_llama), []
-    assert llm.engine.executor.observer is None
+    assert llm.engine.watch.observer is None
     with observing(llm.engine, lambda call: seen.append(("outer", call.layer))):
         watch(llm, random_ids(5, seed=0), lambda call: seen.append(("inner", call.layer)))
         llm.generate([random_ids(5, seed=0)])
-    assert llm.engine.executor.observer is None
+    assert llm.engine.watch.observer is None
     assert seen[:3] == [("inner", 0), ("inner", 1), ("inner", 2)]
     assert all(name == "outer" for name, _ in seen[3:])
     assert len(seen) > 3

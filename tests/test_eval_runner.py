@@ -10,14 +10,16 @@ from engine_helpers import make
 from tiny_models import one_thread  # noqa: F401 - a fixture
 
 from saccade.cli.main import main
+from saccade.engine.config import EngineConfig
 from saccade.errors import PolicyError, RequestError
 from saccade.eval import runner
 from saccade.eval.metrics import METRICS
-from saccade.eval.predict import Model, Setting, answer, predict
+from saccade.eval.predict import Setting, answer, predict
 from saccade.eval.render import Exchange, render
 from saccade.eval.results import Log, differences
 from saccade.eval.samples import Sample, Turn, read_jsonl
 from saccade.eval.score import score_folder, score_record
+from saccade.eval.setting import load
 from saccade.eval.sources import Given, Source, find_tasks
 from saccade.eval.target import Probe, bisect, grid, with_option
 from saccade.methods.policy import Policy
@@ -45,7 +47,7 @@ SOURCES = {
     "made": lambda count: Source("made", "1", ("one", "chat", "shared", "before"), made),
     "suite": lambda count: Source("suite", "7", ("single",), made),
 }
-MODEL = Model("tiny", dtype="float32", prefill_chunk=64)
+MODEL = EngineConfig("tiny", dtype="float32", prefill_chunk=64)
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +194,10 @@ def test_interrupted_between_samples_and_limited_runs_are_prefixes(tmp_path, llm
 
 @pytest.mark.slow  # each process imports and loads for itself
 def test_workers_give_the_same_file(tmp_path, tiny_llama, data):
-    model = Model(str(tiny_llama), "float32", 700, prefill_chunk=64, kv_memory="4MiB", threads=1)
-    own = model.load()
+    model = EngineConfig(
+        str(tiny_llama), dtype="float32", max_model_len=700, prefill_chunk=64, kv_memory="4MiB", threads=1
+    )
+    own = load(model)
     alone, together = (
         predict(data, own, model, setting(PSA), tmp_path / str(workers), workers=workers) for workers in (1, 2)
     )

@@ -6,22 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_helpers import poisoned_pool
 
 from saccade.errors import CapacityError, SaccadeError
-from saccade.kv import summaries
-from saccade.kv.pool import BlockPool
-from saccade.kv.sequence import SequenceKV
-from saccade.kv.view import KVView
+from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV, summaries
 from saccade.ops import attend
 
 G, D, LAYERS = 2, 16, 3
 
 
-def poisoned(blocks: int, size: int = 16, dtype: torch.dtype = torch.float32) -> BlockPool:
-    pool = BlockPool(blocks, G, D, block_size=size, dtype=dtype)
-    pool.k.fill_(float("nan"))
-    pool.v.fill_(float("nan"))
-    return pool
+def poisoned(blocks: int, size: int = 16, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> BlockManager:
+    return poisoned_pool(blocks, G, D, layers=layers, block_size=size, dtype=dtype)
 
 
 def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +48,7 @@ ACTIONS = st.lists(
 def test_any_history_equals_plain_tensors(actions, size):
     """Three sequences share a pool that is too small at times: contents, accounting and summaries stay right."""
     pool = poisoned(40, size)
-    stores = [SequenceKV(pool, LAYERS) for _ in range(3)]
+    stores = [SequenceKV(pool) for _ in range(3)]
     plain = [[(torch.empty(G, 0, D), torch.empty(G, 0, D))] * LAYERS for _ in range(3)]
     for step, (what, which, amount) in enumerate(actions):
         kv, mine = stores[which], plain[which]
@@ -75,7 +70,7 @@ def test_any_history_equals_plain_tensors(actions, size):
         assert pool.free_blocks + pool.used_blocks == 40
         for store, expected in zip(stores, plain):
             assert store.length == expected[0][0].shape[1]
-            assert store.blocks == SequenceKV.blocks_for(store.length, LAYERS, size)
+            assert store.blocks == pool.slots_for(store.length)
             for layer in range(LAYERS):
                 view, (k, v) = store.view(layer), expected[layer]
                 assert torch.equal(view.keys(), k)
@@ -85,7 +80,7 @@ def test_any_history_equals_plain_tensors(actions, size):
                     got = view.summary(kind, 16)
                     assert got.shape[0] == k.shape[1] // 16
                     if got.numel():
-                        torch.testing.assert_close(got, fresh)
+                        assert torch.equal(got, fresh)
     for store in stores:
         store.free()
     assert pool.used_blocks == 0
@@ -112,8 +107,7 @@ def test_spans_and_gathers_equal_slices(size, n):
 
 def test_storage_rounds_to_its_type_once():
     k, v = rows(40, 1)
-    pool = poisoned(9, 16, torch.bfloat16)
-    kv = SequenceKV(pool, 1)
+    kv = SequenceKV(poisoned(9, 16, torch.bfloat16, layers=1))
     kv.reserve(40)
     kv.append(0, k, v)
     keys = k.bfloat16()
@@ -140,7 +134,7 @@ def test_many_summaries_are_made_a_tile_at_a_time(monkeypatch):
 
 
 def test_layers_may_be_ahead_of_each_other_within_a_step():
-    kv = SequenceKV(poisoned(30), LAYERS)
+    kv = SequenceKV(poisoned(30))
     kv.reserve(20)
     kv.append(0, *rows(20, 1))
     kv.append(1, *rows(20, 2))
@@ -152,7 +146,7 @@ def test_layers_may_be_ahead_of_each_other_within_a_step():
 
 
 def test_appending_without_room_is_an_error():
-    kv = SequenceKV(poisoned(30), LAYERS)
+    kv = SequenceKV(poisoned(30))
     kv.reserve(16)
     with pytest.raises(SaccadeError, match=r"no room for 17 tokens after 0: reserve\(\) first"):
         kv.append(0, *rows(17, 1))
@@ -160,7 +154,7 @@ def test_appending_without_room_is_an_error():
 
 
 def test_reserving_what_is_there_takes_nothing():
-    kv = SequenceKV(poisoned(30), LAYERS)
+    kv = SequenceKV(poisoned(30))
     kv.reserve(33)
     assert kv.blocks == 9
     kv.reserve(48)
@@ -171,20 +165,20 @@ def test_reserving_what_is_there_takes_nothing():
 
 def test_a_slot_serves_one_sequence_and_layer_only():
     pool = poisoned(24)
-    stores = [SequenceKV(pool, LAYERS) for _ in range(2)]
+    stores = [SequenceKV(pool) for _ in range(2)]
     for turn in range(3):
         for store in stores:
             append(store, 17, turn)
             store.truncate(store.length - 9)
-    taken = [slot for store in stores for slots in store._slots for slot in slots]
+    taken = [slot for store in stores for slot in store.tables[:, 0, : store.blocks // LAYERS].flatten().tolist()]
     assert len(taken) == len(set(taken)) == pool.used_blocks
-    assert not set(taken) & set(pool._free)
+    assert min(taken) >= 0
 
 
 def test_attention_after_truncation_never_sees_what_was_forgotten():
     """Blocks given back and reused by another sequence, stale rows behind the end: all as in a fresh store."""
-    pool = poisoned(24)
-    kv, other = SequenceKV(pool, 1), SequenceKV(pool, 1)
+    pool = poisoned(24, layers=1)
+    kv, other = SequenceKV(pool), SequenceKV(pool)
     k, v = rows(100, 5)
     kv.reserve(100)
     kv.append(0, k, v)
@@ -199,7 +193,7 @@ def test_attention_after_truncation_never_sees_what_was_forgotten():
 
 
 def test_a_view_taken_earlier_stays_at_its_length():
-    kv = SequenceKV(poisoned(24), 1)
+    kv = SequenceKV(poisoned(24, layers=1))
     kv.reserve(80)
     k, v = rows(80, 7)
     kv.append(0, k[:, :40], v[:, :40])
@@ -223,20 +217,26 @@ def test_summaries_by_hand():
 
 def test_pool_refuses_nonsense():
     with pytest.raises(SaccadeError, match="block_size=24 is not one of"):
-        BlockPool(4, G, D, block_size=24)
+        KVFormat(torch.float32, G, D, block_size=24)
+    with pytest.raises(SaccadeError, match="kv_heads=0 and head_dim=16"):
+        KVFormat(torch.float32, 0, D)
+    with pytest.raises(SaccadeError, match="scale_planes=1: this layout has no scales"):
+        KVFormat(torch.float32, G, D, scale_planes=1)
+    with pytest.raises(SaccadeError, match="layout version 2 cannot be read, only version 1"):
+        KVFormat(torch.float32, G, D, version=2)
     with pytest.raises(CapacityError, match="raise kv_memory"):
-        BlockPool(0, G, D)
+        KVStorage(KVFormat(torch.float32, G, D), 0)
     with pytest.raises(SaccadeError, match="must both be"):
         KVView.from_tensors(torch.ones(G, 3, D), torch.ones(G, 4, D))
-    pool = poisoned(4)
-    assert pool.allocate(0) == []
-    with pytest.raises(CapacityError, match="5 KV blocks wanted but 4 of 4 are free"):
-        pool.allocate(5)
-    assert pool.free_blocks == 4
+    with pytest.raises(SaccadeError, match="layers=0"):
+        poisoned(4, layers=0)
 
 
-def test_block_bytes_are_what_a_slot_takes():
+def test_the_format_says_what_memory_is_taken():
     for dtype in (torch.float32, torch.bfloat16):
-        pool = BlockPool(3, G, D, block_size=32, dtype=dtype)
-        used = pool.k.nbytes + pool.v.nbytes
-        assert used == 3 * BlockPool.block_bytes(G, D, 32, dtype)
+        layout = KVFormat(dtype, G, D, 64)
+        storage = KVStorage(layout, 3)
+        assert storage.k.nbytes + storage.v.nbytes == 3 * layout.block_bytes
+        assert storage.k.shape == storage.v.shape == layout.shape(3)
+        assert storage.k.stride() == storage.v.stride() == layout.strides
+        assert [layout.blocks(tokens) for tokens in (0, 1, 64, 65)] == [0, 1, 1, 2]

@@ -6,12 +6,13 @@ import pytest
 import torch
 from tiny_models import CONFIGS, make_checkpoint
 
-from saccade.models import fused
-from saccade.models.fused import FAMILIES
+from saccade.models import llama_weights
+from saccade.models.families import FAMILIES
 from saccade.models.interface import Segment
 from saccade.models.loader import load_model
 from saccade.ops import attend, cpu
-from saccade.ops.layer_rows import MOST_ROWS, Matrix, Norm, RowLayer, head, reads
+from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
+from saccade.ops.layer_weights import LayerWeights, Matrix, Norm
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -30,14 +31,14 @@ class Attention:
     def __init__(self) -> None:
         self.seen: list[tuple[torch.Tensor, ...]] = []
 
-    def attend(self, layer, q, k, v, spec):
+    def run(self, layer, q, k, v, spec):
         self.seen.append((q.clone(), k.clone(), v.clone(), spec))
         return attend(q, (k, v), scale=spec.scale, backend="reference")[0]
 
 
 def ran(runner, rows: int, fused: bool):
-    kept, context = runner._fused, Attention()
-    runner._fused = kept if fused else None
+    kept, context = runner.llama, Attention()
+    runner.llama = kept if fused else None
     ids = (torch.arange(rows) * 7 + 3) % 250
     try:
         logits = runner.run(
@@ -48,15 +49,15 @@ def ran(runner, rows: int, fused: bool):
             logit_rows=torch.arange(rows),
         )
     finally:
-        runner._fused = kept
+        runner.llama = kept
     return logits, context.seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.llama_shape])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_layers_hand_over_what_the_modules_do(family, dtype, isa, tmp_path):
     runner = load_model(make_checkpoint(family, tmp_path), dtype=dtype).runner
-    assert runner._fused is not None
+    assert isinstance(runner.llama.kernels(1).layers[0], RowLayer)
     for rows in (1, 3, 6):
         ours, seen = ran(runner, rows, fused=True)
         theirs, wanted = ran(runner, rows, fused=False)
@@ -71,7 +72,7 @@ def test_layers_hand_over_what_the_modules_do(family, dtype, isa, tmp_path):
 
 def test_a_row_does_not_hang_on_the_others(isa, tmp_path):
     runner = load_model(make_checkpoint("qwen3", tmp_path), dtype=torch.float32).runner
-    layer = runner._fused.layers[0]
+    layer = runner.llama.kernels(1).layers[0]
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(MOST_ROWS, 48, generator=rng)
     cos, sin = torch.rand(2, MOST_ROWS, 16, generator=rng)
@@ -102,12 +103,12 @@ def test_shapes_that_fill_no_vector(dtype, threads, isa):
     q, k, v = (Matrix(draw(heads * dim, channels), draw(heads * dim)) for heads in (3, 1, 1))
     output, down = Matrix(draw(channels, 3 * dim), draw(channels)), Matrix(draw(channels, inner))
     gate, up = Matrix(draw(inner, channels), draw(inner)), Matrix(draw(inner, channels))
-    layer = RowLayer(norm, q, k, v, output, second, gate, up, down, dim)
+    layer = RowLayer(LayerWeights(norm, q, k, v, output, second, gate, up, down, dim, rotated=False))
     hidden, attended = draw(rows, channels) * 6, draw(3, rows, dim) * 3
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        projected = layer.project(hidden, None, None)
+        projected = layer.project(hidden, hidden, hidden)
         done = hidden.clone()
         layer.finish(done, attended)
         logits = head(hidden, second, gate)
@@ -136,20 +137,20 @@ def test_models_of_other_shapes_keep_their_modules(tmp_path):
         assert family in CONFIGS
         folder = tmp_path / family
         folder.mkdir()
-        assert load_model(make_checkpoint(family, folder), dtype=torch.float32).runner._fused is None
+        assert load_model(make_checkpoint(family, folder), dtype=torch.float32).runner.llama is None
 
 
 def test_only_plain_weights_are_read():
-    assert reads(torch.zeros(4, 4), None, torch.zeros(4))
-    assert not reads(torch.zeros(4, 4).T[:3], torch.zeros(4))
-    assert not reads(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16))
-    assert not reads(torch.zeros(4, dtype=torch.float16))
+    assert serves(torch.zeros(4, 4), None, torch.zeros(4)) is None
+    assert serves(torch.zeros(4, 4).T[:3], torch.zeros(4))
+    assert serves(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16))
+    assert serves(torch.zeros(4, dtype=torch.float16))
 
 
 def test_weights_move_and_stay_what_they_are(tmp_path, monkeypatch):
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=True)
     before = load_model(folder, dtype=torch.float32).runner
-    monkeypatch.setattr(fused, "ARENA_BYTES", 1 << 17)
+    monkeypatch.setattr(llama_weights, "ARENA_BYTES", 1 << 17)
     after = load_model(folder, dtype=torch.float32).runner
     whole = dict(before.model.state_dict())
     assert all(torch.equal(part, whole[name]) for name, part in after.model.state_dict().items())

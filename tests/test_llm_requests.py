@@ -11,10 +11,10 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.freezing import READ_ROWS
 from saccade.errors import CapacityError, PolicyError, RequestError, SaccadeError
-from saccade.kv.pool import BlockPool
+from saccade.kv.format import KVFormat
 from saccade.machine import parse_bytes, show_bytes
 
-BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
+BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -180,7 +180,7 @@ def test_bfloat16_runs_every_policy(tiny_llama):
         output = llm.generate(random_ids(250, seed=1), GREEDY, policy=policy)[0]
         assert output.error is None
         assert len(output.outputs[0].token_ids) == 8
-    assert llm.engine.pool.dtype == torch.bfloat16
+    assert llm.engine.pool.format.dtype == torch.bfloat16
     assert llm.engine.pool.used_blocks == 0
 
 

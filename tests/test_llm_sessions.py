@@ -9,10 +9,10 @@ from tiny_models import make_checkpoint, oracle, oracle_greedy, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, PolicyError, RequestError
-from saccade.kv.pool import BlockPool
+from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
 
-BLOCK_BYTES = BlockPool.block_bytes(2, 12, 32, torch.float32)
+BLOCK_BYTES = KVFormat(torch.float32, 2, 12, 32).block_bytes
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 POLICIES = (
     *(Policy.parse(case.methods()[0]).text for case in MATRIX),
@@ -75,7 +75,7 @@ def test_an_evicted_session_goes_on_as_if_it_had_stayed(llm, tiny_llama, policy)
 
     def crowd_out(session):
         small.generate(random_ids(400, seed=9), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        evictions.append(session.sequence.kv.blocks == 0)
+        evictions.append(session.sequence.memory.kv.blocks == 0)
 
     assert turns_of(small, policy, crowd_out) == kept
     assert all(evictions)

@@ -18,7 +18,7 @@ from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS
 from saccade.methods.policy import Policy
 from saccade.methods.prehoc import PSAW
-from saccade.ops import Trace, attend, cpu
+from saccade.ops import Call, cpu, run
 from saccade.selection import Dense, cut
 
 PATTERN = Planted(sink=2.0, columns=(31, 90), slashes=(5,), blocks=(3,), strength=4.0)
@@ -42,10 +42,9 @@ def steps(method: CIS, q, view: KVView, prompt: int):
         query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - prompt)
         selection = method.select_decode(query, state)
         selection.check()
-        trace = Trace(want_weights=True)
-        attend(query.q, query.kv, selection, backend="reference", trace=trace)
-        method.observe(query, trace.used, trace.weights, state)
-        yield position, query, selection, trace.used
+        ran = run(Call.of(query.q, query.kv, selection, want_weights=True), "reference")
+        method.observe(query, ran.used, ran.weights, state)
+        yield position, query, selection, ran.used
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -53,7 +52,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
-    """What a unit reads, and whether it retrieved, at every step (algorithms.md 5.3)."""
+    """What a unit reads, and whether it retrieved, at every step (docs/algorithms.md 5.3)."""
     anchors: list[tuple[torch.Tensor, set[int], list[int], int]] = []
     block = None
     for position in range(prompt, q.shape[1]):
@@ -205,7 +204,7 @@ def test_a_copy_is_followed():
 @pytest.mark.parametrize("options", [{"r": 10**9}, {"m": 10**9, "follow": 10**9}, {"k": 0.1, "s": 10**9, "follow": 1}])
 def test_room_is_made_for_the_context_and_not_for_the_options(options, monkeypatch):
     """Lists grow within one endless block of steps; what is shared stays what the definition says."""
-    monkeypatch.setattr("saccade.methods.cis.AHEAD", 3)
+    monkeypatch.setattr("saccade.methods.cis.method.AHEAD", 3)
     method = CIS(**({"k": 20, "sinks": 4, "local": 6, "s": 8, "tau": 0.6} | options))
     q, k, view = stream(165, 130, seed=2)
     expected = [list(expected_reads(replace(method, **_near(options)), q, k, 130, [u])) for u in range(4)]
@@ -331,11 +330,10 @@ def test_cpe_decodes_on_the_kernels():
             hidden = torch.arange(cone.sink_keys, cone.start(position))
             assert not bool(torch.isin(chosen.indices, hidden).any())
         selection = cut(chosen, cone)
-        trace = Trace(want_weights=True)
-        attend(query.q, query.kv, selection, trace=trace)
-        method.observe(query, trace.used, trace.weights, state)
-        backends.add(trace.backend)
+        ran = run(Call.of(query.q, query.kv, selection, want_weights=True))
+        method.observe(query, ran.used, ran.weights, state)
+        backends.add(ran.backend)
         searched.add(bool(query.cost.searches))
-        assert not bool((trace.used.row_mask(0, 0, 1) & ~cone.row_mask(trace.used.shape, 0, 1)).any())
+        assert not bool((ran.used.row_mask(0, 0, 1) & ~cone.row_mask(ran.used.shape, 0, 1)).any())
     assert searched == {True, False}
     assert backends == {f"cpu/{cpu.isa()}"}

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import Planted, planted_heads, run_method
+from kv_helpers import poisoned_pool
 
 from saccade.errors import PolicyError
-from saccade.kv.pool import BlockPool
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
@@ -195,9 +195,8 @@ def test_psa_reads_more_with_epsilon_and_finds_the_hot_block():
 def test_psa_on_summaries_kept_along_the_way_equals_fresh_ones():
     """Ragged appends, a truncation and regrowth: the store's summaries rank as those of a store filled at once."""
     q, k, v = planted_heads(4, 2, 700, seed=8)
-    pool = BlockPool(64, 2, 32, block_size=32)
-    pool.k.fill_(float("nan"))
-    kv, at = SequenceKV(pool, 1), 0
+    pool = poisoned_pool(64, 2, 32)
+    kv, at = SequenceKV(pool), 0
     kv.reserve(700)
     for step in (1, 30, 1, 33, 200, 64, 1, 90, 280):
         kv.append(0, k[:, at : at + step], v[:, at : at + step])

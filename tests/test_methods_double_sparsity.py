@@ -16,9 +16,9 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.double_sparsity import DoubleSparsity
 from saccade.methods.hshare import HShare, donors
+from saccade.methods.labels import Labels
 from saccade.methods.offline import ChannelMeans
 from saccade.methods.topk import TopK
-from saccade.ops.labels import Labels
 
 UNITS = {"q_head": [[0], [1], [2], [3]], "kv_head": [[0, 1], [2, 3]]}
 

@@ -17,7 +17,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.eviction import AdaKV, SnapKV
 from saccade.methods.h2o import H2O
-from saccade.ops import Trace, attend
+from saccade.ops import Call, run
 from saccade.selection import Dense, Tokens
 
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -174,9 +174,8 @@ def test_h2o_keeps_heavy_and_recent_keys_step_by_step(unit, budget, heavy, chunk
         mask = selection.mask()[:, 0]
         for heads, brute in zip(UNITS[unit], brutes):
             assert mask[heads[0]].nonzero()[:, 0].tolist() == brute.step(row)
-        trace = Trace(want_weights=True)
-        attend(query.q, view, selection, backend="reference", trace=trace)
-        method.observe(query, selection, trace.weights, state)
+        ran = run(Call.of(query.q, view, selection, want_weights=True), "reference")
+        method.observe(query, selection, ran.weights, state)
         kept = [sorted(brute.sums) for brute in brutes]
         assert [part.tolist() for part in state.positions] == kept
         if budget < prompt:
@@ -300,12 +299,12 @@ def test_a_turn_that_fails_in_its_first_layers_takes_back_what_it_evicted(tiny_l
             session.generate(random_ids(150, seed=1), GREEDY)
             if fails:
                 with monkeypatch.context() as patch:
-                    whole = type(llm.engine.executor.calibrations).layer
+                    whole = SnapKV.begin
 
-                    def broken(self, kind, layer, whole=whole):
-                        return whole(self, kind, layer) if layer == 0 else 1 / 0
+                    def broken(self, segment, whole=whole):
+                        return whole(self, segment) if segment.layer == 0 else 1 / 0
 
-                    patch.setattr(type(llm.engine.executor.calibrations), "layer", broken)
+                    patch.setattr(SnapKV, "begin", broken)
                     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
                         session.generate(random_ids(9, seed=5), GREEDY)
             kept.append(tokens(session.generate(random_ids(30, seed=2), GREEDY)))
@@ -346,11 +345,10 @@ def test_the_kernels_read_what_is_kept(method):
 
     q, _, view = problem(90)
     selection = method.select_decode(Query.of(q[:, -1:], view), method.begin(Chunk.of(q, view)))
-    ours, exact = Trace(want_weights=True), Trace(want_weights=True)
-    out, _ = attend(q[:, -1:], view, selection, trace=ours)
-    expected, _ = attend(q[:, -1:], view, selection, backend="reference", trace=exact)
+    call = Call.of(q[:, -1:], view, selection, want_weights=True)
+    ours, exact = run(call), run(call, "reference")
     assert ours.backend.startswith("cpu/") or not cpu.available()
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours.out, exact.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(ours.weights, exact.weights, atol=1e-5, rtol=1e-4)
 
 

@@ -101,8 +101,8 @@ def folder(tmp_path_factory):
 def test_a_query_ahead_is_the_next_layer_on_this_layers_input(folder, monkeypatch):
     """Qwen3 norms its queries per head. Reckoned from hidden states that transformers' own layers are given."""
     llm = make(folder)
-    monkeypatch.setattr(llm.model.runner, "_fused", None)  # modules whose hooks can be watched
-    layers, early, inputs, true = llm.model.runner._decoder.layers, {}, {}, {}
+    monkeypatch.setattr(llm.model.runner, "llama", None)  # modules whose hooks can be watched
+    layers, early, inputs, true = llm.model.runner.modules.layers, {}, {}, {}
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(
             lambda module, args, index=index: inputs.setdefault(index, []).append(args[0].clone())
@@ -117,7 +117,7 @@ def test_a_query_ahead_is_the_next_layer_on_this_layers_input(folder, monkeypatc
     monkeypatch.setattr(InfiniGen, "select_decode", spy)
     llm.generate(random_ids(100, seed=1), GREEDY, policy="infinigen(skew=off)")
     assert all(query is None for query in early[0])
-    rotary = llm.model.runner._decoder.rotary_emb
+    rotary = llm.model.runner.model.get_decoder().rotary_emb
     for layer in (1, 2):
         attention, module = layers[layer].self_attn, layers[layer]
         # Every step gives layer 0 its input once, and the others an input twice: early, and their own.

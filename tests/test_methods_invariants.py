@@ -1,4 +1,4 @@
-"""The invariants of every method (algorithms.md section 0), run over the matrix in helpers.py."""
+"""The invariants of every method (docs/algorithms.md 0), run over the matrix in helpers.py."""
 
 from __future__ import annotations
 

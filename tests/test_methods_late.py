@@ -8,8 +8,9 @@ from engine_helpers import GREEDY, tokens
 from tiny_models import random_ids
 
 from saccade.engine.report import LayerStats
-from saccade.methods import cis
+from saccade.engine.step import CallCount
 from saccade.methods.base import Cost
+from saccade.methods.cis import method as cis
 from saccade.selection import Dense, Shape
 
 
@@ -31,7 +32,7 @@ def test_late_counts_add_up_and_are_taken_over_once():
     for _ in range(2):
         cost.add_late(scored=torch.tensor(2.5), searches=torch.tensor(4))
     for _ in range(3):
-        stats.add(Dense(Shape.suffix(8, 2, 1, 9)), cost)
+        stats.add(CallCount(0, Dense(Shape.suffix(8, 2, 1, 9)), cost, "reference"))
     for _ in range(2):
         stats.settle()
         assert (stats.scored, stats.searches, stats.searchable) == (9 + 15, 24, 24)

@@ -17,8 +17,9 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.lfps import LFPS
-from saccade.ops import Trace, attend, cpu, score_tables
-from saccade.ops.score_tables import ScoreTables
+from saccade.methods.lfps import tables as score_tables
+from saccade.methods.lfps.tables import ScoreTables
+from saccade.ops import Call, cpu, run
 from saccade.selection import Candidates, Dense
 
 PATTERN = Planted(sink=3.0, columns=(31, 90), slashes=(40,), blocks=(3,), strength=7.0)
@@ -29,8 +30,8 @@ plain = partial(LFPS, blocks=0, least=1, rest=None)  # without what joins the ta
 def kernels(request, monkeypatch):
     """Tables by torch, and by the kernels of each instruction set."""
     if request.param == "reference":
-        monkeypatch.setattr(score_tables.cpu_decode, "holds", lambda table: False)
-        monkeypatch.setattr(score_tables.cpu_decode, "reads", lambda q, kv: False)
+        monkeypatch.setattr(score_tables.cpu, "serves", lambda table: "patched")
+        monkeypatch.setattr(score_tables.cpu, "serves_keys", lambda q, kv: "patched")
         yield "reference"
         return
     cpu.set_isa(request.param)
@@ -63,14 +64,14 @@ class Stream:
             query = Query.of(self.q[:, position : position + 1], whole.upto(position + 1), step=position - self.prompt)
             selection = method.select_decode(query, state)
             selection.check()
-            trace = Trace(want_weights=True)
-            out, _ = attend(query.q, query.kv, selection, backend=backend, trace=trace)
-            yield position, selection, state, out, trace.used
-            method.observe(query, trace.used, trace.weights, state)
+            ran = run(Call.of(query.q, query.kv, selection, want_weights=True), backend)
+            out = ran.out
+            yield position, selection, state, out, ran.used
+            method.observe(query, ran.used, ran.weights, state)
 
 
 class Definition:
-    """Algorithm 1 for one table pair, by position, in float64 (algorithms.md 1.3, 1.4); ``heads`` share it."""
+    """Algorithm 1 for one table pair, by position, in float64 (docs/algorithms.md 1.3, 1.4); ``heads`` share it."""
 
     def __init__(self, method: LFPS, stream: Stream, heads: list[int]) -> None:
         self.m, self.stream, self.heads = method, stream, heads
@@ -403,7 +404,7 @@ def _scan_equals_the_reference():
                 args = (length, max(0, length - case % 7), a, gate, (case % 3, case % 4), base)
                 got = score_tables.candidates(tables, *args, torch.tensor([False, case % 2 == 0, False]))
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(score_tables.cpu_decode, "holds", lambda table: False)
+                    patch.setattr(score_tables.cpu, "serves", lambda table: "patched")
                     want = score_tables.candidates(tables, *args, torch.tensor([False, case % 2 == 0, False]))
                 assert torch.equal(got[0], want[0])
                 assert torch.equal(got[1], want[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from tiny_models import random_ids
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
-from saccade.methods.lfps import LFPS
-from saccade.ops import Trace, attend, candidates, cpu, cpu_blocks
+from saccade.methods.lfps import LFPS, stand_ins, tables
+from saccade.ops import Call, attend, cpu, cpu_blocks, run
 from saccade.ops.block_scores import ranked_blocks, top_blocks
 
 
@@ -22,7 +23,7 @@ from saccade.ops.block_scores import ranked_blocks, top_blocks
 @pytest.mark.parametrize(("size", "first", "stop"), [(8, 4, 194), (16, 0, 200), (32, 9, 70), (16, 50, 51)])
 def test_blocks_join_lists(monkeypatch, kernels, size, first, stop):
     if not kernels:
-        monkeypatch.setattr(candidates.cpu_decode, "holds", lambda table: False)
+        monkeypatch.setattr(tables.cpu, "serves", lambda table: "patched")
     rng = generator(size)
     lists = [
         sorted(i for i in range(first, stop) if torch.rand((), generator=rng) < share) for share in (0.3, 0.0, 1.0)
@@ -30,7 +31,7 @@ def test_blocks_join_lists(monkeypatch, kernels, size, first, stop):
     blocks = torch.stack([torch.randperm(200 // size, generator=rng)[:2].sort().values for _ in lists]).int()
     offsets = torch.tensor([0, *(len(part) for part in lists)]).cumsum(0)
     flat = torch.tensor([i for part in lists for i in part], dtype=torch.int32)
-    got_offsets, got = candidates.join_blocks(offsets, flat, blocks, size, first, stop)
+    got_offsets, got = tables.join_blocks(offsets, flat, blocks, size, first, stop)
     assert got.dtype == torch.int32
     for unit, part in enumerate(lists):
         inside = {i for b in blocks[unit].tolist() for i in range(b * size, (b + 1) * size) if first <= i < stop}
@@ -52,9 +53,9 @@ def test_a_key_that_no_query_asked_for_is_found_by_its_block(unit):
     for blocks in (0, 2):
         method = LFPS(k=16, unit=unit, blocks=blocks, epsilon=1.0)
         state = method.begin(Chunk.of(q[:, n - 33 : n - 1], whole.upto(n - 1)))
-        query, trace = Query.of(q[:, -1:], whole), Trace()
-        attend(query.q, whole, method.select_decode(query, state), trace=trace)
-        found[blocks] = [new in part.tolist() for part in trace.used.lists()]
+        query = Query.of(q[:, -1:], whole)
+        ran = run(Call.of(query.q, whole, method.select_decode(query, state)))
+        found[blocks] = [new in part.tolist() for part in ran.used.lists()]
         assert query.cost.estimated == (n // 8 if blocks else 0)
     assert all(found[2])
     assert not any(found[0])
@@ -68,7 +69,7 @@ def test_blocks_are_ranked_by_their_mean_keys(isa, units, blocks, dtype):
     rng = generator(blocks)
     q = torch.randn(12, 80, generator=rng).to(dtype)
     means = torch.randn(blocks, 1, 4, 80, generator=rng).to(dtype)
-    assert cpu_blocks.ranks(q, means, units)
+    assert cpu_blocks.serves_summary(q, means, units) is None
     cpu.set_isa(isa)
     try:
         every = ranked_blocks(q, means, units, 2, blocks)
@@ -114,7 +115,7 @@ def test_bad_options(options):
 def kernels(request, monkeypatch):
     """Probes by torch, and by the kernels of each instruction set."""
     if request.param == "reference":
-        monkeypatch.setattr(candidates.cpu_decode, "reads", lambda q, kv: False)
+        monkeypatch.setattr(tables.cpu, "serves_keys", lambda q, kv: "patched")
     else:
         cpu.set_isa(request.param)
     yield
@@ -133,7 +134,7 @@ def test_probes_of_every_key_are_the_rest_itself(kernels, dtype, softcap):
     q = torch.randn(4, 1, 16, generator=rng).to(k.dtype)
     lists = [[4, 5, 9, 100], [], list(range(4, 110)), [60]]
     view = KVView.from_tensors(k, v, shuffle_seed=2)
-    got = candidates.sampled_rest(q, view, *listed(*lists), 4, 110, 200, 0.25, softcap)
+    got = stand_ins.sampled_rest(q, view, *listed(*lists), 4, 110, 200, 0.25, softcap)
     for head, part in enumerate(lists):
         left = [i for i in range(4, 110) if i not in part]
         logits = 0.25 * k[head // 2, left].double() @ q[head, 0].double()
@@ -147,7 +148,7 @@ def test_probes_stand_for_what_they_pass_over(kernels, probes):
     rng, n, first, stop = generator(5), 900, 4, 893
     k, q = torch.randn(2, n, 32, generator=rng), torch.randn(4, 1, 32, generator=rng)
     lists = [sorted(set(torch.randint(first, stop, (300,), generator=rng).tolist())), list(range(40, 700))]
-    got = candidates.sampled_rest(
+    got = stand_ins.sampled_rest(
         q, KVView.from_tensors(k, k, shuffle_seed=1), *listed(*lists), first, stop, probes, 0.2
     )
     golden = (math.sqrt(5) - 1) / 2
@@ -165,7 +166,7 @@ def test_few_probes_come_close():
     rng, n = generator(2), 20_000
     k, q = torch.randn(1, n, 16, generator=rng), torch.randn(2, 1, 16, generator=rng)
     view = KVView.from_tensors(k, k)
-    got = candidates.sampled_rest(q, view, *listed([], list(range(500, 800))), 0, n, 64, 0.1)
+    got = stand_ins.sampled_rest(q, view, *listed([], list(range(500, 800))), 0, n, 64, 0.1)
     logits = 0.1 * k[0].double() @ q[:, 0].double().T
     outside = torch.ones(n, dtype=torch.bool)
     outside[500:800] = False
@@ -201,7 +202,7 @@ def llm(tiny_llama):
 
 def true_tables(session, layer: int) -> torch.Tensor:
     """Vertical and slash, [2, units, capacity], in float64."""
-    tables = session.sequence.states[layer].tables
+    tables = session.sequence.memory.states[layer].tables
     return torch.stack([tables.vertical, tables.slash]).double() * tables.scale[:, None]
 
 
@@ -218,7 +219,7 @@ def test_a_kept_history_decays_by_a_step_a_row(llm, layer, rows):
             stream = session.stream(second, GREEDY)
             next(stream)  # the first token comes from the prefill
             after[history] = true_tables(session, layer)
-            learnt = session.sequence.states[layer].tables.steps
+            learnt = session.sequence.memory.states[layer].tables.steps
             stream.close()
     assert learnt == 0
     n = 150 + 10 + rows - 4
@@ -243,9 +244,22 @@ def test_what_a_cut_leaves_is_no_history(llm):
     assert torch.equal(got["keep"], got["restart"])
 
 
+def _dropping(engine, session):
+    """``engine.step``, before whose fourth call from now, and in its thread, the session's keys go."""
+    step, calls = engine.step, []
+
+    def stepped():
+        calls.append(len(calls))
+        if len(calls) == 4:
+            session.sequence.drop_kv()
+        return step()
+
+    return stepped
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancelled):
+def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancelled, monkeypatch):
     """Turn two, on all that was said or where the last ten tokens were cut off, and turn three: tokens and tables are
     the same if preemption takes the keys within each, and if turn two is cancelled."""
     first, second, third = (random_ids(length, seed=length) for length in (130, 41, 23))
@@ -256,17 +270,18 @@ def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancell
             said = session.token_ids[:-10] if cut else session.token_ids
             session.sequence.truncate(len(said))
             for ids in (second, third):
-                steps = session.stream(ids, GREEDY)
-                for _ in range(3):
-                    next(steps)
-                if dropped:
-                    session.sequence.drop_kv()
-                    next(steps)
-                if ids is second and cancelled:
-                    steps.close()
-                    assert session.token_ids == said
-                else:
-                    list(steps)
+                cancels = ids is second and cancelled
+                with monkeypatch.context() as patch:
+                    if dropped:
+                        patch.setattr(llm.engine, "step", _dropping(llm.engine, session))
+                    steps = session.stream(ids, replace(GREEDY, max_tokens=200) if cancels else GREEDY)
+                    if cancels:
+                        for _ in range(4):
+                            next(steps)
+                        steps.close()
+                        assert session.token_ids == said
+                    else:
+                        list(steps)
             got.append((session.token_ids, true_tables(session, 1)))
     assert got[0][0] == got[1][0]
     torch.testing.assert_close(got[0][1], got[1][1], atol=1e-5, rtol=1e-4)

@@ -13,7 +13,7 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.loopserve import LoopServe
-from saccade.ops.line_cover import cover_lines
+from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.selection import Dense, Lines
 
 PLANTED = Planted(columns=(7, 301), slashes=(13, 190), blocks=(), strength=12.0)

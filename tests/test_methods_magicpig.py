@@ -13,7 +13,7 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.magicpig import MagicPIG
-from saccade.ops import Trace, attend
+from saccade.ops import Call, attend, run
 from saccade.selection import Cone, Dense, Sampled, cut, without
 
 
@@ -125,9 +125,9 @@ def test_windows_and_evictions_leave_the_correction_of_what_stays():
     ):
         assert not less.mask()[..., hidden].any()
         assert less.mask().sum() < selection.mask().sum()
-        trace = Trace()
-        _, lse = attend(q, view, less, trace=trace)
-        assert trace.backend == "reference"
+        ran = run(Call.of(q, view, less))
+        lse = ran.lse
+        assert ran.backend == "reference"
         for head in range(4):
             seen = less.mask()[head, 0]
             logits = q[head, 0] @ view.keys()[head // 2].T / 4 + selection.row_bias(head, 0, 1)[0]

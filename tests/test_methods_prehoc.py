@@ -14,7 +14,7 @@ from saccade.kv.view import KVView
 from saccade.methods import Policy
 from saccade.methods.base import Chunk, Query
 from saccade.methods.prehoc import ETF, PSAW
-from saccade.ops import Trace, attend
+from saccade.ops import Call, run
 from saccade.ops import cpu as cpu_ops
 from saccade.selection import Band, Blocks, Candidates, Cone, Dense, Lines, Mixed, Ranking, Shape, Tokens, Windowed, cut
 
@@ -166,9 +166,10 @@ def test_kernels_read_the_cut(q_len, dtype):
     q_blocks = 499 // 64 - (500 - q_len) // 64 + 1
     some = torch.rand(4, q_blocks, 8, generator=generator(q_len)) < 0.6
     for selection in (Dense(shape), Blocks.from_block_mask(shape, 64, some)):
-        left, trace = cut(selection, cone), Trace()
-        out, _ = attend(q, view, left, trace=trace)
-        assert trace.backend.startswith("cpu/")
+        left = cut(selection, cone)
+        ran = run(Call.of(q, view, left))
+        out = ran.out
+        assert ran.backend.startswith("cpu/")
         want, _ = brute_force(q, k, v, expected_mask(selection, cone))
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
@@ -186,9 +187,9 @@ def test_every_method_within_a_window(case):
             selection = method.select_prefill(chunk)
         else:
             selection = method.select_decode(chunk, method.begin(Chunk.of(tail, view, window=cone)))
-        trace = Trace()
-        out, _ = attend(tail, view, cut(selection, cone), backend="reference", trace=trace)
-        used = trace.used.mask()
+        ran = run(Call.of(tail, view, cut(selection, cone)), "reference")
+        out = ran.out
+        used = ran.used.mask()
         if not isinstance(selection, (Ranking, Candidates)):  # of which the op reads a part
             assert torch.equal(used, expected_mask(selection, cone))
         assert not (used & ~cone_mask(cone, chunk.shape)).any()

@@ -174,7 +174,7 @@ class Recorder:
     def __init__(self) -> None:
         self.specs: list[LayerAttention] = []
 
-    def attend(self, layer, q, k, v, spec):
+    def run(self, layer, q, k, v, spec):
         self.specs.append(spec)
         return torch.zeros_like(q)
 

@@ -12,7 +12,7 @@ from test_ops_weights import by_head
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend, cpu
+from saccade.ops import Call, attend, cpu, run
 from saccade.selection import Candidates, Cone, Shape, Tokens, cut
 from saccade.selection.evicted import without
 
@@ -93,14 +93,14 @@ def test_the_best_candidates_are_read(backend, name, n, softcap, dtype):
         q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
         view = KVView.from_tensors(k, v, shuffle_seed=1)
     selection = some(Shape.suffix(4, 2, 1, n), seed=n, **CASES[name])
-    trace = Trace(want_weights=True)
-    out, lse = attend(q, view, selection, backend=backend, softcap=softcap, trace=trace)
-    assert trace.backend.startswith(backend)
-    trace.used.check()
+    ran = run(Call.of(q, view, selection, softcap=softcap, want_weights=True), backend)
+    out, lse = ran.out, ran.lse
+    assert ran.backend.startswith(backend)
+    ran.used.check()
     mask = torch.zeros(4, 1, n, dtype=torch.bool)
     for head in range(4):
         mask[head, 0, expected_keys(q, k, selection, head, softcap)] = True
-    assert torch.equal(trace.used.mask(), mask)
+    assert torch.equal(ran.used.mask(), mask)
     want, want_lse = brute_force(q, k, v, mask, softcap=softcap)
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == "float32" else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(out.double(), want, **tolerance)
@@ -108,7 +108,7 @@ def test_the_best_candidates_are_read(backend, name, n, softcap, dtype):
     scores = (q.double() @ k.double().repeat_interleave(2, 0).transpose(1, 2))[:, 0] / math.sqrt(48)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     weights = torch.softmax(scores.masked_fill(~mask[:, 0], -torch.inf), -1).nan_to_num(0.0)
-    torch.testing.assert_close(by_head(trace.weights, trace.used).double(), weights, atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(by_head(ran.weights, ran.used).double(), weights, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 70])
@@ -133,9 +133,8 @@ def test_ties_go_to_the_lower_index(backend):
     q = torch.randn(2, 1, 32, generator=generator(2))
     for count in (1, 39, 40, 41, 97, 199):
         selection = Candidates.all_keys(Shape.suffix(2, 1, 1, 200), 2, count)
-        trace = Trace()
-        attend(q, (k, k), selection, backend=backend, trace=trace)
-        for head, chosen in enumerate(trace.used.lists()):
+        ran = run(Call.of(q, (k, k), selection), backend)
+        for head, chosen in enumerate(ran.used.lists()):
             order = (q[head] @ base[0].T)[0].argsort(descending=True).tolist()
             ranked = [i for kind in order for i in range(kind, 200, 5)]
             assert chosen.tolist() == sorted(ranked[:count])
@@ -153,10 +152,9 @@ def test_any_number_of_a_long_list(backend, spread):
     k[0, :, 0] = values.float()
     order = torch.sort(k[0, :, 0], descending=True, stable=True).indices
     for count in (1, 2, 63, 64, 999, 2999):
-        trace = Trace()
         selection = Candidates.all_keys(Shape.suffix(1, 1, 1, n), 1, count)
-        attend(q, (k, k), selection, backend=backend, trace=trace)
-        assert torch.equal(trace.used.lists()[0].long(), order[:count].sort().values)
+        ran = run(Call.of(q, (k, k), selection), backend)
+        assert torch.equal(ran.used.lists()[0].long(), order[:count].sort().values)
 
 
 def test_the_estimated_rest_joins_by_log_sum_exp(backend):
@@ -164,14 +162,14 @@ def test_the_estimated_rest_joins_by_log_sum_exp(backend):
     selection = some(Shape.suffix(4, 2, 1, 100), units=4, k=[10], seed=0, sinks=2)
     plain, plain_lse = attend(q, view, selection, backend=backend)
     rest_lse, value = torch.tensor([2.0, -torch.inf, 0.5, 30.0]), torch.randn(4, 32, generator=generator(5))
-    trace = Trace(want_weights=True)
     with_rest = replace(selection, rest=(rest_lse, value))
-    out, lse = attend(q, view, with_rest, backend=backend, trace=trace)
+    ran = run(Call.of(q, view, with_rest, want_weights=True), backend)
+    out, lse = ran.out, ran.lse
     a, b = plain_lse[:, 0].double().exp(), rest_lse.double().exp()
     want = (a[:, None] * plain[:, 0].double() + b[:, None] * value.double()) / (a + b)[:, None]
     torch.testing.assert_close(out[:, 0].double(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[:, 0].double(), (a + b).log(), atol=1e-5, rtol=1e-5)
-    sums = by_head(trace.weights, trace.used).sum(1)
+    sums = by_head(ran.weights, ran.used).sum(1)
     torch.testing.assert_close(sums, torch.ones(4), atol=1e-5, rtol=0)  # of what was read alone
 
 
@@ -205,12 +203,12 @@ def test_lists_of_every_length_around_a_batch_of_rows(backend, heads, head_dim, 
         for unit in range(units):
             mask[unit, 0, torch.randperm(n, generator=generator(count + unit))[:count]] = True
         tokens = Tokens.from_mask(Shape.suffix(heads, 1, 1, n), mask)
-        trace = Trace(want_weights=True)
-        out, lse = attend(q, view, tokens, backend=backend, trace=trace)
+        ran = run(Call.of(q, view, tokens, want_weights=True), backend)
+        out, lse = ran.out, ran.lse
         want, want_lse = brute_force(q, k, v, tokens.mask())
         torch.testing.assert_close(out.double(), want, **tolerance)
         torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-4)
-        weights = by_head(trace.weights, tokens)
+        weights = by_head(ran.weights, tokens)
         torch.testing.assert_close(weights.sum(-1), torch.ones(heads), atol=1e-5, rtol=0)
         assert not weights[~tokens.mask()[:, 0]].any()
 
@@ -234,10 +232,9 @@ def test_a_window_hides_candidates_before_they_are_ranked(backend, full):
     cone = Cone(0.5, sinks=2, local=10)
     narrowed = cut(selection, cone)
     narrowed.check()
-    trace = Trace()
-    attend(q, view, narrowed, backend=backend, trace=trace)
+    ran = run(Call.of(q, view, narrowed), backend)
     visible = cone.row_mask(shape, 0, 1)[0]
-    for head, chosen in enumerate(trace.used.lists()):
+    for head, chosen in enumerate(ran.used.lists()):
         pool = [i for i in selection.listed(head).tolist() if visible[i]]
         scores = (q[head, 0] @ k[head // 2, pool].T).tolist()
         best = [i for _, i in sorted(zip([-s for s in scores], pool))][:12]
@@ -257,9 +254,8 @@ def test_evicted_keys_are_no_candidates(backend, full, from_key):
     gone[:, :from_key] = False
     left = without(selection, gone)
     left.check()
-    trace = Trace()
-    attend(q, view, left, backend=backend, trace=trace)
-    for head, chosen in enumerate(trace.used.lists()):
+    ran = run(Call.of(q, view, left), backend)
+    for head, chosen in enumerate(ran.used.lists()):
         hidden = set(gone[head // 2].nonzero()[:, 0].tolist())
         forced = [i for i in (*range(4), *range(197, 200)) if i not in hidden]
         pool = [i for i in selection.listed(head).tolist() if i not in hidden]

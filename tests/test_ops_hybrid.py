@@ -8,7 +8,7 @@ from helpers import generator
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend
+from saccade.ops import Call, attend, run
 from saccade.ops.hybrid import attend_hybrid, split_forced
 from saccade.selection import Candidates, Dense, Shape, Tokens
 
@@ -46,14 +46,12 @@ def test_forced_keys_near_and_candidates_far(kind, softcap):
     if kind == "idle":
         idle = torch.tensor([True, False, False, True])
         selection = Candidates(shape, offsets, indices, budgets, SINKS, LOCAL, None, idle, SINKS)
-    expected, expected_lse = attend(q, whole, selection, softcap=softcap)
-    traces = Trace(), Trace()
-    attend(q, whole, selection, softcap=softcap, trace=traces[0])
-    out, lse = attend_hybrid(q, near, far, *split_forced(selection), softcap=softcap, far_trace=traces[1])
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-    chosen = traces[0].used.unit_mask()[:, 0, SINKS : N - LOCAL]
-    assert torch.equal(traces[1].used.unit_mask()[:, 0, SINKS : N - LOCAL], chosen)
+    expected = run(Call.of(q, whole, selection, softcap=softcap))
+    both = attend_hybrid(q, near, far, *split_forced(selection), softcap=softcap)
+    torch.testing.assert_close(both.out, expected.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(both.lse, expected.lse, atol=1e-5, rtol=1e-5)
+    chosen = expected.used.unit_mask()[:, 0, SINKS : N - LOCAL]
+    assert torch.equal(both.used.unit_mask()[:, 0, SINKS : N - LOCAL], chosen)
 
 
 def test_any_two_selections_without_a_common_key():
@@ -62,9 +60,9 @@ def test_any_two_selections_without_a_common_key():
     middle = torch.arange(SINKS, N - LOCAL)
     two = Tokens.from_lists(shape, [ends] * KV_HEADS), Tokens.from_lists(shape, [middle] * KV_HEADS)
     expected, expected_lse = attend(q, whole, Dense(shape))
-    out, lse = attend_hybrid(q, near, far, *two)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+    both = attend_hybrid(q, near, far, *two)
+    torch.testing.assert_close(both.out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(both.lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
 def test_heads_that_choose_together_cannot_be_split():

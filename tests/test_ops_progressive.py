@@ -9,7 +9,7 @@ import torch
 from helpers import Planted, arkvale_scores, brute_force, call, planted_heads
 
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend, cpu
+from saccade.ops import Call, attend, cpu, run
 from saccade.selection import Blocks, Dense, Ranking, Shape
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64, where planted logits reach 20
@@ -76,17 +76,17 @@ def test_the_progressive_op_is_alg_1(backend, rest, stop, units, n):
     for epsilon, microbatch in ((0.5, 4), (0.9, 3), (0.95, 1)):
         ranking = psa_ranking(q, view, 32, units, epsilon=epsilon, microbatch=microbatch, rest=rest, stop=stop)
         ranking.check()
-        trace = Trace()
-        out, lse = attend(q, view, ranking, backend=backend, trace=trace)
-        assert trace.backend.startswith(backend)
-        used = trace.used
+        ran = run(Call.of(q, view, ranking), backend)
+        out, lse = ran.out, ran.lse
+        assert ran.backend.startswith(backend)
+        used = ran.used
         assert isinstance(used, Blocks)
         used.check()
         counts = used.block_mask()[:, 0].sum(1) - ranking.always.shape[1]
         for unit in range(units):
             expected, read, coverage = alg1(q, k, v, ranking, unit)
             assert int(counts[unit]) == read
-            assert float(trace.coverage[unit]) == pytest.approx(coverage, abs=1e-4)
+            assert float(ran.coverage[unit]) == pytest.approx(coverage, abs=1e-4)
             heads = slice(unit * 8 // units, (unit + 1) * 8 // units)
             torch.testing.assert_close(out[heads, 0].double(), expected, **CLOSE)
         # what was read, attended as plain blocks, is the same attention
@@ -99,10 +99,10 @@ def test_epsilon_one_reads_all_and_zero_one_microbatch(backend):
     q, _, _, view = call(8, 2, 1, 700, 32, seed=20)
     for microbatch in (1, 4, 7):
         for epsilon, expected in ((1.0, 18), (0.0, microbatch)):
-            trace = Trace()
             ranking = psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=microbatch)
-            out, _ = attend(q, view, ranking, backend=backend, trace=trace)
-            assert trace.used.block_mask()[:, 0].sum(1).tolist() == [4 + expected] * 2
+            ran = run(Call.of(q, view, ranking), backend)
+            out = ran.out
+            assert ran.used.block_mask()[:, 0].sum(1).tolist() == [4 + expected] * 2
             if epsilon == 1.0:
                 torch.testing.assert_close(out, attend(q, view)[0], **CLOSE)
 
@@ -111,11 +111,8 @@ def test_epsilon_one_reads_all_even_where_the_unread_underflow(backend):
     """A dominant sink makes the estimate exactly 1.0 in float32; the comparison is strict, so reading goes on."""
     q, k, v = planted_heads(2, 1, 400, pattern=Planted(sink=200.0), seed=1)
     view = KVView.from_tensors(k, v)
-    trace = Trace()
-    attend(
-        q[:, -1:], view, psa_ranking(q[:, -1:], view, 32, 1, epsilon=1.0, microbatch=1), backend=backend, trace=trace
-    )
-    assert int(trace.used.block_mask().sum()) == 13
+    ran = run(Call.of(q[:, -1:], view, psa_ranking(q[:, -1:], view, 32, 1, epsilon=1.0, microbatch=1)), backend)
+    assert int(ran.used.block_mask().sum()) == 13
 
 
 def test_used_blocks_never_fall_as_epsilon_rises(backend):
@@ -124,15 +121,10 @@ def test_used_blocks_never_fall_as_epsilon_rises(backend):
         for rest in ("min", "last_max"):
             before = torch.zeros(2, 1, 29, dtype=torch.bool)
             for epsilon in (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.99, 1.0):
-                trace = Trace()
-                attend(
-                    q,
-                    view,
-                    psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=1, rest=rest),
-                    backend=backend,
-                    trace=trace,
+                ran = run(
+                    Call.of(q, view, psa_ranking(q, view, 32, 2, epsilon=epsilon, microbatch=1, rest=rest)), backend
                 )
-                now = trace.used.block_mask()
+                now = ran.used.block_mask()
                 assert not (before & ~now).any()
                 before = now
 
@@ -143,15 +135,10 @@ def test_a_one_token_last_block_does_not_stop_the_reading(backend):
     counts = []
     for n in (640, 641):
         view = KVView.from_tensors(k[:, :n], v[:, :n])
-        trace = Trace()
-        attend(
-            q[:, 600:601],
-            view,
-            psa_ranking(q[:, 600:601], view, 32, 2, epsilon=0.9, microbatch=1),
-            backend=backend,
-            trace=trace,
+        ran = run(
+            Call.of(q[:, 600:601], view, psa_ranking(q[:, 600:601], view, 32, 2, epsilon=0.9, microbatch=1)), backend
         )
-        counts.append(trace.used.block_mask()[:, 0].sum(1) - int(n > 640))
+        counts.append(ran.used.block_mask()[:, 0].sum(1) - int(n > 640))
     assert torch.equal(*counts)
 
 
@@ -162,9 +149,9 @@ def test_an_oracle_ranking_gives_a_lower_bound_of_coverage(backend):
     order = block_lse[:, :-1].argsort(dim=1, descending=True, stable=True)
     shape = Shape.suffix(4, 4, 1, 640)
     for epsilon in (0.5, 0.9, 0.95, 0.99):
-        trace = Trace()
         ranking = Ranking(shape, 32, torch.full((4, 1), 19).int(), order.int(), epsilon=epsilon, microbatch=1)
-        _, lse = attend(q, view, ranking, backend=backend, trace=trace)
+        ran = run(Call.of(q, view, ranking), backend)
+        lse = ran.lse
         coverage = torch.exp(lse[:, 0] - torch.logsumexp(logits, -1))
         assert (coverage >= epsilon).all()
 

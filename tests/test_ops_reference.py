@@ -10,7 +10,7 @@ from helpers import KINDS, brute_force, call, generator, random_selection
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend, merge_state
+from saccade.ops import Call, attend, merge_state, run
 from saccade.selection import Band, Blocks, Candidates, Dense, Ranking, Shape, Tokens
 
 CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64, where planted logits reach 20
@@ -108,7 +108,7 @@ def test_huge_logits_neither_overflow_nor_give_nan():
 def test_unwritten_slots_never_matter():
     """from_tensors poisons what is not stored; every kind reads up to a partial last block."""
     q, _, _, view = call(4, 2, 1, 65, 32, seed=8)
-    assert torch.isnan(view.k_pool).any()
+    assert torch.isnan(view.paged().k).any()
     for kind in KINDS:
         out, lse = attend(q, view, random_selection(kind, Shape.suffix(4, 2, 1, 65), 2, generator(8)))
         assert not torch.isnan(out).any()
@@ -183,15 +183,15 @@ def test_a_batch_equals_its_members():
     assert torch.equal(attend(q, (k, v), shared)[0][2], attend(q[2], (k[2], v[2]), shared)[0])
 
 
-def test_trace_names_the_backend_and_what_was_read():
+def test_the_result_names_the_backend_and_what_was_read():
     q, _, _, view = call(4, 2, 1, 320, 32, seed=12)
-    trace, ranking = Trace(), random_selection("ranking", Shape.suffix(4, 2, 1, 320), 2, generator(1))
-    attend(q, view, ranking, trace=trace, backend="reference")
-    assert trace.backend == "reference"
-    assert isinstance(trace.used, Blocks)
-    trace, tokens = Trace(), random_selection("tokens", Shape.suffix(4, 2, 1, 320), 2, generator(1))
-    attend(q, view, tokens, trace=trace)
-    assert trace.used is tokens
+    ranking = random_selection("ranking", Shape.suffix(4, 2, 1, 320), 2, generator(1))
+    ran = run(Call.of(q, view, ranking), "reference")
+    assert ran.backend == "reference"
+    assert isinstance(ran.used, Blocks)
+    tokens = random_selection("tokens", Shape.suffix(4, 2, 1, 320), 2, generator(1))
+    ran = run(Call.of(q, view, tokens))
+    assert ran.used is tokens
 
 
 def test_errors_say_what_does_not_fit():

@@ -14,7 +14,7 @@ from helpers import KINDS, call, generator, random_selection
 from saccade.errors import SaccadeError
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
-from saccade.ops import Trace, attend
+from saccade.ops import Call, run
 from saccade.ops.weights import selected_weights
 from saccade.selection import Shape, Tokens
 
@@ -42,26 +42,24 @@ def by_head(weights: torch.Tensor, used) -> torch.Tensor:
 def test_weights_are_the_softmax_over_what_was_read(backend, kind, units, softcap):
     q, k, _, view = call(4, 2, 1, 150, 32, seed=units)
     selection = random_selection(kind, Shape.suffix(4, 2, 1, 150), units, generator(units))
-    trace = Trace(want_weights=True)
-    attend(q, view, selection, backend=backend, softcap=softcap, trace=trace)
-    mask = trace.used.mask()[:, 0]
+    ran = run(Call.of(q, view, selection, softcap=softcap, want_weights=True), backend)
+    mask = ran.used.mask()[:, 0]
     scores = (q.double() @ k.double().repeat_interleave(2, 0).transpose(1, 2))[:, 0] / math.sqrt(32)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     expected = torch.softmax(scores.masked_fill(~mask, -torch.inf), -1).nan_to_num(0.0)
-    torch.testing.assert_close(by_head(trace.weights, trace.used).double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(by_head(ran.weights, ran.used).double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_nobody_who_does_not_ask_pays():
     q, _, _, view = call(4, 2, 1, 150, 32, seed=0)
-    trace = Trace()
-    attend(q, view, trace=trace)
-    assert trace.weights is None
+    ran = run(Call.of(q, view))
+    assert ran.weights is None
 
 
 def test_more_rows_than_one_are_refused():
     q, _, _, view = call(4, 2, 5, 150, 32, seed=0)
     with pytest.raises(SaccadeError, match="q_len=5"):
-        attend(q, view, trace=Trace(want_weights=True))
+        run(Call.of(q, view, want_weights=True))
     with pytest.raises(SaccadeError, match="q_len=5"):
         selected_weights(q, view, random_selection("dense", Shape.suffix(4, 2, 5, 150), 1, generator(0)), q, scale=1.0)
 

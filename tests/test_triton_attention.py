@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend
-from saccade.ops import triton as triton_backend
+from saccade.ops import Call, attend, run
 from saccade.ops.triton.decode import attend_decode, even_splits
 from saccade.ops.triton.dispatch import key_lists, pages_of
 from saccade.ops.triton.prefill import Config, attend_prefill
@@ -41,9 +38,9 @@ def random_blocks(shape: Shape, size: int, units: int, share: float = 0.5, seed:
 
 
 def agrees(q, view, selection, atol=1e-5, **options) -> None:
-    trace = Trace()
-    out, lse = attend(q, view, selection, backend="triton", trace=trace, **options)
-    assert trace.backend == "triton"
+    ran = run(Call.of(q, view, selection, **options), "triton")
+    out, lse = ran.out, ran.lse
+    assert ran.backend == "triton"
     expected, expected_lse = attend(q, view, selection, backend="reference", **options)
     torch.testing.assert_close(out.float(), expected.float(), atol=atol, rtol=atol)
     torch.testing.assert_close(lse, expected_lse, atol=max(atol, 1e-5), rtol=1e-5)
@@ -161,11 +158,10 @@ def test_decode_reads_no_further_than_its_row():
 def test_what_has_no_kernel_is_an_error_by_name_and_the_reference_by_default():
     q, view, shape = data(2, 1, 3, 40, 64)
     tokens = Tokens.from_mask(shape, torch.ones(1, 3, 40, dtype=torch.bool))
-    with pytest.raises(SaccadeError, match="no kernel for this call"):
+    with pytest.raises(SaccadeError, match="no kernel for Tokens of 3 rows"):
         attend(q, view, tokens, backend="triton")
-    trace = Trace()
-    attend(q, view, tokens, trace=trace)
-    assert trace.backend == "reference"
+    ran = run(Call.of(q, view, tokens))
+    assert ran.backend == "reference"
 
 
 @pytest.mark.parametrize(("q_len", "n"), [(200, 200), (70, 333), (1, 150)])
@@ -191,9 +187,8 @@ def test_heads_of_different_kinds():
     agrees(q, view, Mixed(shape, (lines, blocks), torch.tensor([0, 0, 1, 1])))
 
 
-def test_no_tensor_of_the_host_code_follows_an_ambient_device(monkeypatch):
+def test_no_tensor_of_the_host_code_follows_an_ambient_device():
     """The front door runs it without one, so a tensor that needed one would land on the CPU beside a GPU's."""
-    monkeypatch.setattr(triton_backend, "_without_ambient_device", nullcontext)
     q, view, shape = data(4, 2, 70, 130, 32)
     last, ranking = Shape.suffix(4, 2, 1, 130), torch.arange(4, dtype=torch.int32)
     choice = torch.tensor([0, 1, 0, 1])

@@ -6,23 +6,26 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint
 
-from saccade.kv.pool import BlockPool
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
+from saccade.methods.streaming import Streaming
 from saccade.models.decode_step import DecodeStep
 from saccade.models.interface import Segment
+from saccade.models.llama import LlamaDecoder
 from saccade.models.loader import load_model
-from saccade.ops import Trace, attend
-from saccade.ops.triton.batched_decode import PageChoice, Summaries, append_rows, band_lists, choose_best, score_blocks
-from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks, ranked_keys
+from saccade.ops import Call, attend, run
+from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
+from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks
 from saccade.ops.triton.decode import Pages, attend_decode
 from saccade.ops.triton.progressive import Rule, attend_progressive
 from saccade.selection import Band, Blocks, Dense, Ranking
+from saccade.selection.plan import BestBlocks, RankedBlocks
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 
@@ -30,24 +33,22 @@ HEADS, KV_HEADS, DIM = 4, 2, 32
 class Rows:
     """Sequences of one layer with ``lengths`` keys each, the last not stored yet; a length of 0 is padding."""
 
-    def __init__(self, lengths, size=32, kind="cuboid", dtype=torch.float32, seed=0):
+    def __init__(self, lengths, size=32, kind="cuboid", dtype=torch.float32, seed=0, heads_apart=False):
         rng = torch.Generator().manual_seed(seed)
         self.lengths, self.kind, self.size = lengths, kind, size
-        pool = BlockPool(400, KV_HEADS, DIM, block_size=32, dtype=dtype)
-        pool.k.fill_(float("nan"))
-        pool.v.fill_(float("nan"))
-        self.kvs, tables, pointers = [], torch.zeros(len(lengths), 64, dtype=torch.int32), []
+        pool = poisoned_pool(400, KV_HEADS, DIM, dtype=dtype, heads_apart=heads_apart)
+        self.kvs, tables, pointers = [], torch.zeros(len(lengths), pool.rows, 64, dtype=torch.int32), []
         for row, length in enumerate(lengths):
-            kv = SequenceKV(pool, 1)
+            kv = SequenceKV(pool)
             self.kvs.append(kv)
             pointers.append(0)
             if length:
                 kv.reserve(length)
                 kv.append(0, *torch.randn(2, KV_HEADS, length - 1, DIM, generator=rng).to(dtype))
-                tables[row, : len(kv._slots[0])] = torch.tensor(kv._slots[0], dtype=torch.int32)
+                tables[row, :, : kv.blocks] = kv.tables[0, :, : kv.blocks]
                 (buffer,) = kv.summary_buffers(kind, size, length // size)
                 pointers[-1] = buffer.data_ptr()
-        self.pages = Pages(pool.k, pool.v, tables, torch.tensor(lengths, dtype=torch.int32), 1024)
+        self.pages = Pages(pool.storage.k, pool.storage.v, tables, torch.tensor(lengths, dtype=torch.int32), 1024)
         self.summaries = Summaries(torch.tensor(pointers), size, kind)
         # Rows reach the kernels as transformers leaves them: heads outermost.
         self.q, self.k, self.v = (
@@ -98,26 +99,46 @@ def test_dense_rows_of_unequal_length(dtype):
         torch.testing.assert_close(out[row][:, None], expected, atol=2e-3 if dtype == torch.float16 else 1e-5, rtol=0)
 
 
+class Spec:
+    """A model of one layer, for plans."""
+
+    layers, heads, kv_heads, windows = 1, HEADS, KV_HEADS, (None,)
+
+
+def readings(methods, rows):
+    """The form that ``methods``, taken in turn by the rows, share, and each row's numbers: (form, first, second,
+    share)."""
+    taken = [methods[row % len(methods)].device_plan(Spec).layers[0] for row in range(len(rows.lengths))]
+    (form,) = {one.form for one in taken}
+    first, second, share = zip(*(one.numbers for one in taken))
+    ints = [torch.tensor(part, dtype=torch.int32) for part in (first, second)]
+    return form, *ints, torch.tensor(share, dtype=torch.float32)
+
+
 METHODS = [
-    (ArkVale(budget=128), PageChoice(32, "cuboid", 1, 2, 2, 0, 128)),
-    (ArkVale(budget=224, unit="kv_head"), PageChoice(32, "cuboid", 2, 2, 2, 3, 224)),
-    (ArkVale(budget=200, block_size=16, sinks=0, window=1), PageChoice(16, "cuboid", 1, 0, 1, 11, 200)),
-    (Quest(budget=96, dense_layers=0), PageChoice(16, "minmax", 2, 0, 1, 5, 96)),
-    (Quest(budget=64, block_size=64, dense_layers=0), PageChoice(64, "minmax", 2, 0, 1, 0, 64)),
+    (ArkVale(budget=128), ArkVale(budget=100)),
+    (ArkVale(budget=224, unit="kv_head"), ArkVale(budget=160, unit="kv_head")),
+    (ArkVale(budget=200, block_size=16, sinks=0, window=1), ArkVale(budget=140, block_size=16, sinks=0, window=1)),
+    (Quest(budget=96, dense_layers=0), Quest(budget=80, dense_layers=0)),
+    (Quest(budget=64, block_size=64, dense_layers=0), Quest(budget=60, block_size=64, dense_layers=0)),
 ]
 
 
 @pytest.mark.parametrize("choose", [choose_best, choose_ranked])
-@pytest.mark.parametrize(("method", "choice"), METHODS, ids=lambda part: getattr(part, "text", ""))
-def test_rows_choose_the_pages_that_the_method_chooses(method, choice, choose):
-    rows = Rows([20, 0, 96, 200, 225, 352, 640], choice.size, choice.kind)
+@pytest.mark.parametrize("methods", METHODS, ids=lambda methods: methods[0].text)
+def test_rows_choose_the_pages_that_their_methods_choose(methods, choose):
+    """Rows of one form in one launch, each with its own budget."""
+    choice = methods[0].device_plan(Spec).layers[0]
+    rows = Rows([20, 0, 96, 200, 225, 352, 640], choice.size, choice.summary)
+    form, take, dense_upto, _ = readings(methods, rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
-    lists = choose(score_blocks(rows.q, rows.pages, rows.summaries, choice), rows.pages, choice)
+    scores = score_blocks(rows.q, rows.pages, rows.summaries, form)
+    lists = choose(scores, rows.pages, form, take, dense_upto)
     out, _ = attend_decode(rows.q, rows.pages, lists, scale=0.2)
     counts = lists.counts.view(-1, choice.units)
     for row, q, view in rows.views():
         query = Query.of(q, view)
-        selection = method.select_decode(query, None)
+        selection = methods[row % 2].select_decode(query, None)
         if isinstance(selection, Dense):
             expected = torch.ones(choice.units, -(-view.length // choice.size), dtype=torch.bool)
         else:
@@ -133,29 +154,38 @@ def test_rows_choose_the_pages_that_the_method_chooses(method, choice, choose):
 def test_bands():
     rows = Rows([3, 0, 40, 41, 500])
     append_rows(rows.k, rows.v, rows.pages)
-    out, _ = attend_decode(rows.q, rows.pages, band_lists(rows.pages, 4, 37), scale=0.2)
+    methods = (Streaming(sinks=4, window=37), Streaming(sinks=0, window=60))
+    form, sinks, window, _ = readings(methods, rows)
+    lists = band_lists(rows.pages, sinks, window, form.longest)
+    out, _ = attend_decode(rows.q, rows.pages, lists, scale=0.2)
     for row, q, view in rows.views():
-        band = Band(Query.of(q, view).shape, window=37, sinks=4)
+        band = Band(Query.of(q, view).shape, window=methods[row % 2].window, sinks=methods[row % 2].sinks)
         expected, _ = attend(q, view, band, scale=0.2, backend="reference")
         torch.testing.assert_close(out[row][:, None], expected, atol=1e-5, rtol=1e-5)
+
+
+def int32(number):
+    return torch.tensor([number], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("choose", [choose_best, choose_ranked])
 def test_equal_scores_go_to_the_lower_block(choose):
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
-    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 8), torch.tensor([128]), 128)
+    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 1, 8), torch.tensor([128]), 128)
     for take, wanted in ((1, [1]), (3, [1, 2, 4]), (4, [1, 2, 3, 4]), (6, [1, 2, 3, 4, 5, 6])):
-        lists = choose(scores, pages, PageChoice(16, "minmax", 1, 1, 1, take, 64))
+        choice = BestBlocks(16, "minmax", 1, 1, 1, take, 128).form
+        lists = choose(scores, pages, choice, int32(take), int32(64))
         assert sorted(lists.indices[0, : lists.counts[0]].tolist()) == [0, *wanted, 7]
 
 
 @pytest.mark.parametrize("size", [16, 32])
 def test_rows_rank_the_blocks_that_psa_ranks(size):
     method = PSA(block_size=size, microbatch=2)
-    choice = PageChoice(size, "cuboid", KV_HEADS, 2, 1, 0, 6 * size - 1, after_full=True)
     rows = Rows([20, 0, 6 * size - 1, 6 * size, 225, 640], size)
+    choice, _, dense_upto, _ = readings([method], rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
-    always, order, counts = rank_blocks(score_blocks(rows.q, rows.pages, rows.summaries, choice), rows.pages, choice)
+    scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
+    always, order, counts = rank_blocks(scores, rows.pages, choice, dense_upto)
     assert counts[:, KV_HEADS : 2 * KV_HEADS].tolist() == [[0, 0], [0, 0]]  # padding
     for row, q, view in rows.views():
         selection = method.select_decode(Query.of(q, view), None)
@@ -173,8 +203,9 @@ def test_rows_rank_the_blocks_that_psa_ranks(size):
 
 def test_equal_scores_rank_by_block():
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
-    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 8), torch.tensor([128]), 128)
-    always, order, counts = rank_blocks(scores, pages, PageChoice(16, "cuboid", 1, 1, 1, 0, 64, after_full=True))
+    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 1, 8), torch.tensor([128]), 128)
+    choice = RankedBlocks(16, "cuboid", 1, 1, 1, 2, "min", "all", epsilon=0.5, dense_upto=64)
+    always, order, counts = rank_blocks(scores, pages, choice, int32(64))
     assert counts.tolist() == [[2], [6]]
     assert always[0, :2].tolist() == [0, 7]
     assert order[0, :6].tolist() == [1, 4, 2, 3, 6, 5]
@@ -183,26 +214,29 @@ def test_equal_scores_rank_by_block():
 @pytest.mark.slow
 @pytest.mark.parametrize(("rest", "stop"), [("last_max", "all"), ("min", "mean")])
 def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
-    method = PSA(epsilon=0.6, block_size=16, microbatch=2, rest=rest, stop=stop)
-    choice = PageChoice(16, "cuboid", KV_HEADS, 2, 1, 0, 95, after_full=True)
-    rows = Rows([20, 0, 96, 225, 640], 16)
+    methods = [PSA(epsilon=share, block_size=16, microbatch=2, rest=rest, stop=stop) for share in (0.6, 0.9)]
+    rows = Rows([20, 0, 96, 640, 225, 330], 16)
+    choice, _, dense_upto, epsilon = readings(methods, rows)
     append_rows(rows.k, rows.v, rows.pages, rows.summaries)
-    always, order, counts = rank_blocks(score_blocks(rows.q, rows.pages, rows.summaries, choice), rows.pages, choice)
-    rule = Rule(method.epsilon, method.microbatch, rest, stop)
-    out, _, used, _ = attend_progressive(
-        rows.q, rows.pages, always, order, 16, rule, scale=0.8, counts=counts, readers=2
+    scores = score_blocks(rows.q, rows.pages, rows.summaries, choice)
+    always, order, counts = rank_blocks(scores, rows.pages, choice, dense_upto)
+    rule = Rule(choice.epsilon, choice.microbatch, rest, stop)
+    out, _, used, _, coverage = attend_progressive(
+        rows.q, rows.pages, always, order, 16, rule, scale=0.8, counts=counts, epsilon=epsilon, readers=2
     )
-    read = ranked_keys(used, counts, 16, 2).view(-1, KV_HEADS)
+    read = torch.minimum(used * choice.microbatch, counts[1]).view(-1, KV_HEADS) * 16
     assert torch.equal(out[1], torch.zeros(HEADS, DIM))
     stopped = 0
     for row, q, view in rows.views():
-        selection = method.select_decode(Query.of(q, view), None)
-        trace = Trace()
-        expected, _ = attend(q, view, selection, scale=0.8, backend="reference", trace=trace)
+        selection = methods[row % 2].select_decode(Query.of(q, view), None)
+        ran = run(Call.of(q, view, selection, scale=0.8), "reference")
+        expected = ran.out
         torch.testing.assert_close(out[row][:, None], expected, atol=1e-5, rtol=1e-5)
-        pairs = trace.used.unit_pairs().expand(KV_HEADS) if trace.used is not None else torch.tensor([view.length] * 2)
+        pairs = ran.used.unit_pairs().expand(KV_HEADS) if ran.used is not None else torch.tensor([view.length] * 2)
         forced = selection.always.shape[1] * 16 - (-view.length % 16) if isinstance(selection, Ranking) else view.length
         assert (read[row] + forced).tolist() == pairs.tolist()
+        if ran.coverage is not None:
+            torch.testing.assert_close(coverage.view(-1, KV_HEADS)[row], ran.coverage, atol=1e-4, rtol=0)
         stopped += int((pairs < view.length).sum())
     assert stopped  # the rule held somewhere
 
@@ -210,18 +244,25 @@ def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
 class Mean:
     """An attention context in which a row reads itself alone."""
 
-    def attend(self, layer, q, k, v, spec):
+    def run(self, layer, q, k, v, spec):
         return v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 
-@pytest.mark.parametrize(("family", "join"), [("llama", False), ("llama", True), ("qwen2", True), ("gemma2", False)])
+# SmolLM3's second layer does not rotate, Qwen2's products have biases, Qwen3 norms its heads.
+CASES = [("llama", False), ("llama", True), ("qwen2", True), ("qwen3", True), ("smollm3", False), ("gemma2", False)]
+
+
+@pytest.mark.parametrize(("family", "join"), CASES)
 def test_a_steps_layers_give_what_the_module_loop_gives(tmp_path, family, join):
     runner = load_model(make_checkpoint(family, tmp_path)).runner
+    decoder, runner.llama = LlamaDecoder.of(runner.model, runner.family, runner.spec, join), None
     ids, positions = torch.tensor([5, 77, 5]), torch.tensor([0, 9, 300])
     segments = [Segment(row, 1, 301) for row in range(3)]
     expected = runner.run(ids, positions, Mean(), segments=segments, logit_rows=torch.arange(3))
-    step = DecodeStep(runner, join)
-    assert step.lean == (family != "gemma2")
+    runner.llama = decoder
+    assert (decoder is None) == (family == "gemma2")
+    step = DecodeStep(runner)
     torch.testing.assert_close(step.run(ids, positions, Mean()), expected, atol=1e-4, rtol=1e-4)
+    runner.llama = None
     again = runner.run(ids, positions, Mean(), segments=segments, logit_rows=torch.arange(3))
     assert torch.equal(again, expected)  # the modules' weights are what they were

@@ -7,7 +7,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend
+from saccade.ops import Call, attend, run
 from saccade.ops.candidates import choose as reference_choose
 from saccade.ops.triton.candidates import choose
 from saccade.ops.triton.weights import read_weights
@@ -74,7 +74,8 @@ def test_idle_heads_read_their_sinks_and_have_no_say():
 
 def test_ties_go_to_the_lower_index():
     q, view, shape = data(heads=2, kv_heads=2)
-    view.k_pool[:] = torch.where(torch.isnan(view.k_pool), view.k_pool, 1.0)
+    keys = view.paged().k
+    keys[:] = torch.where(torch.isnan(keys), keys, 1.0)
     selection = Candidates.all_keys(shape, 2, 10, sinks=2, local=3)
     got = choose(q, view, selection, scale=SCALE)
     expected = [0, 1, *range(2, 12), 297, 298, 299]
@@ -108,11 +109,9 @@ def test_the_front_door_chooses_on_the_kernels_and_gives_the_weights():
     idle = torch.tensor([False, True, False, False])
     rest = torch.where(idle, 0.3, -torch.inf), torch.ones(4, 32)
     selection = Candidates(shape, offsets, indices, torch.full((4,), 20), 4, 6, None, idle, 4, rest)
-    traces = [Trace(want_weights=True) for _ in range(2)]
-    got, expected = (
-        attend(q, view, selection, scale=SCALE, backend=name, trace=trace)
-        for name, trace in zip(("triton", "reference"), traces)
-    )
-    assert traces[0].backend == "triton"
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(traces[0].weights, traces[1].weights, atol=1e-5, rtol=1e-5)
+    call = Call.of(q, view, selection, scale=SCALE, want_weights=True)
+    got, expected = run(call, "triton"), run(call, "reference")
+    assert got.backend == "triton"
+    torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.lse, expected.lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.weights, expected.weights, atol=1e-5, rtol=1e-5)

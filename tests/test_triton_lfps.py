@@ -11,15 +11,15 @@ from helpers import planted_heads
 from test_methods_lfps import Stream
 
 from saccade.kv.view import KVView
-from saccade.methods import lfps as method_module
 from saccade.methods.lfps import LFPS
-from saccade.ops import candidates as reference
-from saccade.ops import score_tables, triton
+from saccade.methods.lfps import method as method_module
+from saccade.methods.lfps import stand_ins as reference
+from saccade.methods.lfps import tables as score_tables
+from saccade.methods.lfps import triton_stand_ins as stand_ins
+from saccade.methods.lfps import triton_tables as kernels
+from saccade.methods.lfps.stand_ins import GOLDEN, sink_share
+from saccade.methods.lfps.tables import GATES, ScoreTables, join_blocks
 from saccade.ops.block_scores import block_scores
-from saccade.ops.candidates import GOLDEN, join_blocks
-from saccade.ops.score_tables import GATES, ScoreTables, sink_share
-from saccade.ops.triton import score_tables as kernels
-from saccade.ops.triton import stand_ins
 from saccade.selection import Shape, Tokens
 
 FIRST = 4
@@ -28,8 +28,8 @@ FIRST = 4
 @pytest.fixture(autouse=True)
 def _by_torch(monkeypatch):
     """What the kernels are compared with runs in plain torch."""
-    monkeypatch.setattr(score_tables.cpu_decode, "holds", lambda table: False)
-    monkeypatch.setattr(score_tables.cpu_decode, "reads", lambda q, kv: False)
+    monkeypatch.setattr(score_tables.cpu, "serves", lambda table: "patched")
+    monkeypatch.setattr(score_tables.cpu, "serves_keys", lambda q, kv: "patched")
 
 
 def tables_of(units: int, n: int, seed: int = 0) -> ScoreTables:
@@ -131,8 +131,8 @@ def test_steps_read_what_they_read_on_the_host(options, monkeypatch):
     made = Stream.make(n=123, prompt=118, seed=1)
     rested, steps = 0, 0
     host = [(deepcopy(state), selection, out, read) for _, selection, state, out, read in made.run(method)]
-    monkeypatch.setattr(method_module, "on_device", lambda *_: True)
-    monkeypatch.setattr(method_module, "learn", triton.learn)
+    monkeypatch.setattr(method_module.device, "serves", lambda *_: None)
+    monkeypatch.setattr(method_module, "learn", kernels.learn)
     for (expected, _, wanted_out, wanted_read), (_, selection, state, out, read) in zip(
         host, made.run(method, "triton")
     ):

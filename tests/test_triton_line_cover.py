@@ -8,8 +8,8 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from helpers import Planted, planted_heads
 
 from saccade.kv.view import KVView
-from saccade.ops.line_cover import cover_lines, cover_rows
-from saccade.ops.triton.line_cover import cover, cover_marks
+from saccade.methods.loopserve.line_cover import cover_lines, cover_rows
+from saccade.methods.loopserve.triton_line_cover import cover, cover_marks
 from saccade.selection import Shape
 
 

@@ -10,7 +10,7 @@ from helpers import Planted, planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
-from saccade.ops import Trace, attend
+from saccade.ops import Call, attend, run
 from saccade.ops.triton.common import arrivals, kept_zeros
 from saccade.ops.triton.dispatch import pages_of
 from saccade.ops.triton.progressive import Rule, attend_progressive
@@ -23,13 +23,11 @@ def problem(heads=4, kv_heads=2, n=700, head_dim=32, seed=0):
 
 
 def both(q, view, ranking, **options):
-    traces = Trace(), Trace()
-    got = attend(q, view, ranking, backend="triton", trace=traces[0], **options)
-    expected = attend(q, view, ranking, backend="reference", trace=traces[1], **options)
-    assert traces[0].backend == "triton"
-    torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got[1], expected[1], atol=1e-5, rtol=1e-5)
-    masks = [trace.used.block_mask() for trace in traces]
+    got, expected = (run(Call.of(q, view, ranking, **options), name) for name in ("triton", "reference"))
+    assert got.backend == "triton"
+    torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.lse, expected.lse, atol=1e-5, rtol=1e-5)
+    masks = [done.used.block_mask() for done in (got, expected)]
     assert torch.equal(*masks)
     return int(masks[0].sum()), masks[0].numel()
 

@@ -3,19 +3,22 @@ transformers' modules and torch's indexing."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from kv_helpers import view_with_heads_apart
+from tiny_models import make_checkpoint, random_ids
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRMSNorm, apply_rotary_pos_emb
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from saccade.kv import device
 from saccade.kv.view import KVView
-from saccade.models import attention, passes
-from saccade.ops import row_passes
+from saccade.models.interface import Segment
+from saccade.models.llama import LlamaDecoder
+from saccade.models.llama_weights import read_weights
+from saccade.models.loader import load_model
+from saccade.ops.layer_weights import HeadNorms
+from saccade.ops.triton import pages
+from saccade.ops.triton import rows as triton_rows
 from saccade.ops.triton.rows import add_norm, gated, rotate
 
 DTYPES = [torch.float32, torch.float16]
@@ -58,96 +61,72 @@ def test_gated_activations_agree_with_the_function(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [3, 70])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "turned"), [(6, 2, 80, 80), (20, 3, 64, 32)])
-def test_rotations_agree_with_the_function(dtype, rows, heads, kv_heads, head_dim, turned):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "turned", "normed"),
+    [(6, 2, 80, 80, False), (20, 3, 64, 32, False), (6, 2, 80, 80, True), (20, 3, 64, 64, True)],
+)
+@torch.no_grad()
+def test_rotations_agree_with_the_function(dtype, rows, heads, kv_heads, head_dim, turned, normed):
     both = draw(rows, heads + kv_heads, head_dim, dtype=dtype)  # as a product of joined weights leaves them
     q, k = both[:, :heads], both[:, heads:]
     angles = torch.outer(torch.arange(float(rows)), 0.3 ** torch.arange(turned // 2)).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    wanted = [part.transpose(0, 1)[None].clone() for part in (q, k)]
-    turn = [part[..., :turned] for part in wanted]
-    for part, done in zip(wanted, apply_rotary_pos_emb(*turn, cos[None], sin[None])):
+    norms, wanted = None, [q.clone(), k.clone()]
+    if normed:
+        modules = [LlamaRMSNorm(head_dim, eps=1e-5), LlamaRMSNorm(head_dim, eps=1e-5)]
+        for seed, module in enumerate(modules):
+            module.weight.copy_(draw(head_dim, seed=seed))
+            module.to(dtype)
+        norms = HeadNorms(modules[0].weight, modules[1].weight, 1e-5)
+        wanted = [module(part) for module, part in zip(modules, wanted)]
+    wanted = [part.transpose(0, 1)[None] for part in wanted]
+    turn = apply_rotary_pos_emb(*(part[..., :turned] for part in wanted), cos[None], sin[None])
+    for part, done in zip(wanted, turn):
         part[..., :turned] = done
-    rotate(q, k, cos, sin)
+    rotate(q, k, cos, sin, norms)
     agree(q, wanted[0][0].transpose(0, 1))
     agree(k, wanted[1][0].transpose(0, 1))
     alone = draw(rows, heads + kv_heads, head_dim, dtype=dtype)[:, :heads]
-    rotate(alone, None, cos, sin)
+    rotate(alone, None, cos, sin, norms)
     assert torch.equal(alone, q)
 
 
 @pytest.mark.parametrize("page", [16, 32])
 @pytest.mark.parametrize(("start", "count"), [(0, 96), (5, 3), (31, 2), (17, 90), (64, 32)])
-def test_rows_go_into_pages_and_come_out_again(page, start, count):
+@pytest.mark.parametrize("make", [KVView.from_tensors, view_with_heads_apart])
+def test_rows_go_into_pages_and_come_out_again(page, start, count, make):
     plain = draw(2, 2, 160, 80)
-    stored = KVView.from_tensors(*plain, block_size=page, shuffle_seed=1)
+    view, expected = (make(*plain, block_size=page, shuffle_seed=1) for _ in range(2))
     k, v = draw(count, 4, 80, seed=2).transpose(0, 1).split(2)  # heads of a row one after another
-    before = stored.k_pool.clone(), stored.v_pool.clone()
-    stored.write(start, k, v)
-    wanted = stored.k_pool.clone(), stored.v_pool.clone()
-    stored.k_pool.copy_(before[0])
-    stored.v_pool.copy_(before[1])
-    device.store((stored.k_pool, stored.v_pool), stored.table, start, (k, v))
-    assert torch.equal(stored.k_pool, wanted[0])
-    assert torch.equal(stored.v_pool, wanted[1])
-    out = device.gather(stored.v_pool, stored.table, start, start + count)
+    expected.write(start, k, v)
+    paged, wanted = view.paged(), expected.paged()
+    pages.store(paged, start, k, v)
+    for ours, theirs in ((paged.k, wanted.k), (paged.v, wanted.v)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    out = pages.gather(paged.v, paged.block_table, start, start + count)
     assert out.is_contiguous()
     assert torch.equal(out, v)
-
-
-def small(kind):
-    torch.manual_seed(0)
-    config = kind.config_class(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        hidden_act="silu",
-        attn_implementation=attention.ATTENTION_NAME,
-    )
-    attention.register()
-    model = kind(config).eval()
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-    return model
 
 
 class _Causal:
     """An attention context of plain causal attention over the rows at hand."""
 
-    def attend(self, layer, q, k, v, spec):
+    def run(self, layer, q, k, v, spec):
         out = torch.nn.functional.scaled_dot_product_attention(
             q[None], k[None], v[None], is_causal=True, scale=spec.scale, enable_gqa=True
         )
         return out[0]
 
 
-@pytest.mark.parametrize("kind", [LlamaForCausalLM, Qwen3ForCausalLM])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 @pytest.mark.parametrize("rows", [2, 70])
-@torch.no_grad()
-def test_layers_on_the_device_agree_with_the_modules(kind, rows, monkeypatch):
-    model = small(kind)
-    decoder, positions = model.get_decoder(), torch.arange(rows)[None]
-    first = draw(1, rows, 64)
-
-    def run():
-        hidden = first.clone()
-        pair = decoder.rotary_emb(hidden, positions)
-        for layer in decoder.layers:
-            hidden = layer(hidden, position_ids=positions, position_embeddings=pair, saccade=_Causal())
-        return decoder.norm(hidden)
-
-    wanted = run()
-    passes.install(model, SimpleNamespace(family=model.config.model_type, windows=(None, None)))
-    called = []
-    monkeypatch.setattr(row_passes, "_on_gpu", lambda x: called.append(x.shape) or True)
-    torch.testing.assert_close(run(), wanted, rtol=1e-4, atol=1e-4)
-    assert called
-    passes.remove(model)
-    called.clear()
-    assert torch.equal(run(), wanted)
-    assert not called
+def test_layers_on_the_device_agree_with_the_modules(family, rows, tmp_path):
+    """The passes that a prefill on a GPU takes."""
+    runner = load_model(make_checkpoint(family, tmp_path)).runner
+    weights = read_weights(runner.model, runner.family, runner.spec.head_dim)
+    decoder = LlamaDecoder(weights, runner.spec, triton_rows)
+    ids, segments = torch.tensor(random_ids(rows, seed=1)), [Segment(0, rows, rows)]
+    logits = []
+    for runner.llama in (decoder, None):
+        logits.append(runner.run(ids, torch.arange(rows), _Causal(), segments=segments, logit_rows=torch.arange(rows)))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -10,11 +10,12 @@ from helpers import Planted, planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.flexprefill_device import _block_means, select_blocks, select_lines
-from saccade.methods.flexprefill_modes import token_lines
+from saccade.methods.flexprefill import triton_shares as shares
+from saccade.methods.flexprefill.device import _block_means, select_blocks, select_lines
+from saccade.methods.flexprefill.modes import token_lines
 from saccade.ops import attend
 from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, row_weights, slash_sums
-from saccade.ops.triton import choose, shares
+from saccade.ops.triton import choose
 from saccade.ops.triton import line_sums as sums
 from saccade.ops.triton.block_sums import line_sums
 from saccade.ops.triton.choose import compact, kept_lines, mass_threshold

@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from helpers import generator
-from test_ops_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
+from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
-from saccade.ops import triton
-from saccade.ops.sharing import Anchors
+from saccade.methods.cis import triton_sharing
+from saccade.methods.cis.sharing import Anchors
 
 
 @pytest.mark.parametrize(
@@ -23,18 +23,18 @@ def test_shared_sets_follow_their_definition(best, reach, dtype):
         q = torch.zeros(HEADS, DIM, dtype=dtype)
         q[:, number] = 3.0 + number
         anchors.reserve()
-        assert bool(triton.share(anchors, q, 0.8, LOCAL, length, True)[2].all())  # axes are not alike
+        assert bool(triton_sharing.share(anchors, q, 0.8, LOCAL, length, True)[2].all())  # axes are not alike
         has = torch.tensor([True, number > 0, number < 2, False])
         read, weights = retrieved(length, (40, 1, 60, 0), seed=number)
         anchors.has[number], anchors.positions[number] = has, length - 1
         anchors.first, anchors.count = n - 1, number + 1
-        triton.keep(anchors, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        triton_sharing.keep(anchors, number, read, weights, (SINKS, length - LOCAL), best, reach)
         sets.append(expected_sets(read, weights, has, length, best, reach))
     for axis, spread, cover in ((0, 0.0, True), (1, 0.5, True), (2, 0.5, False), (1, 1.0, True), (5, 0.0, True)):
         q = torch.zeros(HEADS, DIM, dtype=dtype)
         q[:, axis], q[:, 9] = 1.0, spread  # cosine 1, 0.894 or 0.707
         anchors.reserve()
-        offsets, keys, searching = triton.share(anchors, q, 0.8, LOCAL, 210, cover)
+        offsets, keys, searching = triton_sharing.share(anchors, q, 0.8, LOCAL, 210, cover)
         for unit in range(UNITS):
             alike = axis < 3 and spread < 0.75 and bool(anchors.has[axis, unit])
             assert bool(searching[unit]) == (not alike)
@@ -49,12 +49,12 @@ def test_the_most_recent_of_several_counts():
     q = torch.randn(HEADS, DIM, generator=generator(3))
     for number in range(2):
         anchors.reserve()
-        triton.share(anchors, q, 0.8, LOCAL, 100 + number, False)
+        triton_sharing.share(anchors, q, 0.8, LOCAL, 100 + number, False)
         read, weights = retrieved(100 + number, (20, 20, 20, 20), seed=number)
         anchors.has[number], anchors.positions[number], anchors.count = True, 99 + number, number + 1
-        triton.keep(anchors, number, read, weights, (SINKS, 100 - LOCAL), 0, 0)
+        triton_sharing.keep(anchors, number, read, weights, (SINKS, 100 - LOCAL), 0, 0)
     anchors.reserve()
-    offsets, keys, _ = triton.share(anchors, q, 0.8, LOCAL, 110, False)
+    offsets, keys, _ = triton_sharing.share(anchors, q, 0.8, LOCAL, 110, False)
     for unit, keys_read in enumerate(read.lists()):
         wanted = [key for key in keys_read.tolist() if SINKS <= key < 100 - LOCAL]
         assert keys[offsets[unit] : offsets[unit + 1]].tolist() == wanted

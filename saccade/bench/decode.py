@@ -16,9 +16,9 @@ from saccade.bench.ops import DECODE_BLOCK, Row, Settings, _flops, _limit_ms, ra
 from saccade.bench.timing import CLOCKS
 from saccade.methods import Chunk, Method, Policy, Query
 from saccade.methods.lfps import LFPS
-from saccade.ops import Trace, attend
-from saccade.ops.score_tables import ScoreTables
-from saccade.selection import Cone, Selection, Tokens, cut
+from saccade.methods.lfps.tables import ScoreTables
+from saccade.ops import Call, Result, run
+from saccade.selection import Cone, Tokens, cut
 
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
@@ -54,8 +54,7 @@ class _Measured:
     observe: float
     scored: float
     searches: float | None
-    trace: Trace
-    used: Selection
+    ran: Result
 
 
 def context(settings: Settings, limits: dict[str, float], problem: Problem) -> Iterator[DecodeRow]:
@@ -92,7 +91,7 @@ def _row(
     best: str,
     best_ms: float,
 ) -> DecodeRow:
-    shape, total, used = problem.shape, measured.total, measured.used
+    shape, total, used = problem.shape, measured.total, measured.ran.used
     density = used.density()
     limit = _limit_ms(settings, limits, problem, used)
     dim, width = problem.q.shape[-1], problem.q.element_size()
@@ -106,7 +105,7 @@ def _row(
     return DecodeRow(
         op="decode",
         method=name,
-        backend=measured.trace.backend,
+        backend=measured.ran.backend,
         dtype=str(settings.dtype).removeprefix("torch."),
         threads=settings.threads,
         context=shape.k_len,
@@ -149,7 +148,7 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
     states = [_state(method, problem, view, rows, planted, copy) for copy, view in enumerate(views)]
     count = max(3, settings.repeats)
     parts: list[tuple[float, float, float]] = []
-    reuses, scored, searches, trace = False, [], [], Trace()
+    reuses, scored, searches, ran = False, [], [], None
     for step in range(WARM + 16 * max(count, len(views))):
         view, state = views[step % len(views)], states[step % len(views)]
         q = rows[:, TAIL // 2 + step % (TAIL // 2)][:, None]
@@ -158,11 +157,10 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
         selection = fixed if fixed is not None else method.select_decode(query, state)
         selection = selection if cone is None else cut(selection, cone)
         chosen = now()
-        trace = Trace(want_weights=method.wants_weights)
-        attend(q, view, selection, backend=settings.backend, threads=settings.threads, trace=trace)
+        call = Call.of(q, view, selection, threads=settings.threads, want_weights=method.wants_weights)
+        ran = run(call, settings.backend)
         attended = now()
-        assert trace.used is not None
-        method.observe(query, trace.used, trace.weights, state)
+        method.observe(query, ran.used, ran.weights, state)
         ended = now()
         if step >= WARM:
             parts.append((chosen - began, attended - chosen, ended - attended))
@@ -174,9 +172,9 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
     take = statistics.fmean if reuses else statistics.median
     selection_ms, attention_ms, observe_ms = (1000 * take(part) for part in zip(*parts))
     total = 1000 * take([sum(part) for part in parts])
-    assert trace.used is not None
+    assert ran is not None
     ratio = statistics.fmean(searches) if reuses else None
-    return _Measured(total, selection_ms, attention_ms, observe_ms, statistics.fmean(scored), ratio, trace, trace.used)
+    return _Measured(total, selection_ms, attention_ms, observe_ms, statistics.fmean(scored), ratio, ran)
 
 
 def _plain(name: str) -> str:

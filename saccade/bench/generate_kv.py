@@ -38,9 +38,9 @@ class SyntheticKV:
     def fill(self, sequence: Sequence) -> None:
         """Store them as if a prefill had computed the first ``past`` tokens of a sequence that has computed none. The
         pool must have room."""
-        sequence.kv.reserve(len(sequence.tokens))
+        sequence.memory.kv.reserve(len(sequence.tokens))
         for layer, (k, v) in enumerate(self.layers):
-            sequence.kv.append(layer, k, v)
+            sequence.memory.kv.append(layer, k, v)
         sequence.advance(self.past)
 
 
@@ -69,7 +69,7 @@ class _Planting:
     generator: torch.Generator
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         made = plant(q, self.past, self.kv_heads, spec.scale, self.generator)
         old_k, old_v = (part.to(self.dtype) for part in made)
         self.layers.append((old_k, old_v))

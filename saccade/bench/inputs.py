@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.kv.pool import BlockPool
-from saccade.kv.sequence import SequenceKV
-from saccade.kv.view import KVView
+from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
+from saccade.ops import triton
 from saccade.selection import Blocks, Shape
 
 LARGE_BYTES = 1 << 30  # of one copy of the KV
@@ -78,13 +77,13 @@ def _make(
     size = 2 * k.numel() * k.element_size()
     # Sparse reads leave most of a copy untouched: even of a large one there are several.
     copies = max(4 if size <= LARGE_BYTES else 1, min(16, COLD_BYTES // size)) if q_len == 1 else 1
-    block = 32
-    pool = BlockPool(copies * -(-context // block), kv_heads, head_dim, block_size=block, dtype=dtype, device=k.device)
-    sequence = SequenceKV(pool, copies)
+    layout = KVFormat(dtype, kv_heads, head_dim)
+    storage = KVStorage(layout, copies * layout.blocks(context), k.device, triton.row_mover(k.device))
+    sequence = SequenceKV(BlockManager(storage, copies))
     sequence.reserve(context)
     for copy in range(copies):
         sequence.append(copy, k, v)
-    shape = Shape.suffix(heads, kv_heads, q_len, context)
+    shape = Shape.suffix(heads, kv_heads, q_len, context, q.device)
     return Problem(q, k, v, [sequence.view(copy) for copy in range(copies)], shape)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from saccade.bench.timing import median_ms
-from saccade.kv.pool import ask_for_huge_pages
-from saccade.machine import processor
+from saccade.machine import ask_for_huge_pages, processor
 from saccade.ops import cpu
 
 GEMM_SIZE = 2048

@@ -11,7 +11,8 @@ from saccade.bench import baselines
 from saccade.bench.inputs import Problem, make, random_blocks
 from saccade.bench.timing import median_ms
 from saccade.methods import Chunk, Method, Query, parse_method
-from saccade.ops import Trace, attend
+from saccade.ops import Call, Result
+from saccade.ops import run as run_call
 from saccade.selection import Blocks, Dense, Selection
 
 DECODE_BLOCK = 32
@@ -98,12 +99,11 @@ def _context(settings: Settings, limits: dict[str, float], problem: Problem) -> 
             deciders = [_decider(settings.suite, method, problem, i) for i in range(len(problem.views))]
             chosen = [decide() for decide in deciders]
             selection_ms = median_ms(deciders, settings.repeats, settings.clock)
-        trace = Trace()
-        calls = [_attention(settings, problem, i, chosen[i % len(chosen)], trace) for i in range(len(problem.views))]
+        calls = [_attention(settings, problem, i, chosen[i % len(chosen)]) for i in range(len(problem.views))]
         attention_ms = median_ms(calls, settings.repeats, settings.clock)
         dense_ms = attention_ms if dense_ms is None else dense_ms
-        used = trace.used
-        assert used is not None
+        ran = calls[-1]()
+        used = ran.used
         density = used.density()
         limit = _limit_ms(settings, limits, problem, used)
         total = attention_ms + selection_ms
@@ -111,7 +111,7 @@ def _context(settings: Settings, limits: dict[str, float], problem: Problem) -> 
         yield Row(
             op=settings.suite,
             method=name,
-            backend=trace.backend,
+            backend=ran.backend,
             dtype=dtype,
             threads=settings.threads,
             context=shape.k_len,
@@ -155,17 +155,9 @@ def _decider(suite: str, method: Method, problem: Problem, copy: int) -> Callabl
     return lambda: method.select_decode(Query.of(problem.q, view), state)
 
 
-def _attention(
-    settings: Settings, problem: Problem, copy: int, selection: Selection, trace: Trace
-) -> Callable[[], object]:
-    return lambda: attend(
-        problem.q,
-        problem.views[copy],
-        selection,
-        backend=settings.backend,
-        threads=settings.threads,
-        trace=trace,
-    )
+def _attention(settings: Settings, problem: Problem, copy: int, selection: Selection) -> Callable[[], Result]:
+    view = problem.views[copy]
+    return lambda: run_call(Call.of(problem.q, view, selection, threads=settings.threads), settings.backend)
 
 
 def _limit_ms(settings: Settings, limits: dict[str, float], problem: Problem, used: Selection) -> float:

@@ -11,7 +11,7 @@ import typer
 
 from saccade.cli.model_card import model_card
 from saccade.cli.multiturn import multiturn
-from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, THREADS
+from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, THREADS, engine_config
 
 if TYPE_CHECKING:
     from saccade.eval.predict import Setting
@@ -94,12 +94,13 @@ def predict(
 ) -> None:
     """Answer samples under policies. A killed run goes on where it was and ends with the same file."""
     from saccade.eval import predict as step
+    from saccade.eval.setting import load
     from saccade.methods.policy import Policy
 
     settings = [step.Setting(Policy.parse(text), protocol, history) for text in policy]
     list(step.take(data, limit))
-    chosen = step.Model(model, dtype, max_model_len, prefill_chunk, backend, threads, kv_memory, device)
-    llm = chosen.load()
+    chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
+    llm = load(chosen)
     for setting in settings:
         folder = step.predict(
             data, llm, chosen, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
@@ -171,17 +172,17 @@ def run(
 ) -> None:
     """All steps: dense, the policies, and the oracle beside them; then the report. Resumes what is there."""
     from saccade.eval import runner
-    from saccade.eval.predict import Model
     from saccade.eval.report import print_summary, write_report
+    from saccade.eval.setting import load
     from saccade.methods.policy import Policy
 
     for text in policy or ():
         Policy.parse(text)
     data = _prepare(out / "data", size, task, length, samples, seed, model)
-    chosen = Model(model, dtype, max_model_len, prefill_chunk, backend, threads, kv_memory, device)
+    chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
     folders = runner.run_policies(
         data,
-        chosen.load(),
+        load(chosen),
         chosen,
         policy or runner.POLICIES,
         out / "results",
@@ -226,18 +227,18 @@ def target(
     device: Annotated[str, DEVICE] = "cpu",
 ) -> None:
     """Find the sparsest setting of a method that keeps a share of dense's score; probes are kept and used again."""
-    from saccade.eval.predict import Model
     from saccade.eval.results import slug, write_json
+    from saccade.eval.setting import load
     from saccade.eval.target import find_target, grid
     from saccade.methods.policy import Policy
 
     points = grid(values)
     Policy.parse(method)
     data = _prepare(out / "data", size, task, length, samples, seed, model)
-    chosen = Model(model, dtype, max_model_len, prefill_chunk, backend, threads, kv_memory, device)
+    chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
     found = find_target(
         data,
-        chosen.load(),
+        load(chosen),
         chosen,
         method,
         option,

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.inputs import gather_prompt, write_json
-from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, THREADS
+from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, THREADS, engine_config
 from saccade.errors import SaccadeError
-from saccade.machine import check_threads, check_writable
+from saccade.machine import check_writable
 
 if TYPE_CHECKING:
-    from saccade.engine.request import Request
+    from saccade.engine.config import EngineConfig
+    from saccade.engine.messages import RequestOutcome
     from saccade.llm import LLM
 
 
@@ -68,14 +69,14 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
-    llm = _load(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
-    request = _stream(llm.stream(text, params, policy=chosen), quiet)
+    llm = _load(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
+    outcome = _stream(llm.stream(text, params, policy=chosen), quiet)
     if report is not None:
-        write_json(report, {"model": model, "text": request.text, **_outcome(request)})
+        write_json(report, {"model": model, "text": outcome.text, **_outcome(outcome)})
     if not quiet:
-        _summary(request)
-    if request.error is not None:
-        print(f"saccade: error: the request failed: {request.error}", file=sys.stderr)
+        _summary(outcome)
+    if outcome.error is not None:
+        print(f"saccade: error: the request failed: {outcome.error}", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -99,7 +100,8 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop or None)
     chosen = Policy.parse(policy)
-    session = _load(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device).session(chosen)
+    llm = _load(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
+    session = llm.session(chosen)
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -117,47 +119,28 @@ def chat(
             print(f"saccade: error: {error}", file=sys.stderr)
 
 
-def _load(
-    model: str,
-    dtype: str,
-    max_model_len: int | None,
-    kv_memory: str | None,
-    prefill_chunk: int,
-    backend: str,
-    threads: int | None,
-    device: str,
-) -> LLM:
+def _load(config: EngineConfig) -> LLM:
     from saccade.llm import LLM
 
-    if threads is not None:
-        check_threads(threads)
+    if config.threads is not None:
         import torch
 
-        torch.set_num_threads(threads)
-    return LLM(
-        model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        prefill_chunk=prefill_chunk,
-        backend=backend,
-        threads=threads,
-        device=device,
-    )
+        torch.set_num_threads(config.threads)
+    return LLM(config=config)
 
 
-def _stream(steps: Any, quiet: bool) -> Request:
-    """Print text as it comes, a progress bar on stderr while a long prompt is read; returns the finished request."""
+def _stream(steps: Any, quiet: bool) -> RequestOutcome:
+    """Print text as it comes, a progress bar on stderr while a long prompt is read; returns how it ended."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    request: Request | None = None
+    outcome: RequestOutcome | None = None
     with Progress(*columns, console=console, transient=True) as progress:
         bar = None
         for step in steps:
-            request = step.request
+            outcome = step.outcome
             if step.new_tokens or step.finished:
                 if bar is not None:
                     progress.remove_task(bar)
@@ -170,18 +153,18 @@ def _stream(steps: Any, quiet: bool) -> Request:
             if step.new_text:
                 sys.stdout.write(step.new_text)
                 sys.stdout.flush()
-    assert request is not None
+    assert outcome is not None, "a stream ends with an outcome"
     sys.stdout.write("\n")
     sys.stdout.flush()
-    return request
+    return outcome
 
 
-def _outcome(request: Request) -> dict[str, Any]:
-    return {"finish_reason": request.finish_reason, "error": request.error, **request.report.as_dict()}
+def _outcome(outcome: RequestOutcome) -> dict[str, Any]:
+    return {"finish_reason": outcome.finish_reason, "error": outcome.error, **outcome.report}
 
 
-def _summary(request: Request) -> None:
-    report = request.report.as_dict()
+def _summary(outcome: RequestOutcome) -> None:
+    report = outcome.report
     parts = []
     for phase in ("prefill", "decode"):
         stats = report[phase]
@@ -191,6 +174,6 @@ def _summary(request: Request) -> None:
                 f"{phase} {stats['tokens']} tokens by {stats['policy']}, {read}, "
                 f"{stats['seconds']:.2f} s ({stats['tokens_per_second'] or 0:.1f} tokens/s)"
             )
-    print(f"[{request.finish_reason}] " + "; ".join(parts), file=sys.stderr)
+    print(f"[{outcome.finish_reason}] " + "; ".join(parts), file=sys.stderr)
     for note in report["notes"]:
         print(f"saccade: note: {note}", file=sys.stderr)

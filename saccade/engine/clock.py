@@ -57,10 +57,10 @@ def timed(clock: Clock | None, name: str) -> AbstractContextManager[None]:
 def timing(engine: Engine, clock: Clock) -> Iterator[None]:
     """Time ``selection`` and ``attention`` of every call of ``engine`` within the block, and as ``linear`` the layers'
     other work where no module does it."""
-    before, engine.executor.clock = engine.executor.clock, clock
+    before, engine.watch.clock = engine.watch.clock, clock
     engine.model.runner.watch(clock)
     try:
         yield
     finally:
-        engine.executor.clock = before
+        engine.watch.clock = before
         engine.model.runner.watch(before)

@@ -1,86 +1,101 @@
-"""The engine: takes requests, runs steps, hands out tokens. One thread drives it."""
+"""The engine: takes requests, runs steps, hands out tokens. One thread at a time drives it."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections import deque
+from itertools import count
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from saccade.engine.executor import Executor
+from saccade.engine.answers import Answers
+from saccade.engine.attention import Watch
+from saccade.engine.checks import Checks
+from saccade.engine.host_calls import Setting
+from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
-from saccade.engine.request import Request, Sequence, StepOutput, TokenLogprob, Work
-from saccade.engine.sampler import Sampler, top_logprobs
-from saccade.engine.scheduler import Scheduler
-from saccade.engine.stopping import StopText
-from saccade.errors import CapacityError, PolicyError, RequestError
-from saccade.kv.pool import BlockPool
+from saccade.engine.request import Request
+from saccade.engine.scheduler import Scheduler, step_input
+from saccade.engine.sequence import Sequence
+from saccade.engine.step import RequestResult, ScheduledRequest
+from saccade.engine.worker import Worker
+from saccade.errors import CapacityError, RequestError
+from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
+from saccade.models.calibration import Calibrations
 
 if TYPE_CHECKING:
+    from saccade.engine.config import EngineConfig
     from saccade.models.loader import LoadedModel
+
+logger = logging.getLogger(__name__)
+_request_ids = count(1)
+
+
+def new_request_id() -> int:
+    """An id that no other request of this process has."""
+    return next(_request_ids)
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool."""
+    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided."""
 
     def __init__(
-        self,
-        model: LoadedModel,
-        pool: BlockPool,
-        *,
-        max_model_len: int,
-        chunk: int = 4096,
-        max_requests: int = 64,
-        backend: str = "auto",
-        threads: int | None = None,
-        exact: bool = False,
-        cuda_graphs: bool = True,
+        self, config: EngineConfig, model: LoadedModel, pool: BlockManager, max_model_len: int, exact: bool
     ) -> None:
+        self.config = config
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
         self.layers = model.spec.layers
         self.scheduler = Scheduler(
-            pool, self.layers, chunk=chunk, max_batch_rows=chunk + max_requests, max_requests=max_requests
+            pool,
+            chunk=config.prefill_chunk,
+            max_batch_rows=config.prefill_chunk + config.max_requests,
+            max_requests=config.max_requests,
         )
-        self.abandoned: deque[Sequence] = deque()  # of sessions nobody holds any more; appended from any thread
-        self.executor = Executor(model.runner, backend, threads, exact, model.path, cuda_graphs)
+        self.watch = Watch()
+        calibrations = Calibrations(model.spec, model.path)
+        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads)
+        self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
+        self.checks = Checks(model, pool, max_model_len, calibrations)
+        self.answers = Answers(model)
+        self.sessions: dict[int, Sequence] = {}
+        self._driver = threading.Lock()
 
     def new_sequence(self) -> Sequence:
-        return Sequence(self.pool, self.layers, self.model.runner.rope_regime)
+        """A sequence that this engine's worker remembers until it is dropped."""
+        sequence = Sequence(self.pool, self.model.runner.rope_regime)
+        self.worker.memories[sequence.id] = sequence.memory
+        return sequence
 
-    def check(self, prompt: list[int], before: int = 0) -> None:
-        """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocab = self.model.spec.vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise RequestError(f"token id {token!r} is not an integer from 0 to {vocab - 1}")
-        total = before + len(prompt)
-        if total >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {total} tokens but max_model_len is {self.max_model_len}, one of them for the answer; "
-                "shorten it or raise max_model_len"
-            )
-        if not self.scheduler.fits(total + 1):
-            size = self.pool.block_size
-            room = self.pool.num_blocks // self.layers * size
-            raise CapacityError(
-                f"the prompt has {total} tokens but the KV pool holds {room} at most; shorten it or raise kv_memory"
-            )
+    def open_session(self) -> int:
+        """A new session's id."""
+        sequence = self.new_sequence()
+        self.sessions[sequence.id] = sequence
+        return sequence.id
 
-    def check_policy(self, policy: Policy) -> None:
-        """Raise PolicyError for a policy that this model cannot run."""
-        freeze = policy.freeze
-        if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
-            raise PolicyError(
-                f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "
-                f"keys all alike; use '{freeze.name}(reuse=hidden)'"
+    def receive(self, message: AddRequest, shares: Request | None = None) -> Request:
+        """Queue a request as a message asks for it; with ``shares``, to go on from the prompt of that request. Raises
+        what :meth:`add` raises."""
+        if message.session is None:
+            return self.add(
+                message.prompt,
+                message.params,
+                message.policy,
+                decoded=message.decoded,
+                request_id=message.request_id,
+                shares=shares,
             )
-        self.executor.calibrations.layer(policy.decode.calibration, 0)
+        sequence = self.sessions.get(message.session)
+        if sequence is None:
+            raise RequestError(f"there is no session {message.session}; it was closed")
+        prompt, keep, decoded = message.prompt, message.keep, message.decoded
+        if message.whole:
+            most = len(prompt) - 1 if keep is None else min(keep, len(prompt) - 1)
+            keep = sequence.border(common(sequence.tokens, prompt[: max(0, most)]))
+            prompt, decoded = prompt[keep:], min(decoded, len(prompt) - keep)
+        return self.add(prompt, message.params, message.policy, sequence, keep, decoded, message.request_id)
 
     def add(
         self,
@@ -90,16 +105,19 @@ class Engine:
         sequence: Sequence | None = None,
         keep: int | None = None,
         decoded: int = 0,
+        request_id: int | None = None,
+        shares: Request | None = None,
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
-        decode method. RequestError while an earlier turn of the session is still running."""
+        decode method. ``shares``: a request of the same prompt and policy, whose blocks this one shares once that
+        prompt is computed. RequestError while an earlier turn of the session is still running."""
         if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
-        self.check(prompt, kept)
-        self.check_policy(policy)
+        self.checks.prompt(prompt, kept)
+        self.checks.policy(policy)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
@@ -113,21 +131,24 @@ class Engine:
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
                 sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
         request = Request(
+            new_request_id() if request_id is None else request_id,
             sequence if sequence is not None else self.new_sequence(),
             prompt,
             params,
             policy,
-            self.max_model_len,
-            self.layers,
-            decoded,
+            max_length=self.max_model_len,
+            layers=self.layers,
+            detokenizer=self.model.tokenizer.stream(),
+            decoded=decoded,
         )
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
-        request.sampler = Sampler(params)
-        request.detokenizer = self.model.tokenizer.stream()
-        request.stopper = StopText(params.stop or ())
-        self.scheduler.add(request)
+        if shares is not None and not shares.finished and not shares.output_ids:
+            request.parent = shares
+            shares.forks.append(request)
+        else:
+            self.scheduler.add(request)
         return request
 
     @property
@@ -136,9 +157,8 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """End a request now. A session goes back to where it stood before the turn; other requests are unaffected."""
-        if request.finished:
-            return
-        self._finish(request, "cancelled")
+        if not request.finished:
+            self._finish(request, "cancelled")
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a session's sequence and give its blocks back; a turn that still runs is cancelled."""
@@ -146,111 +166,142 @@ class Engine:
             self.cancel(sequence.turn)
         self.scheduler.idle.pop(id(sequence), None)
         sequence.truncate(0)
+        self.sessions.pop(sequence.id, None)
+        self.worker.memories.pop(sequence.id, None)
+
+    def forget_session(self, session: int) -> Request | None:
+        """:meth:`forget` by id; returns the turn that it cancelled. Nothing happens where there is no such session."""
+        sequence = self.sessions.get(session)
+        if sequence is None:
+            return None
+        turn = sequence.turn
+        self.forget(sequence)
+        return turn
+
+    def abandon(self, error: str) -> list[StepOutput]:
+        """End all requests that run with ``error``."""
+        outputs = []
+        for request in list(self.scheduler.running):
+            request.error = error
+            self._finish(request, "error")
+            outputs.append(self._last(request, StepOutput(request.id)))
+        return outputs
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it did for every request in it."""
-        while self.abandoned:
-            self.forget(self.abandoned.popleft())
+        if not self._driver.acquire(blocking=False):
+            raise RuntimeError("two threads drive one engine; go through AsyncEngine")
+        try:
+            return self._step()
+        finally:
+            self._driver.release()
+
+    def _step(self) -> list[StepOutput]:
         batch = self.scheduler.schedule()
         outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
         if not batch:
-            return _delivered(outputs)
+            return outputs
         began = time.perf_counter()
-        for work in batch:
-            if not work.request.report.prefill.tokens and not work.request.report.decode.tokens:
-                work.request.report.queue_seconds = began - work.request.arrived
-        logits = self.executor.run(batch)
-        seconds = time.perf_counter() - began
-        return _delivered(outputs + [self._settle(work, logits.get(work.request.id), seconds) for work in batch])
+        for request, _ in batch:
+            if not request.report.started:
+                request.report.started, request.report.queue_seconds = True, began - request.arrived
+        try:
+            result = self.worker.run(step_input(batch))
+        except BaseException:  # an interrupt, say: some layers hold the new rows and others do not
+            for request, rows in batch:
+                request.sequence.undo(rows)
+            raise
+        for request, rows in batch:
+            outputs += self._settle(request, rows, result.requests[request.id], result.seconds)
+        return outputs
 
     def _starved(self, request: Request) -> StepOutput:
         """A request that the scheduler ended because the pool is full: what it has is its answer."""
         assert request.finish_reason is not None
         reason, request.finish_reason = request.finish_reason, None
         self._finish(request, reason)
-        return StepOutput(request, new_text=request.stopper.release(final=True))
+        return self._last(request, StepOutput(request.id, new_text=request.stopper.release(final=True)))
 
-    def _settle(self, work: Work, logits: Tensor | int | None, seconds: float) -> StepOutput:
-        request = work.request
-        stats = request.report.phase(work.phase)
-        method = getattr(work.policy, work.phase).text
-        if method not in stats.policies:
-            stats.policies.append(method)
-        stats.tokens += work.length
-        stats.seconds += seconds
-        output = StepOutput(request, prefilled=min(work.stop, request.output_start), prefill_total=request.output_start)
-        if request.error is not None:
+    def _settle(
+        self, request: Request, rows: ScheduledRequest, result: RequestResult, seconds: float
+    ) -> list[StepOutput]:
+        """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
+        output = request.progress(rows.stop)
+        if result.undone:
+            request.sequence.undo(rows)
+            return [output]
+        request.report.take(rows, result, seconds)
+        request.prompt_scores |= result.prompt_scores
+        outputs: list[StepOutput] = []
+        if result.error is not None:
+            request.error = result.error
             self._finish(request, "error")
-        elif logits is not None:
-            try:
-                self._take_token(request, logits, output)
-            except Exception as error:  # as in attention: one request's failure must not take the others down
-                request.error = f"choosing a token: {type(error).__name__}: {error}"
-                self._finish(request, "error")
-        return output
-
-    def _take_token(self, request: Request, logits: Tensor | int, output: StepOutput) -> None:
-        """``logits``, or the token itself."""
-        params, sequence = request.params, request.sequence
-        token = logits if isinstance(logits, int) else request.sampler.sample(sequence.tokens, logits)
-        if params.logprobs is not None and isinstance(logits, Tensor):
-            self._record_logprobs(request, logits, token)
-        sequence.extend([token], "decode", request.policy)
-        if len(sequence.tokens) == self.model.runner.restart_length:
-            sequence.restart(request.policy)
-            request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")
-        output.new_tokens.append(token)
-        ended = not params.ignore_eos and token in self.model.eos_token_ids
-        reason = "stop" if ended or token in params.stop_token_ids else None
-        stopper = request.stopper
-        if stopper.add(request.detokenizer.step(token)):
-            reason = "stop"
-        elif reason is None and len(request.output_ids) >= request.max_tokens:
-            reason = "length"
-        if reason is not None and not stopper.stopped:
-            stopper.add(request.detokenizer.flush())
-        output.new_text = stopper.release(final=reason is not None)
-        if reason is not None:
-            self._finish(request, reason)
-
-    def _record_logprobs(self, request: Request, logits: Tensor, token: int) -> None:
-        entries = top_logprobs(logits, token, request.params.logprobs or 0)
-        request.cumulative_logprob += entries[token][0]
-        request.logprobs.append(self.named(entries))
-
-    def named(self, entries: dict[int, tuple[float, int]]) -> dict[int, TokenLogprob]:
-        """``row_logprobs``' entries with the tokens' texts."""
-        decode = self.model.tokenizer.decode
-        return {
-            token: TokenLogprob(logprob, rank, decode([token], skip_special_tokens=False))
-            for token, (logprob, rank) in entries.items()
-        }
+        else:
+            request.sequence.advance(rows.stop)
+            if rows.wants_logits:
+                outputs = self._fork(request, result)
+                self._take_token(request, result, output)
+        return [self._last(request, output), *outputs]
 
     def _finish(self, request: Request, reason: str) -> None:
-        request.finish_reason = reason
-        request.text = request.stopper.text
-        request.final_ids = list(request.output_ids)
-        request.report.output_tokens = len(request.final_ids)
-        if request.params.prompt_logprobs is not None:
-            places = range(request.output_start - len(request.prompt), request.output_start)
-            scores = [request.prompt_scores.get(place) for place in places]
-            request.prompt_logprobs = [None if entries is None else self.named(entries) for entries in scores]
+        self.answers.end(request, reason)
         self.scheduler.remove(request)
+        if request.parent is not None:
+            request.parent.forks.remove(request)
+        for fork in request.forks:  # their prompt was never finished: they compute it themselves
+            fork.parent = None
+            self.scheduler.add(fork)
+        request.forks = []
         sequence = request.sequence
         sequence.turn = None
         if not request.keep_kv:
-            sequence.kv.free()
+            sequence.memory.drop()
+            self.worker.memories.pop(sequence.id, None)
             return
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
             sequence.tokens.extend(request.dropped)
         self.scheduler.park(sequence)
 
+    def _fork(self, request: Request, result: RequestResult) -> list[StepOutput]:
+        """Let the samples that wait for the prompt of ``request`` go on from it: they share its blocks, and choose
+        their first token from the same logits. Where no block is left for their own part, they compute it all."""
+        outputs = []
+        for fork in request.forks:
+            fork.parent = None
+            sequence = fork.sequence
+            try:
+                sequence.take_over(request.sequence)
+            except CapacityError:
+                self.scheduler.add(fork)
+                continue
+            self.worker.memories[sequence.id] = sequence.memory
+            fork.report.cached_tokens = sequence.computed
+            fork.report.started = True
+            output = fork.progress(sequence.computed)
+            self.scheduler.adopt(fork)
+            self._take_token(fork, result, output)
+            outputs.append(self._last(fork, output))
+        request.forks = []
+        return outputs
 
-def _delivered(outputs: list[StepOutput]) -> list[StepOutput]:
-    """Put every output before whoever reads that request's stream, no matter who drives the step."""
-    for output in outputs:
-        output.finished = output.request.finished
-        if output.request.outbox is not None:
-            output.request.outbox.append(output)
-    return outputs
+    def _take_token(self, request: Request, result: RequestResult, output: StepOutput) -> None:
+        """The next token, and the end of a request that ends with it or fails in choosing it."""
+        try:
+            reason = self.answers.take_token(request, result, output)
+        except Exception as error:  # as in attention: one request's failure must not take the others down
+            logger.debug("choosing a token failed", exc_info=True)
+            request.error, reason = f"choosing a token: {type(error).__name__}: {error}", "error"
+        if reason is not None:
+            self._finish(request, reason)
+
+    def _last(self, request: Request, output: StepOutput) -> StepOutput:
+        """``output`` with the outcome, if the request has ended."""
+        if request.finished:
+            output.outcome = self.answers.outcome(request)
+        return output
+
+
+def common(ours: list[int], theirs: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))

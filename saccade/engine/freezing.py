@@ -9,73 +9,70 @@ batch; so keys that were dropped come back the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from saccade.engine.request import Span, Work
+from saccade.engine.step import ScheduledRequest
 from saccade.models.interface import FrozenRows
 
 READ_ROWS = 128  # last rows of a prefill that always run whole: what prefill methods look at to choose
 
 
-def frozen_rows(batch: list[Work], layers: int, all_read: bool = False) -> FrozenRows | None:
+def frozen_rows(batch: Sequence[ScheduledRequest], layers: int, all_read: bool = False) -> FrozenRows | None:
     """The rows of a packed batch that skip layers; None where there are none. ``all_read``: somebody looks at every
     row's attention, so only what a policy freezes is skipped."""
-    if all(work.phase != "prefill" for work in batch):
+    if all(rows.phase != "prefill" for rows in batch):
         return None
     first, projected = [], []
-    for work in batch:
-        positions = torch.arange(work.start, work.stop)
-        frozen_from = _first_frozen(work, positions, layers)
-        if not all_read and _leaves_unread(work):
-            unread = positions < _span(work).stop - _read_rows(work)
+    for rows in batch:
+        positions = torch.arange(rows.start, rows.stop)
+        frozen_from = _first_frozen(rows, positions, layers)
+        if not all_read and _leaves_unread(rows):
+            unread = positions < rows.span_stop - _read_rows(rows)
             frozen_from = torch.where(unread, frozen_from.clamp(max=layers - 1), frozen_from)
         first.append(frozen_from)
-        projected.append(torch.full((work.length,), work.policy.freeze is None or not work.policy.freeze.copies))
-    rows = FrozenRows(torch.cat(first), torch.cat(projected))
-    return rows if bool((rows.first < layers).any()) else None
+        projected.append(torch.full((rows.length,), rows.policy.freeze is None or not rows.policy.freeze.copies))
+    frozen = FrozenRows(torch.cat(first), torch.cat(projected))
+    return frozen if bool((frozen.first < layers).any()) else None
 
 
-def _leaves_unread(work: Work) -> bool:
+def _leaves_unread(rows: ScheduledRequest) -> bool:
     """Whether the last layer of a prefill may skip rows that nobody reads."""
-    freeze = work.policy.freeze
+    freeze = rows.policy.freeze
     return (
-        work.phase == "prefill"
-        and not work.policy.decode.watches
+        rows.phase == "prefill"
+        and not rows.policy.decode.watches
         and (freeze is None or not freeze.copies)
-        and not work.request.to_score(work.start, work.stop)
+        and not rows.scored
     )
 
 
-def _read_rows(work: Work) -> int:
-    return max(READ_ROWS, work.policy.decode.tail_rows)
+def _read_rows(rows: ScheduledRequest) -> int:
+    return max(READ_ROWS, rows.policy.decode.tail_rows)
 
 
-def is_frozen(work: Work, position: int, layer: int) -> bool:
-    """Whether the row at ``position`` of the prefill that ``work`` belongs to skips ``layer``, or lies before all that
+def is_frozen(rows: ScheduledRequest, position: int, layer: int, layers: int) -> bool:
+    """Whether the row at ``position`` of the prefill that ``rows`` belong to skips ``layer``, or lies before all that
     are read there."""
-    layers = work.request.sequence.kv.layers
-    if layer == layers - 1 and position < _span(work).stop - _read_rows(work):
+    if layer == layers - 1 and position < rows.span_stop - _read_rows(rows):
         return True
-    if work.policy.freeze is None:  # asked for in every layer, where a device's answer would have to be waited for
+    if rows.policy.freeze is None:  # asked for in every layer, where a device's answer would have to be waited for
         return False
-    return bool(frozen_at(work, torch.tensor([position], device="cpu"), layer))
+    return bool(frozen_at(rows, torch.tensor([position], device="cpu"), layer, layers))
 
 
-def frozen_at(work: Work, positions: Tensor, layer: int) -> Tensor:
+def frozen_at(rows: ScheduledRequest, positions: Tensor, layer: int, layers: int) -> Tensor:
     """Which rows at ``positions`` int64 [n] of a prefill its policy freezes at ``layer``: bool [n]."""
-    return _first_frozen(work, positions, work.request.sequence.kv.layers) <= layer
+    return _first_frozen(rows, positions, layers) <= layer
 
 
-def _first_frozen(work: Work, positions: Tensor, layers: int) -> Tensor:
-    freeze = work.policy.freeze
-    if freeze is None or work.phase != "prefill":
+def _first_frozen(rows: ScheduledRequest, positions: Tensor, layers: int) -> Tensor:
+    freeze = rows.policy.freeze
+    if freeze is None or rows.phase != "prefill":
         return positions.new_full(positions.shape, layers)
-    return freeze.first_frozen(positions, _span(work).length, layers)
-
-
-def _span(work: Work) -> Span:
-    return next(span for span in work.request.sequence.spans if span.start == work.span_start)
+    return freeze.first_frozen(positions, rows.span_length, layers)
 
 
 def runs(live: Tensor) -> list[tuple[int, int]]:

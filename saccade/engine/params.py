@@ -17,6 +17,9 @@ class SamplingParams:
     given those before it, from prompt index ``prompt_logprobs_start`` on; a token that nothing computed in this turn
     predicts (the first of all, say) has None. ``stop`` strings end generation and are not part of the text.
     ``max_tokens=None`` means up to the model's length. Raises RequestError for values out of range.
+
+    A draw depends on ``seed``, ``sample`` and the token's place in the sequence alone (see ``saccade.randomness``).
+    Of ``n`` samples the first is number ``sample`` and the others follow. Without a seed every request draws its own.
     """
 
     n: int = 1
@@ -29,6 +32,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = field(default_factory=tuple)
     seed: int | None = None
+    sample: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
@@ -47,6 +51,7 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
         if self.seed is not None:
             _whole("seed", self.seed, 0, 2**63 - 1)
+        _whole("sample", self.sample, 0, 2**31 - self.n)
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, 100)
         if self.prompt_logprobs is not None:
@@ -66,10 +71,10 @@ class SamplingParams:
         return self.temperature < 1e-5  # smaller ones overflow the logits, and are greedy in all but name
 
     def for_sample(self, index: int) -> SamplingParams:
-        """Parameters of sample ``index`` of ``n``: samples of one seed differ, and sample 0 equals the n=1 run. The
-        prompt is scored once, by sample 0."""
-        seed = None if self.seed is None else (self.seed + index) % 2**63
-        return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
+        """Parameters of sample ``index`` of ``n``: the seed's own draws for each, so that sample 0 equals the n=1 run.
+        The prompt is scored once, by sample 0."""
+        prompt_logprobs = None if index else self.prompt_logprobs
+        return replace(self, n=1, sample=self.sample + index, prompt_logprobs=prompt_logprobs)
 
 
 def _is_list(value: object) -> bool:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Cost
+from saccade.engine.device_counts import DeviceCounts, LayerCounts
+from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.selection import Selection
 
 
@@ -33,8 +34,9 @@ class LayerStats:
     least_covered: float = 1.0
     late: dict[str, Tensor] = field(default_factory=dict)  # see Cost.late
 
-    def add(self, used: Selection, cost: Cost, coverage: Tensor | None = None) -> None:
-        """Count one call; ``coverage`` as in :class:`saccade.ops.Trace`."""
+    def add(self, call: CallCount) -> None:
+        """Count one call."""
+        used, cost, coverage = call.used, call.cost, call.coverage
         self.heads, even = used.shape.heads, used.even_pairs()
         if even is None:
             self._attend(used)
@@ -56,19 +58,20 @@ class LayerStats:
         for name, count in cost.late.items():
             self.late[name] = self.late[name] + count if name in self.late else count
 
-    def add_counts(
-        self, calls: int, causal: int, keys: int, extra: Tensor | None, heads: int, estimated: int, retrievals: int
-    ) -> None:
-        """Count ``calls`` decode rows at once, of ``causal`` pairs, that read ``keys`` and ``extra`` keys (int64
-        [units]) and scored ``estimated`` blocks in ``retrievals`` of them."""
-        pairs = torch.full((heads,), keys, dtype=torch.int64, device="cpu")
-        if extra is not None:
-            pairs = pairs + extra.cpu().repeat_interleave(heads // len(extra))
+    def add_many(self, counts: LayerCounts, heads: int) -> None:
+        """Count decode rows that were counted elsewhere."""
+        pairs = torch.full((heads,), counts.keys, dtype=torch.int64, device="cpu")
+        if counts.extra is not None:
+            pairs = pairs + counts.extra.cpu().repeat_interleave(heads // len(counts.extra))
+        self.heads = heads
         self.attended = pairs if self.attended is None else self.attended + pairs.to(self.attended.device)
-        self.calls += calls
-        self.causal += causal
-        self.estimated += estimated
-        self.retrievals += retrievals
+        self.calls += counts.calls
+        self.causal += counts.causal
+        self.estimated += counts.estimated
+        self.retrievals += counts.retrievals
+        self.covered += counts.covered
+        self.estimates += counts.estimates
+        self.least_covered = min(self.least_covered, counts.least)
 
     def _attend(self, used: Selection) -> None:
         pairs = used.pairs()
@@ -101,8 +104,8 @@ class LayerStats:
 class Late(Protocol):
     """Counts that are kept elsewhere while a request runs."""
 
-    def settle(self) -> None:
-        """Move what was counted since the last time into the report."""
+    def take(self) -> DeviceCounts:
+        """What was counted since the last time."""
         ...
 
 
@@ -118,10 +121,32 @@ class PhaseStats:
     seconds: float = 0.0
     late: dict[Any, Late] = field(default_factory=dict)  # what is counted elsewhere until it is asked for
 
+    def take(self, result: RequestResult, method: str, tokens: int, seconds: float) -> None:
+        """Count what a step of ``seconds`` did under ``method`` (its text) for ``tokens`` rows."""
+        if method not in self.policies:
+            self.policies.append(method)
+        self.tokens += tokens
+        self.seconds += seconds
+        for call in result.calls:
+            self.layers[call.layer].add(call)
+            kind = selection_kind(call.used)
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+            self.backends[call.backend] = self.backends.get(call.backend, 0) + 1
+        for skip in result.skips:
+            self.layers[skip.layer].skip(skip.frozen, skip.pairs, skip.unread)
+        self.late.update(result.late)
+
+    def _add_late(self, counts: DeviceCounts) -> None:
+        for layer in counts.layers:
+            self.layers[layer.layer].add_many(layer, counts.heads)
+        for have, more in ((self.kinds, counts.kinds), (self.backends, counts.backends)):
+            for name, calls in more.items():
+                have[name] = have.get(name, 0) + calls
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
-        for counts in self.late.values():
-            counts.settle()
+        for late in self.late.values():
+            self._add_late(late.take())
         for layer in self.layers:
             layer.settle()
         counted = [(layer, layer.pairs()) for layer in self.layers]
@@ -170,13 +195,21 @@ class Report:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
+        self.started = False
         self.queue_seconds = 0.0
         self.notes: list[str] = []
 
     def phase(self, name: str) -> PhaseStats:
         return self.prefill if name == "prefill" else self.decode
 
+    def take(self, rows: ScheduledRequest, result: RequestResult, seconds: float) -> None:
+        """Count what a step of ``seconds`` did for ``rows``."""
+        self.phase(rows.phase).take(result, getattr(rows.policy, rows.phase).text, rows.length, seconds)
+        for note in result.notes:
+            self.note(note)
+
     def note(self, text: str) -> None:
+        """Add a sentence, once."""
         if text not in self.notes:
             self.notes.append(text)
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from saccade.engine.params import SamplingParams
 from saccade.errors import ModelError
 from saccade.models.warpers import Warpers
+from saccade.randomness import fresh_seed, uniform
 
 
 class Sampler:
-    """Holds one request's generator, so that its draws never depend on what else is in the batch."""
+    """How one request chooses tokens. It keeps a seed and no generator: a token's draw depends on the seed, the sample
+    and the token's place alone, whatever else is in the batch and however often the step runs."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -24,21 +26,14 @@ class Sampler:
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
         )
-        self.generator = torch.Generator()
-        if params.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(params.seed)
+        self.seed = fresh_seed() if params.seed is None else params.seed
+        # Whether the next token is the likeliest, whatever came before, and nothing else of the logits is wanted.
+        self.takes_likeliest = params.greedy and params.repetition_penalty == 1.0 and params.logprobs is None
 
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether the next token is the likeliest, whatever came before, and nothing else of the logits is wanted."""
-        params = self.params
-        return params.greedy and params.repetition_penalty == 1.0 and params.logprobs is None
-
-    def sample(self, ids: list[int], logits: Tensor) -> int:
-        """``ids`` the sequence so far, ``logits`` fp32 [vocab] -> token id. Greedy ties go to the lower id. ModelError
-        where the greatest logit is no finite number: some token would come out of it, and mean nothing."""
+    def sample(self, ids: list[int], logits: Tensor, position: int) -> int:
+        """The token at ``position`` of the sequence: ``ids`` the tokens so far, ``logits`` fp32 [vocab] -> token id.
+        Greedy ties go to the lower id. ModelError where the greatest logit is no finite number: some token would come
+        out of it, and mean nothing."""
         if not math.isfinite(logits.max()):
             raise ModelError(
                 "the model's logits are not finite: its weights are broken, or its activations overflow in this dtype; "
@@ -48,7 +43,7 @@ class Sampler:
         if self.params.greedy:
             return int(torch.argmax(scores))
         weights = torch.softmax(scores.double(), -1)
-        draw = torch.rand((), generator=self.generator, dtype=torch.float64)
+        draw = uniform(self.seed, self.params.sample, position)
         cumulative = weights.cumsum(-1)
         return int(torch.searchsorted(cumulative, draw * cumulative[-1], right=True).clamp(max=weights.numel() - 1))
 

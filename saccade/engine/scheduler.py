@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 
-from saccade.engine.request import Request, Sequence, Work
-from saccade.kv.pool import BlockPool
-from saccade.kv.sequence import SequenceKV
+import torch
+
+from saccade.engine.request import Request
+from saccade.engine.sequence import Sequence
+from saccade.engine.step import ScheduledRequest, StepInput
+from saccade.kv.blocks import BlockManager
 
 
 class Scheduler:
@@ -16,9 +20,8 @@ class Scheduler:
     depends on the batch. ``max_batch_rows`` bounds the rows of a step; one chunk always fits.
     """
 
-    def __init__(self, pool: BlockPool, layers: int, *, chunk: int, max_batch_rows: int, max_requests: int) -> None:
+    def __init__(self, pool: BlockManager, *, chunk: int, max_batch_rows: int, max_requests: int) -> None:
         self.pool = pool
-        self.layers = layers
         self.chunk = chunk
         self.max_batch_rows = max(max_batch_rows, chunk)
         self.max_requests = max_requests
@@ -29,6 +32,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.idle.pop(id(request.sequence), None)
         self.waiting.append(request)
+
+    def adopt(self, request: Request) -> None:
+        """Take in a request whose prompt is computed already: it runs on if there is room, else it is the next."""
+        if len(self.running) < self.max_requests:
+            self.running.append(request)
+        else:
+            self.waiting.appendleft(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out; its blocks stay with its sequence."""
@@ -41,29 +51,30 @@ class Scheduler:
         """Keep a session's KV for its next turn, until somebody else needs the blocks."""
         self.idle[id(sequence)] = sequence
 
-    def schedule(self) -> list[Work]:
-        """The rows of the next step; empty when nothing waits or runs. Blocks for them are reserved."""
-        batch: list[Work] = []
+    def schedule(self) -> list[tuple[Request, ScheduledRequest]]:
+        """Who runs in the next step, and which rows; empty when nothing waits or runs. Blocks for them are reserved."""
+        self.pool.advance()
+        batch: list[tuple[Request, ScheduledRequest]] = []
         rows = 0
         for request in list(self.running):
             if request not in self.running:  # preempted while making room for an earlier one
                 continue
-            work = self._work(request)
+            work = next_rows(request, self.chunk)
             if batch and rows + work.length > self.max_batch_rows:
                 continue
             if self._reserve(request, work.stop, batch):
-                batch.append(work)
+                batch.append((request, work))
                 rows += work.length
         while self.waiting and len(self.running) < self.max_requests:
             request = self.waiting[0]
-            work = self._work(request)
+            work = next_rows(request, self.chunk)
             if batch and rows + work.length > self.max_batch_rows:
                 break
             if not self._admit(request):
                 break
             self.waiting.popleft()
             self.running.append(request)
-            batch.append(work)
+            batch.append((request, work))
             rows += work.length
         return batch
 
@@ -74,31 +85,24 @@ class Scheduler:
         request.report.preemptions += 1
         self.waiting.appendleft(request)
 
-    def _work(self, request: Request) -> Work:
-        rows = request.sequence.next_rows(self.chunk)
-        assert rows is not None, "a request without rows to compute must have finished"
-        start, stop, span = rows
-        ends = span.phase == "prefill" and stop == span.stop
-        return Work(request, start, stop, span.phase, span.policy, span.start, ends, span.after_cut)
-
     def _admit(self, request: Request) -> bool:
         """Reserve the whole sequence at once, so that a prefill never has to be preempted half-way by its own
         growth."""
         sequence = request.sequence
-        missing = sequence.kv.missing_blocks(len(sequence.tokens))
+        missing = sequence.memory.kv.missing_blocks(len(sequence.tokens))
         self._make_room(missing, request)
         if missing > self.pool.free_blocks:
             return False
-        sequence.kv.reserve(len(sequence.tokens))
+        sequence.memory.kv.reserve(len(sequence.tokens))
         return True
 
-    def _reserve(self, request: Request, tokens: int, batch: list[Work]) -> bool:
+    def _reserve(self, request: Request, tokens: int, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Blocks for a running request, preempting later arrivals if need be; False when it had to yield itself."""
         while True:
-            missing = request.sequence.kv.missing_blocks(tokens)
+            missing = request.sequence.memory.kv.missing_blocks(tokens)
             self._make_room(missing, request)
             if missing <= self.pool.free_blocks:
-                request.sequence.kv.reserve(tokens)
+                request.sequence.memory.kv.reserve(tokens)
                 return True
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
@@ -108,7 +112,7 @@ class Scheduler:
                 )
                 return False
             self.preempt(victim)
-            batch[:] = [work for work in batch if work.request is not victim]
+            batch[:] = [(other, work) for other, work in batch if other is not victim]
             if victim is request:
                 return False
 
@@ -124,6 +128,48 @@ class Scheduler:
                 other.sequence.drop_kv()
                 other.report.cached_tokens = 0
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence of ``tokens`` tokens fits an otherwise empty pool."""
-        return SequenceKV.blocks_for(tokens, self.layers, self.pool.block_size) <= self.pool.num_blocks
+
+def next_rows(request: Request, chunk: int) -> ScheduledRequest:
+    """The rows of ``request`` that come next, at most ``chunk``."""
+    sequence = request.sequence
+    rows = sequence.next_rows(chunk)
+    assert rows is not None, "a request without rows to compute must have finished"
+    start, stop, span = rows
+    return ScheduledRequest(
+        request.id,
+        sequence.id,
+        start,
+        stop,
+        span.phase,
+        span.policy,
+        span.start,
+        span.stop,
+        span.length,
+        span.after_cut,
+        wants_logits=stop == len(sequence.tokens),
+        greedy=request.sampler.takes_likeliest,
+        scored=request.to_score(start, stop),
+        top=request.params.prompt_logprobs or 0,
+    )
+
+
+def step_input(batch: list[tuple[Request, ScheduledRequest]]) -> StepInput:
+    """The scheduled rows as one step."""
+    ids, positions, slots, starts = array("q"), array("q"), array("q"), [0]
+    tables = []
+    for request, rows in batch:
+        sequence, (start, stop) = request.sequence, (rows.start, rows.stop)
+        kv = sequence.memory.kv
+        ids.extend(sequence.tokens[start:stop])
+        positions.extend(range(start, stop))
+        slots.extend(kv.logical_slots(start, stop))
+        starts.append(starts[-1] + stop - start)
+        tables.append(kv.block_table)
+    return StepInput(
+        tuple([rows for _, rows in batch]),
+        torch.frombuffer(ids, dtype=torch.int64),  # a tensor of a list looks at every element
+        torch.frombuffer(positions, dtype=torch.int64),
+        tuple(starts),
+        tuple(tables),
+        torch.frombuffer(slots, dtype=torch.int64),
+    )

@@ -8,39 +8,39 @@ import torch
 from torch import Tensor
 
 from saccade.engine.freezing import is_frozen
-from saccade.engine.request import Work
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.step import ScheduledRequest
 from saccade.methods.base import Chunk, Evicting
 from saccade.selection import Shape
 
 
-def gone_before(work: Work, layer: int) -> Tensor | None:
+def gone_before(rows: ScheduledRequest, memory: SequenceMemory, layer: int) -> Tensor | None:
     """What earlier turns evicted from a layer. The state that knows of the last one gives way to a new prefill."""
-    sequence = work.request.sequence
-    state = sequence.states[layer]
-    if work.phase == "prefill" and isinstance(state, Evicting):
+    state = memory.states[layer]
+    if rows.phase == "prefill" and isinstance(state, Evicting):
         gone = state.gone()
-        sequence.gone[layer] = gone if bool(gone.any()) else None
-        sequence.watched[layer], sequence.states[layer] = state, None
-    return sequence.gone[layer]
+        memory.gone[layer] = gone if bool(gone.any()) else None
+        memory.watched[layer], memory.states[layer] = state, None
+    return memory.gone[layer]
 
 
-def follow_prefill(work: Work, chunk: Chunk, slides: bool) -> None:
+def follow_prefill(rows: ScheduledRequest, memory: SequenceMemory, chunk: Chunk, slides: bool) -> None:
     """After rows of a prefill were attended: let the decode method watch, keep the last queries that it asks for, and
     begin its state when the prefill ends. A layer that ``slides`` decodes without one."""
-    sequence, method, layer, q = work.request.sequence, work.policy.decode, chunk.layer, chunk.q
+    method, layer, q = rows.policy.decode, chunk.layer, chunk.q
     if method.watches and not slides:
-        sequence.watched[layer] = method.watch(replace(chunk, states=()) if work.after_cut else chunk)
+        memory.watched[layer] = method.watch(replace(chunk, states=()) if rows.after_cut else chunk)
     first = chunk.shape.q_start
-    if first == work.span_start or is_frozen(work, first - 1, layer):
-        sequence.tails[layer] = None
+    if first == rows.span_start or is_frozen(rows, first - 1, layer, chunk.layers):
+        memory.tails[layer] = None
     if method.tail_rows > 0:
-        before = sequence.tails[layer]
+        before = memory.tails[layer]
         joined = q if before is None else torch.cat([before, q], 1)
-        sequence.tails[layer] = joined[:, -method.tail_rows :].clone()
-    if work.ends_span and chunk.shape.k_len == work.stop:
-        kept = sequence.tails[layer]
+        memory.tails[layer] = joined[:, -method.tail_rows :].clone()
+    if rows.ends_span and chunk.shape.k_len == rows.stop:
+        kept = memory.tails[layer]
         tail = q[:, -1:] if kept is None else kept
-        shape = Shape.suffix(tail.shape[0], chunk.kv.kv_heads, tail.shape[1], chunk.kv.length)
-        segment = replace(chunk, q=tail, shape=shape, past=sequence.watched[layer])
-        sequence.states[layer] = None if slides else method.begin(segment)
-        sequence.watched[layer] = None
+        shape = Shape.suffix(tail.shape[0], chunk.kv.kv_heads, tail.shape[1], chunk.kv.length, tail.device)
+        segment = replace(chunk, q=tail, shape=shape, past=memory.watched[layer])
+        memory.states[layer] = None if slides else method.begin(segment)
+        memory.watched[layer] = None

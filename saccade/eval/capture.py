@@ -85,7 +85,7 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
 
 def token_ids(llm: LLM, prompt: Prompt) -> list[int]:
     """Text as the model's token ids, special tokens included; ids as they are. RequestError for an empty text."""
-    return llm._encode(prompt)
+    return llm.encode(prompt)
 
 
 def watch(

@@ -20,7 +20,7 @@ from saccade.eval.capture import Capture, true_rows
 from saccade.eval.micro import sample_positions
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.ops.line_cover import cover_lines
+from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.ops.scores import block_sums
 from saccade.selection import Dense, Shape
 
@@ -54,7 +54,7 @@ def whole_prefill(calls: Sequence[AttentionCall]) -> AttentionCall:
         raise SaccadeError("a whole prefill takes the prefill calls of one layer, at least one")
     ordered = sorted(calls, key=lambda call: call.selection.shape.q_start)
     q, out = (torch.cat([getattr(call, name) for call in ordered], 1) for name in ("q", "out"))
-    shape = Shape.suffix(q.shape[0], ordered[-1].kv.kv_heads, q.shape[1], ordered[-1].kv.length)
+    shape = Shape.suffix(q.shape[0], ordered[-1].kv.kv_heads, q.shape[1], ordered[-1].kv.length, q.device)
     return replace(ordered[-1], q=q, out=out, selection=Dense(shape))
 
 

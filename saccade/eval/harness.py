@@ -18,11 +18,12 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, handle_arg_string, make_disjoint_window
 from tqdm import tqdm
 
+from saccade.engine.core import new_request_id
+from saccade.engine.messages import AddRequest, RequestOutcome
 from saccade.engine.params import SamplingParams
-from saccade.engine.request import Request
 from saccade.errors import RequestError
 from saccade.llm import LLM
-from saccade.outputs import drain
+from saccade.outputs import finished
 
 NAME = "saccade"
 TARGET = "saccade.eval.harness:SaccadeLM"
@@ -136,9 +137,9 @@ class SaccadeLM(TemplateLM):
         results: list[tuple[float, bool]] = []
         for part in _groups(requests, "Scoring", disable_tqdm):
             queued = [self._score(context, continuation) for _, context, continuation in part]
-            self._run([request for request in queued if request is not None])
-            for (texts, _, _), request in zip(part, queued):
-                result = (0.0, True) if request is None else _scored(request)
+            outcomes = iter(self._run([message for message in queued if message is not None]))
+            for (texts, _, _), message in zip(part, queued):
+                result = (0.0, True) if message is None else _scored(next(outcomes))
                 results.append(result)
                 if texts is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, result)
@@ -164,8 +165,7 @@ class SaccadeLM(TemplateLM):
         results = []
         for part in _groups(requests, "Generating", disable_tqdm):
             queued = [self._generate(*request.args) for request in part]
-            self._run(queued)
-            for request, done in zip(part, queued):
+            for request, done in zip(part, self._run(queued)):
                 results.append(done.text)
                 self.cache_hook.add_partial("generate_until", request.args, done.text)
         return results
@@ -186,7 +186,7 @@ class SaccadeLM(TemplateLM):
             "notes": self.notes,
         }
 
-    def _score(self, context: list[int], continuation: list[int]) -> Request | None:
+    def _score(self, context: list[int], continuation: list[int]) -> AddRequest | None:
         """A request that scores ``continuation``; of a context that is too long the end is kept."""
         most = self.max_length - 1  # the engine samples one more
         if not continuation:
@@ -201,9 +201,9 @@ class SaccadeLM(TemplateLM):
             temperature=0, max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=len(ids) - len(continuation)
         )
         forced = len(continuation) if self.protocol == "decode" else 0
-        return self.llm.engine.add(ids, params, self.llm.policy, decoded=forced)
+        return AddRequest(new_request_id(), ids, params, self.llm.policy, decoded=forced)
 
-    def _generate(self, context: str, gen_kwargs: dict[str, Any]) -> Request:
+    def _generate(self, context: str, gen_kwargs: dict[str, Any]) -> AddRequest:
         """A request that completes ``context``; of one that is too long the end is kept."""
         options = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         stop = [text for text in options.pop("until") if text]
@@ -219,24 +219,26 @@ class SaccadeLM(TemplateLM):
         if room < 1:
             raise RequestError(f"max_gen_toks={max_tokens} leaves no room in max_model_len={self.max_length}")
         params = SamplingParams(max_tokens=max_tokens, stop=stop, **options)
-        return self.llm.engine.add(self.tok_encode(context)[-room:], params, self.llm.policy)
+        return AddRequest(new_request_id(), self.tok_encode(context)[-room:], params, self.llm.policy)
 
-    def _run(self, requests: list[Request]) -> None:
-        drain(self.llm.engine, requests)
-        for request in requests:
-            if request.error is not None:
-                raise RequestError(f"a request of {len(request.prompt)} tokens failed: {request.error}")
+    def _run(self, messages: list[AddRequest]) -> list[RequestOutcome]:
+        loop = self.llm.loop
+        outcomes = finished(loop, loop.add(messages)) if messages else []
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise RequestError(f"a request of {len(outcome.prompt)} tokens failed: {outcome.error}")
             self.requests += 1
-            report = request.report.as_dict()
+            report = outcome.report
             for phase, total in self.pairs.items():
                 total[0] += report[phase]["keys_attended"]
                 total[1] += report[phase]["keys_causal"]
             self.notes += [note for note in report["notes"] if note not in self.notes]
+        return outcomes
 
 
-def _scored(request: Request) -> tuple[float, bool]:
+def _scored(outcome: RequestOutcome) -> tuple[float, bool]:
     """Sum of the scored tokens' log-probabilities, and whether each was the likeliest."""
-    pairs = zip(request.prompt, request.prompt_logprobs or ())
+    pairs = zip(outcome.prompt, outcome.prompt_logprobs or ())
     entries = [scores[token] for token, scores in pairs if scores is not None]
     return sum(entry.logprob for entry in entries), all(entry.rank == 1 for entry in entries)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.answer import answer
 from saccade.eval.results import (
@@ -24,11 +24,11 @@ from saccade.eval.results import (
     weights_hash,
 )
 from saccade.eval.samples import Sample, read_jsonl
-from saccade.eval.setting import Model, Setting, sparse_in
+from saccade.eval.setting import Setting, sparse_in
 from saccade.eval.workers import answers_in_order
 from saccade.llm import LLM
 
-__all__ = ["Model", "Setting", "answer", "configuration", "predict", "sparse_in", "take"]
+__all__ = ["Setting", "answer", "configuration", "predict", "sparse_in", "take"]
 
 Progress = Callable[[int, int], None]  # samples done, samples in all
 
@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]  # samples done, samples in all
 def predict(
     data: Path,
     llm: LLM,
-    model: Model,
+    model: EngineConfig,
     setting: Setting,
     results: Path,
     *,
@@ -71,14 +71,15 @@ def predict(
     return folder
 
 
-def configuration(data: Path, llm: LLM, model: Model, setting: Setting) -> dict[str, Any]:
+def configuration(data: Path, llm: LLM, model: EngineConfig, setting: Setting) -> dict[str, Any]:
     """Everything a result depends on, as plain data."""
     manifest = data.with_suffix(".json")
     described = read_json(manifest) if manifest.is_file() else {}
     spec = llm.model.spec
     return {
         "model": {
-            **{key: value for key, value in asdict(model).items() if key != "kv_memory"},
+            "name": str(model.model),
+            **{key: getattr(model, key) for key in ("prefill_chunk", "backend", "device")},
             "path": str(llm.model.path),
             "weights_sha256": _weights(llm),
             "dtype": str(spec.dtype).removeprefix("torch."),

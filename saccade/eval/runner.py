@@ -8,12 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.predict import predict
 from saccade.eval.results import differences, file_hash, read_json, slug, write_json
 from saccade.eval.samples import write_jsonl
 from saccade.eval.score import Metric, score_folder
-from saccade.eval.setting import Model, Setting, sparse_in
+from saccade.eval.setting import Setting, sparse_in
 from saccade.eval.sources import Given, Loader, find_tasks
 from saccade.eval.summary import Group, Run
 from saccade.llm import LLM, checkpoint_folder
@@ -145,7 +146,7 @@ def prepare(
 def run_policies(
     data: Path,
     llm: LLM,
-    model: Model,
+    model: EngineConfig,
     policies: Sequence[str],
     results: Path,
     *,

@@ -12,10 +12,11 @@ prefilled whole under B too, and its row says A.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.llm import LLM
 from saccade.methods.dense import DenseMethod
@@ -25,25 +26,12 @@ PROTOCOLS = ("A", "B")
 HISTORIES = ("self", "gold")
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model and how it is run. ``name`` is what the user gave: a folder or a built-in model's name."""
-
-    name: str = "reference"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    prefill_chunk: int = 4096
-    backend: str = "auto"
-    threads: int | None = None
-    kv_memory: str | None = None
-    device: str = "cpu"
-
-    def load(self) -> LLM:
-        """Raises ModelError and its kin for a model that is missing or cannot run."""
-        if self.threads is not None and self.threads > 0:
-            torch.set_num_threads(self.threads)
-        options = {key: value for key, value in asdict(self).items() if key != "name"}
-        return LLM(self.name, max_requests=2, **options)
+def load(config: EngineConfig) -> LLM:
+    """The model of ``config``, whose ``threads`` are torch's too from now on. Raises ModelError and its kin for a model
+    that is missing or cannot run."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return LLM(config=replace(config, max_requests=2))
 
 
 def sparse_in(phase: str, policy: Policy) -> bool:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.predict import predict
 from saccade.eval.runner import Note
 from saccade.eval.score import Metric, score_folder
-from saccade.eval.setting import Model, Setting, sparse_in
+from saccade.eval.setting import Setting, sparse_in
 from saccade.eval.summary import Cell, Group, Run
 from saccade.llm import LLM
 from saccade.methods.policy import Policy
@@ -67,7 +68,7 @@ class Target:
 def find_target(
     data: Path,
     llm: LLM,
-    model: Model,
+    model: EngineConfig,
     method: str,
     option: str,
     values: Sequence[str],

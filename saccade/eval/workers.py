@@ -12,10 +12,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.answer import answer
 from saccade.eval.samples import Sample
-from saccade.eval.setting import Model, Setting
+from saccade.eval.setting import Setting, load
 from saccade.llm import LLM
 
 Answer = tuple[dict[str, Any], dict[str, float]]
@@ -23,7 +24,7 @@ _AHEAD = 3  # samples given out per worker: enough that none waits for a slow ne
 
 
 def answers_in_order(
-    samples: Sequence[Sample], llm: LLM, model: Model, setting: Setting, workers: int = 1
+    samples: Sequence[Sample], llm: LLM, model: EngineConfig, setting: Setting, workers: int = 1
 ) -> Iterator[Answer]:
     """``answer`` of each sample. With more than one worker each process loads ``model`` for itself; samples share
     nothing, so the answers are the same. Raises RequestError for ``workers`` below 1."""
@@ -52,10 +53,10 @@ def answers_in_order(
 _llm: LLM | None = None  # a worker's own
 
 
-def _begin(model: Model, parent: int) -> None:
+def _begin(model: EngineConfig, parent: int) -> None:
     global _llm
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-    _llm = model.load()
+    _llm = load(model)
 
 
 def _follow(parent: int) -> None:

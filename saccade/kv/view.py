@@ -1,156 +1,172 @@
-"""What an op or a method sees of one layer of one sequence: a block table over the pool."""
+"""What an op or a method sees of one layer of one sequence."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
-from saccade.kv.pool import BlockPool
+from saccade.kv import rows
+from saccade.kv.format import KVFormat
+from saccade.kv.paged import Paged
+from saccade.kv.rows import RowMover
+from saccade.kv.storage import KVStorage
+from saccade.kv.summaries import summarize_view
 
-_has_triton = importlib.util.find_spec("triton") is not None
 
-
-@dataclass(frozen=True, eq=False)
 class KVView:
-    """``length`` tokens: token ``i`` lies in slot ``table[i // block_size]`` at offset ``i % block_size``.
+    """Keys and values of ``length`` tokens, read by position. Kernels take :meth:`paged`.
 
-    ``k_pool``, ``v_pool`` [slots, kv_heads, block_size, head_dim]; ``table`` int32 [>= ceil(length / block_size)],
-    contiguous, on the pool's device.
+    ``summaries(kind, block_size)`` gives block summaries that are kept; without it they are made anew. With ``gaps``
+    some of the table's blocks may not be resident: keys and values of those are asked for in vain, with a SaccadeError.
     """
 
-    k_pool: Tensor
-    v_pool: Tensor
-    table: Tensor
-    length: int
-    summaries: Callable[[str, int], Tensor] | None = None
+    __slots__ = ("_gaps", "_mover", "_paged", "_summaries")
+
+    def __init__(
+        self,
+        paged: Paged,
+        summaries: Callable[[str, int], Tensor] | None = None,
+        mover: RowMover = rows,
+        gaps: bool = False,
+    ) -> None:
+        table = paged.block_table  # kernels read it by address
+        if table.dtype != torch.int32 or table.dim() != 2 or table.stride(1) != 1:
+            raise SaccadeError(
+                f"a block table must be int32 [kv_heads or 1, blocks] with contiguous rows, got {table.dtype} "
+                f"{tuple(table.shape)} with strides {table.stride()}"
+            )
+        if not (paged.k.is_contiguous() and paged.v.is_contiguous()):
+            raise SaccadeError(f"k and v must be contiguous, got strides {paged.k.stride()} and {paged.v.stride()}")
+        if table.shape[0] not in (1, paged.format.kv_heads):
+            raise SaccadeError(
+                f"a block table has one row or one for each of {paged.format.kv_heads} KV heads, got {table.shape[0]}"
+            )
+        self._paged, self._summaries, self._mover, self._gaps = paged, summaries, mover, gaps
 
     @classmethod
     def from_tensors(cls, k: Tensor, v: Tensor, block_size: int = 32, shuffle_seed: int | None = None) -> KVView:
-        """Page contiguous ``k``, ``v`` [kv_heads, n, head_dim] into a pool of their own.
+        """Page contiguous ``k``, ``v`` [kv_heads, n, head_dim] into storage of their own.
 
-        ``shuffle_seed`` scatters the blocks over the pool, as an engine under load would.
+        ``shuffle_seed`` scatters the blocks over the storage, as an engine under load would.
         """
         if k.dim() != 3 or k.shape != v.shape:
             raise SaccadeError(
                 f"k and v must both be [kv_heads, n, head_dim], got {tuple(k.shape)} and {tuple(v.shape)}"
             )
         kv_heads, length, head_dim = k.shape
-        blocks = -(-length // block_size)
-        pool = BlockPool(blocks, kv_heads, head_dim, block_size=block_size, dtype=k.dtype, device=k.device)
-        # Unwritten tail slots must never matter: NaN shows any op that reads them.
-        pool.k.fill_(float("nan"))
-        pool.v.fill_(float("nan"))
-        table = torch.arange(blocks, dtype=torch.int32)
+        own = KVFormat(k.dtype, kv_heads, head_dim, block_size)
+        storage = KVStorage(own, own.blocks(length), k.device)
+        table = torch.arange(storage.num_blocks, dtype=torch.int32, device="cpu")
         if shuffle_seed is not None:
-            order = torch.randperm(blocks, generator=torch.Generator().manual_seed(shuffle_seed), device="cpu")
+            order = torch.randperm(
+                storage.num_blocks, generator=torch.Generator().manual_seed(shuffle_seed), device="cpu"
+            )
             table = order.to(torch.int32)
-        view = cls(pool.k, pool.v, table.to(k.device), length)
+        view = cls(Paged(storage.k, storage.v, table[None].to(k.device), length, own))
         view.write(0, k, v)
         return view
 
+    def paged(self) -> Paged:
+        """Where the tokens lie, for kernels."""
+        return self._paged
+
+    @property
+    def length(self) -> int:
+        return self._paged.length
+
+    @property
+    def format(self) -> KVFormat:
+        return self._paged.format
+
     @property
     def block_size(self) -> int:
-        return self.k_pool.shape[2]
+        return self._paged.format.block_size
 
     @property
     def kv_heads(self) -> int:
-        return self.k_pool.shape[1]
+        return self._paged.format.kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.k_pool.shape[3]
+        return self._paged.format.head_dim
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.k_pool.dtype
+        return self._paged.format.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._paged.k.device
 
     @property
     def blocks(self) -> int:
         """Number of blocks in use, the partial last one included."""
-        return -(-self.length // self.block_size)
+        return self._paged.format.blocks(self._paged.length)
 
     def upto(self, length: int) -> KVView:
         """The first ``length`` tokens of this view."""
-        if length == self.length:
+        own = self._paged
+        if length == own.length:
             return self
-        return KVView(self.k_pool, self.v_pool, self.table, length, self.summaries)
+        shorter = Paged(own.k, own.v, own.block_table, length, own.format)
+        return KVView(shorter, self._summaries, self._mover, self._gaps)
 
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Store ``k``, ``v`` [kv_heads, t, head_dim] at positions ``start ..``; only new rows move."""
-        size, done, count = self.block_size, 0, k.shape[1]
-        if _on_gpu(self.k_pool):
-            from saccade.kv import device
-
-            device.store((self.k_pool, self.v_pool), self.table.to(self.k_pool.device), start, (k, v))
-            return
-        if self.k_pool.is_cuda:  # slots are not known on the host, and asking for them would wait
-            positions = torch.arange(start, start + count, device=self.k_pool.device)
-            slots, offsets = self.table[positions // size].long(), positions % size
-            self.k_pool[slots, :, offsets] = k.transpose(0, 1).to(self.dtype)
-            self.v_pool[slots, :, offsets] = v.transpose(0, 1).to(self.dtype)
-            return
-        while done < count:
-            block, offset = divmod(start + done, size)
-            if offset == 0 and count - done >= size:  # whole blocks in one go
-                whole = (count - done) // size
-                slots = self.table[block : block + whole].long()
-                rows = slice(done, done + whole * size)
-                self.k_pool[slots] = k[:, rows].unflatten(1, (whole, size)).transpose(0, 1).to(self.dtype)
-                self.v_pool[slots] = v[:, rows].unflatten(1, (whole, size)).transpose(0, 1).to(self.dtype)
-                done += whole * size
-                continue
-            step = min(size - offset, count - done)
-            slot = int(self.table[block])
-            self.k_pool[slot, :, offset : offset + step] = k[:, done : done + step].to(self.dtype)
-            self.v_pool[slot, :, offset : offset + step] = v[:, done : done + step].to(self.dtype)
-            done += step
+        if self._gaps:
+            self._require(self._paged.block_table, start, start + k.shape[1])
+        self._mover.store(self._paged, start, k, v)
 
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Contiguous copy of keys ``start .. stop - 1``: [kv_heads, stop - start, head_dim]."""
-        return self._span(self.k_pool, start, self.length if stop is None else stop)
+        return self._span(self._paged.k, start, stop)
 
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Contiguous copy of values ``start .. stop - 1``."""
-        return self._span(self.v_pool, start, self.length if stop is None else stop)
+        return self._span(self._paged.v, start, stop)
 
     def head_keys(self, kv_head: int, stop: int) -> Tensor:
         """Contiguous copy of one KV head's first ``stop`` keys: [stop, head_dim]."""
-        slots = self.table[: -(-stop // self.block_size)].long()
-        return self.k_pool[slots, kv_head].flatten(0, 1)[:stop]
+        table = self._table(kv_head)
+        if self._gaps:
+            self._require(table, 0, stop)
+        slots = table[: self.format.blocks(stop)].long()
+        return self._paged.k[slots, kv_head].flatten(0, 1)[:stop]
 
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one KV head at int positions [m]: two [m, head_dim]."""
-        index = positions.long()
-        slots, offsets = self.table.long()[index // self.block_size], index % self.block_size
-        return self.k_pool[slots, kv_head, offsets], self.v_pool[slots, kv_head, offsets]
+        index, own = positions.long(), self._paged
+        slots, offsets = self._table(kv_head)[index // self.block_size].long(), index % self.block_size
+        if self._gaps and (slots < 0).any():
+            raise SaccadeError("keys of a block that is not resident were asked for: admit it first")
+        return own.k[slots, kv_head, offsets], own.v[slots, kv_head, offsets]
 
     def summary(self, kind: str, block_size: int) -> Tensor:
         """Summary of every *full* block of ``block_size`` tokens: [full, parts, kv_heads, head_dim], fp32 or the keys'
         dtype (see summaries.py)."""
-        if self.summaries is not None:
-            return self.summaries(kind, block_size)[: self.length // block_size]
-        from saccade.kv.summaries import summarize_view
-
+        if self._summaries is not None:
+            return self._summaries(kind, block_size)[: self.length // block_size]
         return summarize_view(self, kind, block_size, 0, self.length // block_size)
 
-    def _span(self, pool: Tensor, start: int, stop: int) -> Tensor:
-        if not 0 <= start <= stop <= self.length:
-            raise SaccadeError(f"positions {start}..{stop} do not lie within the {self.length} stored tokens")
-        if _on_gpu(pool):
-            from saccade.kv import device
+    def _table(self, kv_head: int) -> Tensor:
+        table = self._paged.block_table
+        return table[0 if table.shape[0] == 1 else kv_head]
 
-            return device.gather(pool, self.table.to(pool.device), start, stop)
-        size = self.block_size
-        first = start // size
-        slots = self.table[first : -(-stop // size)].long()
-        rows = pool[slots].transpose(0, 1).flatten(1, 2)
-        return rows[:, start - first * size : stop - first * size].contiguous()
+    def _require(self, table: Tensor, start: int, stop: int) -> None:
+        """Raise SaccadeError where a block of positions ``start .. stop - 1`` has no slot: as an index, -1 would be the
+        last one."""
+        missing = (table[..., start // self.block_size : self.format.blocks(stop)] < 0).any()
+        if missing:
+            raise SaccadeError(f"positions {start}..{stop} lie in a block that is not resident: admit it first")
 
-
-def _on_gpu(pool: Tensor) -> bool:
-    return pool.is_cuda and _has_triton
+    def _span(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
+        own = self._paged
+        stop = own.length if stop is None else stop
+        if not 0 <= start <= stop <= own.length:
+            raise SaccadeError(f"positions {start}..{stop} do not lie within the {own.length} stored tokens")
+        if self._gaps:
+            self._require(own.block_table, start, stop)
+        return self._mover.gather(pool, own.block_table, start, stop)

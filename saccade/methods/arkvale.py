@@ -1,4 +1,4 @@
-"""ArkVale: pages by the cuboid-mean of their keys (Chen et al., NeurIPS 2024; algorithms.md 6.6).
+"""ArkVale: pages by the cuboid-mean of their keys (Chen et al., NeurIPS 2024; docs/algorithms.md 6.6).
 
 PSA's baseline "vllm-sparse": the same page scores as PSA with a fixed number of pages instead of a stopping rule.
 """
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Method, Query, require_choice, require_whole
-from saccade.methods.pages import UNITS, top_pages
-from saccade.selection import Dense, Selection
+from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
+from saccade.selection import Selection
+from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class ArkVale(Method):
         require_choice("unit", self.unit, UNITS)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        if self.budget >= query.shape.k_len:
-            return Dense(query.shape)
-        count = max(1, self.budget // self.block_size)
-        return top_pages(query, "cuboid", self.block_size, self.unit, count, self.sinks, self.window)
+        return top_pages(query, self._choice(query.shape))
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, self._choice(spec))
+
+    def _choice(self, shape: Heads) -> BestBlocks:
+        units = units_of(self.unit, shape)
+        return page_choice("cuboid", self.block_size, units, self.budget, self.sinks, self.window)

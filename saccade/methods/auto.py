@@ -23,7 +23,8 @@ from saccade.methods.base import Chunk, Method, Query, require_choice, require_n
 from saccade.methods.dense import DenseMethod
 from saccade.methods.lfps import LFPS
 from saccade.methods.psa import PSA
-from saccade.ops import Trace, attend
+from saccade.methods.state import MethodState
+from saccade.ops import Call, run
 from saccade.selection import Selection, Shape
 
 CANDIDATES: dict[str, Method] = {"dense": DenseMethod(), "psa": PSA(), "lfps": LFPS(unit="kv_head")}
@@ -35,9 +36,24 @@ Line = tuple[float, float]  # seconds of a step and layer: at length 0, and per 
 
 
 @dataclass
-class _Chosen:
-    method: Method
-    state: Any
+class Chosen(MethodState):
+    """The candidate ``name`` was chosen at ``length`` tokens; ``state`` is its own."""
+
+    name: str
+    state: MethodState | None
+    length: int
+
+    @property
+    def method(self) -> Method:
+        return CANDIDATES[self.name]
+
+    def holds(self, length: int) -> bool:
+        return length >= self.length and (self.state is None or self.state.holds(length))
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        if self.state is not None:
+            self.state.truncate(length)
 
 
 @dataclass(frozen=True)
@@ -63,15 +79,17 @@ class Auto(Method):
             require_whole("least", self.least, 1)
         require_choice("method", self.method, (None, *(name for name in CANDIDATES if name != "dense")))
 
-    def begin(self, segment: Chunk) -> _Chosen:
+    def begin(self, segment: Chunk) -> Chosen:
         name, why = self._choose(segment)
         segment.cost.notes.append(
             f"decode: auto chose '{CANDIDATES[name].text}' at {segment.shape.k_len} tokens: {why}"
         )
         method = CANDIDATES[name]
         rows = min(max(1, method.tail_rows), segment.shape.q_len)
-        shape = Shape.suffix(segment.shape.heads, segment.shape.kv_heads, rows, segment.shape.k_len)
-        return _Chosen(method, method.begin(replace(segment, q=segment.q[:, -rows:], shape=shape)))
+        whole = segment.shape
+        shape = Shape.suffix(whole.heads, whole.kv_heads, rows, whole.k_len, whole.device)
+        begun = method.begin(replace(segment, q=segment.q[:, -rows:], shape=shape))
+        return Chosen(name, begun, whole.k_len)
 
     def acting(self, state: Any) -> Method:
         return state.method
@@ -140,30 +158,32 @@ def _synthetic(
 ) -> tuple[Tensor, KVView]:
     """Queries [heads, rows, head_dim] of the last rows and keys whose weight lies on a sink and a few blocks, as a
     trained model's does: a method that stops early may do so."""
-    with torch.device("cpu"):  # the same draws wherever they go
-        rng = torch.Generator().manual_seed(0)
-        liked = torch.nn.functional.normalize(torch.randn(kv_heads, 1, head_dim, generator=rng), dim=-1)
-        unit = math.sqrt(8 * math.sqrt(head_dim))  # q and k each carry the root of a logit of 8
-        k = 0.5 * torch.randn(kv_heads, length, head_dim, generator=rng)
-        k[:, :1] += liked * unit
-        hot = torch.randperm(length // 32, generator=rng)[: max(1, length // 32 // HOT_SHARE)]
-        k.view(kv_heads, length // 32, 32, head_dim)[:, hot] += liked[:, None] * unit
-        q = (0.5 * torch.randn(heads, Auto.tail_rows + 1, head_dim, generator=rng)).unflatten(0, (kv_heads, -1))
-        q = (q + liked[:, None] * unit).flatten(0, 1)
-        v = torch.randn(kv_heads, length, head_dim, generator=rng)
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng, device="cpu")  # the same draws wherever they go
+
+    liked = torch.nn.functional.normalize(normal(kv_heads, 1, head_dim), dim=-1)
+    unit = math.sqrt(8 * math.sqrt(head_dim))  # q and k each carry the root of a logit of 8
+    k = 0.5 * normal(kv_heads, length, head_dim)
+    k[:, :1] += liked * unit
+    hot = torch.randperm(length // 32, generator=rng, device="cpu")[: max(1, length // 32 // HOT_SHARE)]
+    k.view(kv_heads, length // 32, 32, head_dim)[:, hot] += liked[:, None] * unit
+    q = (0.5 * normal(heads, Auto.tail_rows + 1, head_dim)).unflatten(0, (kv_heads, -1))
+    q = (q + liked[:, None] * unit).flatten(0, 1)
+    v = normal(kv_heads, length, head_dim)
     return q.to(dtype).to(device), KVView.from_tensors(k.to(dtype).to(device), v.to(dtype).to(device))
 
 
 def _step_seconds(method: Method, q: Tensor, view: KVView) -> float:
     """Wall seconds of one decode step at the end of ``view``, the state begun before it."""
     state = method.begin(Chunk.of(q[:, :-1], view.upto(view.length - 1)))
-    query, trace = Query.of(q[:, -1:], view), Trace(want_weights=method.wants_weights)
+    query = Query.of(q[:, -1:], view)
     _wait(q)
     began = time.perf_counter()
     selection = method.select_decode(query, state)
-    attend(query.q, view, selection, trace=trace)
-    assert trace.used is not None
-    method.observe(query, trace.used, trace.weights, state)
+    done = run(Call.of(query.q, view, selection, want_weights=method.wants_weights))
+    method.observe(query, done.used, done.weights, state)
     _wait(q)
     return time.perf_counter() - began
 

@@ -1,8 +1,8 @@
 """What every method is: a frozen dataclass of its paper's hyper-parameters with hooks for the phases of inference.
 
 A method decides which keys. It holds no storage and runs no attention: hooks get a chunk (queries and a view of the
-keys) and return a selection. Everything that changes lives in the state its ``begin`` returns, one per sequence and
-layer.
+keys) and return a selection. Everything that changes lives in the state its ``begin`` returns, a ``MethodState`` (see
+``state``) or None, one per sequence and layer.
 
 The simplest method is one ``return``::
 
@@ -23,13 +23,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
+from saccade.methods.state import MethodState
 from saccade.selection import Cone, Dense, Selection, Shape
+from saccade.selection.plan import DevicePlan, PlanSpec
 
 LARGEST = 2**31 - 1  # positions are int32
 
@@ -52,7 +55,7 @@ class Cost:
             self.late[name] = self.late[name] + count if name in self.late else count
 
 
-class Evicting:
+class Evicting(MethodState):
     """Base of the state of a decode method that forgets keys for good. Their storage may stay, but no later row of the
     sequence reads them again, whatever its policy."""
 
@@ -60,10 +63,6 @@ class Evicting:
         """bool [units, m], units as in a selection: the evicted ones of the m keys that it knows of, those of earlier
         turns among them."""
         raise NotImplementedError
-
-    def holds(self, length: int) -> bool:
-        """Whether it would be the same had the sequence ended after ``length`` tokens."""
-        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +94,7 @@ class Chunk:
     @classmethod
     def of(cls, q: Tensor, kv: KVView, scale: float | None = None, **rest: Any) -> Self:
         """A chunk whose rows are the last of the stored keys; ``scale`` defaults to 1 / sqrt(head_dim)."""
-        shape = Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], kv.length)
+        shape = Shape.suffix(q.shape[0], kv.kv_heads, q.shape[1], kv.length, q.device)
         return cls(q, kv, shape, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale, **rest)
 
 
@@ -117,7 +116,7 @@ class PolicyPart:
     paper: ClassVar[str] = ""
     phases: ClassVar[tuple[str, ...]] = ()
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The choice as policy text, options that differ from their defaults spelt out."""
         options = [
@@ -130,6 +129,7 @@ class PolicyPart:
 class Method(PolicyPart):
     """Base of all methods. Hooks default to dense."""
 
+    is_dense: ClassVar[bool] = False  # whether it is the method that reads everything
     tail_rows: ClassVar[int] = 0  # last prefill queries that `begin` wants to see
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
@@ -166,6 +166,11 @@ class Method(PolicyPart):
     def select_decode(self, query: Query, state: Any) -> Selection:
         """Which keys one decode step reads: a selection, or a Ranking whose stopping rule the op runs."""
         return Dense(query.shape)
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        """What each layer of a model reads in decode, for steps that a device runs on its own (see selection.plan): the
+        same keys as ``select_decode`` chooses. None where there is no such plan; the host path serves it then."""
+        return None
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
         """Called after the step with what was really read.

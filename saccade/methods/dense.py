@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from saccade.methods.base import Method
+from saccade.selection.plan import DevicePlan, Ends, Everything, PlanSpec
 
 
 @dataclass(frozen=True)
@@ -13,4 +14,8 @@ class DenseMethod(Method):
     """Read everything."""
 
     name: ClassVar[str] = "dense"
+    is_dense: ClassVar[bool] = True
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan:
+        return DevicePlan.of(self, [Everything() if size is None else Ends(0, size) for size in spec.windows])

@@ -1,4 +1,4 @@
-"""Double Sparsity: tokens by a few channels of their keys (Yang et al., 2024; algorithms.md 6.10)."""
+"""Double Sparsity: tokens by a few channels of their keys (Yang et al., 2024; docs/algorithms.md 6.10)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from saccade.methods.base import (
     require_number,
     require_whole,
 )
-from saccade.methods.labels import CALIBRATION, CHANNELS_BY, PROMPT_ROWS, SOURCES, around, heaviest_channels
-from saccade.ops.labels import WHOLE_BITS, Labels
+from saccade.methods.labels import (
+    CALIBRATION,
+    CHANNELS_BY,
+    PROMPT_ROWS,
+    SOURCES,
+    WHOLE_BITS,
+    Labels,
+    around,
+    heaviest_channels,
+)
 from saccade.selection import Dense, Selection
 
 
@@ -61,11 +69,12 @@ class DoubleSparsity(Method):
     def calibration(self) -> str | None:
         return CALIBRATION if self.source == "offline" else None
 
-    def begin(self, segment: Chunk) -> Labels:
+    def begin(self, segment: Chunk) -> Labels | None:
+        if segment.layer < self.dense_layers:
+            return None
         count = max(1, round(self.channels * segment.q.shape[-1]))
         labels = Labels(heaviest_channels(segment, self.by, count, self.source), self.bits)
-        if segment.layer >= self.dense_layers:
-            labels.extend(segment.kv)
+        labels.extend(segment.kv)
         return labels
 
     def select_decode(self, query: Query, state: Any) -> Selection:

@@ -1,5 +1,5 @@
 """SnapKV and AdaKV: when a prefill ends, keep the keys that its last rows looked at and forget the others for good
-(Li et al., 2024; Feng et al., 2024; algorithms.md 6.8, 6.9).
+(Li et al., 2024; Feng et al., 2024; docs/algorithms.md 6.8, 6.9).
 
 The storage of what is forgotten stays until the sequence ends, but no later step or turn reads it, whatever its policy;
 the report says so. A later turn reads what is left and its own rows, and chooses again among those.
@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_choice, require_number, require_whole
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection, Shape, Tokens, gone_for
+from saccade.selection.csr import offsets_of_lists
 
 FORGOTTEN = "forgets: it evicted keys for good, and no later step or turn can read them"
 
@@ -25,6 +26,8 @@ FORGOTTEN = "forgets: it evicted keys for good, and no later step or turn can re
 class Kept(Evicting):
     """The keys that are left of the first ``length`` ones: ``positions`` int64, sorted, one list per unit. Later keys
     are all there."""
+
+    replaced: ClassVar[frozenset[str]] = frozenset({"positions"})
 
     positions: list[Tensor]
     length: int
@@ -41,15 +44,15 @@ class Kept(Evicting):
     def select(self, shape: Shape) -> Selection:
         if all(kept.numel() == self.length for kept in self.positions):
             return Dense(shape)
-        later = torch.arange(self.length, shape.k_len)
+        device = self.positions[0].device
+        later = torch.arange(self.length, shape.k_len, device=device)
         lists = [torch.cat([kept, later]).to(torch.int32) for kept in self.positions]
-        counts = torch.tensor([part.numel() for part in lists])
-        return Tokens(shape, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), torch.cat(lists))
+        return Tokens(shape, offsets_of_lists(lists, device), torch.cat(lists))
 
 
 def alive(chunk: Chunk, units: int) -> Tensor:
     """bool [units, k_len]: the keys that no earlier turn evicted."""
-    mask = torch.ones(units, chunk.shape.k_len, dtype=torch.bool)
+    mask = torch.ones(units, chunk.shape.k_len, dtype=torch.bool, device=chunk.q.device)
     if chunk.gone is not None:
         mask[:, : chunk.gone.shape[1]] = ~gone_for(chunk.gone, units)
     return mask
@@ -101,7 +104,7 @@ class SnapKV(Method):
         object.__setattr__(self, "tail_rows", self.window)
 
     def begin(self, segment: Chunk) -> Kept:
-        shape, places = segment.shape, torch.arange(segment.shape.k_len)
+        shape, places = segment.shape, torch.arange(segment.shape.k_len, device=segment.q.device)
         left = alive(segment, shape.heads if self.unit == "q_head" else shape.kv_heads)
         if int(left.sum()) <= left.shape[0] * self.capacity and not self._overfull(left):
             return Kept([places[mask] for mask in left], shape.k_len)

@@ -1,4 +1,5 @@
-"""H2O: keep the keys that gathered the most attention so far, and recent ones (Zhang et al., 2023; algorithms.md 6.7).
+"""H2O: keep the keys that gathered the most attention so far, and recent ones (Zhang et al., 2023;
+docs/algorithms.md 6.7).
 
 Every key sums up the weights that all rows gave it, those of the prefill among them. What a step evicts is read by no
 later step or turn (see ``eviction``).
@@ -46,7 +47,7 @@ class Heavy(Kept):
                 continue
             old = int((kept < self.length - self.recent).sum())
             heavy = heaviest(sums[:old], max(0, self.budget - (kept.numel() - old)))
-            keep = torch.cat([heavy, torch.arange(old, kept.numel())])
+            keep = torch.cat([heavy, torch.arange(old, kept.numel(), device=kept.device)])
             self.positions[unit], self.sums[unit] = kept[keep], sums[keep]
             evicted = True
         return evicted
@@ -106,7 +107,7 @@ class H2O(Method):
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
         assert weights is not None
-        later = torch.arange(state.length, query.shape.k_len)
+        later = torch.arange(state.length, query.shape.k_len, device=weights.device)
         state.length = query.shape.k_len
         units = len(state.positions)
         for unit in range(units):
@@ -135,7 +136,7 @@ class H2O(Method):
         shape = chunk.shape
         if chunk.gone is None:
             return line_sums(chunk.q, chunk.kv, shape, shape.q_len, chunk.scale, chunk.softcap)[0]
-        sums = torch.zeros(shape.heads, shape.k_len)
+        sums = torch.zeros(shape.heads, shape.k_len, device=chunk.q.device)
         for kv_head in range(shape.kv_heads):
             heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
             for start in range(0, shape.q_len, TILE_ROWS):

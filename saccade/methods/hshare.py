@@ -1,4 +1,4 @@
-"""HShare: critical tokens shared between steps, heads and layers (Wu et al., ICLR 2025; algorithms.md 6.11).
+"""HShare: critical tokens shared between steps, heads and layers (Wu et al., ICLR 2025; docs/algorithms.md 6.11).
 
 Whose sets are alike is found out once a turn, when its prefill ends, from the exact top keys of its last rows. Where
 the paper is silent: sets are per KV head, by the group's mean score, and a shared set keeps the keys that appeared
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
-from saccade.methods.labels import CALIBRATION, SOURCES, around, heaviest_channels
-from saccade.ops.labels import WHOLE_BITS, Labels
+from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, around, heaviest_channels
+from saccade.methods.state import MethodState
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection
 
 
 @dataclass(eq=False)
-class Shared:
+class Shared(MethodState):
     """State of one layer. ``donor``: for each unit the unit whose set it takes. ``layer_donor``: the layer whose sets
     this one takes, or None. ``sets`` int32 [units, heavy], rising, made when the middle ended before ``since``.
     ``critical`` int64 [units, rows, heavy], sorted: the keys of most weight of the prompt's last rows, until the
     layers' donors are settled."""
+
+    replaced: ClassVar[frozenset[str]] = frozenset({"critical", "sets"})
 
     labels: Labels | None
     donor: list[int]
@@ -146,7 +148,7 @@ class HShare(Method):
         """Find the layers that take others' sets, and forget what the comparison needed."""
         known = [(layer, state.critical) for layer, state in enumerate(states) if state and state.critical is not None]
         rows = min((critical.shape[1] for _, critical in known), default=0)
-        alike = torch.zeros(len(known), len(known))
+        alike = torch.zeros(len(known), len(known), device="cpu")
         for i, (_, one) in enumerate(known):
             for j, (_, other) in enumerate(known[:i]):
                 alike[i, j] = _overlap(one[:, one.shape[1] - rows :], other[:, other.shape[1] - rows :]).mean()

@@ -1,4 +1,4 @@
-"""InfiniGen: keys by a query guessed a layer ahead, on a few channels (Lee et al., OSDI 2024; algorithms.md 6.13).
+"""InfiniGen: keys by a query guessed a layer ahead, on a few channels (Lee et al., OSDI 2024; docs/algorithms.md 6.13).
 
 The guess is this layer's own norm and projection applied to what the layer before took in. It lets a store fetch keys
 while that layer still computes; here it changes what is read alone.
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
-from saccade.methods.labels import top_tokens
-from saccade.ops.labels import WHOLE_BITS, Labels
+from saccade.methods.labels import WHOLE_BITS, Labels, top_tokens
 from saccade.selection import Dense, Selection
 
 CALIBRATION = "skew"  # an orthogonal matrix per KV head: see `saccade calibrate`
@@ -70,13 +69,14 @@ class InfiniGen(Method):
         sums = (grouped if basis is None else grouped @ basis).abs().sum(1)
         return sums + chunk.past if isinstance(chunk.past, Tensor) else sums
 
-    def begin(self, segment: Chunk) -> Labels:
+    def begin(self, segment: Chunk) -> Labels | None:
+        if segment.layer < self.dense_layers:
+            return None
         sums = segment.past if isinstance(segment.past, Tensor) else self.watch(segment)
         count = max(1, round(self.channels * segment.q.shape[-1]))
         heaviest = torch.sort(sums, dim=1, descending=True, stable=True).indices[:, :count]
         partial = Labels(heaviest, WHOLE_BITS, self._basis(segment))
-        if segment.layer >= self.dense_layers:
-            partial.extend(segment.kv)
+        partial.extend(segment.kv)
         return partial
 
     def select_decode(self, query: Query, state: Any) -> Selection:

@@ -75,10 +75,10 @@ class MInference(Method):
         keys = mean_keys(chunk.kv, size).repeat_interleave(shape.group, 0)
         scores = mean_queries(chunk.q, shape, size) @ keys.transpose(1, 2)  # [heads, q_blocks, k_blocks]
         chunk.cost.estimated += scores[0].numel()
-        q_blocks = shape.q_start // size + torch.arange(scores.shape[1])
-        scores = scores.masked_fill(torch.arange(k_blocks) > q_blocks[:, None], -torch.inf)
+        q_blocks = shape.q_start // size + torch.arange(scores.shape[1], device=scores.device)
+        scores = scores.masked_fill(torch.arange(k_blocks, device=scores.device) > q_blocks[:, None], -torch.inf)
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.blocks]
-        chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, order, True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
         return Blocks.from_block_mask(shape, size, chosen)
 
 

@@ -22,7 +22,7 @@ class Statistics(Protocol):
 
 class ChannelMeans:
     """Mean |q| (over rows and the group's heads) and mean |k| of every channel: fp32 [kv_heads, head_dim]. Their
-    product is the mean |q k| over all pairs (Double Sparsity, algorithms.md 6.10)."""
+    product is the mean |q k| over all pairs (Double Sparsity, docs/algorithms.md 6.10)."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -40,7 +40,8 @@ class ChannelMeans:
 
 class Skew:
     """The right singular vectors of a group's queries, by falling singular value: an orthogonal fp32 [kv_heads,
-    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen, algorithms.md 6.13). The order
+    head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen,
+    docs/algorithms.md 6.13). The order
     of its columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
 
     def __init__(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -9,33 +12,57 @@ from saccade.kv.summaries import summarize
 from saccade.methods.base import Query
 from saccade.ops.block_scores import top_blocks
 from saccade.selection import Blocks, Dense, Selection
+from saccade.selection.plan import BestBlocks
 
 UNITS = ("q_head", "kv_head", "layer")
 
 
-def top_pages(query: Query, kind: str, size: int, unit: str, count: int, first: int, last: int) -> Selection:
-    """``count`` pages of ``size`` keys per unit: the ``first`` first and ``last`` last ones, and of the others those of
-    highest score against the summary ``kind``, meaned over the unit's query heads, ties to the lower page. Dense where
-    that is every page."""
-    shape = query.shape
-    pages = -(-shape.k_len // size)
-    ranked = count - first - last
-    if count >= pages or first + last >= pages:
+class Heads(Protocol):
+    """A call's shape, or a model's."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+
+
+def units_of(unit: str, shape: Heads) -> int:
+    """Lists that one of ``UNITS`` means."""
+    return {"q_head": shape.heads, "kv_head": shape.kv_heads, "layer": 1}[unit]
+
+
+@lru_cache
+def page_choice(kind: str, size: int, units: int, budget: int, first: int, last: int, least: int = 1) -> BestBlocks:
+    """``budget`` keys in pages of ``size``, at least ``least`` pages: the ``first`` first and ``last`` last ones, and
+    the best others by the summary ``kind``. Rows that this leaves nothing to skip read everything."""
+    count = max(least, budget // size)
+    dense_upto = max(budget, count * size, (first + last) * size)
+    return BestBlocks(size, kind, units, first, last, max(0, count - first - last), dense_upto)
+
+
+def top_pages(query: Query, choice: BestBlocks) -> Selection:
+    """The pages that ``choice`` means for one row."""
+    shape, size, first, last = query.shape, choice.size, choice.first, choice.last
+    if shape.k_len <= choice.dense_upto:
         return Dense(shape)
-    units = {"q_head": shape.heads, "kv_head": shape.kv_heads, "layer": 1}[unit]
-    ends = torch.arange(first, dtype=torch.int32), torch.arange(pages - last, pages, dtype=torch.int32)
-    forced = torch.cat(ends).expand(units, -1)
-    if ranked <= 0:
+    pages, device = -(-shape.k_len // size), query.q.device
+    ends = (
+        torch.arange(first, dtype=torch.int32, device=device),
+        torch.arange(pages - last, pages, dtype=torch.int32, device=device),
+    )
+    forced = torch.cat(ends).expand(choice.units, -1)
+    if not choice.take:
         return _blocks(query, size, forced)
     tail = None
     if last == 0 and shape.k_len % size:
-        tail = summarize(query.kv.keys(shape.k_len // size * size), kind)  # [parts, G, d]
+        tail = summarize(query.kv.keys(shape.k_len // size * size), choice.summary)  # [parts, G, d]
     query.cost.estimated += pages - last - first
-    best = top_blocks(query.q[:, 0], query.kv.summary(kind, size), units, ranked, first, pages - last, tail)
+    summary = query.kv.summary(choice.summary, size)
+    best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail)
     return _blocks(query, size, torch.cat([forced[:, :first], best, forced[:, first:]], 1))
 
 
 def _blocks(query: Query, size: int, pages: Tensor) -> Blocks:
     """``pages`` int32 [units, m], rising."""
     units, count = pages.shape
-    return Blocks(query.shape, size, torch.arange(units + 1) * count, pages.flatten())
+    return Blocks(query.shape, size, torch.arange(units + 1, device=pages.device) * count, pages.flatten())

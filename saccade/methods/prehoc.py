@@ -1,4 +1,4 @@
-"""PSAW and ETF, the two parts of PrHS that narrow deep layers before any score is known (algorithms.md 5.4, 5.5).
+"""PSAW and ETF, the two parts of PrHS that narrow deep layers before any score is known (docs/algorithms.md 5.4, 5.5).
 
 Both leave the first l_s layers alone and then take more with depth: at layer l = 1 .. N the share
 ``1 - base^(exponent (l - l_s) / (N - l_s))`` of the context, l_s = floor(3N / 4). PSAW hides that share of each row's
@@ -106,5 +106,6 @@ class ETF(FreezeMethod):
         return [min(int(share * length + 1e-9), length - 1) for share in shares]  # 0.1 of 10 tokens is 1 token
 
     def first_frozen(self, positions: Tensor, length: int, layers: int) -> Tensor:
-        first = torch.searchsorted(torch.tensor(self.ends(length, layers)), positions, right=True)
+        ends = torch.tensor(self.ends(length, layers), device=positions.device)
+        first = torch.searchsorted(ends, positions, right=True)
         return torch.where(positions < self.sinks, layers, first)

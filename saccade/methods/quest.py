@@ -1,4 +1,4 @@
-"""Quest: pages by an upper bound of their best key (Tang et al., 2024; algorithms.md 6.5)."""
+"""Quest: pages by an upper bound of their best key (Tang et al., 2024; docs/algorithms.md 6.5)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Method, Query, require_choice, require_whole
-from saccade.methods.pages import UNITS, top_pages
+from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
 from saccade.selection import Dense, Selection
+from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
 
 LEAST_PAGES = 3  # of the evaluation code, where the current page competes
 
@@ -40,9 +41,15 @@ class Quest(Method):
         require_choice("current", self.current, ("always", "competes"))
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        if query.layer < self.dense_layers or self.budget >= query.shape.k_len:
+        if query.layer < self.dense_layers:
             return Dense(query.shape)
-        count, last = max(1, self.budget // self.block_size), 1
-        if self.current == "competes":
-            count, last = max(LEAST_PAGES, count), 0
-        return top_pages(query, "minmax", self.block_size, self.unit, count, 0, last)
+        return top_pages(query, self._choice(query.shape))
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        if self.current == "competes":  # a device has no summary of a partial page
+            return None
+        return DevicePlan.alike(self, spec, self._choice(spec), self.dense_layers)
+
+    def _choice(self, shape: Heads) -> BestBlocks:
+        last, least = (0, LEAST_PAGES) if self.current == "competes" else (1, 1)
+        return page_choice("minmax", self.block_size, units_of(self.unit, shape), self.budget, 0, last, least)

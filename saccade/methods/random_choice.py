@@ -40,7 +40,8 @@ class RandomChoice(Method):
             for chosen in lists:
                 others = rng.choice(row, budget(row + 1) - 1, replace=False) if row else np.empty(0, dtype=np.int64)
                 chosen.append(torch.from_numpy(np.append(others, row)))
-        return Tokens.from_lists(shape, [row for kv_head in lists for row in kv_head])
+        tokens = Tokens.from_lists(shape, [row for kv_head in lists for row in kv_head])
+        return tokens.to(shape.device)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return self.select_prefill(query)

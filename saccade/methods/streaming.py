@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from saccade.methods.base import Chunk, Method, Query, require_whole
 from saccade.selection import Band, Dense, Selection
+from saccade.selection.plan import DevicePlan, Ends, PlanSpec
 
 
 @dataclass(frozen=True)
@@ -32,3 +33,6 @@ class Streaming(Method):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return self.select_prefill(query)
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, Ends(self.sinks, self.window))

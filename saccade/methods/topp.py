@@ -1,5 +1,5 @@
-"""Exact top-p: the fewest keys that hold a share of the true weight, the oracle of threshold methods (algorithms.md
-6.1)."""
+"""Exact top-p: the fewest keys that hold a share of the true weight, the oracle of threshold methods
+(docs/algorithms.md 6.1)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TopP(Method):
         weights = torch.softmax(scores, -1).double()
         if self.unit == "kv_head":
             weights = weights.mean(0, keepdim=True)
-        keys, rows = torch.arange(shape.k_len), shape.rows[start:stop, None]
+        keys, rows = torch.arange(shape.k_len, device=shape.device), shape.rows[start:stop, None]
         forced = ((keys < self.sinks) | (rows - keys < self.local)) & (keys <= rows)
         read = (weights * forced).sum(-1, keepdim=True)
         heavier = read + needed_shares(weights.masked_fill(forced, 0.0)) * (1 - read)

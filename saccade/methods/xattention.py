@@ -61,8 +61,8 @@ def _reach(shares: Tensor, first: int, threshold: float) -> Tensor:
     """bool [h, q_blocks, k_blocks]: block 0 and the diagonal, then the heaviest others (ties to the lower one) while
     what is there is short of ``threshold``."""
     q_blocks, k_blocks = shares.shape[1:]
-    block = torch.arange(k_blocks)
-    diagonal = first + torch.arange(q_blocks)[:, None]
+    block = torch.arange(k_blocks, device=shares.device)
+    diagonal = first + torch.arange(q_blocks, device=shares.device)[:, None]
     forced = (block == 0) | (block == diagonal)
     ranked = shares.double().masked_fill(forced, torch.inf).masked_fill(block > diagonal, -torch.inf)
     order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices

@@ -75,7 +75,7 @@ def saccade_attention(
         raise ValueError(f"expected packed rows in a batch of 1, got a batch of {query.shape[0]}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     spec = layer_attention(module, scaling, extras, query.shape[-1])
-    out = saccade.attend(layer, query[0], key[0], value[0], spec)  # [heads, rows, head_dim]
+    out = saccade.run(layer, query[0], key[0], value[0], spec)  # [heads, rows, head_dim]
     return out.transpose(0, 1).unsqueeze(0), None
 
 

@@ -35,6 +35,16 @@ def _multiplied(logits: Tensor, config: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
+class LlamaShape:
+    """That a family's layers are Llama's, so that ``models.llama`` can run them: RMS norm, products for query, key and
+    value, rotation of halves against each other, attention, product; RMS norm, MLP with a gate. What the modules show
+    themselves (biases, sizes, a layer that does not rotate) is read from them.
+    """
+
+    head_norms: bool = False  # an RMS norm of every query and key head before it is rotated
+
+
+@dataclass(frozen=True)
 class Family:
     """How one family departs from Llama's layer loop.
 
@@ -52,18 +62,25 @@ class Family:
     # generate() computes the whole past again when a sequence grows into longrope's long factors.
     restarts_at_long_rope: bool = False
     finish_logits: Callable[[Tensor, Any], Tensor] = _plain
+    llama_shape: LlamaShape | None = None
 
 
 _CHECKED = (
-    Family("llama", "LlamaForCausalLM"),
-    Family("mistral", "MistralForCausalLM", windows="every_layer"),
-    Family("qwen2", "Qwen2ForCausalLM", windows="layer_types"),
-    Family("qwen3", "Qwen3ForCausalLM", windows="layer_types"),
+    Family("llama", "LlamaForCausalLM", llama_shape=LlamaShape()),
+    Family("mistral", "MistralForCausalLM", windows="every_layer", llama_shape=LlamaShape()),
+    Family("qwen2", "Qwen2ForCausalLM", windows="layer_types", llama_shape=LlamaShape()),
+    Family("qwen3", "Qwen3ForCausalLM", windows="layer_types", llama_shape=LlamaShape(head_norms=True)),
     Family("phi3", "Phi3ForCausalLM", windows="every_layer", restarts_at_long_rope=True),
     Family("mixtral", "MixtralForCausalLM", windows="every_layer"),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", windows="every_layer"),
     Family("glm4", "Glm4ForCausalLM"),
-    Family("smollm3", "SmolLM3ForCausalLM", windows="layer_types", some_layers_unrotated=True),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        windows="layer_types",
+        some_layers_unrotated=True,
+        llama_shape=LlamaShape(),
+    ),
     Family("granite", "GraniteForCausalLM", scale_embedding="embedding_multiplier", finish_logits=_divided),
     Family("gemma", "GemmaForCausalLM"),
     Family("gemma2", "Gemma2ForCausalLM", windows="layer_types", finish_logits=_softcapped),

@@ -98,7 +98,7 @@ class Stopwatch(Protocol):
 class AttentionContext(Protocol):
     """Supplied by the engine for one packed forward pass."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """Store the new rows' ``k``, ``v`` [kv_heads, rows, head_dim] and attend for ``q`` [heads, rows, head_dim].
 
         All are post-RoPE, rows of all segments packed in order, frozen ones left out. Returns [heads, rows, head_dim]
@@ -108,7 +108,7 @@ class AttentionContext(Protocol):
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Take the keys and values of the frozen rows of ``layer`` that are projected, [kv_heads, n, head_dim], packed
-        in order. Called before the layer's ``attend``, for every layer that has frozen rows (n may be 0)."""
+        in order. Called before the layer's ``run``, for every layer that has frozen rows (n may be 0)."""
         ...
 
 
@@ -116,6 +116,39 @@ class Runner(Protocol):
     """Runs packed rows of many sequences through the model's layers."""
 
     spec: ModelSpec
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where ``token_ids`` and ``positions`` are moved to."""
+        ...
+
+    @property
+    def layers_rotate_alike(self) -> bool:
+        """Whether a position has the same rotary factors in every layer, so that a key may stand for the next
+        layer's."""
+        ...
+
+    @property
+    def restart_length(self) -> int | None:
+        """The length at which a decoding sequence must compute its whole past again to equal ``generate``, or None.
+
+        Only Phi-3 with longrope does so, on growing past the trained length; other longrope families keep the cached
+        keys. A store that ignores it answers from keys rotated by the short factors.
+        """
+        ...
+
+    def rope_regime(self, length: int) -> int:
+        """Which set of rotary factors a sequence of ``length`` tokens uses; keys of unequal regimes must not be mixed.
+
+        0 for most models at any length. For longrope 0 = short, 1 = long factors; for dynamic NTK scaling the length
+        itself beyond the trained context. A store that shares or extends cached keys compares regimes.
+        """
+        ...
+
+    def watch(self, stopwatch: Stopwatch | None) -> None:
+        """Have ``stopwatch`` time, as "linear", what layers and head do besides attention where no transformers'
+        module does it. None ends it."""
+        ...
 
     def run(
         self,

@@ -23,7 +23,7 @@ from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
 from saccade.models.interface import ModelSpec
-from saccade.models.passes import install
+from saccade.models.llama import LlamaDecoder
 from saccade.models.probe import probe_layers
 from saccade.models.refusals import refuse_unsupported
 from saccade.models.rotary import rope_type
@@ -71,7 +71,6 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     model.to(target)
     model.eval()
     spec = _spec(model, family, run_dtype)
-    install(model, spec)
     generation_config = model.generation_config
     notes += _config_notes(config)
     for note in notes:
@@ -79,7 +78,7 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     return LoadedModel(
         path=checkpoint.path,
         spec=spec,
-        runner=HFRunner(model, family, spec),
+        runner=HFRunner(model, family, spec, LlamaDecoder.of(model, family, spec)),
         tokenizer=tokenizer,
         config=model.config,
         generation_config=generation_config,

@@ -37,7 +37,7 @@ class _Recorder:
         self.calls: list[tuple[int, tuple[int, int, int, int], LayerAttention]] = []
         self.finite = True
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         self.finite &= all(bool(t.isfinite().all()) for t in (q, k, v))
         self.calls.append((layer, (q.shape[0], k.shape[0], k.shape[-1], v.shape[-1]), spec))
         if not q.shape[-1] == k.shape[-1] == v.shape[-1] or k.shape[0] != v.shape[0]:

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from saccade.models.interface import Segment
 
-CosSin = tuple[Tensor, Tensor]  # each [1, rows, rotary_dim]
+CosSin = tuple[Tensor, Tensor]  # each [rows, rotary_dim]
 
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """cos and sin of every packed row, one pair per layer type (the key is None where all layers share one)."""
+    """cos and sin of every packed row, by layer; layers that rotate alike share theirs."""
 
-    pairs: dict[str | None, CosSin]
-    layer_types: tuple[str, ...] | None
+    layers: tuple[CosSin, ...]
 
-    def for_layer(self, layer: int, rows: Tensor | None = None) -> CosSin:
-        """The pair for layer ``layer``, of all rows or of ``rows`` int64 [n]."""
-        cos, sin = self.pairs[None if self.layer_types is None else self.layer_types[layer]]
-        return (cos, sin) if rows is None else (cos[:, rows], sin[:, rows])
+    def rows(self, layer: int, rows: Tensor) -> CosSin:
+        """The pair of ``rows`` int64 [n] for layer ``layer``."""
+        cos, sin = self.layers[layer]
+        return cos[rows], sin[rows]
 
 
 class Rotary:
@@ -37,6 +36,7 @@ class Rotary:
     def __init__(self, module: Any, config: Any, *, per_layer_type: bool) -> None:
         self._module = module
         self._layer_types = tuple(config.layer_types) if per_layer_type else None
+        self._layers = config.num_hidden_layers
         self.long_from: int | None = None  # longrope: lengths beyond this use the long factors
         self._grows_from: int | None = None  # dynamic NTK: lengths beyond this have factors of their own
         kind = rope_type(config)
@@ -45,6 +45,11 @@ class Rotary:
         elif "dynamic" in kind:
             self._grows_from = config.max_position_embeddings
 
+    @property
+    def by_position(self) -> bool:
+        """Whether a row's factors hang on its position alone. If not, ``embed`` asks the segments, on the host."""
+        return self.long_from is None and self._grows_from is None
+
     def regime(self, length: int) -> int:
         """Sequences of equal regime share rotary factors; see ``HFRunner.rope_regime``."""
         if self._grows_from is not None and length > self._grows_from:
@@ -52,13 +57,16 @@ class Rotary:
         return int(self.long_from is not None and length > self.long_from)
 
     def embed(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> RotaryRows:
-        """cos, sin for ``positions`` [1, rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
+        """cos, sin for ``positions`` [rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
         if self._layer_types is not None:
-            pairs = {kind: self._module(x, positions, kind) for kind in sorted(set(self._layer_types))}
-            return RotaryRows(pairs, self._layer_types)
-        if self.long_from is None and self._grows_from is None:
-            return RotaryRows({None: self._module(x, positions)}, None)
-        return RotaryRows({None: self._by_regime(x, positions, segments)}, None)
+            pairs = {kind: self._ask(x, positions, kind) for kind in sorted(set(self._layer_types))}
+            return RotaryRows(tuple(pairs[kind] for kind in self._layer_types))
+        pair = self._ask(x, positions) if self.by_position else self._by_regime(x, positions, segments)
+        return RotaryRows((pair,) * self._layers)
+
+    def _ask(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
+        cos, sin = self._module(x, positions[None], *layer_type)
+        return cos[0], sin[0]
 
     def _by_regime(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> CosSin:
         regimes: dict[int, list[Segment]] = {}
@@ -69,14 +77,14 @@ class Rotary:
             here = torch.cat([torch.arange(s.start, s.start + s.length) for s in members]).to(positions.device)
             # One extra row at the regime's last position makes the module pick this regime's factors; it is dropped.
             last = max(s.rope_length for s in members) - 1
-            asked = torch.cat([positions[:, here], positions.new_full((1, 1), last)], dim=1)
+            asked = torch.cat([positions[here], positions.new_full((1,), last)])
             if self._grows_from is not None:
                 self._forget_growth()
-            cos, sin = self._module(x, asked)
+            cos, sin = self._ask(x, asked)
             rows.append(here)
-            parts.append((cos[:, :-1], sin[:, :-1]))
+            parts.append((cos[:-1], sin[:-1]))
         order = torch.argsort(torch.cat(rows))  # back from regime order to row order
-        return torch.cat([cos for cos, _ in parts], dim=1)[:, order], torch.cat([s for _, s in parts], dim=1)[:, order]
+        return torch.cat([cos for cos, _ in parts])[order], torch.cat([sin for _, sin in parts])[order]
 
     def _forget_growth(self) -> None:
         # Dynamic NTK keeps the longest length's factors until a shorter-than-trained call; start each call afresh.

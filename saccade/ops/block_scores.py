@@ -11,7 +11,8 @@ from saccade.ops.scores import cuboid_scores, top_places
 
 def block_scores(q: Tensor, summary: Tensor, units: int) -> Tensor:
     """Criticality, meaned over a unit's query heads: of intervals ``sum_d max(q_d hi_d, q_d lo_d)`` (ArkVale, Quest;
-    algorithms.md 4.2), of mean keys their dot product with ``q``. ``q`` [heads, head_dim], ``summary`` [blocks, 2 or 1,
+    docs/algorithms.md 4.2), of mean keys their dot product with ``q``.
+    ``q`` [heads, head_dim], ``summary`` [blocks, 2 or 1,
     kv_heads, head_dim] -> fp32 [units, blocks]."""
     if summary.shape[1] == 1:
         means = summary[:, 0].float().permute(1, 2, 0)  # [G, d, blocks]
@@ -28,7 +29,7 @@ def top_blocks(
     rising. ``tail`` [parts, kv_heads, head_dim] stands for block ``last - 1`` where ``summary`` ends before it."""
     if count >= last - first:
         return torch.arange(first, last, dtype=torch.int32, device=q.device).expand(units, -1)
-    if count > 0 and cpu_blocks.ranks(q, summary, units):
+    if count > 0 and cpu_blocks.serves_summary(q, summary, units) is None:
         return cpu_blocks.rank_blocks(q, summary, units, first, last, count, tail)
     parts = summary[first:last] if tail is None else torch.cat([summary[first:], tail[None].to(summary.dtype)])
     return (top_places(block_scores(q, parts, units), count) + first).to(torch.int32)
@@ -36,7 +37,7 @@ def top_blocks(
 
 def ranked_blocks(q: Tensor, summary: Tensor, units: int, first: int, last: int) -> Tensor:
     """Blocks ``first .. last - 1`` by falling criticality, ties to the lower: int32 [units, last - first]."""
-    if last > first and cpu_blocks.ranks(q, summary, units):
+    if last > first and cpu_blocks.serves_summary(q, summary, units) is None:
         return cpu_blocks.rank_blocks(q, summary, units, first, last, 0)
     scores = block_scores(q, summary[first:last], units)
     return (torch.sort(scores, dim=1, descending=True, stable=True).indices + first).to(torch.int32)

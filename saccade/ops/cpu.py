@@ -1,8 +1,8 @@
 """The C++ CPU kernels: attention over any prefill selection but token lists, on a paged KV view. What selections are
-decided from is in cpu_sums.py and cpu_decode.py.
+decided from is in cpu_sums.py.
 
-``saccade._kernels`` holds one kernel set per instruction set and the best one this CPU runs is used. ``SACCADE_ISA`` in
-the environment, or :func:`set_isa`, picks another: ``avx512_bf16``, ``avx2`` or ``portable``.
+The build holds one kernel set per instruction set and the best one this CPU runs is used. ``SACCADE_ISA`` in the
+environment, or :func:`set_isa`, picks another: ``avx512_bf16``, ``avx2`` or ``portable``.
 
 Rounding differs between the sets (and from the reference), but within one set a result depends only on the call: not on
 the number of threads, nor on what else runs.
@@ -10,7 +10,6 @@ the number of threads, nor on what else runs.
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any, NamedTuple
 
@@ -18,25 +17,20 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
+from saccade.ops.cpu_structs import STORAGE, Call, keys_of, missing, native
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Tri, Windowed
 
-_kernels: Any = None
-_missing = ""
-try:
-    _kernels = importlib.import_module("saccade._kernels")
-except ImportError as error:  # installed without a compiler, or built for another Python
-    _missing = str(error)
-
-_STORAGE = {torch.float32: 0, torch.bfloat16: 1}
-_MAX_HEAD_DIM = 1024
+MAX_HEAD_DIM = 1024
 _NAMES = ("avx512_bf16", "avx2", "portable")
-_chosen: int | None = None
+_sets: list[Any] = native.kernel_sets() if native is not None else []
+_chosen: Any = None
 
 
 def available() -> bool:
     """Whether the C++ kernels can be used here."""
-    return _kernels is not None
+    return native is not None
 
 
 def why_unavailable() -> str:
@@ -44,69 +38,97 @@ def why_unavailable() -> str:
     if available():
         return ""
     return (
-        f"the C++ CPU kernels are not installed ({_missing}); the reference torch backend runs instead, several times "
+        f"the C++ CPU kernels are not installed ({missing}); the reference torch backend runs instead, several times "
         "slower. Install a C++17 compiler and reinstall saccade to get them"
     )
 
 
 def supported_isas() -> list[str]:
     """Instruction sets this build holds and this CPU runs, best first."""
-    return list(_kernels.isas()) if _kernels is not None else []
+    return [kernel_set.name for kernel_set in _sets]
 
 
 def isa() -> str:
     """The instruction set in use; an empty string without kernels."""
-    return supported_isas()[_isa_index()] if available() else ""
+    return str(kernels().name) if available() else ""
 
 
 def set_isa(name: str | None) -> None:
     """Use the kernels of one instruction set from now on; None goes back to ``SACCADE_ISA`` or the best one."""
     global _chosen
-    _chosen = None if name is None else _index_of(name, "instruction set")
+    _chosen = None if name is None else _set_of(name, "instruction set")
 
 
-def _index_of(name: str, what: str) -> int:
+def _set_of(name: str, what: str) -> Any:
     known = supported_isas()
     if name not in known:
         why = "is not supported here" if name in _NAMES else "is unknown"
         raise SaccadeError(f"{what} {name!r} {why}; this CPU and build support: {', '.join(known) or 'none'}")
-    return known.index(name)
+    return _sets[known.index(name)]
 
 
-def _isa_index() -> int:
+def kernels() -> Any:
+    """The kernel set in use: its methods are the kernels."""
     global _chosen
     if _chosen is None:
         wanted = os.environ.get("SACCADE_ISA", "")
-        _chosen = _index_of(wanted, "SACCADE_ISA:") if wanted else 0
+        _chosen = _set_of(wanted, "SACCADE_ISA:") if wanted else _sets[0]
     return _chosen
 
 
-def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
-    """Whether :func:`attend` can serve this call: see :func:`reads`; every selection but Tokens and Ranking, if its
-    units and KV heads do not cut across each other, and what a window leaves of these."""
+def serves(q: Tensor, kv: KVView, selection: Selection | None = None) -> str | None:
+    """Why the kernels cannot read these tensors, or :func:`attend` not run ``selection`` over them; None where they
+    can.
+
+    They read tensors on the CPU, of one dtype (float32 or bfloat16), with a head_dim that is a multiple of 16, and
+    Dense, Band, Blocks, Lines and Tri selections, what a window leaves of them, and one of them for each head.
+    """
     if isinstance(selection, Mixed):
-        return all(supports(q, kv, part) for part in selection.parts)
-    if isinstance(selection, Windowed):
-        selection = selection.inner
-    few, many = sorted((selection.units, kv.kv_heads))
-    return type(selection) in (Dense, Band, Blocks, Lines, Tri) and many % few == 0 and reads(q, kv)
+        return next((why for part in selection.parts if (why := serves(q, kv, part)) is not None), None)
+    if selection is not None:
+        inner = selection.inner if isinstance(selection, Windowed) else selection
+        if type(inner) not in (Dense, Band, Blocks, Lines, Tri):
+            return f"it has no kernel for {type(inner).__name__} of {inner.shape.q_len} rows"
+        if why := uneven(inner.units, kv.kv_heads):
+            return why
+    paged = kv.paged()
+    keys, layout = paged.k, paged.format
+    if (
+        native is not None
+        and q.dtype in STORAGE
+        and q.dtype == keys.dtype
+        and q.device.type == keys.device.type == "cpu"
+        and q.shape[-1] == layout.head_dim
+        and layout.head_dim % 16 == 0
+        and layout.head_dim <= MAX_HEAD_DIM
+        and layout.block_size % 16 == 0
+    ):
+        return None
+    return _unread(q, paged)
 
 
-def reads(q: Tensor, kv: KVView) -> bool:
-    """Whether the kernels can read these tensors: on the CPU, of one dtype (float32 or bfloat16), with a head_dim that
-    is a multiple of 16."""
-    return (
-        available()
-        and q.dtype in _STORAGE
-        and q.dtype == kv.k_pool.dtype == kv.v_pool.dtype
-        and q.device.type == kv.k_pool.device.type == "cpu"
-        and q.shape[-1] == kv.head_dim
-        and kv.head_dim % 16 == 0
-        and kv.head_dim <= _MAX_HEAD_DIM
-        and kv.block_size % 16 == 0
-        and kv.k_pool.is_contiguous()
-        and kv.v_pool.is_contiguous()
-    )
+def uneven(units: int, kv_heads: int) -> str | None:
+    """Why lists of ``units`` units cannot be read: some would straddle KV heads. None where neither number cuts across
+    the other."""
+    few, many = (units, kv_heads) if units < kv_heads else (kv_heads, units)
+    return None if many % few == 0 else f"lists of {units} units cut across {kv_heads} KV heads"
+
+
+def _unread(q: Tensor, paged: Paged) -> str:
+    """What of these tensors no kernel reads."""
+    keys, layout = paged.k, paged.format
+    if native is None:
+        return why_unavailable()
+    if q.device.type != "cpu" or keys.device.type != "cpu":
+        return f"q lies on {q.device} and the keys on {keys.device}, its kernels run on the CPU"
+    if q.dtype not in STORAGE or q.dtype != keys.dtype:
+        return f"its kernels read float32 or bfloat16, queries and keys alike; got {q.dtype} and {keys.dtype}"
+    if q.shape[-1] != layout.head_dim or layout.head_dim % 16 or layout.head_dim > MAX_HEAD_DIM:
+        return (
+            f"its kernels read a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM}; got {q.shape[-1]} and "
+            f"{layout.head_dim}"
+        )
+    return f"its kernels read blocks of a multiple of 16 tokens; got {layout.block_size}"
 
 
 def attend(
@@ -122,9 +144,11 @@ def attend(
 
     Returns ``out`` [heads, q_len, head_dim] in q's dtype and ``lse`` float32 [heads, q_len], the natural log of the sum
     of exponentials of the scaled (and soft-capped) logits; a row without keys gives ``(0, -inf)``. ``threads`` defaults
-    to ``torch.get_num_threads()``. The caller has checked :func:`supports`.
+    to ``torch.get_num_threads()``. The caller has checked :func:`serves`.
     """
-    call = _Call(q, kv, selection.shape, scale, softcap, threads)
+    if native is None:
+        raise SaccadeError(why_unavailable())
+    call = Call(q, kv, selection.shape, scale, softcap, threads)
     out = torch.empty(q.shape, dtype=q.dtype)
     lse = torch.empty(q.shape[:2], dtype=torch.float32)
     if isinstance(selection, Mixed):
@@ -137,7 +161,7 @@ def attend(
     return out, lse
 
 
-def _attend_part(call: _Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
+def _attend_part(call: Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
     if isinstance(selection, Windowed):
         starts = selection.starts.int()
         _attend_kind(call, selection.inner, out, lse, active, _Window(starts, selection.cone.sink_keys))
@@ -147,7 +171,7 @@ def _attend_part(call: _Call, selection: Selection, out: Tensor, lse: Tensor, ac
 
 
 def _attend_kind(
-    call: _Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None, window: _Window | None
+    call: Call, selection: Selection, out: Tensor, lse: Tensor, active: Tensor | None, window: _Window | None
 ) -> None:
     rows = selection.shape.q_len
     if isinstance(selection, Tri):
@@ -158,7 +182,7 @@ def _attend_kind(
         _attend_rows(call, selection, out, lse, active, window, 0, rows)
 
 
-def _attend_own(call: _Call, selection: Windowed, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
+def _attend_own(call: Call, selection: Windowed, out: Tensor, lse: Tensor, active: Tensor | None) -> None:
     """What rows read that a window would leave without keys: their own one, with weight 1."""
     heads, group = selection.shape.heads // selection.units, selection.shape.group
     for unit in range(selection.units):
@@ -180,7 +204,7 @@ class _Window(NamedTuple):
 
 
 def _attend_rows(
-    call: _Call,
+    call: Call,
     selection: Selection,
     out: Tensor,
     lse: Tensor,
@@ -192,88 +216,27 @@ def _attend_rows(
     """Rows ``start .. stop - 1`` (all of them for lists) of the query heads with ``active`` uint8 [heads] 1."""
     if start == stop:
         return
-    kind, (window, sinks, block_size, q_blocks), lists = plain(selection)
-    addresses = [part.data_ptr() for part in lists] + [0] * (4 - len(lists))
-    _kernels.attend(
-        *call.geometry(start, stop),
-        (out[:, start:] if start else out).data_ptr(),
-        (lse[:, start:] if start else lse).data_ptr(),
-        out.shape[1],
-        kind,
-        window,
-        sinks,
-        block_size,
-        selection.units,
-        q_blocks,
-        *addresses,
-        0 if active is None else active.data_ptr(),
-        0 if seen is None else seen.starts[start:].data_ptr(),
-        0 if seen is None else seen.sinks,
+    masks: dict[str, int] = {}
+    if active is not None:
+        masks["active"] = active.data_ptr()
+    if seen is not None:
+        masks.update(starts=seen.starts[start:].data_ptr(), sink_keys=seen.sinks)
+    keys, _lists = keys_of(selection, **masks)
+    written = native.Output(
+        out=(out[:, start:] if start else out).data_ptr(),
+        lse=(lse[:, start:] if start else lse).data_ptr(),
+        rows=out.shape[1],
     )
-
-
-def plain(selection: Selection) -> tuple[int, tuple[int, int, int, int], list[Tensor]]:
-    """A selection as the kernels are told of it: its kind; a band's window and sinks, block size and query blocks of
-    lists; and the tensors of its lists, to be kept alive until the call returns."""
-    if isinstance(selection, Band):
-        return 1, (selection.window, selection.sinks, 0, 0), []
-    if isinstance(selection, Blocks):
-        lists = [selection.offsets, selection.indices]
-        kind, numbers = 2, (0, 0, selection.block_size, selection.q_blocks)
-    elif isinstance(selection, Lines):
-        lists = [selection.v_offsets, selection.columns, selection.s_offsets, selection.distances]
-        kind, numbers = 3, (0, 0, 0, 0)
-    else:
-        return 0, (0, 0, 0, 0), []
-    return kind, numbers, [(part.long() if i % 2 == 0 else part.int()).contiguous() for i, part in enumerate(lists)]
-
-
-class _Call:
-    """The tensors of one call, checked and kept alive."""
-
-    def __init__(
-        self, q: Tensor, kv: KVView, shape: Shape, scale: float, softcap: float | None, threads: int | None
-    ) -> None:
-        if _kernels is None:
-            raise SaccadeError(why_unavailable())
-        if shape.k_len > kv.length or kv.table.numel() < kv.blocks:
-            raise SaccadeError(f"the selection reads {shape.k_len} keys but the view holds {kv.length}")
-        self.q = q if q.stride(-1) == 1 else q.contiguous()
-        table = kv.table
-        self.table = table if table.dtype == torch.int32 and table.is_contiguous() else table.int().contiguous()
-        self.kv, self.shape, self.scale, self.softcap = kv, shape, scale, softcap
-        self.threads = max(1, torch.get_num_threads() if threads is None else threads)
-
-    def geometry(self, start: int, stop: int) -> tuple[int | float, ...]:
-        """What every kernel wants to know, for query rows ``start .. stop - 1``; the order is that of geometry() in
-        csrc/bindings.cpp."""
-        q, kv = self.q, self.kv
-        return (
-            _isa_index(),
-            self.threads,
-            _STORAGE[q.dtype],
-            (q[:, start:] if start else q).data_ptr(),
-            q.stride(0),
-            q.stride(1),
-            kv.k_pool.data_ptr(),
-            kv.v_pool.data_ptr(),
-            self.table.data_ptr(),
-            q.shape[0],
-            kv.kv_heads,
-            kv.head_dim,
-            kv.block_size,
-            stop - start,
-            self.shape.q_start + start,
-            self.scale,
-            self.softcap or 0.0,
-        )
+    kernels().attend(call.threads, call.pool, call.table, call.queries(start, stop), keys, written)
 
 
 def read_pass(data: Tensor, threads: int) -> None:
     """Read a contiguous tensor once, in order, each thread its share: what a bandwidth measurement repeats."""
-    _kernels.read_pass(_isa_index(), threads, data.data_ptr(), data.numel() * data.element_size())
+    kernels().read_pass(threads=threads, data=data.data_ptr(), bytes=data.numel() * data.element_size())
 
 
 def gather_pass(data: Tensor, rows: Tensor, row_bytes: int, threads: int) -> None:
     """Read rows of ``row_bytes`` (a multiple of 64) of a contiguous tensor in the order of ``rows`` int32."""
-    _kernels.gather_pass(_isa_index(), threads, data.data_ptr(), rows.data_ptr(), rows.numel(), row_bytes)
+    kernels().gather_pass(
+        threads=threads, data=data.data_ptr(), rows=rows.data_ptr(), count=rows.numel(), row_bytes=row_bytes
+    )

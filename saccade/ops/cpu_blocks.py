@@ -9,13 +9,14 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import cpu
+from saccade.ops.cpu_structs import STORAGE, Call, address, native, output_of
 from saccade.selection import Blocks, Ranking
 
 
-def supports(q: Tensor, kv: KVView, ranking: Ranking) -> bool:
-    """Whether :func:`attend_ranking` can serve this call: units and KV heads that do not cut across each other."""
-    few, many = sorted((ranking.units, kv.kv_heads))
-    return ranking.shape.q_len == 1 and many % few == 0 and cpu.reads(q, kv)
+def serves(q: Tensor, kv: KVView, ranking: Ranking) -> str | None:
+    """Why :func:`attend_ranking` cannot run this call; None where it can: units and KV heads that do not cut across
+    each other."""
+    return cpu.uneven(ranking.units, kv.kv_heads) or cpu.serves(q, kv)
 
 
 def attend_ranking(
@@ -29,49 +30,47 @@ def attend_ranking(
 ) -> tuple[Tensor, Tensor, Blocks, Tensor]:
     """:func:`saccade.ops.progressive.attend_ranking`. A unit is one task: there is no more to share between threads."""
     shape, units = ranking.shape, ranking.units
-    call = cpu._Call(q, kv, shape, scale, softcap, threads)
+    call = Call(q, kv, shape, scale, softcap, threads)
     always, order = ranking.always.int().contiguous(), ranking.order.int().contiguous()
     estimates = None if ranking.estimates is None else ranking.estimates.float().contiguous()
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
     used, coverage = torch.empty(units, dtype=torch.int64), torch.empty(units)
     offsets = torch.empty(units + 1, dtype=torch.int64)
     indices = torch.empty(always.numel() + order.numel() + 1, dtype=torch.int32)
-    cpu._kernels.progressive(
-        *call.geometry(0, 1),
-        out.data_ptr(),
-        lse.data_ptr(),
-        ranking.block_size,
-        units,
-        always.shape[1],
-        order.shape[1],
-        ranking.microbatch,
-        always.data_ptr(),
-        order.data_ptr(),
-        0 if estimates is None else estimates.data_ptr(),
-        ranking.margin,
-        ranking.epsilon,
-        ranking.rest == "min",
-        ranking.stop == "mean",
-        used.data_ptr(),
-        coverage.data_ptr(),
-        offsets.data_ptr(),
-        indices.data_ptr(),
+    ranked = native.Progressive(
+        block_size=ranking.block_size,
+        units=units,
+        always_count=always.shape[1],
+        ranked=order.shape[1],
+        microbatch=ranking.microbatch,
+        always=always.data_ptr(),
+        order=order.data_ptr(),
+        epsilon=ranking.epsilon,
+        least=ranking.rest == "min",
+        mean=ranking.stop == "mean",
+        estimates=address(estimates),
+        margin=ranking.margin,
+        used=used.data_ptr(),
+        coverage=coverage.data_ptr(),
+        offsets=offsets.data_ptr(),
+        indices=indices.data_ptr(),
     )
+    cpu.kernels().progressive(call.threads, call.pool, call.table, call.queries(), ranked, output_of(out, lse))
     return out, lse, Blocks(shape, ranking.block_size, offsets, indices[: int(offsets[-1])]), coverage
 
 
-def ranks(q: Tensor, summary: Tensor, units: int) -> bool:
-    """Whether :func:`rank_blocks` can serve this call."""
-    few, many = sorted((units, summary.shape[2]))
-    return (
-        cpu.available()
-        and q.device.type == summary.device.type == "cpu"
-        and q.dtype in cpu._STORAGE
-        and summary.dtype in cpu._STORAGE
-        and summary.is_contiguous()
-        and q.shape[1] % 16 == 0
-        and many % few == 0
-    )
+def serves_summary(q: Tensor, summary: Tensor, units: int) -> str | None:
+    """Why :func:`rank_blocks` and, with a unit for each KV head, :func:`estimate_blocks` cannot run this call; None
+    where they can."""
+    if not cpu.available():
+        return cpu.why_unavailable()
+    if not q.device.type == summary.device.type == "cpu":
+        return f"q lies on {q.device} and the summaries on {summary.device}, not on the CPU"
+    if q.dtype not in STORAGE or summary.dtype not in STORAGE:
+        return f"its kernels read float32 or bfloat16; got {q.dtype} and {summary.dtype}"
+    if q.shape[1] % 16 or not summary.is_contiguous():
+        return f"it reads contiguous summaries of a multiple of 16 channels; got {q.shape[1]}"
+    return cpu.uneven(units, summary.shape[2])
 
 
 def rank_blocks(
@@ -82,73 +81,79 @@ def rank_blocks(
     q = q if q.stride(-1) == 1 else q.contiguous()
     tail = None if tail is None else tail.to(summary.dtype).contiguous()
     best = torch.empty(units, count or last - first, dtype=torch.int32)
-    cpu._kernels.rank_blocks(
-        cpu._isa_index(),
-        torch.get_num_threads(),
-        cpu._STORAGE[q.dtype],
-        cpu._STORAGE[summary.dtype],
-        q.data_ptr(),
-        q.stride(0),
-        summary.data_ptr(),
-        0 if tail is None else tail.data_ptr(),
-        q.shape[0],
-        summary.shape[2],
-        q.shape[1],
-        units,
-        summary.shape[1],
-        first,
-        last,
-        count,
-        best.data_ptr(),
+    heads, head_dim = q.shape
+    _, parts, kv_heads, _ = summary.shape
+    cpu.kernels().rank_blocks(
+        native.BlockRanking(
+            threads=torch.get_num_threads(),
+            storage=STORAGE[q.dtype],
+            summary_storage=STORAGE[summary.dtype],
+            q=q.data_ptr(),
+            head_stride=q.stride(0),
+            summary=summary.data_ptr(),
+            tail=address(tail),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            units=units,
+            parts=parts,
+            first=first,
+            last=last,
+            count=count,
+            out=best.data_ptr(),
+        )
     )
     return best
 
 
-def estimates_blocks(q: Tensor, summary: Tensor) -> bool:
-    """Whether :func:`estimate_blocks` can serve this call."""
-    return ranks(q, summary, summary.shape[2])
-
-
 def estimate_blocks(q: Tensor, summary: Tensor, size: int, scale: float) -> Tensor:
-    """:func:`saccade.ops.block_estimates.block_estimates` without a cap."""
+    """:func:`saccade.methods.psa.estimates.block_estimates` without a cap."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(q.shape[0], summary.shape[0])
-    cpu._kernels.block_estimates(
-        cpu._isa_index(),
-        torch.get_num_threads(),
-        cpu._STORAGE[q.dtype],
-        cpu._STORAGE[summary.dtype],
-        q.data_ptr(),
-        q.stride(0),
-        summary.data_ptr(),
-        q.shape[0],
-        summary.shape[2],
-        q.shape[1],
-        0,
-        summary.shape[0],
-        scale,
-        math.log(size),
-        out.data_ptr(),
+    heads, head_dim = q.shape
+    cpu.kernels().block_estimates(
+        native.BlockEstimates(
+            threads=torch.get_num_threads(),
+            storage=STORAGE[q.dtype],
+            summary_storage=STORAGE[summary.dtype],
+            q=q.data_ptr(),
+            head_stride=q.stride(0),
+            summary=summary.data_ptr(),
+            heads=heads,
+            kv_heads=summary.shape[2],
+            head_dim=head_dim,
+            first=0,
+            last=summary.shape[0],
+            scale=scale,
+            log_size=math.log(size),
+            out=out.data_ptr(),
+        )
     )
     return out
 
 
-def orders(estimates: Tensor) -> bool:
-    """Whether :func:`order_estimates` can serve this call."""
-    return cpu.available() and estimates.device.type == "cpu" and estimates.is_contiguous() and estimates.shape[1] > 0
+def serves_estimates(estimates: Tensor) -> str | None:
+    """Why :func:`order_estimates` cannot run this call; None where it can."""
+    if not cpu.available():
+        return cpu.why_unavailable()
+    if estimates.device.type != "cpu" or estimates.dtype != torch.float32 or not estimates.is_contiguous():
+        return f"it orders contiguous float32 on the CPU; got {estimates.dtype} on {estimates.device}"
+    return None if estimates.shape[1] else "there is no block to order"
 
 
 def order_estimates(estimates: Tensor, units: int) -> tuple[Tensor, Tensor]:
-    """:func:`saccade.ops.block_estimates.ranked_by_estimate`; estimates fp32."""
+    """:func:`saccade.methods.psa.estimates.ranked_by_estimate`; estimates fp32."""
     order, ranked = torch.empty(units, estimates.shape[1], dtype=torch.int32), torch.empty_like(estimates)
-    cpu._kernels.rank_estimates(
-        cpu._isa_index(),
-        torch.get_num_threads(),
-        estimates.data_ptr(),
-        estimates.shape[0],
-        units,
-        estimates.shape[1],
-        order.data_ptr(),
-        ranked.data_ptr(),
+    heads, blocks = estimates.shape
+    cpu.kernels().rank_estimates(
+        native.EstimateRanking(
+            threads=torch.get_num_threads(),
+            estimates=estimates.data_ptr(),
+            heads=heads,
+            units=units,
+            blocks=blocks,
+            order=order.data_ptr(),
+            ranked=ranked.data_ptr(),
+        )
     )
     return order, ranked

@@ -4,6 +4,7 @@ time between calls than in them. What each row gets is to the last bit what a ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,22 +12,36 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import cpu
+from saccade.ops.cpu_structs import ALL_KEYS, STORAGE, band_keys, check_length, keys_of, native, pool_of
+from saccade.ops.layout import written as checked
 from saccade.selection import Band, Blocks, Dense, Selection
+from saccade.selection.plan import Ends
 
-__all__ = ["attend", "joins", "reads", "store"]
-
-
-def reads(q: Tensor, kv: KVView, backend: str) -> bool:
-    """Whether decode rows ``q`` [heads, rows, head_dim] over the pool of ``kv`` can be joined on this backend."""
-    return backend in ("auto", "cpu") and q.stride(-1) == 1 and cpu.reads(q, kv)
+# A row, its slot (or a tuple of one for each KV head) and its offset in the slot.
+Place = tuple[int, int | tuple[int, ...], int]
 
 
-def joins(kv: KVView, selection: Selection) -> bool:
-    """Whether one row's selection can share a call: everything, a band, or lists of blocks."""
+def serves(q: Tensor, kv: KVView, backend: str) -> str | None:
+    """Why decode rows ``q`` [heads, rows, head_dim] over the pool of ``kv`` cannot share a call on this backend; None
+    where they can."""
+    if backend not in ("auto", "cpu"):
+        return f"backend {backend!r} runs each row by itself"
+    if q.stride(-1) != 1:
+        return "the channels of a query do not lie together"
+    return cpu.serves(q, kv)
+
+
+def stores(k_pool: Tensor, backend: str) -> bool:
+    """Whether rows can be stored in this pool without torch, on this backend."""
+    kernels = backend in ("auto", "cpu") and cpu.available() and k_pool.is_cpu
+    return kernels and k_pool.dtype in STORAGE and k_pool.shape[3] % 16 == 0 and k_pool.shape[3] <= cpu.MAX_HEAD_DIM
+
+
+def serves_row(kv: KVView, selection: Selection) -> str | None:
+    """Why one row's selection cannot share the call; None where it can: everything, a band, or lists of blocks."""
     if type(selection) not in (Dense, Band, Blocks) or selection.shape.q_len != 1:
-        return False
-    few, many = sorted((selection.units, kv.kv_heads))
-    return many % few == 0
+        return f"a row of {type(selection).__name__} has a call of its own"
+    return cpu.uneven(selection.units, kv.kv_heads)
 
 
 def attend(
@@ -39,56 +54,156 @@ def attend(
     scale: float,
     softcap: float | None = None,
     threads: int | None = None,
-) -> None:
+) -> Tensor:
     """Attention of the rows ``rows`` of ``q`` [heads, n, head_dim], each over its own selection of its own view; all
     views lie in one pool. Written to the same rows of ``out`` [n, heads, head_dim], contiguous and of q's dtype. The
-    caller has checked :func:`reads` and :func:`joins`. SaccadeError where a selection reads beyond its view."""
-    first = views[0]
-    kept: list[Tensor] = []  # until the call returns
+    caller has checked :func:`serves` and :func:`serves_row`. SaccadeError where a selection reads beyond its view."""
+    first = views[0].paged()
+    checked("out", out, q.dtype)
+    kept: list[object] = []  # until the call returns
     calls = []
     for row, view, selection in zip(rows, views, selections):
-        if selection.shape.k_len > view.length or view.table.numel() < view.blocks:
-            raise SaccadeError(f"the selection reads {selection.shape.k_len} keys but the view holds {view.length}")
-        kind, numbers, lists = cpu.plain(selection)
-        table = view.table if view.table.dtype == torch.int32 else view.table.int()
-        kept += (table, *lists)
-        offsets, indices = (lists[0].data_ptr(), lists[1].data_ptr()) if lists else (0, 0)
+        paged = view.paged()
+        shape, table = selection.shape, paged.block_table
+        check_length(shape, paged)
+        keys, lists = keys_of(selection)
+        kept += (table, lists)
+        heads, blocks = table.shape
         calls.append(
-            (row, table.data_ptr(), selection.shape.q_start, kind, *numbers, selection.units, offsets, indices)
+            native.DecodeRow(
+                row=row,
+                q_start=shape.q_start,
+                slots=table.data_ptr(),
+                head_stride=0 if heads == 1 else table.stride(0),
+                blocks=blocks,
+                keys=keys,
+            )
         )
+    return _attend(q, first.k, first.v, calls, out, scale, softcap, threads)
+
+
+def _attend(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    calls: list[Any],
+    out: Tensor,
+    scale: float,
+    softcap: float | None,
+    threads: int | None,
+) -> Tensor:
+    head_stride, row_stride, _ = q.stride()
+    heads, count, _ = q.shape
     lse = torch.empty(out.shape[0], out.shape[1])
-    cpu._kernels.attend_rows(
-        cpu._isa_index(),
-        max(1, torch.get_num_threads() if threads is None else threads),
-        cpu._STORAGE[q.dtype],
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        first.k_pool.data_ptr(),
-        first.v_pool.data_ptr(),
-        q.shape[0],
-        first.kv_heads,
-        first.head_dim,
-        first.block_size,
-        scale,
-        softcap or 0.0,
-        out.data_ptr(),
-        lse.data_ptr(),
-        calls,
+    queries = native.Queries(
+        q=q.data_ptr(),
+        head_stride=head_stride,
+        row_stride=row_stride,
+        heads=heads,
+        q_len=count,
+        q_start=0,
+        scale=scale,
+        softcap=softcap or 0.0,
     )
+    written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[0])
+    threads = max(1, torch.get_num_threads() if threads is None else threads)
+    cpu.kernels().attend_rows(threads, pool_of(k_pool, v_pool), queries, calls, written)
+    return lse
 
 
-def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, places: Sequence[tuple[int, int, int]]) -> None:
-    """Copy rows of ``k``, ``v`` [kv_heads, n, head_dim] into pools [slots, kv_heads, block_size, head_dim] of their
-    dtype: (row, slot, offset in the slot) each. The last axis of k and v is contiguous, their strides are equal."""
-    cpu._kernels.store_rows(
-        k.element_size(),
-        k.data_ptr(),
-        v.data_ptr(),
-        k.stride(0),
-        k.stride(1),
-        k_pool.data_ptr(),
-        v_pool.data_ptr(),
-        *k_pool.shape[1:],
-        places,
+class PlannedRows:
+    """Decode rows whose keys are known for all layers before a step runs.
+
+    Row i of the step is ``rows[i]`` of q, stands at ``positions[i]``, finds its blocks in ``tables[i]`` int32 [layers,
+    kv_heads or 1, blocks], contiguous rows, and reads ``reads[i][layer]``: a band, or everything where that is None.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        tables: Sequence[Tensor],
+        reads: Sequence[Sequence[Ends | None]],
+    ) -> None:
+        self._tables = tables  # the calls hold addresses
+        bands = {one for row in reads for one in row if one is not None}
+        keys = {one: band_keys(one.window, one.sinks) for one in bands}
+        self._rows = [
+            (
+                row,
+                position,
+                table.data_ptr(),
+                table.stride(0) * table.element_size(),
+                0 if table.shape[1] == 1 else table.stride(1),
+                table.shape[2],
+                [ALL_KEYS if one is None else keys[one] for one in read],
+            )
+            for row, position, table, read in zip(rows, positions, tables, reads)
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        out: Tensor,
+        scale: float,
+        softcap: float | None,
+        threads: int | None,
+    ) -> None:
+        """The rows' attention at ``layer``, to their rows of ``out`` [n, heads, head_dim] (see :func:`attend`)."""
+        checked("out", out, q.dtype)
+        calls = [
+            native.DecodeRow(
+                row=row,
+                q_start=position,
+                slots=address + layer * layer_bytes,
+                head_stride=head_stride,
+                blocks=blocks,
+                keys=keys[layer],
+            )
+            for row, position, address, layer_bytes, head_stride, blocks, keys in self._rows
+        ]
+        _attend(q, k_pool, v_pool, calls, out, scale, softcap, threads)
+
+
+class StoredRows:
+    """Where the new keys and values of decode rows go: row i of the step is ``rows[i]`` of k and v, and stands at
+    ``positions[i]`` of a sequence whose blocks ``tables[i]`` int32 [layers, kv_heads or 1, blocks] finds. SaccadeError
+    where a row's block is in no slot."""
+
+    def __init__(
+        self, rows: Sequence[int], positions: Sequence[int], tables: Sequence[Tensor], block_size: int
+    ) -> None:
+        self._places: list[tuple[int, list[int | tuple[int, ...]], int]] = []
+        for row, position, table in zip(rows, positions, tables):
+            block, offset = divmod(position, block_size)
+            slots = table[:, :, block]
+            if int(slots.min()) < 0:
+                raise SaccadeError(f"the block of position {position} is in no slot: make it resident first")
+            lists = slots.tolist()
+            self._places.append((row, [one[0] if len(one) == 1 else tuple(one) for one in lists], offset))
+
+    def store(self, layer: int, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+        """Copy the rows of ``k``, ``v`` [kv_heads, n, head_dim] to their places of ``layer`` (see :func:`store`)."""
+        if k.stride() != v.stride() or k.stride(2) != 1:
+            k, v = torch.stack([k, v]).unbind()
+        store(k, v, k_pool, v_pool, [(row, slots[layer], offset) for row, slots, offset in self._places])
+
+
+def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, places: Sequence[Place]) -> None:
+    """Copy rows of ``k``, ``v`` [kv_heads, n, head_dim] to their places in pools [slots, kv_heads, block_size,
+    head_dim] of their dtype. SaccadeError unless the last axis of k and v is contiguous and their strides are equal."""
+    if k.stride() != v.stride() or k.stride(2) != 1:
+        raise SaccadeError(
+            f"k and v need equal strides and channels that lie together, got {k.stride()} and {v.stride()}; make both "
+            "contiguous()"
+        )
+    checked("k_pool", k_pool, k.dtype)
+    checked("v_pool", v_pool, v.dtype)
+    head_stride, row_stride, _ = k.stride()
+    rows = native.NewRows(
+        k=k.data_ptr(), v=v.data_ptr(), head_stride=head_stride, row_stride=row_stride, count=k.shape[1]
     )
+    native.store_rows(pool_of(k_pool, v_pool), rows, places)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops.attend import Trace, attend
+from saccade.ops.attend import attend, run
+from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state
 from saccade.selection import Candidates, Selection, Tokens
 
@@ -25,18 +26,18 @@ def attend_hybrid(
     scale: float | None = None,
     softcap: float | None = None,
     threads: int | None = None,
-    far_trace: Trace | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     """``q`` [heads, 1, head_dim] over the keys of ``near_selection`` in ``near``, on q's device, and those of
-    ``far_selection`` in ``far``, on the host: ``out`` like q, ``lse`` float32 [heads, 1], as one attention over both.
+    ``far_selection`` in ``far``, on the host: ``out`` and ``lse`` of one attention over both; all else that the result
+    holds is of the part on the host.
 
     The views are of one sequence, with its positions; pages that a view's selection does not name need not hold
     anything. The selections must have no key in common. Only the query, its result and its log-sum-exp travel:
-    head_dim + 1 numbers a head each way; the device works on its part meanwhile. ``far_trace`` is of the part on the
-    host. Raises SaccadeError where ``far`` does not lie on the host.
+    head_dim + 1 numbers a head each way; the device works on its part meanwhile. Raises SaccadeError where ``far`` does
+    not lie on the host.
     """
-    if far.k_pool.device.type != "cpu":
-        raise SaccadeError(f"the far keys lie on {far.k_pool.device}, not in host memory; use ops.attend for both")
+    if far.device.type != "cpu":
+        raise SaccadeError(f"the far keys lie on {far.device}, not in host memory; use ops.attend for both")
     sent = None
     query = q
     if q.is_cuda:  # on its way before the near part is launched, which it need not wait for
@@ -47,11 +48,9 @@ def attend_hybrid(
     out, lse = attend(q, near, near_selection, scale=scale, softcap=softcap)
     if sent is not None:
         sent.synchronize()
-    with torch.device("cpu"):
-        far_out, far_lse = attend(
-            query, far, far_selection.to(query.device), scale=scale, softcap=softcap, threads=threads, trace=far_trace
-        )
-    return merge_state(out, lse, far_out.to(q.device), far_lse.to(q.device))
+    there = run(Call.of(query, far, far_selection.to(query.device), scale=scale, softcap=softcap, threads=threads))
+    out, lse = merge_state(out, lse, there.out.to(q.device), there.lse.to(q.device))
+    return there._replace(out=out, lse=lse)
 
 
 def split_forced(selection: Candidates) -> tuple[Tokens, Candidates]:

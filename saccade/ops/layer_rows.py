@@ -3,136 +3,114 @@ rows. torch's bfloat16 product of one row reads weights at a fraction of the mem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.ops import cpu
+from saccade.ops.cpu_structs import STORAGE, address, native
+from saccade.ops.layer_weights import LayerWeights, Matrix, Norm
+from saccade.ops.layout import written
 
 MOST_ROWS = 16  # from more rows on torch's matrix products are faster
 
 
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """``weight`` [out, in] with ``bias`` [out]."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """RMS norm: ``weight`` [channels] times what it norms."""
-
-    weight: Tensor
-    epsilon: float
-
-
-def reads(*tensors: Tensor | None) -> bool:
-    """Whether the kernels can work on weights: on the CPU, contiguous, all float32 or all bfloat16."""
+def serves(*tensors: Tensor | None) -> str | None:
+    """Why the kernels cannot work on weights; None where they can: on the CPU, contiguous, all float32 or all
+    bfloat16."""
     there = [part for part in tensors if part is not None]
-    return (
-        hasattr(cpu._kernels, "make_layer")
-        and len({part.dtype for part in there}) == 1
-        and there[0].dtype in cpu._STORAGE
-        and all(part.device.type == "cpu" and part.is_contiguous() for part in there)
-    )
+    if not cpu.available():
+        return cpu.why_unavailable()
+    if len({part.dtype for part in there}) > 1 or there[0].dtype not in STORAGE:
+        return f"weights must all be float32 or all bfloat16; got {', '.join(str(part.dtype) for part in there)}"
+    if not all(part.device.type == "cpu" and part.is_contiguous() for part in there):
+        return "weights must be contiguous and lie on the CPU"
+    return None
 
 
 class RowLayer:
-    """One layer's weights. ``query_norm`` and ``key_norm`` norm each head before it is rotated.
+    """One layer's operations, for weights that :func:`reads` allows and whose shapes fit."""
 
-    For weights that :func:`reads` allows and whose shapes fit: channels are those of ``norm``.
-    """
-
-    def __init__(
-        self,
-        norm: Norm,
-        query: Matrix,
-        key: Matrix,
-        value: Matrix,
-        output: Matrix,
-        second_norm: Norm,
-        gate: Matrix,
-        up: Matrix,
-        down: Matrix,
-        head_dim: int,
-        query_norm: Norm | None = None,
-        key_norm: Norm | None = None,
-    ) -> None:
-        parts = (query, key, value, output, gate, up, down)
-        self._kept = (norm, second_norm, query_norm, key_norm, *parts)  # the kernels hold addresses
-        self.heads, self.kv_heads = (part.weight.shape[0] // head_dim for part in (query, key))
-        self.head_dim, self.dtype = head_dim, query.weight.dtype
-        self._layer = cpu._kernels.make_layer(
-            cpu._STORAGE[self.dtype],
-            norm.weight.numel(),
-            head_dim,
-            norm.weight.data_ptr(),
-            norm.epsilon,
-            0 if query_norm is None else query_norm.weight.data_ptr(),
-            0 if key_norm is None else key_norm.weight.data_ptr(),
-            0.0 if query_norm is None else query_norm.epsilon,
-            second_norm.weight.data_ptr(),
-            second_norm.epsilon,
-            [_address(part) for part in parts],
+    def __init__(self, weights: LayerWeights) -> None:
+        self._kept = weights  # the kernels hold addresses
+        self.heads, self.kv_heads = (part.weight.shape[0] // weights.head_dim for part in (weights.query, weights.key))
+        self.head_dim, self.dtype, self.rotated = weights.head_dim, weights.query.weight.dtype, weights.rotated
+        norms = weights.head_norms
+        self._layer = native.LayerWeights(
+            storage=STORAGE[self.dtype],
+            channels=weights.norm.weight.numel(),
+            head_dim=self.head_dim,
+            norm=address(weights.norm.weight),
+            epsilon=weights.norm.epsilon,
+            query_norm=0 if norms is None else address(norms.query),
+            key_norm=0 if norms is None else address(norms.key),
+            head_epsilon=0.0 if norms is None else norms.epsilon,
+            second_norm=address(weights.second_norm.weight),
+            second_epsilon=weights.second_norm.epsilon,
+            query=_matrix(weights.query),
+            key=_matrix(weights.key),
+            value=_matrix(weights.value),
+            output=_matrix(weights.output),
+            gate=_matrix(weights.gate),
+            up=_matrix(weights.up),
+            down=_matrix(weights.down),
         )
 
-    def project(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``hidden`` [rows, channels]: [heads or kv_heads, rows, head_dim], rotated by
-        ``cos``, ``sin`` [rows, head_dim] if there are any. All contiguous, of the weights' dtype."""
-        rows = hidden.shape[0]
+        ``cos``, ``sin`` [rows, head_dim] where the layer rotates. All contiguous, of the weights' dtype. ``delta`` is
+        added to ``hidden`` first, in place."""
+        if delta is not None:
+            hidden.add_(delta)
+        rows, hidden = hidden.shape[0], hidden.contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
         q = torch.empty(rows, self.heads, self.head_dim, dtype=self.dtype)
         k = torch.empty(rows, self.kv_heads, self.head_dim, dtype=self.dtype)
         v = torch.empty(rows, self.kv_heads, self.head_dim, dtype=self.dtype)
-        cpu._kernels.project_rows(
-            self._layer,
-            cpu._isa_index(),
-            torch.get_num_threads(),
-            rows,
-            hidden.data_ptr(),
-            0 if cos is None else cos.data_ptr(),
-            0 if sin is None else sin.data_ptr(),
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
+        given = native.LayerInput(
+            rows=rows,
+            hidden=address(hidden),
+            cos=cos.data_ptr() if self.rotated else 0,
+            sin=sin.data_ptr() if self.rotated else 0,
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
         )
+        cpu.kernels().project_rows(torch.get_num_threads(), self._layer, given)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> None:
         """Add to ``hidden`` [rows, channels], in place, the output projection of ``attended`` [heads, rows, head_dim]
         and then what the MLP makes of that."""
-        rows = hidden.shape[0]
+        rows = written("hidden", hidden, self.dtype).shape[0]
         attended = attended.transpose(0, 1).contiguous()
-        cpu._kernels.finish_rows(
-            self._layer,
-            cpu._isa_index(),
-            torch.get_num_threads(),
-            rows,
-            hidden.data_ptr(),
-            attended.data_ptr(),
-        )
+        update = native.LayerUpdate(rows=rows, hidden=address(hidden), attended=attended.data_ptr())
+        cpu.kernels().finish_rows(torch.get_num_threads(), self._layer, update)
 
 
 def head(hidden: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
     """Logits [rows, out] of ``hidden`` [rows, channels], in its dtype."""
+    hidden = hidden.contiguous()
     out = torch.empty(hidden.shape[0], matrix.weight.shape[0], dtype=hidden.dtype)
-    cpu._kernels.head_rows(
-        cpu._isa_index(),
-        torch.get_num_threads(),
-        cpu._STORAGE[hidden.dtype],
-        *hidden.shape,
-        hidden.data_ptr(),
-        norm.weight.data_ptr(),
-        norm.epsilon,
-        *_address(matrix)[:2],
-        matrix.weight.shape[0],
-        out.data_ptr(),
+    rows, channels = hidden.shape
+    cpu.kernels().head_rows(
+        native.HeadRows(
+            threads=torch.get_num_threads(),
+            storage=STORAGE[hidden.dtype],
+            rows=rows,
+            channels=channels,
+            hidden=address(hidden),
+            norm=address(norm.weight),
+            epsilon=norm.epsilon,
+            matrix=_matrix(matrix),
+            out=out.data_ptr(),
+        )
     )
     return out
 
 
-def _address(part: Matrix) -> list[Any]:
-    return [part.weight.data_ptr(), 0 if part.bias is None else part.bias.data_ptr(), part.weight.shape[0]]
+def _matrix(part: Matrix) -> Any:
+    return native.RowMatrix(weight=address(part.weight), bias=address(part.bias), rows=part.weight.shape[0])

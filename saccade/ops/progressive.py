@@ -17,7 +17,7 @@ def attend_ranking(
     q: Tensor, kv: KVView, ranking: Ranking, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Blocks, Tensor]:
     """``q`` [heads, 1, head_dim]. Returns ``(out, lse, read, coverage)``: like ``attend``, the blocks that were read,
-    and the rule's estimate of each unit's coverage when it stopped, fp32 [units].
+    and the rule's estimate of each unit's coverage when it stopped, fp32 [units], on the CPU.
 
     All sums of exponentials are kept as log-sum-exp, where Alg. 1 as printed overflows.
     """
@@ -33,7 +33,7 @@ def attend_ranking(
         out[heads, 0], lse[heads, 0], count, coverage = _run(reader, ranking, unit)
         used.append(count)
         covered.append(coverage)
-    return out.to(q.dtype), lse, ranking.prefix(used), torch.tensor(covered)
+    return out.to(q.dtype), lse, ranking.prefix(used), torch.tensor(covered, device="cpu")
 
 
 def _run(reader: _Reader, ranking: Ranking, unit: int) -> tuple[Tensor, Tensor, int, float]:
@@ -83,7 +83,6 @@ class _Reader:
         self.q = q.unflatten(0, (len(kv_heads), -1))  # [kv_heads of the unit, query heads of each, d]
         self.kv, self.kv_heads, self.size = kv, kv_heads, block_size
         self.scale, self.softcap = scale, softcap
-        self.table = kv.table.long()
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``blocks`` int [m] -> out [heads, d], lse [heads], per-block lse [heads, m]."""
@@ -91,12 +90,11 @@ class _Reader:
         if blocks.numel() == 0:
             none = self.q.new_full((heads,), -torch.inf)
             return self.q.new_zeros(heads, self.q.shape[-1]), none, none[:, None][:, :0]
-        positions = (blocks.long()[:, None] * self.size + torch.arange(self.size)).flatten()
+        positions = (blocks.long()[:, None] * self.size + torch.arange(self.size, device=blocks.device)).flatten()
         inside = positions < self.kv.length
         positions = positions.clamp(max=self.kv.length - 1)
-        slots, offsets = self.table[positions // self.kv.block_size], positions % self.kv.block_size
-        k = torch.stack([self.kv.k_pool[slots, g, offsets] for g in self.kv_heads]).float()
-        v = torch.stack([self.kv.v_pool[slots, g, offsets] for g in self.kv_heads]).float()
+        taken = [self.kv.take(positions, g) for g in self.kv_heads]
+        k, v = (torch.stack(part).float() for part in zip(*taken))
         scores = logits(self.q, k, self.scale, self.softcap).masked_fill(~inside, -torch.inf)
         block_lse = torch.logsumexp(scores.unflatten(-1, (blocks.numel(), self.size)), -1)
         lse = torch.logsumexp(block_lse, -1)

@@ -1,7 +1,8 @@
 """What a layer does to rows between its matrix products, each in one pass over them: norms, rotations, gated
-activations. In C++ or on a GPU in Triton where :func:`fits`; callers keep torch code for the rest.
+activations. In C++ where the kernels read the rows, in torch elsewhere; ``ops.triton.rows`` is the same on a GPU.
 
-In the storage type's rounding: each step rounds where torch code that runs the steps one by one does.
+In the storage type's rounding: each step rounds where transformers' modules, which run the steps one by one, do. A long
+prompt's rows fall out of the caches between two passes, which then cost as much as a small product of matrices.
 """
 
 from __future__ import annotations
@@ -9,71 +10,80 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.ops import cpu, triton
+from saccade.ops import cpu
+from saccade.ops.cpu_structs import STORAGE, address, native
+from saccade.ops.layer_weights import HeadNorms
 
-_STORAGE = {torch.float32: 0, torch.bfloat16: 1}
 _RMS_NORM, _SILU_MUL, _ROTATE = range(3)
-WIDTH = 16  # values are handled in whole vectors
+_WIDTH = 16  # values are handled in whole vectors
 
 
-def fits(*rows: Tensor) -> bool:
-    """Whether the kernels can run over these tensors: of one dtype (float32, bfloat16 or on a GPU float16), on one
-    device, with rows of a multiple of 16 values that lie together."""
-    first = rows[0]
-    if _on_gpu(first):
-        known = triton.available() and first.dtype in (*_STORAGE, torch.float16)
-    else:
-        known = first.device.type == "cpu" and first.dtype in _STORAGE and hasattr(cpu._kernels, "row_pass")
-    return known and all(
-        x.dtype == first.dtype and x.device == first.device and x.shape[-1] % WIDTH == 0 and x.stride(-1) == 1
-        for x in rows
-    )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis of ``x`` [rows, n], computed in float32 and rounded
-    before the weight joins. With ``add`` [rows, n], ``x += add`` comes first, in place."""
-    if _on_gpu(x):
-        from saccade.ops.triton.rows import add_norm
-
-        return add_norm(x, add, weight.contiguous(), eps)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _run(_RMS_NORM, x, 0, x.shape[-1], add, weight.contiguous(), out, eps)
+def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+    """Add ``delta`` to ``hidden`` (both [rows, channels]) in place; returns the RMS norm of the sum, ``x /
+    sqrt(mean(x^2) + epsilon) * weight``, contiguous. It is computed in float32 and rounded before the weight joins."""
+    rows = (hidden,) if delta is None else (hidden, delta)
+    if not _reads(*rows, weight):
+        return _torch_norm(hidden if delta is None else hidden.add_(delta), weight, epsilon)
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    _run(_RMS_NORM, hidden, 0, hidden.shape[-1], delta, weight.contiguous(), out, epsilon)
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of two [rows, n]; the first factor is rounded before the product. Written over ``gate`` if
-    its rows lie together."""
-    if _on_gpu(gate):
-        from saccade.ops.triton.rows import gated
-
-        return gated(gate.contiguous(), up.contiguous())
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of two [rows, n]; the first factor is rounded before the product. May be
+    written over ``gate``."""
+    if not _reads(gate, up):
+        return torch.nn.functional.silu(gate) * up
     out = gate if gate.is_contiguous() else torch.empty_like(gate, memory_format=torch.contiguous_format)
     _run(_SILU_MUL, gate, 0, gate.shape[-1], up, None, out)
     return out
 
 
-def rotates(x: Tensor, cos: Tensor) -> bool:
-    """Whether :func:`rotate` can turn ``x`` by ``cos``: see :func:`fits`; half a rotation is a multiple of 16 too, or
-    on a GPU of 8."""
-    half = WIDTH // 2 if _on_gpu(x) else WIDTH
-    return fits(x, cos) and cos.shape[-1] % (2 * half) == 0 and cos.shape[-1] <= x.shape[-1]
+def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None:
+    """Rotary embedding (Su et al., 2021) in place: the first n channels of ``q`` [rows, heads, head_dim] and ``k``
+    [rows, kv_heads, head_dim] become ``x * cos + (-x2, x1) * sin`` with halves x1, x2 and factors [rows, n]. With
+    ``norms`` every head is RMS-normed first."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    for x, weight in ((q, None if norms is None else norms.query), (k, None if norms is None else norms.key)):
+        if x is None:
+            continue
+        if norms is not None and weight is not None:
+            _norm_heads(x, weight, norms.epsilon)
+        if _reads(x, cos, sin) and cos.shape[-1] % (2 * _WIDTH) == 0:
+            heads = x.transpose(0, 1)
+            _run(_ROTATE, heads, heads.stride(0), cos.shape[-1], sin, cos, heads)
+        else:
+            _torch_rotate(x[..., : cos.shape[-1]], cos[:, None], sin[:, None])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary embedding in place: the first n channels of ``x`` [heads, rows, head_dim] become ``x * cos + (-x2, x1) *
-    sin`` with halves x1, x2 and factors [rows, n]."""
-    if _on_gpu(x):
-        from saccade.ops.triton.rows import rotate as turn
+def _reads(*rows: Tensor) -> bool:
+    """Whether the C++ kernels can run over these tensors: on the CPU, all float32 or all bfloat16, with rows of a
+    multiple of 16 values that lie together."""
+    dtype = rows[0].dtype
+    if dtype not in STORAGE or not cpu.available():
+        return False
+    for x in rows:  # noqa: SIM110  (a generator would be a call for each)
+        if x.dtype != dtype or not x.is_cpu or x.shape[-1] % _WIDTH or x.stride(-1) != 1:
+            return False
+    return True
 
-        turn(x.transpose(0, 1), None, cos.contiguous(), sin.contiguous())
+
+def _norm_heads(x: Tensor, weight: Tensor, epsilon: float) -> None:
+    heads = x.reshape(-1, x.shape[-1])
+    if x.is_contiguous() and _reads(heads, weight):
+        _run(_RMS_NORM, heads, 0, heads.shape[-1], None, weight.contiguous(), heads, epsilon)
     else:
-        _run(_ROTATE, x, x.stride(0), cos.shape[-1], sin.contiguous(), cos.contiguous(), x)
+        x.copy_(add_norm(heads, None, weight, epsilon).view(x.shape))
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda
+def _torch_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def _torch_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    first, second = x.chunk(2, -1)
+    x.copy_(x * cos + torch.cat((-second, first), -1) * sin)
 
 
 def _run(
@@ -86,20 +96,23 @@ def _run(
     out: Tensor,
     eps: float = 0.0,
 ) -> None:
-    cpu._kernels.row_pass(
-        cpu._isa_index(),
-        torch.get_num_threads(),
-        _STORAGE[x.dtype],
-        op,
-        x.shape[-2],
-        width,
-        x.shape[0] if op == _ROTATE else 1,
-        x.data_ptr(),
-        x.stride(-2),
-        head_stride,
-        0 if other is None else other.data_ptr(),
-        0 if other is None else other.stride(-2),
-        0 if weight is None else weight.data_ptr(),
-        out.data_ptr(),
-        eps,
+    if x.numel() == 0:  # rows of a prefill that nobody reads have left the last layer
+        return
+    cpu.kernels().row_pass(
+        native.RowPass(
+            kind=op,
+            threads=torch.get_num_threads(),
+            storage=STORAGE[x.dtype],
+            rows=x.shape[-2],
+            width=width,
+            heads=x.shape[0] if op == _ROTATE else 1,
+            x=x.data_ptr(),
+            row_stride=x.stride(-2),
+            head_stride=head_stride,
+            other=0 if other is None else other.data_ptr(),
+            other_stride=0 if other is None else other.stride(-2),
+            weight=address(weight),
+            out=out.data_ptr(),
+            eps=eps,
+        )
     )

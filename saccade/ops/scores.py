@@ -21,7 +21,7 @@ def row_logits(
     visible = shape.q_start + stop
     # Passes over [rows, keys] are what this costs: the scale goes into q, and only the last columns need the mask.
     scores = logits(q[heads, start:stop].float() * scale, kv.head_keys(kv_head, visible).float(), 1.0, softcap)
-    acausal = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+    acausal = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
     scores[..., shape.q_start + start :].masked_fill_(acausal, -torch.inf)
     if visible < shape.k_len:
         scores = torch.nn.functional.pad(scores, (0, shape.k_len - visible), value=-torch.inf)
@@ -35,7 +35,7 @@ def row_weights(
     k_len], acausal entries 0."""
     heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
     scores = logits(q[heads, rows].float() * scale, kv.head_keys(kv_head, shape.k_len).float(), 1.0, softcap)
-    acausal = torch.arange(shape.k_len)[None, :] > shape.q_start + rows[:, None]
+    acausal = torch.arange(shape.k_len, device=rows.device)[None, :] > shape.q_start + rows[:, None]
     return torch.softmax(scores.masked_fill(acausal, -torch.inf), -1)
 
 
@@ -56,11 +56,13 @@ def line_sums(
     million, and what is chosen by them may differ where two candidates (or a sum and its threshold) are as close as
     that.
     """
-    if cpu.reads(q, kv):
+    if cpu.serves(q, kv) is None:
         return cpu_sums.line_sums(q, kv, shape, rows, scale, softcap)
-    if q.is_cuda and triton.sums(q, kv, rows):
-        return triton.token_sums(q, kv, shape, rows, scale, softcap)
-    which, end = torch.arange(shape.q_len - rows, shape.q_len), shape.q_start + shape.q_len
+    if q.is_cuda and triton.serves_sums(q, kv, rows) is None:
+        from saccade.ops.triton.line_sums import token_sums
+
+        return token_sums(q, kv, shape, rows, scale, softcap)
+    which, end = torch.arange(shape.q_len - rows, shape.q_len, device=q.device), shape.q_start + shape.q_len
     sums = torch.zeros(2, shape.heads, shape.k_len, device=q.device)
     for kv_head in range(shape.kv_heads):
         heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
@@ -87,9 +89,9 @@ def slash_sums(weights: Tensor, first_row: int) -> Tensor:
 def mean_queries(q: Tensor, shape: Shape, block_size: int) -> Tensor:
     """Mean query of every block of the grid anchored at position 0, over the rows of this call alone: ``q`` [h, q_len,
     d] -> fp32 [h, q_blocks, d]."""
-    block_of = shape.rows // block_size - shape.q_start // block_size
+    block_of = shape.to(q.device).rows // block_size - shape.q_start // block_size
     q_blocks = int(block_of[-1]) + 1
-    sums = torch.zeros(q.shape[0], q_blocks, q.shape[-1]).index_add_(1, block_of, q.float())
+    sums = torch.zeros(q.shape[0], q_blocks, q.shape[-1], device=q.device).index_add_(1, block_of, q.float())
     return sums / torch.bincount(block_of, minlength=q_blocks)[:, None]
 
 
@@ -113,8 +115,9 @@ def antidiagonal_shares(
     antidiagonal (of the pairs that exist, where this call or the context cuts the tile), then by a softmax over the
     tiles up to the row of tiles' own; blocks sum tiles. The shares of a query block add up to 1. XAttention's estimate.
     """
-    shares = cpu_sums.antidiagonals(q, kv, shape, stride, block_size, scale, softcap)
-    if shares is None:
+    if cpu_sums.serves_tiles(q, kv, stride, block_size) is None:
+        shares = cpu_sums.antidiagonals(q, kv, shape, stride, block_size, scale, softcap)
+    else:
         shares = torch.cat(
             [_group_shares(q, kv, shape, g, stride, block_size, scale, softcap) for g in range(shape.kv_heads)]
         )
@@ -133,15 +136,15 @@ def _group_shares(
 ) -> Tensor:
     """``antidiagonal_shares`` of one KV head's query heads, not brought to a sum of 1: [group, q_blocks, k_blocks]."""
     heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
-    k, _ = kv.take(torch.arange(shape.k_len), kv_head)
+    k = kv.head_keys(kv_head, shape.k_len)
     ahead, first = shape.q_start % stride, shape.q_start // stride
     keys, has_key = _tiles(k.float(), 0, stride)
     rows, has_row = _tiles(q[heads].float(), ahead, stride)
     rows, has_row = rows.flip(-2).flatten(-2), has_row.flip(-1)  # one product is an antidiagonal sum
     keys = keys.flatten(-2)
     per_block, q_tiles, k_tiles = block_size // stride, rows.shape[1], keys.shape[0]
-    block_of = (first + torch.arange(q_tiles)) // per_block - first // per_block
-    shares = torch.zeros(shape.group, int(block_of[-1]) + 1, -(-k_tiles // per_block))
+    block_of = (first + torch.arange(q_tiles, device=q.device)) // per_block - first // per_block
+    shares = torch.zeros(shape.group, int(block_of[-1]) + 1, -(-k_tiles // per_block), device=q.device)
     step = max(1, 2**24 // (shape.group * k_tiles))  # bounds the scores held at once to 64 MiB
     for start in range(0, q_tiles, step):
         stop = min(start + step, q_tiles)
@@ -149,7 +152,8 @@ def _group_shares(
         pairs = has_row[start:stop] @ has_key[:visible].T
         scores = rows[:, start:stop] @ keys[:visible].T * (scale / pairs)
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        unknown = (torch.arange(visible) > first + torch.arange(start, stop)[:, None]) | (pairs == 0)
+        tile, own = torch.arange(visible, device=q.device), torch.arange(start, stop, device=q.device)
+        unknown = (tile > first + own[:, None]) | (pairs == 0)
         weights = torch.softmax(scores.masked_fill(unknown, -torch.inf), -1).nan_to_num(0.0)  # a row may know no tile
         sums = block_sums(weights, per_block)
         shares[..., : sums.shape[-1]].index_add_(1, block_of[start:stop], sums)
@@ -161,12 +165,12 @@ def _tiles(x: Tensor, ahead: int, stride: int) -> tuple[Tensor, Tensor]:
     missing, and fp32 [tiles, stride] 1 where a row is there."""
     n = x.shape[-2]
     behind = -(ahead + n) % stride
-    there = torch.nn.functional.pad(torch.ones(n), (ahead, behind)).unflatten(0, (-1, stride))
+    there = torch.nn.functional.pad(torch.ones(n, device=x.device), (ahead, behind)).unflatten(0, (-1, stride))
     return torch.nn.functional.pad(x, (0, 0, ahead, behind)).unflatten(-2, (-1, stride)), there
 
 
 def cuboid_scores(q: Tensor, summary: Tensor) -> Tensor:
-    """ArkVale's block criticality sum_d max(q_d hi_d, q_d lo_d), unscaled (algorithms.md 4.2).
+    """ArkVale's block criticality sum_d max(q_d hi_d, q_d lo_d), unscaled (docs/algorithms.md 4.2).
 
     ``q`` [heads, d], ``summary`` fp32 [blocks, 2, kv_heads, d] -> [heads, blocks].
     """
@@ -181,7 +185,7 @@ def top_places(scores: Tensor, count: int) -> Tensor:
     """Places of the ``count`` highest of each row, ties to the lower place: ``scores`` [m, n] with count <= n -> int64
     [m, count], rising. Finds the last value that gets in, which is many times faster than to sort."""
     if count == 0:
-        return torch.empty(scores.shape[0], 0, dtype=torch.int64)
+        return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
     least = torch.topk(scores, count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, level = scores > least, scores == least
     spare = count - above.sum(1, keepdim=True)
@@ -201,7 +205,7 @@ def needed_shares(mass: Tensor) -> Tensor:
     """For each entry the share of all heavier ones of its row (ties: lower index first), float64: the entries whose
     value is below gamma are the fewest whose share reaches gamma. ``mass`` [..., m]; all 0 where a row has no mass to
     compare."""
-    if cpu_sums.shares(mass):
+    if cpu_sums.serves_shares(mass) is None:
         return cpu_sums.needed_shares(mass)
     values, order = torch.sort(mass.double(), dim=-1, descending=True, stable=True)
     total = values.sum(-1, keepdim=True)

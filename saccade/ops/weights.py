@@ -19,7 +19,7 @@ def selected_weights(
 
     For token lists float32 [heads // units, indices]: entry ``[j, c]`` belongs to the key ``indices[c]`` and to the
     ``j``-th query head of the unit whose list holds ``c``. For other selections float32 [heads, k_len], 0 where a key
-    was not read. A kernel that has the weights anyway fills in ``Trace.weights`` itself; this reads the keys again.
+    was not read. A kernel that has the weights anyway fills in ``Result.weights`` itself; this reads the keys again.
 
     Raises SaccadeError for more rows than one.
     """

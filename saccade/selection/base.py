@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
-from saccade.selection.csr import check_below, check_csr, list_ids, offsets_of
+from saccade.selection.csr import check_below, check_csr, list_ids, offsets_of, offsets_of_lists
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention call of one sequence: ``q_len`` rows at ``q_start ..`` over ``k_len`` keys, for one layer."""
+    """One attention call of one sequence: ``q_len`` rows at ``q_start ..`` over ``k_len`` keys, for one layer.
+
+    ``device``: where what is made of it lies; shapes that differ in it alone are equal.
+    """
 
     heads: int
     kv_heads: int
     q_len: int
     k_len: int
     q_start: int
+    device: torch.device = field(default=CPU, compare=False)
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -32,9 +38,13 @@ class Shape:
             )
 
     @classmethod
-    def suffix(cls, heads: int, kv_heads: int, q_len: int, k_len: int) -> Shape:
+    def suffix(cls, heads: int, kv_heads: int, q_len: int, k_len: int, device: torch.device = CPU) -> Shape:
         """The usual case: the rows are the last ``q_len`` of the ``k_len`` positions."""
-        return cls(heads, kv_heads, q_len, k_len, k_len - q_len)
+        return cls(heads, kv_heads, q_len, k_len, k_len - q_len, device)
+
+    def to(self, device: torch.device) -> Shape:
+        """The same shape on ``device``; itself if it is there already."""
+        return self if self.device == device else replace(self, device=device)
 
     @property
     def group(self) -> int:
@@ -43,7 +53,7 @@ class Shape:
     @property
     def rows(self) -> Tensor:
         """Absolute position of every query row, int64 [q_len]."""
-        return torch.arange(self.q_start, self.q_start + self.q_len)
+        return torch.arange(self.q_start, self.q_start + self.q_len, device=self.device)
 
     @property
     def causal_pairs(self) -> int:
@@ -53,7 +63,7 @@ class Shape:
 
     def causal_mask(self, start: int = 0, stop: int | None = None) -> Tensor:
         """bool [stop - start, k_len]: the causal mask of rows ``start .. stop - 1``, by default of all rows."""
-        return torch.arange(self.k_len)[None, :] <= self.rows[start:stop, None]
+        return torch.arange(self.k_len, device=self.device)[None, :] <= self.rows[start:stop, None]
 
 
 class Selection:
@@ -116,7 +126,7 @@ class Selection:
         """Raise SaccadeError unless indices are sorted, unique, causal and in range."""
 
     def to(self, device: torch.device) -> Self:
-        """The same selection with its indices on ``device``; itself if they are there already."""
+        """The same selection with its shape and indices on ``device``; itself if they are there already."""
         moved = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}  # type: ignore[arg-type]
         same = all(value is getattr(self, name) for name, value in moved.items())
         return self if same else replace(self, **moved)  # type: ignore[type-var]
@@ -132,7 +142,7 @@ class Dense(Selection):
         return self.shape.causal_mask(start, stop)
 
     def unit_pairs(self) -> Tensor:
-        return torch.tensor([self.shape.causal_pairs], device="cpu")  # nothing to compute: no device need wait for it
+        return torch.tensor([self.shape.causal_pairs], device=CPU)  # nothing to compute: no device need wait for it
 
     def even_pairs(self) -> int | None:
         return self.shape.causal_pairs
@@ -152,7 +162,8 @@ class Band(Selection):
             raise SaccadeError(f"a band needs window >= 1 and sinks >= 0, got window={self.window}, sinks={self.sinks}")
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
-        keys, rows = torch.arange(self.shape.k_len)[None, :], self.shape.rows[start:stop, None]
+        rows = self.shape.rows[start:stop, None]
+        keys = torch.arange(self.shape.k_len, device=rows.device)[None, :]
         return ((keys < self.sinks) | (rows - keys < self.window)) & (keys <= rows)
 
     def unit_pairs(self) -> Tensor:
@@ -193,14 +204,15 @@ class Tokens(Selection):
     @classmethod
     def from_mask(cls, shape: Shape, mask: Tensor) -> Tokens:
         """From bool [units, q_len, k_len]; acausal entries are dropped."""
-        lists = (mask & shape.causal_mask()).flatten(0, 1)
+        lists = (mask & shape.to(mask.device).causal_mask()).flatten(0, 1)
         return cls(shape, offsets_of(lists.sum(1)), lists.nonzero()[:, 1].to(torch.int32))
 
     @classmethod
     def from_lists(cls, shape: Shape, lists: Sequence[Tensor]) -> Tokens:
         """From ``units * q_len`` lists of positions, sorted and made unique here."""
         parts = [torch.unique(part.to(torch.int32)) for part in lists]
-        return cls(shape, offsets_of(torch.tensor([part.numel() for part in parts])), torch.cat(parts))
+        indices = torch.cat(parts)
+        return cls(shape, offsets_of_lists(parts, indices.device), indices)
 
     def lists(self) -> list[Tensor]:
         """``units * q_len`` int32 tensors of positions."""
@@ -209,7 +221,7 @@ class Tokens(Selection):
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         first = unit * self.shape.q_len + start
         offsets = self.offsets[first : first + stop - start + 1]
-        mask = torch.zeros(stop - start, self.shape.k_len, dtype=torch.bool)
+        mask = torch.zeros(stop - start, self.shape.k_len, dtype=torch.bool, device=offsets.device)
         mask[list_ids(offsets), self.indices[offsets[0] : offsets[-1]].long()] = True
         return mask
 
@@ -218,17 +230,19 @@ class Tokens(Selection):
 
     def check(self) -> None:
         check_csr(self.offsets, self.indices, self.shape.heads * self.shape.q_len, self.shape.q_len)
-        check_below(self.offsets, self.indices, (self.shape.rows + 1).repeat(self.units), "token")
+        ends = self.shape.to(self.offsets.device).rows + 1
+        check_below(self.offsets, self.indices, ends.repeat(self.units), "token")
 
 
 def _length(first: Tensor | int, stop: Tensor, starts: Tensor, sinks: int) -> Tensor:
     """How many of the keys ``first .. stop - 1`` are below ``sinks`` or from ``starts`` on."""
-    hidden = torch.minimum(stop, starts) - torch.as_tensor(first).clamp(min=sinks)
+    seen_from = max(first, sinks) if isinstance(first, int) else first.clamp(min=sinks)
+    hidden = torch.minimum(stop, starts) - seen_from
     return stop - first - hidden.clamp(min=0)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, (Tensor, Selection)):
+    if isinstance(value, (Tensor, Selection, Shape)):
         return value.to(device)
     if isinstance(value, tuple):
         parts = tuple(_moved(part, device) for part in value)

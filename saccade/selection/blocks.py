@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.selection.base import Selection, Shape
-from saccade.selection.csr import check_below, check_csr, list_ids, offsets_of
+from saccade.selection.csr import check_below, check_csr, list_ids, offsets_of, offsets_of_lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,8 @@ class Blocks(Selection):
         """From bool [units, q_blocks, k_blocks]; blocks after the query block are dropped."""
         q_blocks, k_blocks = block_mask.shape[1:]
         first = shape.q_start // block_size
-        causal = torch.arange(k_blocks)[None, :] <= first + torch.arange(q_blocks)[:, None]
+        device = block_mask.device
+        causal = torch.arange(k_blocks, device=device) <= first + torch.arange(q_blocks, device=device)[:, None]
         lists = (block_mask & causal).flatten(0, 1)
         return cls(shape, block_size, offsets_of(lists.sum(1)), lists.nonzero()[:, 1].to(torch.int32))
 
@@ -55,10 +56,8 @@ class Blocks(Selection):
     def from_lists(cls, shape: Shape, block_size: int, lists: Sequence[Tensor]) -> Blocks:
         """From ``units * q_blocks`` lists of key-block ids, sorted and made unique here."""
         parts = [torch.unique(part.to(torch.int32)) for part in lists]
-        counts = torch.tensor([part.numel() for part in parts])
-        return cls(
-            shape, block_size, offsets_of(counts), torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
-        )
+        indices = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32, device=shape.device)
+        return cls(shape, block_size, offsets_of_lists(parts, indices.device), indices)
 
     def block_mask(self) -> Tensor:
         """bool [units, q_blocks, k_blocks]."""
@@ -70,13 +69,14 @@ class Blocks(Selection):
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         k_blocks = -(-self.shape.k_len // self.block_size)
-        q_block = self.shape.rows[start:stop] // self.block_size - self.first_q_block
-        chosen = torch.zeros(self.q_blocks, k_blocks, dtype=torch.bool)
+        shape = self.shape.to(self.offsets.device)
+        q_block = shape.rows[start:stop] // self.block_size - self.first_q_block
+        chosen = torch.zeros(self.q_blocks, k_blocks, dtype=torch.bool, device=shape.device)
         for j in range(int(q_block[0]), int(q_block[-1]) + 1):
             at = unit * self.q_blocks + j
             chosen[j, self.indices[self.offsets[at] : self.offsets[at + 1]].long()] = True
-        tokens = chosen[q_block].repeat_interleave(self.block_size, 1)[:, : self.shape.k_len]
-        return tokens & self.shape.causal_mask(start, stop)
+        tokens = chosen[q_block].repeat_interleave(self.block_size, 1)[:, : shape.k_len]
+        return tokens & shape.causal_mask(start, stop)
 
     def unit_pairs(self) -> Tensor:
         size, shape = self.block_size, self.shape
@@ -137,7 +137,7 @@ class Blocks(Selection):
     def check(self) -> None:
         listed = self.indices[: int(self.offsets[-1])]
         check_csr(self.offsets, listed, self.shape.heads * self.q_blocks, self.q_blocks)
-        limit = (self.first_q_block + torch.arange(self.q_blocks)).repeat(self.units)
+        limit = (self.first_q_block + torch.arange(self.q_blocks, device=listed.device)).repeat(self.units)
         check_below(self.offsets, listed, limit + 1, "block")
 
 

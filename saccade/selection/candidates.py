@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.selection.base import Selection, Shape
-from saccade.selection.csr import check_below, check_csr, offsets_of
+from saccade.selection.csr import check_below, check_csr, offsets_of_lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +51,12 @@ class Candidates(Selection):
         """Every key is a candidate: exact top-k. ``k`` does not count the forced keys."""
         return cls(
             shape,
-            torch.zeros(units + 1, dtype=torch.int64),
-            torch.empty(0, dtype=torch.int32),
-            torch.full((units,), k),
+            torch.zeros(units + 1, dtype=torch.int64, device=shape.device),
+            torch.empty(0, dtype=torch.int32, device=shape.device),
+            torch.full((units,), k, device=shape.device),
             sinks,
             local,
-            torch.ones(units, dtype=torch.bool),
+            torch.ones(units, dtype=torch.bool, device=shape.device),
         )
 
     @property
@@ -73,7 +73,7 @@ class Candidates(Selection):
         """The candidates of a unit, forced keys left out: int64, rising."""
         first, last = self.forced
         if self.full is not None and bool(self.full[unit]):
-            keys = torch.arange(first, last)
+            keys = torch.arange(first, last, device=self.offsets.device)
             return keys[(keys < self.hidden[0]) | (keys >= self.hidden[1])]
         return self.indices[int(self.offsets[unit]) : int(self.offsets[unit + 1])].long()
 
@@ -82,14 +82,12 @@ class Candidates(Selection):
         if self.full is None:
             return self
         parts = [self.listed(unit) for unit in range(self.units)]
-        counts = torch.tensor([part.numel() for part in parts])
-        return replace(
-            self, offsets=offsets_of(counts), indices=torch.cat(parts).to(torch.int32), full=None, hidden=(0, 0)
-        )
+        offsets, indices = offsets_of_lists(parts, self.offsets.device), torch.cat(parts).to(torch.int32)
+        return replace(self, offsets=offsets, indices=indices, full=None, hidden=(0, 0))
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         first, last = self.forced
-        mask = torch.zeros(1, self.shape.k_len, dtype=torch.bool)
+        mask = torch.zeros(1, self.shape.k_len, dtype=torch.bool, device=self.offsets.device)
         mask[:, self.listed(unit)] = True
         mask[:, :first] = mask[:, last:] = True
         return mask[: stop - start]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -10,9 +13,14 @@ from saccade.errors import SaccadeError
 
 def offsets_of(counts: Tensor) -> Tensor:
     """int64 offsets [lists + 1] from list lengths."""
-    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=offsets[1:])
     return offsets
+
+
+def offsets_of_lists(lists: Sequence[Tensor], device: torch.device) -> Tensor:
+    """int64 offsets [lists + 1] of ``lists``, on ``device``."""
+    return torch.tensor([0, *accumulate(part.numel() for part in lists)], device=device)
 
 
 def list_ids(offsets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.selection.base import Selection
 from saccade.selection.candidates import Candidates
-from saccade.selection.csr import offsets_of
+from saccade.selection.csr import offsets_of_lists
 from saccade.selection.narrowed import Narrowed, plain
 
 
@@ -43,7 +43,8 @@ def _without_candidates(candidates: Candidates, gone: Tensor) -> Candidates:
     """Fewer candidates; where forced keys are gone, the others of them become candidates, and ``k`` counts them."""
     shape, (first, last) = candidates.shape, candidates.forced
     hidden = torch.nn.functional.pad(gone, (0, shape.k_len - gone.shape[1]))
-    forced = torch.cat([torch.arange(first), torch.arange(last, shape.k_len)])
+    device = candidates.offsets.device
+    forced = torch.cat([torch.arange(first, device=device), torch.arange(last, shape.k_len, device=device)])
     kept = not bool(hidden[:, forced].any())
     parts = [
         candidates.listed(u) if kept else torch.cat([candidates.listed(u), forced]) for u in range(candidates.units)
@@ -51,7 +52,7 @@ def _without_candidates(candidates: Candidates, gone: Tensor) -> Candidates:
     parts = [part[~hidden[u, part]].sort().values for u, part in enumerate(parts)]
     return replace(
         candidates,
-        offsets=offsets_of(torch.tensor([part.numel() for part in parts])),
+        offsets=offsets_of_lists(parts, device),
         indices=torch.cat(parts).to(torch.int32),
         k=candidates.k if kept else candidates.k + forced.numel() - hidden[:, forced].sum(1),
         sinks=candidates.sinks if kept else 0,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.selection.base import Selection, Shape
-from saccade.selection.csr import check_below, check_csr, offsets_of
+from saccade.selection.csr import check_below, check_csr, offsets_of, offsets_of_lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,9 @@ class Lines(Selection):
         slash = [torch.unique(part.to(torch.int32)) for part in distances]
         return cls(
             shape,
-            offsets_of(torch.tensor([part.numel() for part in vertical])),
+            offsets_of_lists(vertical, vertical[0].device),
             torch.cat(vertical),
-            offsets_of(torch.tensor([part.numel() for part in slash])),
+            offsets_of_lists(slash, slash[0].device),
             torch.cat(slash),
         )
 
@@ -61,12 +61,13 @@ class Lines(Selection):
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         # Acausal entries get distance -1, which indexes the spare last slot of is_distance.
-        rows = self.shape.rows[start:stop, None]
-        distance = (rows - torch.arange(self.shape.k_len)[None, :]).clamp(min=-1)
         columns, distances = self.unit_lines(unit)
-        is_column = torch.zeros(self.shape.k_len, dtype=torch.bool)
+        device, keys = columns.device, self.shape.k_len
+        rows = self.shape.to(device).rows[start:stop, None]
+        distance = (rows - torch.arange(keys, device=device)[None, :]).clamp(min=-1)
+        is_column = torch.zeros(keys, dtype=torch.bool, device=device)
         is_column[columns] = True
-        is_distance = torch.zeros(self.shape.k_len + 1, dtype=torch.bool)
+        is_distance = torch.zeros(keys + 1, dtype=torch.bool, device=device)
         is_distance[distances] = True
         return (is_column[None, :] & (distance >= 0)) | is_distance[distance]
 
@@ -139,7 +140,7 @@ class Lines(Selection):
             raise SaccadeError(
                 f"columns for {self.units} units but distances for {self.s_offsets.numel() - 1}; they must be as many"
             )
-        last = torch.full((self.units,), self.shape.q_start + self.shape.q_len)
+        last = self.v_offsets.new_full((self.units,), self.shape.q_start + self.shape.q_len)
         for offsets, indices in ((self.v_offsets, self.columns), (self.s_offsets, self.distances)):
             listed = indices[: int(offsets[-1])]
             check_csr(offsets, listed, self.shape.heads, 1)

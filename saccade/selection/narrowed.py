@@ -32,7 +32,7 @@ class Narrowed(Selection):
         chosen = self.inner.row_mask(self._inner_unit(unit), start, stop)
         seen = chosen & self.allowed(unit, start, stop).to(chosen.device)
         emptied = chosen.any(1) & ~seen.any(1)
-        seen[emptied, self.shape.rows[start:stop][emptied]] = True
+        seen[emptied, self.shape.to(seen.device).rows[start:stop][emptied]] = True
         return seen
 
     def row_bias(self, unit: int, start: int, stop: int) -> Tensor | None:

@@ -30,7 +30,7 @@ class Sampled(Selection):
         return self.tokens.row_mask(unit, start, stop)
 
     def row_bias(self, unit: int, start: int, stop: int) -> Tensor:
-        bias = torch.zeros(stop - start, self.shape.k_len)
+        bias = torch.zeros(stop - start, self.shape.k_len, device=self.bias.device)
         for row in range(stop - start):
             at = unit * self.shape.q_len + start + row
             span = slice(int(self.tokens.offsets[at]), int(self.tokens.offsets[at + 1]))

@@ -36,13 +36,14 @@ class Tri(Selection):
         return max(0, self.shape.q_len - self.dense_rows)
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
-        dense = torch.arange(self.shape.q_len)[start:stop, None] >= self.band_rows
+        dense = torch.arange(self.shape.q_len, device=self.shape.device)[start:stop, None] >= self.band_rows
         return (self.band.row_mask(unit, start, stop) | dense) & self.shape.causal_mask(start, stop)
 
     def unit_pairs(self) -> Tensor:
         visible = self.shape.rows + 1
         banded = visible.clamp(max=self.window) + (visible - self.window).clamp(0, self.sinks)
-        return torch.where(torch.arange(self.shape.q_len) < self.band_rows, banded, visible).sum()[None]
+        rows = torch.arange(self.shape.q_len, device=visible.device)
+        return torch.where(rows < self.band_rows, banded, visible).sum()[None]
 
     def row_pairs(self, starts: Tensor, sinks: int) -> Tensor:
         """As of :class:`Band`."""

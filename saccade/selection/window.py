@@ -63,7 +63,7 @@ class Cone:
 
     def row_mask(self, shape: Shape, start: int, stop: int) -> Tensor:
         """bool [stop - start, k_len]: what rows ``start .. stop - 1`` of a call see, acausal keys included."""
-        keys = torch.arange(shape.k_len)[None, :]
+        keys = torch.arange(shape.k_len, device=shape.device)[None, :]
         return (keys < self.sink_keys) | (keys >= self.starts(shape.rows[start:stop])[:, None])
 
 
@@ -86,7 +86,7 @@ class Windowed(Narrowed):
         blocks; a row of the other kinds that have kernels reads its own key anyway."""
         if isinstance(self.inner, (Blocks, Lines)):
             return self.inner.emptied(self._inner_unit(unit), self.starts, self.cone.sink_keys)
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=self.shape.device)
 
     def unit_pairs(self) -> Tensor:
         inner, sinks = self.inner, self.cone.sink_keys
@@ -95,9 +95,8 @@ class Windowed(Narrowed):
         if isinstance(inner, (Band, Tri)):
             return inner.row_pairs(self.starts, sinks).sum()[None]
         if isinstance(inner, (Blocks, Lines)):
-            own = torch.tensor([self.emptied(unit).numel() for unit in range(self.units)])
             seen = inner.seen_pairs(self.starts, sinks)
-            return seen + own.to(seen.device)
+            return seen + seen.new_tensor([self.emptied(unit).numel() for unit in range(self.units)])
         return super().unit_pairs()
 
 
@@ -142,7 +141,7 @@ def _cut_dense(shape: Shape, cone: Cone, last: int) -> Selection:
     size = cone.block_size
     if size < KERNEL_BLOCK:
         return Windowed(Dense(shape), cone)
-    block = torch.arange(-(-shape.k_len // size))
+    block = torch.arange(-(-shape.k_len // size), device=shape.device)
     starts = _query_block_starts(shape, size, cone) // size
     seen = (block < cone.sink_keys // size) | (block >= starts[:, None])
     return Blocks.from_block_mask(shape, size, seen[None])
@@ -162,8 +161,8 @@ def _cut_band(band: Band, cone: Cone, last: int) -> Selection:
 
 
 def _cut_tokens(tokens: Tokens, cone: Cone) -> Tokens:
-    rows = tokens.shape.rows.repeat(tokens.units)
-    starts = cone.starts(tokens.shape.rows).repeat(tokens.units)
+    rows = tokens.shape.to(tokens.offsets.device).rows
+    starts, rows = cone.starts(rows).repeat(tokens.units), rows.repeat(tokens.units)
     keep = (tokens.indices < cone.sink_keys) | (tokens.indices >= starts[list_ids(tokens.offsets)])
     return Tokens(tokens.shape, *_filtered(tokens.offsets, tokens.indices, keep, rows))
 
@@ -175,9 +174,10 @@ def _cut_blocks(blocks: Blocks, cone: Cone) -> Selection:
         size = cone.block_size
     if cone.block_size % size:
         return plain(Windowed(blocks, cone))
-    starts = _query_block_starts(blocks.shape, size, cone).repeat(blocks.units) // size
+    device = blocks.offsets.device
+    starts = _query_block_starts(blocks.shape.to(device), size, cone).repeat(blocks.units) // size
     keep = (blocks.indices < cone.sink_keys // size) | (blocks.indices >= starts[list_ids(blocks.offsets)])
-    own = (blocks.first_q_block + torch.arange(blocks.q_blocks)).repeat(blocks.units)
+    own = (blocks.first_q_block + torch.arange(blocks.q_blocks, device=device)).repeat(blocks.units)
     return Blocks(blocks.shape, size, *_filtered(blocks.offsets, blocks.indices, keep, own))
 
 
@@ -209,7 +209,7 @@ def _cut_candidates(candidates: Candidates, cone: Cone, last: int) -> Candidates
         offsets, indices = _kept(offsets, indices, keep)
     if candidates.local == 0:  # then the row's own key is forced for nobody, and a list may end empty
         empty = offsets.diff() == 0
-        own = torch.full((candidates.units,), last)
+        own = offsets.new_full((candidates.units,), last)
         offsets, indices = _joined(offsets, indices, empty if full is None else empty & ~full, own)
     return replace(
         candidates,
@@ -225,7 +225,7 @@ def _cut_candidates(candidates: Candidates, cone: Cone, last: int) -> Candidates
 def _query_block_starts(shape: Shape, size: int, cone: Cone) -> Tensor:
     """``start`` of every query block of ``size`` rows, which must lie within the cone's blocks: int64 [q_blocks]."""
     first, last = shape.q_start // size, (shape.q_start + shape.q_len - 1) // size
-    return cone.starts(torch.arange(first, last + 1) * size)
+    return cone.starts(torch.arange(first, last + 1, device=shape.device) * size)
 
 
 def _finer(blocks: Blocks, size: int) -> Blocks:

@@ -6,7 +6,7 @@ import torch
 from helpers import brute_force, planted_heads
 
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend
+from saccade.ops import Call, run
 from saccade.selection import Blocks, Selection, Shape
 
 BOUND = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
@@ -25,9 +25,9 @@ def data(heads, kv_heads, q_len, n, head_dim, dtype=torch.bfloat16, structured=F
 
 
 def agrees(q, k, v, view, selection: Selection, **options) -> None:
-    trace = Trace()
-    out, lse = attend(q, view, selection, trace=trace, **options)
-    assert trace.backend == "triton"
+    ran = run(Call.of(q, view, selection, **options))
+    out, lse = ran.out, ran.lse
+    assert ran.backend == "triton"
     expected, expected_lse = brute_force(q.cpu(), k.cpu(), v.cpu(), selection.mask(), **options)
     assert torch.isfinite(out).all()
     error = (out.cpu().double() - expected).norm() / expected.norm()

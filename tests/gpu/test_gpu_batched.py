@@ -1,13 +1,15 @@
-"""Batched decode steps on a GPU, recorded in graphs: what they give against the executor's own path."""
+"""The device backend on a GPU, its steps recorded in graphs: what it gives against the host path."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from device_helpers import Once, device_of, put_on_device, take_off_device
 from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine import device_attention
 from saccade.kv.view import KVView
 from saccade.ops import attend
 from saccade.ops.triton.decode import attend_decode
@@ -33,7 +35,7 @@ def engines(tmp_path_factory):
         LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, cuda_graphs=graphs)
         for graphs in (False, False, True)
     ]
-    made[0].engine.executor.batched = None
+    take_off_device(made[0])
     return made
 
 
@@ -50,8 +52,10 @@ def test_tokens_and_counts_equal_those_of_the_own_path(engines, policy):
         assert tokens(left) == tokens(middle) == tokens(right)
         assert counts(left) == counts(middle) == counts(right)
         assert right.report["notes"] == left.report["notes"]
-    steps = engines[2].engine.executor.batched._steps.values()
-    assert any(step.graph is not None for step in steps)
+    graphs = device_of(engines[2]).graphs
+    assert 0 < graphs.recorded <= graphs.kinds <= graphs.most
+    assert graphs.bytes > 0
+    assert device_of(engines[1]).graphs.recorded == 0
 
 
 def test_methods_side_by_side(engines):
@@ -71,6 +75,32 @@ def test_turns(engines):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("form", ["psa(epsilon={})", "arkvale(budget={})"])
+def test_requests_of_one_form_share_their_graphs(engines, form):
+    """As many numbers as requests, and other ones each time: no kind of step is added."""
+    one, kinds = engines[2], set()
+    for first in (0.0, 0.05):
+        numbers = [round(0.5 + first + 0.1 * row, 2) for row in range(4)]
+        policies = [form.format(number if "epsilon" in form else int(600 * number)) for number in numbers]
+        answers = [engine.generate(PROMPTS[:4], PARAMS, policy=policies) for engine in (engines[0], one)]
+        assert [tokens(output) for output in answers[0]] == [tokens(output) for output in answers[1]]
+        kinds.add(frozenset(device_of(one).kinds._kinds))
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("it broke"), torch.cuda.OutOfMemoryError("no memory")])
+def test_one_failure_costs_one_step(tmp_path, monkeypatch, error):
+    folder = make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=2048, head_dim=32)
+    one = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    plain = one.generate(PROMPTS[0], PARAMS, policy="dense")[0]
+    monkeypatch.setattr(device_attention, "append_rows", Once(device_attention.append_rows, error, at=2))
+    output = one.generate(PROMPTS[0][:-1], PARAMS, policy="psa(epsilon=0.9)")[0]
+    again = one.generate(PROMPTS[0], PARAMS, policy="dense")[0]
+    assert any(str(error) in note for note in output.report["notes"])
+    assert output.report["decode"]["backends"]["triton"] >= 3 * (PARAMS.max_tokens - 2)
+    assert tokens(again) == tokens(plain)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_storage_is_served_and_recorded(tmp_path, dtype):
     """Where rounding may change a token, what is read still has its size."""
@@ -78,11 +108,11 @@ def test_narrow_storage_is_served_and_recorded(tmp_path, dtype):
     one = LLM(folder, kv_memory="64MiB", dtype=dtype, device="cuda")
     for policy in POLICIES:
         batched = one.generate(PROMPTS, PARAMS, policy=policy)
-        step, one.engine.executor.batched = one.engine.executor.batched, None
+        assert device_of(one).kinds.records
+        assert device_of(one).kinds.note is None
+        take_off_device(one)
         own = one.generate(PROMPTS, PARAMS, policy=policy)
-        one.engine.executor.batched = step
-        assert step.graphs
-        assert step.note is None
+        put_on_device(one)
         for left, right in zip(own, batched):
             assert right.report["notes"] == left.report["notes"]
             assert right.report["decode"]["density"] == pytest.approx(left.report["decode"]["density"], rel=0.1)
@@ -101,7 +131,7 @@ def test_dense_rows_of_unequal_length_agree_with_the_reference(dtype):
         shape = Shape.suffix(8, 2, 1, view.length)
         expected, _ = attend(
             q[row][:, None].float(),
-            KVView(view.k_pool.float(), view.v_pool.float(), view.table, view.length),
+            KVView.from_tensors(view.keys().float(), view.values().float()),
             Dense(shape),
             backend="reference",
         )

@@ -6,15 +6,17 @@ import pytest
 import torch
 from gpu_helpers import data
 from helpers import planted_heads
-from test_ops_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
+from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.kv.view import KVView
-from saccade.ops import Trace, attend, triton
+from saccade.methods.cis import triton_sharing
+from saccade.methods.cis.sharing import Anchors
+from saccade.methods.loopserve.line_cover import cover_lines
+from saccade.methods.loopserve.triton_line_cover import cover
+from saccade.ops import Call, run
 from saccade.ops.candidates import choose
-from saccade.ops.line_cover import cover_lines
 from saccade.ops.scores import row_weights
-from saccade.ops.sharing import Anchors
-from saccade.ops.triton.line_cover import cover
+from saccade.ops.triton.candidates import choose as choose_on_device
 from saccade.ops.weights import selected_weights
 from saccade.selection import Candidates, Shape
 
@@ -39,18 +41,19 @@ def test_the_best_candidates(units, head_dim):
     listed = Candidates(shape, offsets, indices, torch.full((units,), 300), 16, 64)
     every = Candidates.all_keys(shape, units, 432, 16, 64)
     for selection in (listed, every):
-        trace, expected = Trace(want_weights=True), choose(*on_host(q, view), selection, scale=head_dim**-0.5)
-        out, lse = attend(q, view, selection.to(q.device), trace=trace)
-        assert trace.backend == "triton"
+        expected = choose(*on_host(q, view), selection, scale=head_dim**-0.5)
+        ran = run(Call.of(q, view, selection.to(q.device), want_weights=True))
+        out, lse = ran.out, ran.lse
+        assert ran.backend == "triton"
         assert torch.isfinite(out).all()
-        assert torch.equal(trace.used.offsets.cpu(), expected.offsets)
-        differs = (trace.used.unit_mask().cpu() ^ expected.unit_mask()).sum()
+        assert torch.equal(ran.used.offsets.cpu(), expected.offsets)
+        differs = (ran.used.unit_mask().cpu() ^ expected.unit_mask()).sum()
         assert differs <= 0.02 * expected.indices.numel()
-        weights = selected_weights(*on_host(q, view), trace.used.to("cpu"), lse.cpu(), scale=head_dim**-0.5)
-        torch.testing.assert_close(trace.weights.cpu(), weights, atol=1e-3, rtol=2e-2)
+        weights = selected_weights(*on_host(q, view), ran.used.to("cpu"), lse.cpu(), scale=head_dim**-0.5)
+        torch.testing.assert_close(ran.weights.cpu(), weights, atol=1e-3, rtol=2e-2)
         for _ in range(10):
-            again = triton.choose_candidates(q, view, selection, scale=head_dim**-0.5)
-            assert torch.equal(again.indices, trace.used.indices)
+            again = choose_on_device(q, view, selection.to(q.device), scale=head_dim**-0.5)
+            assert torch.equal(again.indices, ran.used.indices)
 
 
 @pytest.mark.parametrize(("best", "reach"), [(0, 1), (7, 1), (500, 2)])
@@ -60,14 +63,14 @@ def test_shared_keys(best, reach):
         setattr(anchors, name, getattr(anchors, name).cuda())
     q = torch.zeros(HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     q[:, 3] = 2.0
-    assert bool(triton.share(anchors, q, 0.8, LOCAL, n, True)[2].all())
+    assert bool(triton_sharing.share(anchors, q, 0.8, LOCAL, n, True)[2].all())
     has = torch.tensor([True, True, False, True])
     read, weights = retrieved(n, (40, 1, 60, 0), seed=1)
     anchors.has[0], anchors.positions[0], anchors.first, anchors.count = has.cuda(), n - 1, n - 1, 1
-    triton.keep(anchors, 0, read.to(q.device), weights.cuda(), (SINKS, n - LOCAL), best, reach)
+    triton_sharing.keep(anchors, 0, read.to(q.device), weights.cuda(), (SINKS, n - LOCAL), best, reach)
     anchors.reserve()
     for _ in range(10):
-        offsets, keys, searching = triton.share(anchors, q, 0.8, LOCAL, n + 5, True)
+        offsets, keys, searching = triton_sharing.share(anchors, q, 0.8, LOCAL, n + 5, True)
         for unit, wanted in enumerate(expected_sets(read, weights, has, n, best, reach)):
             found = keys[offsets[unit] : offsets[unit + 1]].tolist()
             assert bool(searching[unit]) != bool(has[unit])

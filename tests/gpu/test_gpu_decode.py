@@ -10,7 +10,7 @@ from helpers import planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
-from saccade.ops import Trace, attend
+from saccade.ops import Call, attend, run
 from saccade.ops.triton.common import arrivals, kept_zeros
 from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import key_lists, pages_of
@@ -78,16 +78,14 @@ def test_the_progressive_kernel_stops_where_the_loop_stops(rest, epsilon):
     q, k, v = planted_heads(8, 2, 20000, 64, 0)
     view = KVView.from_tensors(k.cuda(), v.cuda(), shuffle_seed=0)
     q = q[:, -1:].cuda()
-    with q.device:
-        ranking = PSA(epsilon=epsilon, rest=rest).select_decode(Query.of(q, view), None)
+    ranking = PSA(epsilon=epsilon, rest=rest).select_decode(Query.of(q, view), None)
     assert isinstance(ranking, Ranking)
-    traces = Trace(), Trace()
-    expected, _ = attend(q, view, ranking, backend="reference", trace=traces[0])
+    expected = run(Call.of(q, view, ranking), "reference")
     for _ in range(20):
-        out, _ = attend(q, view, ranking, trace=traces[1])
-        assert traces[1].backend == "triton"
-        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-        assert torch.equal(traces[1].used.block_mask().cpu(), traces[0].used.block_mask().cpu())
+        got = run(Call.of(q, view, ranking))
+        assert got.backend == "triton"
+        torch.testing.assert_close(got.out, expected.out, atol=1e-4, rtol=1e-4)
+        assert torch.equal(got.used.block_mask().cpu(), expected.used.block_mask().cpu())
     assert not kept_zeros(q.device, 1).any()
     assert not arrivals(q.device, 2).any()
 
@@ -97,8 +95,7 @@ def test_any_number_of_readers_gives_the_same(readers, heads):
     q, k, v = planted_heads(heads, 2, 20000, 64, 1)
     view = KVView.from_tensors(k.cuda(), v.cuda(), shuffle_seed=0)
     q = q[:, -1:].cuda()
-    with q.device:
-        ranking = PSA(epsilon=0.9).select_decode(Query.of(q, view), None)
+    ranking = PSA(epsilon=0.9).select_decode(Query.of(q, view), None)
     expected, _ = attend(q, view, ranking, backend="reference")
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
     for _ in range(20):

@@ -11,8 +11,8 @@ from helpers import planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.lfps import LFPS
-from saccade.ops import Trace, attend, indices_on
-from saccade.ops.triton import score_tables as kernels
+from saccade.methods.lfps import triton_tables as kernels
+from saccade.ops import Call, run
 from saccade.selection import Candidates
 
 N, PROMPT = 3000, 2985
@@ -22,16 +22,15 @@ def steps(method: LFPS, q, k, v, device: str):
     """(candidates, what was read, out, who rested) of every step, and the state behind the last."""
     q, k, v = (part.to(device) for part in (q, k, v))
     done = []
-    with indices_on(torch.device(device)):
-        whole = KVView.from_tensors(k, v, shuffle_seed=1)
-        state = method.begin(Chunk.of(q[:, PROMPT - method.tail_rows : PROMPT], whole.upto(PROMPT)))
-        for position in range(PROMPT, N):
-            query = Query.of(q[:, position : position + 1], whole.upto(position + 1), step=position - PROMPT)
-            selection = method.select_decode(query, state)
-            trace = Trace(want_weights=True)
-            out, _ = attend(query.q, query.kv, selection, trace=trace)
-            method.observe(query, trace.used, trace.weights, state)
-            done.append((selection, trace, out, state.idle))
+    whole = KVView.from_tensors(k, v, shuffle_seed=1)
+    state = method.begin(Chunk.of(q[:, PROMPT - method.tail_rows : PROMPT], whole.upto(PROMPT)))
+    for position in range(PROMPT, N):
+        query = Query.of(q[:, position : position + 1], whole.upto(position + 1), step=position - PROMPT)
+        selection = method.select_decode(query, state)
+        ran = run(Call.of(query.q, query.kv, selection, want_weights=True))
+        out = ran.out
+        method.observe(query, ran.used, ran.weights, state)
+        done.append((selection, ran, out, state.idle))
     return done, state
 
 
@@ -64,11 +63,11 @@ def test_long_tables_scan_and_learn_the_same_from_run_to_run():
     q, k, v = planted_heads(8, 2, N, 128, 0)
     q, k, v = (part.bfloat16() for part in (q, k, v))
     done, state = steps(method, q, k, v, "cuda")
-    _, trace, _, idle = done[-1]
+    _, ran, _, idle = done[-1]
     scans = [kernels.candidates(state.tables, N - 20, N - 30, 0.2, 0, (1, 2), idle) for _ in range(5)]
     assert all(torch.equal(one[2], scans[0][2]) and torch.equal(one[0], scans[0][0]) for one in scans)
     made = []
     for _ in range(5):
         made.append(deepcopy(state.tables))
-        kernels.learn(made[-1], trace.used, trace.weights, idle, 0.95)
+        kernels.learn(made[-1], ran.used, ran.weights, idle, 0.95)
     assert all(torch.equal(one.slash, made[0].slash) and torch.equal(one.sums, made[0].sums) for one in made)

@@ -11,8 +11,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from saccade import LLM
-from saccade.kv import device
-from saccade.models import passes
+from saccade.ops.layer_weights import HeadNorms
+from saccade.ops.triton import pages
 from saccade.ops.triton.rows import add_norm, gated, rotate
 
 
@@ -51,16 +51,42 @@ def test_gates(rows):
     ("heads", "kv_heads", "head_dim", "turned"), [(32, 8, 128, 128), (14, 2, 80, 80), (5, 1, 64, 32)]
 )
 def test_rotations(rows, heads, kv_heads, head_dim, turned):
+    q, k, cos, sin = heads_of(rows, heads, kv_heads, head_dim, turned)
+    wanted = turned_by_torch(q, k, cos, sin)
+    rotate(q, k, cos, sin)
+    torch.testing.assert_close(q, wanted[0], rtol=0, atol=0)
+    torch.testing.assert_close(k, wanted[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 900])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 80)])
+@torch.no_grad()
+def test_rotations_of_normed_heads(rows, heads, kv_heads, head_dim):
+    q, k, cos, sin = heads_of(rows, heads, kv_heads, head_dim, head_dim)
+    modules = [LlamaRMSNorm(head_dim, eps=1e-6).to("cuda", torch.bfloat16) for _ in range(2)]
+    for seed, module in enumerate(modules):
+        module.weight.copy_(draw(head_dim, seed=seed))
+    wanted = turned_by_torch(modules[0](q), modules[1](k), cos, sin)
+    rotate(q, k, cos, sin, HeadNorms(modules[0].weight, modules[1].weight, 1e-6))
+    for ours, theirs in zip((q, k), wanted):
+        assert float((ours != theirs).float().mean()) < 1e-2
+        torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=4e-2)
+
+
+def heads_of(rows, heads, kv_heads, head_dim, turned):
+    """Queries and keys as parts of one product's output, and their factors."""
     both = draw(rows, heads + kv_heads, head_dim)
-    q, k = both[:, :heads], both[:, heads:]
     angles = torch.outer(torch.arange(float(rows)), 0.3 ** torch.arange(turned // 2)).repeat(1, 2)
-    cos, sin = angles.cos().to("cuda", torch.bfloat16), angles.sin().to("cuda", torch.bfloat16)
+    factors = (part.to("cuda", torch.bfloat16) for part in (angles.cos(), angles.sin()))
+    return both[:, :heads], both[:, heads:], *factors
+
+
+def turned_by_torch(q, k, cos, sin):
     wanted = [part.transpose(0, 1)[None].clone() for part in (q, k)]
+    turned = cos.shape[-1]
     for part, done in zip(wanted, apply_rotary_pos_emb(*(part[..., :turned] for part in wanted), cos[None], sin[None])):
         part[..., :turned] = done
-    rotate(q, k, cos, sin)
-    torch.testing.assert_close(q, wanted[0][0].transpose(0, 1), rtol=0, atol=0)
-    torch.testing.assert_close(k, wanted[1][0].transpose(0, 1), rtol=0, atol=0)
+    return [part[0].transpose(0, 1) for part in wanted]
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1000), (5, 3), (31, 2), (17, 800)])
@@ -73,7 +99,7 @@ def test_pages(start, count, head_dim):
     for _ in range(5):
         assert torch.equal(view.keys(), k)
         assert torch.equal(view.values(3, 999), v[:, 3:999])
-    assert torch.equal(device.gather(view.v_pool, view.table, start, start + count), new_v)
+    assert torch.equal(pages.gather(view.paged().v, view.paged().block_table, start, start + count), new_v)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -82,5 +108,5 @@ def test_a_model_answers_as_its_modules_do(family, tmp_path_factory):
     engine = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda")
     prompt = random_ids(700, seed=7)
     fast = tokens(engine.generate(prompt, GREEDY, policy="dense")[0])
-    passes.remove(engine.engine.executor.runner.model)
+    engine.model.runner.llama = None  # transformers' modules run the layers of prefill
     assert tokens(engine.generate(prompt, GREEDY, policy="dense")[0]) == fast

@@ -2,8 +2,9 @@
 block summaries, scores of blocks against them, and lists of the best.
 
 A row stands for one sequence's token of the step. ``lengths`` int32 [rows] count the keys that it sees, its own among
-them; a row of length 0 is padding, which is neither stored nor read. The host is never asked for what only the device
-knows, so all of it can be captured in a CUDA graph.
+them; a row of length 0 is padding, which is neither stored nor read. What the form of a reading fixes is
+compiled in (see selection.plan); its numbers come in buffers, an entry a row. The host is never asked for what only the
+device knows, so all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.selection.plan import BestBlocks, RankedBlocks
 
 
 @dataclass(frozen=True)
@@ -30,32 +33,12 @@ class Summaries:
     kind: str
 
 
-@dataclass(frozen=True)
-class PageChoice:
-    """Which blocks of ``size`` keys a row reads, for each of ``units`` lists: the ``first`` first and the ``last`` last
-    ones, the partial one among them (or, with ``after_full``, in addition), and the ``take`` best by their
-    summaries. Rows of up to ``dense_upto`` keys read everything."""
-
-    size: int
-    kind: str
-    units: int
-    first: int
-    last: int
-    take: int
-    dense_upto: int
-    after_full: bool = False
-
-    @property
-    def longest(self) -> int:
-        """Most blocks of a list."""
-        return max(self.first + self.last + max(self.take, 0) + self.after_full, -(-self.dense_upto // self.size))
-
-
 def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None = None) -> None:
     """Store each row's ``k``, ``v`` [rows, kv_heads, head_dim] as the last of its keys and, where it fills a block of
     ``summaries``, summarize that block."""
-    rows, kv_heads, head_dim = k.shape
-    _append[(kv_heads, rows)](
+    count, kv_heads, head_dim = k.shape
+    k, v = rows(k), rows(v)
+    _append[(kv_heads, count)](
         k,
         v,
         pages.k,
@@ -67,7 +50,7 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
         k.stride(1),
         v.stride(0),
         v.stride(1),
-        pages.tables.stride(0),
+        *pages.table_strides,
         KV_HEADS=kv_heads,
         D=head_dim,
         D_PAD=pad(head_dim),
@@ -80,17 +63,22 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
 
 
 def score_blocks(
-    q: Tensor, pages: Pages, summaries: Summaries, choice: PageChoice, tiles: tuple[int, int, int] | None = None
+    q: Tensor,
+    pages: Pages,
+    summaries: Summaries,
+    choice: BestBlocks | RankedBlocks,
+    tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: ArkVale's and Quest's score of each block
     (ops.scores.cuboid_scores), meaned over a unit's query heads; -inf where a block is not to be chosen. ``n`` is what
     ``pages.longest`` keys make. ``tiles``: blocks a program, warps, stages."""
-    rows, heads, head_dim = q.shape
+    q = rows(q)
+    batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
     blocks = -(-pages.longest // choice.size)
-    scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=q.device)
-    tile, warps, stages = tiles or ((64, 4, 3) if rows * choice.units * blocks >= 64 * 1024 else (32, 4, 4))
-    _score[(triton.cdiv(blocks, tile), choice.units, rows)](
+    scores = torch.empty(batch, choice.units, blocks, dtype=torch.float32, device=q.device)
+    tile, warps, stages = tiles or ((64, 4, 3) if batch * choice.units * blocks >= 64 * 1024 else (32, 4, 4))
+    _score[(triton.cdiv(blocks, tile), choice.units, batch)](
         q,
         pages.lengths,
         summaries.pointers,
@@ -117,16 +105,25 @@ def score_blocks(
     return scores
 
 
-def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
-    """Lists of the blocks that each row's ``choice`` reads, from its ``scores``, ties to the lower block."""
-    rows, units, blocks = scores.shape
-    longest = choice.longest
-    counts = torch.empty(rows * units, dtype=torch.int32, device=scores.device)
-    indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
+def room_for(choice: BestBlocks | RankedBlocks, pages: Pages) -> int:
+    """Most blocks that a list of ``choice`` can have over these pages."""
+    return min(choice.longest, -(-pages.longest // choice.size))
+
+
+def choose_best(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
+    """Lists of the blocks that each row's ``choice`` reads, from its ``scores``, ties to the lower block. ``take`` and
+    ``dense_upto`` int32 [rows] are each row's own, of which those of ``choice`` are the bounds."""
+    scores = flat(scores, torch.float32)
+    batch, units, blocks = scores.shape
+    longest = room_for(choice, pages)
+    counts = torch.empty(batch * units, dtype=torch.int32, device=scores.device)
+    indices = torch.empty(batch * units, longest, dtype=torch.int32, device=scores.device)
     width = pad(max(blocks, longest))
-    _choose_best[(units, rows)](
+    _choose_best[(units, batch)](
         scores,
         pages.lengths,
+        take,
+        dense_upto,
         counts,
         indices,
         blocks,
@@ -135,8 +132,7 @@ def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
         SIZE=choice.size,
         FIRST=choice.first,
         LAST=choice.last,
-        TAKE=choice.take,
-        DENSE_UPTO=choice.dense_upto,
+        TAKES=choice.take > 0,
         WIDTH=width,
         num_warps=4 if width <= 1024 else 8,
         **launched(scores.device),
@@ -144,20 +140,20 @@ def choose_best(scores: Tensor, pages: Pages, choice: PageChoice) -> KeyLists:
     return KeyLists(None, counts, indices, units, choice.size, longest)
 
 
-def band_lists(pages: Pages, sinks: int, window: int) -> KeyLists:
-    """Lists of the first ``sinks`` and the last ``window`` keys of each row, one list a row."""
-    rows, longest = pages.lengths.shape[0], min(sinks + window, pages.longest)
-    counts = torch.empty(rows, dtype=torch.int32, device=pages.lengths.device)
-    indices = torch.empty(rows, longest, dtype=torch.int32, device=pages.lengths.device)
-    _band[(triton.cdiv(longest, 1024), rows)](
-        pages.lengths, counts, indices, longest, sinks, window, WIDTH=1024, num_warps=4, **launched(counts.device)
+def band_lists(pages: Pages, sinks: Tensor, window: Tensor, longest: int) -> KeyLists:
+    """Lists of each row's first ``sinks`` and last ``window`` keys (int32 [rows]), together at most ``longest``."""
+    batch, longest = pages.lengths.shape[0], min(longest, pages.longest)
+    counts = torch.empty(batch, dtype=torch.int32, device=pages.lengths.device)
+    indices = torch.empty(batch, longest, dtype=torch.int32, device=pages.lengths.device)
+    _band[(triton.cdiv(longest, 1024), batch)](
+        pages.lengths, sinks, window, counts, indices, longest, WIDTH=1024, num_warps=4, **launched(counts.device)
     )
     return KeyLists(None, counts, indices, 1, 1, longest)
 
 
-@triton.jit(do_not_specialize=["k_row", "k_head", "v_row", "v_head", "table_stride"])
+@triton.jit(do_not_specialize=["k_row", "k_head", "v_row", "v_head", "table_stride", "table_head"])
 def _append(
-    k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride,
+    k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride, table_head,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
     CUBOID: tl.constexpr,
     EARLY: tl.constexpr,
@@ -166,7 +162,7 @@ def _append(
     kv_head, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     if length > 0:
-        table = tables + row.to(tl.int64) * table_stride
+        table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
         at = length - 1
         channel = tl.arange(0, D_PAD)
         real = channel < D
@@ -245,11 +241,11 @@ def ordered_bits(value):
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["blocks", "longest"])
+@triton.jit(do_not_specialize=["blocks", "longest"], do_not_specialize_on_alignment=["lengths", "takes", "denses"])
 def _choose_best(
-    scores, lengths, counts, indices, blocks, longest,
-    UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TAKE: tl.constexpr,
-    DENSE_UPTO: tl.constexpr, WIDTH: tl.constexpr,
+    scores, lengths, takes, denses, counts, indices, blocks, longest,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TAKES: tl.constexpr,
+    WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -259,25 +255,26 @@ def _choose_best(
     pages = tl.cdiv(length, SIZE)
     block = tl.arange(0, WIDTH)
     out = indices + entry.to(tl.int64) * longest
-    if length <= DENSE_UPTO:
+    if length <= tl.load(denses + row):
         tl.store(out + block, block, mask=block < pages)
         tl.store(counts + entry, pages)
     else:
         taken = (block < FIRST) | (block >= pages - LAST)
-        if TAKE > 0:
+        if TAKES:
+            take = tl.load(takes + row)
             score = tl.load(scores + entry.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
             order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
             free = score > float("-inf")
             order = tl.where(free, order, 0)
-            bound = tl.full([], 0, tl.uint32)  # the greatest with at least TAKE entries at or above it
+            bound = tl.full([], 0, tl.uint32)  # the greatest with at least `take` entries at or above it
             step = tl.full([], 2147483648, tl.uint32)
             for _ in tl.range(0, 32):
                 higher = bound | step
-                bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= TAKE, higher, bound)
+                bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= take, higher, bound)
                 step = step >> 1
             over = free & (order > bound)
             level = free & (order == bound)
-            spare = TAKE - tl.sum(over.to(tl.int32), 0)
+            spare = take - tl.sum(over.to(tl.int32), 0)
             taken = taken | over | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
         taken = taken & (block < pages)
         listed = taken.to(tl.int32)
@@ -285,11 +282,11 @@ def _choose_best(
         tl.store(counts + entry, tl.sum(listed, 0))
 
 
-@triton.jit(do_not_specialize=["longest", "sinks", "window"])
-def _band(lengths, counts, indices, longest, sinks, window, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=["longest"], do_not_specialize_on_alignment=["lengths", "all_sinks", "windows"])
+def _band(lengths, all_sinks, windows, counts, indices, longest, WIDTH: tl.constexpr, EARLY: tl.constexpr):
     begin(EARLY)
     row = tl.program_id(1)
-    length = tl.load(lengths + row)
+    length, sinks, window = tl.load(lengths + row), tl.load(all_sinks + row), tl.load(windows + row)
     count = tl.minimum(sinks + window, length)
     number = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     key = tl.where((number < sinks) | (count == length), number, length - count + number)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
 from saccade.ops.triton.line_sums import rows_of
 from saccade.selection import Shape
@@ -44,18 +45,19 @@ def line_sums(
     together = max(1, min(heads, MOST_BYTES // (16 * used * block_size)))
     parts = torch.empty(together, used, 4, block_size, dtype=torch.float32, device=q.device)
     logs = torch.empty(together, splits, block_size, dtype=torch.float32, device=q.device)
-    given = q[:, -rows:]
+    given, paged = in_rows(q[:, -rows:]), kv.paged()
     for head in range(0, heads, together):
         count = min(together, heads - head)
         _read_blocks[(count, splits)](
             given,
-            kv.k_pool,
-            kv.table,
+            paged.k,
+            paged.block_table,
             parts,
             logs,
             head,
             given.stride(0),
             given.stride(1),
+            paged.head_stride,
             rows,
             first,
             visible,
@@ -128,16 +130,17 @@ def _read_block(
     return higher, weight * tl.exp2(top - base) + both * tl.exp2(high - base)
 
 
-@triton.jit(do_not_specialize=["head_from", "rows", "first", "visible", "used", "ahead", "each"])
+@triton.jit(do_not_specialize=["head_from", "table_head", "rows", "first", "visible", "used", "ahead", "each"])
 def _read_blocks(
-    q_ptr, k_pool, table, parts, logs, head_from, q_head, q_row, rows, first, visible, used, ahead, each, scale_log2,
-    softcap,
+    q_ptr, k_pool, table, parts, logs, head_from, q_head, q_row, table_head, rows, first, visible, used, ahead, each,
+    scale_log2, softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     mine, split = tl.program_id(0), tl.program_id(1)
     head = head_from + mine
     kv_head = head // GROUP
+    table += kv_head.to(tl.int64) * table_head
     row = tl.arange(0, SIZE)
     q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     top = tl.full([SIZE], float("-inf"), tl.float32)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batched_decode import ordered_bits
 from saccade.ops.triton.common import LOG2E, also, begin, launched, processors
 from saccade.ops.triton.weights import KEYS, constants, logits
@@ -40,21 +41,25 @@ def choose(
     forced = first + shape.k_len - last
     ends = forced if per > 1 else 0  # several heads rank by weights, of which the forced keys have their part
     scores = torch.empty(heads, width + ends, dtype=torch.float32, device=device)
-    none = selection.offsets
-    full = none if selection.full is None else selection.full
+    q, k = rows(q), flat(selection.k, torch.int64)
+    listed, keys = flat(selection.offsets, torch.int64), flat(selection.indices, torch.int32)
+    full = listed if selection.full is None else flat(selection.full, torch.bool)
+    idle = listed if selection.idle is None else flat(selection.idle, torch.bool)
     if width:
         programs = max(units, shape.kv_heads)
         tiles = triton.cdiv(width + ends, KEYS)
+        paged = kv.paged()
         _score[(min(tiles, triton.cdiv(16 * processors(device), programs)), programs)](
             q,
-            kv.k_pool,
-            kv.table,
-            selection.offsets,
-            selection.indices,
+            paged.k,
+            paged.block_table,
+            listed,
+            keys,
             full,
-            selection.k,
+            k,
             scores,
             q.stride(0),
+            paged.head_stride,
             width + ends,
             ends,
             first,
@@ -81,11 +86,11 @@ def choose(
     indices = torch.empty(lists * longest, dtype=torch.int32, device=device)
     _pick[(lists,)](
         scores,
-        selection.k,
-        selection.offsets,
-        selection.indices,
+        k,
+        listed,
+        keys,
         full,
-        none if selection.idle is None else selection.idle,
+        idle,
         offsets,
         indices,
         scores.shape[1],
@@ -127,12 +132,12 @@ def _sizes(offsets, full, k, unit, valid, all_keys, FULL: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["width", "ends", "first", "last", "hidden", "lost"],
+    do_not_specialize=["table_head", "width", "ends", "first", "last", "hidden", "lost"],
     do_not_specialize_on_alignment=["table", "offsets", "indices", "full", "k"],
 )
 def _score(
-    q_ptr, k_pool, table, offsets, indices, full, k, scores, q_head, width, ends, first, last, hidden, lost, scale_log2,
-    softcap,
+    q_ptr, k_pool, table, offsets, indices, full, k, scores, q_head, table_head, width, ends, first, last, hidden, lost,
+    scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, FULL: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr,
@@ -141,6 +146,7 @@ def _score(
     begin(EARLY)
     program = tl.program_id(1)
     unit = program * PER // (HEADS // UNITS)
+    table += (program * PER // (HEADS // KV_HEADS)).to(tl.int64) * table_head
     count, reads = _sizes(offsets, full, k, unit, True, last - first - lost, FULL)
     everything = 0
     if FULL:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.layout import flat
 from saccade.ops.triton.common import also, pad
 from saccade.selection import Blocks, Lines, Shape
 
@@ -22,6 +23,7 @@ def mass_threshold(mass: Tensor, share: float, active: Tensor) -> Tensor:
     Four bits of t a pass, over the order-preserving bit patterns of the floats; equal entries stand or fall together.
     """
     rows, m = mass.shape
+    mass, active = flat(mass, torch.float32), flat(active, torch.bool)
     share = max(share, 1e-9)  # the heaviest of all is wanted even by a share of 0
     if m <= ONE_PASS:
         found = torch.empty(rows, dtype=torch.float32, device=mass.device)
@@ -59,11 +61,15 @@ def choose_blocks(
     heads that do not go by ``pooled`` are empty.
     """
     heads, q_blocks, k_blocks = pooled.shape
+    by_line = vertical is not None
+    pooled, threshold = flat(pooled, torch.float32), flat(threshold, torch.float32)
+    by_pooled = flat(by_pooled, torch.bool)
+    vertical, diagonal = (pooled if part is None else flat(part, torch.float32) for part in (vertical, diagonal))
     taken = torch.empty(heads, q_blocks, k_blocks, dtype=torch.int8, device=pooled.device)
     per_row = threshold.dim() == 2
     _choose[(q_blocks, heads)](
-        pooled if vertical is None else vertical,
-        pooled if diagonal is None else diagonal,
+        vertical,
+        diagonal,
         pooled,
         by_pooled,
         threshold,
@@ -75,7 +81,7 @@ def choose_blocks(
         least,
         k_blocks if most is None else most,
         PER_ROW=per_row,
-        BY_LINE=vertical is not None,
+        BY_LINE=by_line,
         WIDTH=pad(k_blocks),
         num_warps=4 if k_blocks <= 2048 else 8,
     )
@@ -96,6 +102,7 @@ def compact_lines(shape: Shape, columns: Tensor, distances: Tensor) -> Lines:
 def lists_of(taken: Tensor) -> tuple[Tensor, Tensor]:
     """(offsets int64 [rows + 1], indices int32) of what is taken, int8 or bool [rows, m] of 0 and 1."""
     rows, m = taken.shape
+    taken = taken.contiguous() if taken.dtype in (torch.bool, torch.int8) else flat(taken != 0, torch.bool)
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=taken.device)
     torch.cumsum(taken.sum(-1, dtype=torch.int64), 0, out=offsets[1:])
     indices = torch.empty(taken.numel(), dtype=torch.int32, device=taken.device)
@@ -104,7 +111,7 @@ def lists_of(taken: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kept_lines(mass: Tensor, gamma: float, forced: int, least: int, most: int | None) -> tuple[Tensor, Tensor]:
-    """FlexPrefill's Alg. 3 by token (``methods.flexprefill_modes.token_lines``) from ``mass`` fp32 [2, heads, n], the
+    """FlexPrefill's Alg. 3 by token (``methods.flexprefill.modes.token_lines``) from ``mass`` fp32 [2, heads, n], the
     weight by column and by distance: two bool [heads, n].
 
     Everything is decided in order of falling weight; only the ``max(least, most)`` heaviest lines of a kind can be

@@ -61,6 +61,15 @@ def kept_zeros(device: torch.device, count: int, name: str = "words") -> Tensor:
     return held
 
 
+def clear_kept(device: torch.device) -> None:
+    """Set what :func:`kept_zeros` gave out for ``device`` to zero, where kernels that would have done so did not
+    run."""
+    with torch.inference_mode():  # in which they may have been made
+        for (_, where, _), held in _kept.items():
+            if where == device:
+                held.zero_()
+
+
 def arrivals(device: torch.device, count: int) -> Tensor:
     """At least ``count`` counters, by which the last of some programs to end knows that it is the last."""
     return kept_zeros(device, count, "arrivals")

@@ -15,20 +15,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.errors import SaccadeError
+from saccade.ops.layout import rows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.merge import merge
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Keys of a batch: pools [slots, kv_heads, page, head_dim], block tables int32 [batch, blocks], lengths int32
-    [batch], all on the device; ``longest`` bounds the lengths."""
+    """Keys of a batch: pools [slots, kv_heads, page, head_dim], block tables int32 [batch, kv_heads or 1, blocks],
+    lengths int32 [batch], all on the device; ``longest`` bounds the lengths. One table row serves all KV heads of a
+    sequence; with a row for each of them heads do not share slots."""
 
     k: Tensor
     v: Tensor
     tables: Tensor
     lengths: Tensor
     longest: int
+
+    def __post_init__(self) -> None:
+        if not (self.k.is_contiguous() and self.v.is_contiguous() and self.lengths.is_contiguous()):
+            raise SaccadeError("the storage of keys and values and the lengths must be contiguous")
+        if self.tables.stride(-1) != 1 or self.tables.dtype != torch.int32:
+            raise SaccadeError(
+                f"block tables must be int32 with contiguous rows, got {self.tables.dtype} with strides "
+                f"{self.tables.stride()}"
+            )
+
+    @property
+    def table_strides(self) -> tuple[int, int]:
+        """Entries of ``tables`` between sequences, and between KV heads: 0 where they share a row."""
+        return self.tables.stride(0), 0 if self.tables.shape[1] == 1 else self.tables.stride(1)
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,7 @@ def attend_decode(
     Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. ``registers`` bounds what
     a thread holds where a tile of keys is small. Split-KV is FlashDecoding's (Dao et al., 2023).
     """
+    q = rows(q)
     batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
     most = pages.longest if lists is None else lists.longest * lists.size
@@ -83,7 +101,8 @@ def attend_decode(
     )
     part_lse = torch.empty(batch, programs, splits, per, dtype=torch.float32, device=q.device) if many else lse
     none = pages.lengths  # unused pointers must still be pointers
-    starts, counts = (None, None) if lists is None else (lists.starts, lists.counts)
+    starts = None if lists is None or lists.starts is None else lists.starts.contiguous()
+    counts = None if lists is None or lists.counts is None else lists.counts.contiguous()
     _decode[(splits, programs, batch)](
         q,
         pages.k,
@@ -92,14 +111,14 @@ def attend_decode(
         pages.lengths,
         none if starts is None else starts,
         none if counts is None else counts,
-        none if lists is None else lists.indices,
+        none if lists is None else lists.indices.contiguous(),
         part_out,
         part_lse,
         out,
         lse,
         q.stride(0),
         q.stride(1),
-        pages.tables.stride(0),
+        *pages.table_strides,
         0 if lists is None else lists.longest,
         scale * LOG2E,
         softcap or 0.0,
@@ -153,12 +172,12 @@ def _listed(ids, number, valid, SIZE: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "longest"],
+    do_not_specialize=["table_stride", "table_head", "longest"],
     do_not_specialize_on_alignment=["tables", "lengths", "starts", "counts", "indices"],
 )
 def _decode(
     q_ptr, k_pool, v_pool, tables, lengths, starts, counts, indices, part_out, part_lse, out, lse, q_batch,
-    q_head, table_stride, longest, scale_log2, softcap,
+    q_head, table_stride, table_head, longest, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, SPACED: tl.constexpr,
     COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
@@ -167,7 +186,7 @@ def _decode(
     split, program, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
     kv_head = program * PER // (HEADS // KV_HEADS)
-    table = tables + batch.to(tl.int64) * table_stride
+    table = tables + batch.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
     begin(EARLY)
     length = tl.load(lengths + batch)
     ids = indices

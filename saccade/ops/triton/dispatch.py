@@ -6,55 +6,76 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.cpu import uneven
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import STORAGE, pad, runs_on
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.ops.triton.progressive import MOST_KEYS, Rule, attend_progressive
-from saccade.selection import Band, Blocks, Cone, Dense, Lines, Mixed, Ranking, Selection, Shape, Tokens, Tri, Windowed
+from saccade.selection import (
+    Band,
+    Blocks,
+    Candidates,
+    Cone,
+    Dense,
+    Lines,
+    Mixed,
+    Ranking,
+    Selection,
+    Shape,
+    Tokens,
+    Tri,
+    Windowed,
+)
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
-def supports(q: Tensor, kv: KVView, selection: Selection) -> bool:
-    """Whether a kernel serves this call: tensors of one dtype (float32, float16 or bfloat16) on one device, head_dim a
-    multiple of 16 up to 256, and a Dense, Band, Tri, Blocks or Lines selection (all but Blocks in a window too), one
-    of them per head, or Tokens or a Ranking of one row."""
-    few, many = sorted((selection.units, kv.kv_heads))
-    return (
-        runs_on(q)
-        and q.device == kv.k_pool.device == kv.v_pool.device
-        and q.dtype in STORAGE
-        and q.dtype == kv.k_pool.dtype == kv.v_pool.dtype
-        and q.stride(-1) == 1
-        and kv.head_dim % 16 == 0
-        and kv.head_dim <= MAX_HEAD_DIM
-        and many % few == 0
-        and (_reads(selection) or (type(selection) is Mixed and all(_reads(part) for part in selection.parts)))
-    )
+def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
+    """Why no kernel serves this call; None where one does. They read tensors of one dtype (float32, float16 or
+    bfloat16) on one device, with a head_dim that is a multiple of 16 up to 256; a Dense, Band, Tri, Blocks or Lines
+    selection (all but Blocks in a window too), one of them per head, or Tokens, Candidates or a Ranking of one row."""
+    paged = kv.paged()
+    if not runs_on(q) or q.device != paged.k.device:
+        return f"q lies on {q.device} and the keys on {paged.k.device}, its kernels run on one GPU"
+    if q.dtype not in STORAGE or q.dtype != paged.k.dtype:
+        return f"its kernels read queries and keys of one 16- or 32-bit type; got {q.dtype} and {paged.k.dtype}"
+    if not paged.k.is_contiguous() or not paged.v.is_contiguous():
+        return "the storage of the keys or values is not contiguous"
+    if kv.head_dim % 16 or kv.head_dim > MAX_HEAD_DIM:
+        return f"its kernels read a head_dim that is a multiple of 16 up to {MAX_HEAD_DIM}; got {kv.head_dim}"
+    if q.stride(-1) != 1:
+        return "the channels of a query do not lie together"
+    if selection is None:
+        return None
+    parts = selection.parts if type(selection) is Mixed else (selection,)
+    unread = next((why for part in parts if (why := _unread(part)) is not None), None)
+    return unread or uneven(selection.units, kv.kv_heads)
 
 
-def _reads(selection: Selection) -> bool:
-    """Whether there is a kernel for this kind and size of selection."""
-    one_row = selection.shape.q_len == 1
+def _unread(selection: Selection) -> str | None:
+    """Why there is no kernel for this kind and size of selection."""
+    kind, rows = type(selection), selection.shape.q_len
     if isinstance(selection, Windowed):
-        return type(selection.inner) in (Dense, Band, Tri, Lines)
-    return (
-        type(selection) in (Dense, Band, Tri, Lines)
-        or (type(selection) is Blocks and selection.block_size in BLOCK_SIZES)
-        or (type(selection) is Tokens and one_row)
-        or _reads_ranking(selection)
-    )
+        inner = type(selection.inner)
+        return None if inner in (Dense, Band, Tri, Lines) else f"it has no kernel for {inner.__name__} in a window"
+    if isinstance(selection, Ranking):
+        return _unread_ranking(selection)
+    if isinstance(selection, Blocks) and selection.block_size not in BLOCK_SIZES:
+        return f"it reads blocks of {BLOCK_SIZES} keys; got {selection.block_size}"
+    if kind in (Dense, Band, Tri, Lines, Blocks) or (kind in (Tokens, Candidates) and rows == 1):
+        return None
+    return f"it has no kernel for {kind.__name__} of {rows} rows"
 
 
 def attend(
     q: Tensor, kv: KVView, selection: Selection, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """``q`` [heads, q_len, head_dim] -> ``out`` like q, ``lse`` float32 [heads, q_len]. The caller has checked
-    :func:`supports`."""
-    kv, selection = on_device(kv, q.device), selection.to(q.device)
+    :func:`serves`."""
+    selection = selection.to(q.device)
     if isinstance(selection, Mixed):
         return _attend_mixed(q, kv, selection, scale, softcap)
     inner, cone = (selection.inner, selection.cone) if isinstance(selection, Windowed) else (selection, None)
@@ -92,7 +113,7 @@ def _attend_tri(
     for start, stop in ((0, split), (split, shape.q_len)):
         if start == stop:
             continue
-        rows = Shape(shape.heads, shape.kv_heads, stop - start, shape.k_len, shape.q_start + start)
+        rows = Shape(shape.heads, shape.kv_heads, stop - start, shape.k_len, shape.q_start + start, shape.device)
         part = Band(rows, window=tri.window, sinks=tri.sinks) if start < split else Dense(rows)
         chosen = part if cone is None else Windowed(part, cone)
         done.append(attend(q[:, start:stop], kv, chosen, scale=scale, softcap=softcap))
@@ -112,26 +133,26 @@ def _as_lines(selection: Selection, device: torch.device) -> Lines:
     return Lines(shape, offsets * columns, numbers[:columns], offsets * distances, numbers[:distances])
 
 
-def _reads_ranking(selection: Selection) -> bool:
-    """Whether the progressive kernel can follow this ranking: a unit is a KV head, a microbatch is one tile,
-    and the rule goes by blocks read, not by estimates."""
-    return (
-        isinstance(selection, Ranking)
-        and selection.units == selection.shape.kv_heads
-        and selection.rest != "estimate"
-        and 16 <= pad(selection.microbatch, 1) * selection.block_size <= MOST_KEYS
-        and selection.order.shape[1] > 0
-    )
+def _unread_ranking(ranking: Ranking) -> str | None:
+    """Why the progressive kernel cannot follow this ranking; None where it can: a unit is a KV head, a microbatch is
+    one tile, and the rule goes by blocks read, not by estimates."""
+    if ranking.units != ranking.shape.kv_heads:
+        return f"its rankings have a unit for each KV head; got {ranking.units} for {ranking.shape.kv_heads}"
+    if ranking.rest == "estimate":
+        return "its stopping rule goes by blocks that were read, not by estimates (rest='estimate')"
+    if not 16 <= pad(ranking.microbatch, 1) * ranking.block_size <= MOST_KEYS:
+        return f"a microbatch must hold 16 to {MOST_KEYS} keys; got {ranking.microbatch} blocks of {ranking.block_size}"
+    return None if ranking.order.shape[1] else "there is no block to rank"
 
 
 def attend_ranking(
     q: Tensor, kv: KVView, ranking: Ranking, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Blocks]:
     """``q`` [heads, 1, head_dim]: like :func:`attend`, and the blocks that the rule let it use."""
-    kv, ranking = on_device(kv, q.device), ranking.to(q.device)
+    ranking = ranking.to(q.device)
     pages = pages_of([kv.upto(ranking.shape.q_start + 1)])
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
-    out, lse, used, _ = attend_progressive(
+    out, lse, used, *_ = attend_progressive(
         q[:, 0][None],
         pages,
         ranking.always,
@@ -149,27 +170,24 @@ def attend_ranking(
     return out[0][:, None], lse[0][:, None], compact(ranking.shape, ranking.block_size, taken[:, None])
 
 
-def on_device(kv: KVView, device: torch.device) -> KVView:
-    """The view with its table on ``device``."""
-    if kv.table.device == device:
-        return kv
-    return KVView(kv.k_pool, kv.v_pool, kv.table.to(device), kv.length, kv.summaries)
-
-
 def pages_of(views: list[KVView]) -> Pages:
     """Sequences of one pool as one batch."""
-    first = views[0]
-    blocks = max(view.blocks for view in views)
+    parts = [view.paged() for view in views]
+    first, blocks = parts[0], max(view.blocks for view in views)
     if len(views) == 1:
-        tables = first.table[None]
+        tables = first.block_table[None]
     else:
+        rows = max(part.block_table.shape[0] for part in parts)
         tables = torch.stack(
-            [torch.nn.functional.pad(view.table[: view.blocks], (0, blocks - view.blocks)) for view in views]
+            [
+                torch.nn.functional.pad(part.block_table[:, : view.blocks], (0, blocks - view.blocks)).expand(rows, -1)
+                for part, view in zip(parts, views)
+            ]
         )
-    lengths = torch.empty(len(views), dtype=torch.int32, device=first.k_pool.device)
+    lengths = torch.empty(len(views), dtype=torch.int32, device=first.k.device)
     for row, view in enumerate(views):
         lengths[row].fill_(view.length)  # a fill, unlike a copy from the host, waits for nothing
-    return Pages(first.k_pool, first.v_pool, tables, lengths, max(view.length for view in views))
+    return Pages(first.k, first.v, tables, lengths, max(view.length for view in views))
 
 
 def key_lists(selection: Selection) -> KeyLists:

@@ -13,18 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
 from saccade.selection import Shape
 
-MOST_ROWS = 128
 MOST_BYTES = 1 << 30  # of weights laid down by distance at once
 
 
 def token_sums(
     q: Tensor, kv: KVView, shape: Shape, rows: int, scale: float, softcap: float | None = None, begin: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``ops.scores.line_sums``: softmax weights of the last ``rows`` rows (at most ``MOST_ROWS``) over the keys from
-    ``begin`` on, summed by key and by distance from the row, two fp32 [heads, k_len]."""
+    """``ops.scores.line_sums``: softmax weights of the last ``rows`` rows (see ``triton.serves_sums``) over the keys
+    from ``begin`` on, summed by key and by distance from the row, two fp32 [heads, k_len]."""
     call = _Call(q, kv, shape, rows, pad(rows), scale, softcap, begin)
     heads, visible, row_log = shape.heads, call.visible, call.row_log()
     sums = torch.zeros(2, heads, shape.k_len, dtype=torch.float32, device=q.device)
@@ -50,10 +50,12 @@ class _Call:
         self.visible = shape.q_start + shape.q_len
         self.first = self.visible - rows  # position of the first of these rows
         self.size, self.heads, self.device = size, shape.heads, q.device
-        given = q[:, -rows:]
-        self.shared = (given, kv.k_pool, kv.table)
+        given = in_rows(q[:, -rows:])
+        paged = kv.paged()
+        self.shared = (given, paged.k, paged.block_table)
         self.numbers = (
-            given.stride(0), given.stride(1), rows, self.first, self.visible, begin, scale * LOG2E, softcap or 0.0
+            given.stride(0), given.stride(1), paged.head_stride, rows, self.first, self.visible, begin, scale * LOG2E,
+            softcap or 0.0,
         )  # fmt: skip
         self.static = {
             "HEADS": shape.heads,
@@ -103,14 +105,17 @@ def _logits(
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "first", "visible", "begin"], do_not_specialize_on_alignment=["table"])
+@triton.jit(
+    do_not_specialize=["table_head", "rows", "first", "visible", "begin"], do_not_specialize_on_alignment=["table"]
+)
 def _row_logs(
-    q_ptr, k_pool, table, logs, q_head, q_row, rows, first, visible, begin, scale_log2, softcap,
+    q_ptr, k_pool, table, logs, q_head, q_row, table_head, rows, first, visible, begin, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     kv_head = head // (HEADS // KV_HEADS)
+    table += kv_head.to(tl.int64) * table_head
     q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     share = tl.cdiv(tl.cdiv(visible, 64), splits) * 64
     top = tl.full([SIZE], float("-inf"), tl.float32)
@@ -131,17 +136,18 @@ def _row_logs(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first", "visible", "begin", "head_from", "k_len"],
+    do_not_specialize=["table_head", "rows", "first", "visible", "begin", "head_from", "k_len"],
     do_not_specialize_on_alignment=["table"],
 )
 def _token_sums(
-    q_ptr, k_pool, table, row_log, columns, laid, head_from, k_len, q_head, q_row, rows, first, visible, begin,
-    scale_log2, softcap,
+    q_ptr, k_pool, table, row_log, columns, laid, head_from, k_len, q_head, q_row, table_head, rows, first, visible,
+    begin, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = head_from + tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
+    table += kv_head.to(tl.int64) * table_head
     q = rows_of(q_ptr, head, q_head, q_row, rows, D, D_PAD, SIZE)
     row = tl.arange(0, SIZE)
     known = tl.load(row_log + head * SIZE + row)

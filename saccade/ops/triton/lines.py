@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.layout import flat, rows
 from saccade.ops.triton.choose import lists_of
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision
 from saccade.selection import Lines
@@ -30,9 +31,10 @@ def attend_lines(
     as ``selection.Windowed`` says: a row that would lose its last key keeps its own."""
     shape, units, device = lines.shape, lines.units, q.device
     heads, q_len, head_dim = q.shape
+    q, columns, v_offsets = rows(q), flat(lines.columns, torch.int32), flat(lines.v_offsets, torch.int64)
     tiles = -(-shape.k_len // TILE)
     is_distance = line_marks(lines.s_offsets, lines.distances, units, tiles * TILE)
-    is_column = line_marks(lines.v_offsets, lines.columns, units, tiles * TILE)
+    is_column = line_marks(v_offsets, columns, units, tiles * TILE)
     begins = _spans(is_distance)
     begins_upto = begins.cumsum(1, dtype=torch.int32)
     span_offsets, spans = lists_of(begins)
@@ -44,18 +46,19 @@ def attend_lines(
         starts = cone.starts(torch.arange(shape.q_start, shape.q_start + q_len, device=device))
         lowest = torch.stack([_first(is_column), _first(is_distance)]).amin(0)  # rows from here on read keys
     first = shape.q_start // TILE
+    paged = kv.paged()
     _lines[(heads, (shape.q_start + q_len - 1) // TILE - first + 1)](
         q,
-        kv.k_pool,
-        kv.v_pool,
-        kv.table,
+        paged.k,
+        paged.v,
+        paged.block_table,
         is_distance,
         is_column,
         spans,
         span_offsets,
         begins_upto,
-        lines.columns if lines.columns.numel() else columns_upto,  # a pointer even to nothing
-        lines.v_offsets,
+        columns if columns.numel() else columns_upto,  # a pointer even to nothing
+        v_offsets,
         columns_upto,
         starts,
         lowest,
@@ -63,6 +66,7 @@ def attend_lines(
         lse,
         q.stride(0),
         q.stride(1),
+        paged.head_stride,
         first,
         shape.q_start,
         q_len,
@@ -104,6 +108,7 @@ def _spans(is_distance: Tensor) -> Tensor:
 def line_marks(offsets: Tensor, indices: Tensor, units: int, width: int) -> Tensor:
     """int8 [units, width]: 1 where a unit lists the index. ``offsets`` int64 [units + 1], ``indices`` int32, with room
     behind the last offset."""
+    offsets, indices = flat(offsets, torch.int64), flat(indices, torch.int32)
     marks = torch.zeros(units, width, dtype=torch.int8, device=offsets.device)
     longest = min(indices.numel(), width)
     if longest:
@@ -149,12 +154,13 @@ def _line_step(
 
 
 @triton.jit(
-    do_not_specialize=["first", "q_start", "q_len", "tiles", "sinks"],
+    do_not_specialize=["table_head", "first", "q_start", "q_len", "tiles", "sinks"],
     do_not_specialize_on_alignment=["table", "columns"],
 )
 def _lines(
     q_ptr, k_pool, v_pool, table, is_distance, is_column, spans, span_offsets, begins_upto, columns, v_offsets,
-    columns_upto, starts, lowest, out, lse, q_head, q_row, first, q_start, q_len, tiles, sinks, scale_log2, softcap,
+    columns_upto, starts, lowest, out, lse, q_head, q_row, table_head, first, q_start, q_len, tiles, sinks, scale_log2,
+    softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, CONE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     LN2: tl.constexpr,
@@ -162,6 +168,7 @@ def _lines(
     head = tl.program_id(0)
     tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
+    table += kv_head.to(tl.int64) * table_head
     unit = (head // (HEADS // UNITS)).to(tl.int64)
     position = tile * TILE + tl.arange(0, TILE)
     row = (position - q_start).to(tl.int64)

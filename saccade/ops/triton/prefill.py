@@ -15,7 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.view import KVView
+from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
+from saccade.ops.triton.pages import gather
 from saccade.selection import Band, Blocks, Dense, Selection
 
 DENSE, BAND, BLOCKS = 0, 1, 2
@@ -66,34 +68,39 @@ def attend_prefill(
     shape = selection.shape
     heads, q_len, head_dim = q.shape
     config = config or config_for(q, selection)
+    q = rows(q)
     if scale <= 0:
         q, scale = q * scale, 1.0
     # Heads of a row one after another: the product that follows reads rows.
     out = torch.empty(q_len, heads, head_dim, dtype=q.dtype, device=q.device).transpose(0, 1)
     lse = torch.empty(heads, q_len, dtype=torch.float32, device=q.device)
     mode, window, sinks, size, units = DENSE, 0, 0, config.rows, 1
-    offsets = indices = kv.table  # unused pointers must still be pointers
+    paged = kv.paged()
+    offsets = indices = paged.block_table  # unused pointers must still be pointers
     if isinstance(selection, Band):
         mode, window, sinks = BAND, selection.window, selection.sinks
     elif isinstance(selection, Blocks):
         mode, size, units = BLOCKS, selection.block_size, selection.units
-        offsets, indices = selection.offsets, selection.indices
+        offsets, indices = flat(selection.offsets, torch.int64), flat(selection.indices, torch.int32)
     first = shape.q_start // config.rows
     tiles = (shape.q_start + q_len - 1) // config.rows - first + 1
     keys = min(config.keys, size)
     limit = shape.q_start + q_len
-    k, v = (_pieces(part(0, limit), keys) for part in (kv.keys, kv.values)) if config.copy else (kv.k_pool, kv.v_pool)
+    k, v = paged.k, paged.v
+    if config.copy:
+        k, v = (_pieces(gather(part, paged.block_table, 0, limit), keys) for part in (k, v))
     _prefill[(heads, tiles)](
         q,
         k,
         v,
-        kv.table,
+        paged.block_table,
         offsets,
         indices,
         out,
         lse,
         q.stride(0),
         q.stride(1),
+        paged.head_stride,
         out.stride(0),
         out.stride(1),
         first,
@@ -175,10 +182,10 @@ def _step(
     return acc, weight, higher
 
 
-@triton.jit(do_not_specialize=["first", "q_start", "q_len", "window", "sinks"])
+@triton.jit(do_not_specialize=["table_head", "first", "q_start", "q_len", "window", "sinks"])
 def _prefill(
-    q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, out_head, out_row, first, q_start, q_len,
-    window, sinks, scale_log2, softcap, ln2,
+    q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, table_head, out_head, out_row, first,
+    q_start, q_len, window, sinks, scale_log2, softcap, ln2,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
@@ -186,6 +193,7 @@ def _prefill(
     head = tl.program_id(0)
     tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
+    table += kv_head.to(tl.int64) * table_head
     begin = tile * ROWS  # position of the tile's first row
     position = begin + tl.arange(0, ROWS)
     row = position - q_start

@@ -11,12 +11,14 @@ before the stop.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import (
     LOG2E,
     also,
@@ -32,6 +34,7 @@ from saccade.ops.triton.common import (
 )
 from saccade.ops.triton.decode import Pages
 from saccade.ops.triton.merge import merge
+from saccade.ops.triton.microbatches import microbatch_keys, own_counts
 from saccade.ops.triton.stop_rule import follow
 
 MOST_KEYS = 512  # of one microbatch
@@ -51,6 +54,18 @@ class Rule:
     stop: str
 
 
+class Progress(NamedTuple):
+    """``out`` [batch, heads, head_dim], ``lse`` float32 [batch, heads], and of every unit [batch * kv_heads]: how many
+    microbatches of its ``order`` it used (int32; the first after which the rule holds, or all), how many were ``read``
+    (int32, those of ``always`` among them), and what the rule believed it had covered when it stopped (float32)."""
+
+    out: Tensor
+    lse: Tensor
+    used: Tensor
+    read: Tensor
+    coverage: Tensor
+
+
 def attend_progressive(
     q: Tensor,
     pages: Pages,
@@ -62,22 +77,23 @@ def attend_progressive(
     scale: float,
     softcap: float | None = None,
     counts: Tensor | None = None,
+    epsilon: Tensor | None = None,
     readers: int | None = None,
     held_back: int | None = None,
     keys: int = 64,
     stages: int = 2,
     registers: int | None = 128,
     warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Progress:
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
-    are block ids of ``size`` keys, ``order`` by criticality. Returns ``out`` like q, ``lse`` float32 [batch, heads],
-    and, int32 [batch * kv_heads], how many microbatches of its ``order`` each unit used (the first after which the rule
-    holds, or all) and how many were read, those of ``always`` among them.
+    are block ids of ``size`` keys, ``order`` by criticality.
 
-    ``counts`` int32 [2, batch * kv_heads], contiguous: how many entries of ``always`` and of ``order`` count for each
-    unit, all by default. ``readers`` programs serve each unit; by default what fills the device, on which four programs
-    of so few ``registers`` share a processor.
+    ``counts`` int32 [2, batch * kv_heads]: how many entries of ``always`` and of ``order`` count for each
+    unit, all by default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``readers`` programs
+    serve each unit; by default what fills the device, on which four programs of so few ``registers`` share a processor.
     """
+    q, always, order = rows(q), flat(always, torch.int32), flat(order, torch.int32)
+    counts = None if counts is None else flat(counts, torch.int32)
     batch, heads, head_dim = q.shape
     kv_heads = pages.k.shape[1]
     units, ranked = order.shape
@@ -94,7 +110,7 @@ def attend_progressive(
     part_lse = torch.empty(units, parts, group, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=device)
-    used = torch.empty(3, units, dtype=torch.int32, device=device)
+    used = torch.empty(4, units, dtype=torch.int32, device=device)
     words = kept_zeros(device, units * parts * group)
     _read[(readers, kv_heads, batch)](
         q,
@@ -102,9 +118,10 @@ def attend_progressive(
         pages.v,
         pages.tables,
         pages.lengths,
-        always.contiguous(),
-        order.contiguous(),
+        always,
+        order,
         pages.lengths if counts is None else counts,  # unused pointers must still be pointers
+        lse if epsilon is None else epsilon,
         part_out,
         part_lse,
         words,
@@ -112,7 +129,7 @@ def attend_progressive(
         used,
         q.stride(0),
         q.stride(1),
-        pages.tables.stride(0),
+        *pages.table_strides,
         scale * LOG2E,
         softcap or 0.0,
         rule.epsilon,
@@ -140,47 +157,29 @@ def attend_progressive(
         SHARE=SHARE,
         LONGEST=LONGEST,
         RAGGED=counts is not None,
+        EACH=epsilon is not None,
         num_warps=warps,
         num_stages=stages if row_bytes * tile <= 1 << 15 else 1,  # two tiles of keys and of values share memory
         maxnreg=registers if row_bytes <= 256 else None,
         **launched(device),
     )
     merge(part_out, part_lse, out, lse, programs=readers, stops=used[2], words=words)
-    return out, lse, used[0], used[1]
+    return Progress(out, lse, used[0], used[1], used[3].view(torch.float32))
 
 
-@triton.jit
-def _own(counts, unit, units, MICROBATCH: tl.constexpr):
-    """What there is for one unit: blocks always read, ranked ones, microbatches of the former and of both."""
-    listed, ranked = tl.load(counts + unit), tl.load(counts + units + unit)
-    ahead = tl.cdiv(listed, MICROBATCH)
-    return listed, ranked, ahead, ahead + tl.cdiv(ranked, MICROBATCH)
-
-
-@triton.jit
-def _keys(
-    part, start, always, order, ahead, always_each, ranked, length,
-    SIZE: tl.constexpr, TILE: tl.constexpr, MICROBATCH: tl.constexpr,
-):  # fmt: skip
-    """A tile of keys, those of microbatch ``part`` from ``start`` on; ``length`` where there is none."""
-    number = start + tl.arange(0, TILE)
-    entry = part * MICROBATCH + number // SIZE
-    in_first = also((number // SIZE < MICROBATCH) & (entry < always_each), part < ahead)
-    block = tl.load(always + entry, mask=in_first, other=0)
-    entry -= ahead * MICROBATCH
-    in_order = also((number // SIZE < MICROBATCH) & (entry < ranked), part >= ahead)
-    block += tl.load(order + entry, mask=in_order, other=0)
-    return tl.where(in_first | in_order, block * SIZE + number % SIZE, length)
-
-
-@triton.jit(do_not_specialize=["table_stride", "parts", "ahead", "ranked", "always_each", "held_back"])
+@triton.jit(
+    do_not_specialize=["table_stride", "table_head", "parts", "ahead", "ranked", "always_each", "held_back"],
+    do_not_specialize_on_alignment=["epsilons"],
+)
 def _read(
-    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, part_out, part_lse, published, arrived, used,
-    q_batch, q_head, table_stride, scale_log2, softcap, epsilon, parts, ahead, ranked, always_each, held_back,
+    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, epsilons, part_out, part_lse, published, arrived,
+    used, q_batch, q_head, table_stride, table_head, scale_log2, softcap, epsilon, parts, ahead, ranked, always_each,
+    held_back,
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
     WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr, RAGGED: tl.constexpr,
+    EACH: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -190,14 +189,16 @@ def _read(
     units = KV_HEADS * tl.num_programs(2)
     unit = batch * KV_HEADS + kv_head
     length = tl.load(lengths + batch)
-    table = tables + batch.to(tl.int64) * table_stride
+    if EACH:
+        epsilon = tl.load(epsilons + batch)
+    table = tables + batch.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
     always += unit.to(tl.int64) * always_each
     order += unit.to(tl.int64) * ranked
     part_out += unit.to(tl.int64) * parts * GROUP * D
     part_lse += unit.to(tl.int64) * parts * GROUP
     words = published + unit.to(tl.int64) * parts * GROUP
     if RAGGED:
-        always_each, ranked, ahead, parts = _own(counts, unit, units, MICROBATCH)
+        always_each, ranked, ahead, parts = own_counts(counts, unit, units, MICROBATCH)
     head = tl.arange(0, PER_PAD)
     mine = head < GROUP
     channel = tl.arange(0, D_PAD)
@@ -207,14 +208,15 @@ def _read(
         other=0.0,
     )
     cursor, found, aim = 0, 0, readers - 1  # until more is known, the first turn is wanted
+    covered = tl.full([], 1.0, tl.float32)
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
     least = tl.full([FEW], float("inf"), tl.float32)
     part, looks, turns = reader, 0, 0
-    key = _keys(part, 0, always, order, ahead, always_each, ranked, length, SIZE, TILE, MICROBATCH)
+    key = microbatch_keys(part, 0, always, order, ahead, always_each, ranked, length, SIZE, TILE, MICROBATCH)
     valid = key < length
     row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-    key = _keys(
+    key = microbatch_keys(
         part + 1 // TILES * readers, 1 % TILES * TILE, always, order, ahead, always_each, ranked, length, SIZE, TILE,
         MICROBATCH,
     )  # fmt: skip
@@ -225,9 +227,9 @@ def _read(
     rest = tl.zeros([PER_PAD], tl.float32)
     while (part < parts) & (found == 0):
         if turns > 0:
-            cursor, anchor, total, least, aim, found = follow(
-                words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
-                MEAN, WINDOW,
+            cursor, anchor, total, least, aim, found, covered = follow(
+                words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
+                MICROBATCH, LEAST, MEAN, WINDOW,
             )  # fmt: skip
         wanted = (aim - part + readers) // readers  # of this program's turns, until the rule will most likely hold
         wanted = tl.where(part > aim, tl.where(looks > held_back, 1, 0), tl.cdiv(wanted * SHARE, 4))
@@ -245,7 +247,7 @@ def _read(
             # one tile before that.
             valid = key < length
             row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
-            key = _keys(
+            key = microbatch_keys(
                 part + (step + 2) // TILES * readers, (step + 2) % TILES * TILE, always, order, ahead, always_each,
                 ranked, length, SIZE, TILE, MICROBATCH,
             )  # fmt: skip
@@ -289,12 +291,13 @@ def _read(
     others = tl.atomic_add(arrived + unit, (tl.cast(turns, tl.int64) << 32) + 1, sem="acq_rel", scope="gpu")
     if (others & 0xFFFFFFFF) == readers - 1:
         while (found == 0) & (cursor < parts):  # all was read before this program saw the rule hold
-            cursor, anchor, total, least, aim, found = follow(
-                words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked, GROUP, FEW, MICROBATCH, LEAST,
-                MEAN, WINDOW,
+            cursor, anchor, total, least, aim, found, covered = follow(
+                words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
+                MICROBATCH, LEAST, MEAN, WINDOW,
             )  # fmt: skip
         found = tl.where(found == 0, parts, found)
         tl.store(used + unit, found - ahead)
         tl.store(used + units + unit, (others >> 32).to(tl.int32) + turns)
         tl.store(used + 2 * units + unit, found)
+        tl.store(used + 3 * units + unit, covered.to(tl.int32, bitcast=True))
         tl.store(arrived + unit, tl.cast(0, tl.int64))

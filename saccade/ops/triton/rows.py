@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.errors import SaccadeError
+from saccade.ops.layer_weights import HeadNorms
+from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import pad
 
 NORM_TILE = 2048  # values of short rows that one program norms
@@ -19,8 +22,10 @@ FEW_ROWS = 64  # rows up to which a program takes one head, as the GPU is not fu
 
 def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
     """Add ``delta`` to ``hidden`` (both [rows, channels], the values of a row one after another) in place; returns the
-    RMS norm of the sum, times ``weight`` [channels], contiguous."""
+    RMS norm of the sum, times ``weight`` [channels]."""
     rows, channels = hidden.shape
+    _turned_in_place(hidden=hidden)
+    delta, weight = None if delta is None else in_rows(delta), weight.contiguous()
     out = torch.empty(rows, channels, dtype=hidden.dtype, device=hidden.device)
     width = pad(channels)
     each = max(1, NORM_TILE // width)
@@ -43,19 +48,26 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: floa
     return out
 
 
-def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None:
     """Rotary embedding (Su et al., 2021), halves of the first n channels against each other, in place: ``q`` [rows,
-    heads, head_dim], ``k`` [rows, kv_heads, head_dim], ``cos``, ``sin`` [rows, n], contiguous."""
+    heads, head_dim], ``k`` [rows, kv_heads, head_dim], ``cos``, ``sin`` [rows, n]. With ``norms`` every
+    head is RMS-normed first (Qwen3); then n is head_dim."""
     rows, heads, _ = q.shape
+    _turned_in_place(q=q, k=q if k is None else k)
+    cos, sin = cos.contiguous(), sin.contiguous()
     more = 0 if k is None else k.shape[1]
     each = 1 if rows <= FEW_ROWS else ROTATED_HEADS
     q_tiles = triton.cdiv(heads, each)
     other = q if k is None else k
+    query_weight, key_weight, epsilon = (cos, cos, 0.0) if norms is None else norms
     _rotate[(rows, q_tiles + triton.cdiv(more, each))](
         q,
         other,
         cos,
         sin,
+        query_weight,
+        key_weight,
+        epsilon,
         q.stride(0),
         q.stride(1),
         other.stride(0),
@@ -66,13 +78,24 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         HALF=cos.shape[-1] // 2,
         WIDTH=pad(cos.shape[-1] // 2),
         EACH=each,
+        NORMS=norms is not None,
         num_warps=1 if each == 1 else 4,
         enable_fp_fusion=False,  # a product that is added to another is rounded first
     )
 
 
+def _turned_in_place(**parts: Tensor) -> None:
+    """SaccadeError unless the values of the last axis lie together: what is written to a copy would be lost."""
+    for name, part in parts.items():
+        if part.stride(-1) != 1:
+            raise SaccadeError(
+                f"{name} is written in place: the values of a row must lie together, got strides {part.stride()}"
+            )
+
+
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, both [rows, channels], contiguous; written over ``gate``."""
+    """``silu(gate) * up``, both [rows, channels]; written over ``gate`` if that is contiguous."""
+    gate, up = gate.contiguous(), up.contiguous()
     _gated[(triton.cdiv(gate.numel(), 1024),)](gate, up, gate.numel(), WIDTH=1024, num_warps=4)
     return gate
 
@@ -100,15 +123,15 @@ def _add_norm(
 
 @triton.jit(do_not_specialize=["heads", "more", "q_tiles"])
 def _rotate(
-    q, k, cos, sin, q_row, q_head, k_row, k_head, heads, more, q_tiles,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr,
+    q, k, cos, sin, q_weight, k_weight, epsilon, q_row, q_head, k_row, k_head, heads, more, q_tiles,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = q + row * q_row
-    count, stride = heads, q_head
+    count, stride, weight = heads, q_head, q_weight
     if tile >= q_tiles:
         base = k + row * k_row
-        count, stride = more, k_head
+        count, stride, weight = more, k_head, k_weight
         tile -= q_tiles
     channel = tl.arange(0, WIDTH)[None, :]
     head = tile * EACH + tl.arange(0, EACH)[:, None]
@@ -116,6 +139,14 @@ def _rotate(
     low = base + head.to(tl.int64) * stride + channel
     first = tl.load(low, mask=real, other=0.0)
     second = tl.load(low + HALF, mask=real, other=0.0)
+    if NORMS:
+        x, other = first.to(tl.float32), second.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(other * other, 1)) / (2 * HALF) + epsilon)[:, None]
+        inside = channel < HALF
+        x_weight = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+        other_weight = tl.load(weight + HALF + channel, mask=inside, other=0.0).to(tl.float32)
+        first = ((x * scale).to(first.dtype).to(tl.float32) * x_weight).to(first.dtype)
+        second = ((other * scale).to(first.dtype).to(tl.float32) * other_weight).to(first.dtype)
     angle = row * 2 * HALF + channel
     for half in tl.static_range(2):
         c = tl.load(cos + angle + half * HALF, mask=channel < HALF, other=0.0).to(tl.float32)

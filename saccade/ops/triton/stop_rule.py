@@ -35,7 +35,7 @@ def _power(x):
 
 @triton.jit
 def follow(
-    words, cursor, anchor, total, least, aim, epsilon, parts, ahead, ranked,
+    words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,8 @@ def follow(
     ``words`` of the unit: base-2 log-sum-exps below, the rule's rest above, 0 where not published: one word, so that
     who sees the one sees the other. ``total`` [FEW] is the sum of all before ``cursor`` over 2**anchor, in float64, so
     that in whatever runs it was added all come to one result. ``least`` [FEW]: the least block's. Returns them moved
-    on; ``aim``, the microbatches that the rule will most likely let in; and how many it does let in (0: not known).
+    on; ``aim``, the microbatches that the rule will most likely let in; how many it does let in (0: not known); and
+    ``covered``, float32, what it believes those cover once they are known.
     """
     at = tl.arange(0, WINDOW)
     head = tl.arange(0, FEW)
@@ -74,6 +75,8 @@ def follow(
         enough = tl.min(tl.where((head < GROUP)[:, None], coverage, 1.0), 0)
     hit = tl.min(tl.where((enough > epsilon) & (at < run) & ranks, at, WINDOW), 0)
     found = tl.where(hit < WINDOW, cursor + hit + 1, 0)
+    if found > 0:
+        covered = tl.sum(tl.where(at == hit, enough, 0.0), 0).to(tl.float32)
     if run > 0:
         total += tl.sum(weights, 1)
         # As if all that follows weighed what the last of the run did.
@@ -85,4 +88,4 @@ def follow(
         wanted = wanted / tl.maximum(rival * MICROBATCH + share * each, 1e-300)
         wanted = tl.max(tl.where(head < GROUP, wanted, 0.0), 0)
         aim = tl.where(cursor + run > ahead, tl.minimum(wanted, parts).to(tl.int32) + 1, aim)
-    return cursor + run, anchor, total, least, aim, found
+    return cursor + run, anchor, total, least, aim, found, covered

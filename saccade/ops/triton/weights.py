@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision
 from saccade.selection import Shape, Tokens
 
@@ -21,19 +22,22 @@ def read_weights(
 ) -> Tensor:
     """Softmax weights over what was read, as ``ops.weights.selected_weights`` lays them out: float32 [heads // units,
     indices], 0 where an index means nothing. ``lse`` float32 [heads, 1]."""
-    shape, units = tokens.shape, tokens.units
+    shape, units, q = tokens.shape, tokens.units, rows(q)
+    offsets, indices = flat(tokens.offsets, torch.int64), flat(tokens.indices, torch.int32)
     weights = torch.zeros(shape.heads // units, tokens.indices.numel(), dtype=torch.float32, device=q.device)
     longest = min(tokens.indices.numel(), shape.k_len)
     if longest:
+        paged = kv.paged()
         _weigh[(triton.cdiv(longest, KEYS), max(units, shape.kv_heads))](
             q,
-            kv.k_pool,
-            kv.table,
-            tokens.offsets,
-            tokens.indices,
-            lse,
+            paged.k,
+            paged.block_table,
+            offsets,
+            indices,
+            flat(lse, torch.float32),
             weights,
             q.stride(0),
+            paged.head_stride,
             weights.stride(0),
             scale * LOG2E,
             softcap or 0.0,
@@ -82,9 +86,11 @@ def logits(
     return cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
 
 
-@triton.jit(do_not_specialize=["weight_row"], do_not_specialize_on_alignment=["table", "offsets", "indices"])
+@triton.jit(
+    do_not_specialize=["table_head", "weight_row"], do_not_specialize_on_alignment=["table", "offsets", "indices"]
+)
 def _weigh(
-    q_ptr, k_pool, table, offsets, indices, lse, weights, q_head, weight_row, scale_log2, softcap,
+    q_ptr, k_pool, table, offsets, indices, lse, weights, q_head, table_head, weight_row, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -94,6 +100,7 @@ def _weigh(
     program = tl.program_id(1)
     PER_UNIT: tl.constexpr = HEADS // UNITS
     unit = program * PER // PER_UNIT
+    table += (program * PER // (HEADS // KV_HEADS)).to(tl.int64) * table_head
     start = tl.load(offsets + unit)
     count = (tl.load(offsets + unit + 1) - start).to(tl.int32)
     number = tl.program_id(0) * KEYS + tl.arange(0, KEYS)

@@ -1,0 +1,91 @@
+"""From a step's logits to a request's answer: tokens, text, log-probabilities, and when it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from saccade.engine.messages import RequestOutcome, StepOutput, TokenLogprob
+from saccade.engine.request import Request
+from saccade.engine.sampler import top_logprobs
+from saccade.engine.step import LogprobEntries, RequestResult
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
+
+
+class Answers:
+    """Turns results into the answers of a model's requests."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+
+    def take_token(self, request: Request, result: RequestResult, output: StepOutput) -> str | None:
+        """Choose the next token, add it to the sequence, and to ``output`` what of the text may be shown. Returns why
+        the request ends with it, or None."""
+        params, sequence = request.params, request.sequence
+        if result.tokens is not None:
+            token = result.tokens[-1]
+        else:
+            assert result.logits is not None
+            logits = result.logits[-1]
+            token = request.sampler.sample(sequence.tokens, logits, len(sequence.tokens))
+            if params.logprobs is not None:
+                self._record_logprobs(request, logits, token)
+        sequence.extend([token], "decode", request.policy)
+        if len(sequence.tokens) == self.model.runner.restart_length:
+            sequence.restart(request.policy)
+            request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")
+        output.new_tokens.append(token)
+        ended = not params.ignore_eos and token in self.model.eos_token_ids
+        reason = "stop" if ended or token in params.stop_token_ids else None
+        stopper = request.stopper
+        if stopper.add(request.detokenizer.step(token)):
+            reason = "stop"
+        elif reason is None and len(sequence.tokens) - request.output_start >= request.max_tokens:
+            reason = "length"
+        if reason is not None and not stopper.stopped:
+            stopper.add(request.detokenizer.flush())
+        output.new_text = stopper.release(final=reason is not None)
+        return reason
+
+    def end(self, request: Request, reason: str) -> None:
+        """Write down the answer of a request that ends."""
+        request.finish_reason = reason
+        request.text = request.stopper.text
+        request.final_ids = list(request.output_ids)
+        request.report.output_tokens = len(request.final_ids)
+        if request.params.prompt_logprobs is not None:
+            places = range(request.output_start - len(request.prompt), request.output_start)
+            scores = [request.prompt_scores.get(place) for place in places]
+            request.prompt_logprobs = [None if entries is None else self._named(entries) for entries in scores]
+
+    def outcome(self, request: Request) -> RequestOutcome:
+        """How a request ended, as plain data."""
+        assert request.finish_reason is not None
+        wanted = request.params.logprobs is not None
+        return RequestOutcome(
+            request.prompt,
+            request.text,
+            request.final_ids,
+            request.finish_reason,
+            request.report.as_dict(),
+            request.error,
+            request.cumulative_logprob if wanted else None,
+            request.logprobs if wanted else None,
+            request.prompt_logprobs,
+        )
+
+    def _record_logprobs(self, request: Request, logits: Tensor, token: int) -> None:
+        entries = top_logprobs(logits, token, request.params.logprobs or 0)
+        request.cumulative_logprob += entries[token][0]
+        request.logprobs.append(self._named(entries))
+
+    def _named(self, entries: LogprobEntries) -> dict[int, TokenLogprob]:
+        """``entries`` with the tokens' texts."""
+        decode = self.model.tokenizer.decode
+        return {
+            token: TokenLogprob(logprob, rank, decode([token], skip_special_tokens=False))
+            for token, (logprob, rank) in entries.items()
+        }

@@ -1,0 +1,63 @@
+"""How attention is supplied to a step: a backend plans it once, then runs it layer by layer (FlashInfer's shape)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from saccade.engine.clock import Clock
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.observe import AttentionCall, AuditTap, Observer, audit
+from saccade.engine.step import RequestResult, StepInput
+from saccade.models.interface import LayerAttention
+
+
+@dataclass
+class Watch:
+    """Who looks on: they see what every step runs, on whichever backend."""
+
+    observer: Observer | None = None  # see engine.observe
+    clock: Clock | None = None  # see engine.clock
+    audit: AuditTap | None = None  # see engine.observe
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody looks on."""
+        return self.observer is None and self.clock is None and self.audit is None
+
+    def see(self, call: AttentionCall) -> None:
+        """Show a call to those who look at calls. What they raise fails the call's request."""
+        if self.observer is not None:
+            self.observer(call)
+        if self.audit is not None:
+            audit(self.audit, call)
+
+
+class StepAttention(Protocol):
+    """The attention of one planned step; an attention context of the layer loop (models.interface)."""
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        """Store the new rows' ``k``, ``v`` [kv_heads, rows, head_dim] and attend for ``q`` [heads, rows, head_dim]."""
+        ...
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take the keys and values of rows that skip ``layer``."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Serves steps on one kind of device. ``results`` are filled in while the step runs, by request id."""
+
+    def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
+        """Why request ``index`` of a step cannot be served here; None where it can."""
+        ...
+
+    def plan(
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
+    ) -> StepAttention:
+        """What the layers of this step will read, as far as that can be known before it runs. ``memories`` by sequence
+        id."""
+        ...

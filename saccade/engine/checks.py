@@ -1,0 +1,51 @@
+"""What a model and its KV pool can run at all, checked before anything runs. Any thread may ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from saccade.errors import CapacityError, PolicyError, RequestError
+from saccade.kv.blocks import BlockManager
+from saccade.methods.policy import Policy
+from saccade.models.calibration import Calibrations
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
+
+
+class Checks:
+    """Raises errors that name the value, what is allowed and the way out."""
+
+    def __init__(self, model: LoadedModel, pool: BlockManager, max_model_len: int, calibrations: Calibrations) -> None:
+        self.model, self.pool, self.max_model_len = model, pool, max_model_len
+        self.calibrations = calibrations
+
+    def prompt(self, prompt: list[int], before: int = 0) -> None:
+        """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab = self.model.spec.vocab_size
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise RequestError(f"token id {token!r} is not an integer from 0 to {vocab - 1}")
+        total = before + len(prompt)
+        if total >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {total} tokens but max_model_len is {self.max_model_len}, one of them for the answer; "
+                "shorten it or raise max_model_len"
+            )
+        if not self.pool.fits(total + 1):
+            room = self.pool.num_blocks // self.pool.layers * self.pool.format.block_size
+            raise CapacityError(
+                f"the prompt has {total} tokens but the KV pool holds {room} at most; shorten it or raise kv_memory"
+            )
+
+    def policy(self, policy: Policy) -> None:
+        """Raise PolicyError for a policy that this model cannot run."""
+        freeze = policy.freeze
+        if freeze is not None and freeze.copies and not self.model.runner.layers_rotate_alike:
+            raise PolicyError(
+                f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "
+                f"keys all alike; use '{freeze.name}(reuse=hidden)'"
+            )
+        self.calibrations.layer(policy.decode.calibration, 0)

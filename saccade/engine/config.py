@@ -1,0 +1,73 @@
+"""The settings of an engine, stated once for the Python face, the command line, the evaluation and the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade.errors import SaccadeError
+from saccade.kv import BLOCK_SIZES
+from saccade.machine import check_threads
+from saccade.methods.policy import Policy, PolicyLike
+from saccade.ops.attend import BACKENDS
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is run.
+
+    ``model``: a checkpoint folder, or ``"retriever"``, the model that is built in. ``policy``: the default for requests
+    that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+    ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
+    as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on a GPU), at most what
+    ``max_requests`` full-length sequences need. ``prefill_chunk``: most prompt tokens of one request in one step.
+    ``max_requests``: most requests that run at once. ``max_waiting``: most requests that queue behind them; whoever
+    adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++
+    kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
+    torch's by default. ``exact`` makes a result independent of its batch to the last bit, at the price of one pass over
+    the weights per request; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda`` or ``cuda:N``.
+    ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are launched one by
+    one.
+
+    Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
+    """
+
+    model: str | Path = "retriever"
+    policy: PolicyLike = "dense"
+    dtype: str | torch.dtype = "auto"
+    max_model_len: int | None = None
+    kv_memory: int | float | str | None = None
+    prefill_chunk: int = 4096
+    max_requests: int = 64
+    max_waiting: int = 1024
+    block_size: int = 32
+    backend: str = "auto"
+    threads: int | None = None
+    exact: bool | None = None
+    device: str = "cpu"
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", Policy.parse(self.policy))
+        for name in ("prefill_chunk", "max_requests", "max_waiting"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SaccadeError(f"{name}={value!r} must be an integer >= 1")
+        if self.block_size not in BLOCK_SIZES:
+            raise SaccadeError(f"block_size={self.block_size!r} is not one of {BLOCK_SIZES}")
+        if self.threads is not None:
+            check_threads(self.threads)
+        if self.backend not in BACKENDS:
+            raise SaccadeError(f"backend={self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """A config of some settings. SaccadeError for a name that is none."""
+        known = {one.name for one in fields(cls)}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise SaccadeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return cls(**settings)

@@ -1,0 +1,258 @@
+"""The device backend: decode steps of many requests at once on a GPU, a few launches a layer, recorded in CUDA graphs.
+
+It serves requests whose method has a device plan (selection.plan); all others keep to the host backend, in the same
+step. Requests whose plans have one form are one group of rows, whatever their numbers. What is stored, read and counted
+is the same on both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from saccade.engine.attention import Watch
+from saccade.engine.device_attention import DeviceAttention, Group, why_not
+from saccade.engine.device_counts import LateCounts
+from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_watch import PlacedRow, StepWatch
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.report import ran_dense
+from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
+from saccade.kv.blocks import BlockManager
+from saccade.methods.base import Method
+from saccade.models.decode_step import DecodeStep
+from saccade.models.runner import HFRunner
+from saccade.ops.triton.common import clear_kept, pad
+from saccade.selection.plan import DevicePlan, Reading
+
+MOST_ROWS = 64
+SHORTEST = 1024  # keys: rows of up to so many share their graphs
+PLANS = 4096  # of methods used last
+
+
+class StepFailedError(RuntimeError):
+    """A batched step did not run: nothing of it counts as stored, and its requests must be served otherwise."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A method's plan and the number of its form; or why there is none."""
+
+    plan: DevicePlan | None
+    form: int = 0
+    why_not: str | None = None
+
+
+class DeviceBackend:
+    """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while somebody
+    looks on (``watch``) their kernels are launched one by one, and reports say so."""
+
+    Failed = StepFailedError
+
+    def __init__(self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None) -> None:
+        self.runner = runner
+        self.watch = Watch() if watch is None else watch
+        self.kinds = StepKinds(runner.device, cuda_graphs)
+        self._forward = DecodeStep(runner)
+        self._forms: dict[tuple[Reading, ...], int] = {}
+        self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._buffers: RowBuffers | None = None
+        self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
+        self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
+        self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
+
+    @property
+    def graphs(self) -> GraphStats:
+        """How many graphs are recorded, how many may be, and what they hold."""
+        return self.kinds.stats
+
+    def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
+        """Why request ``index`` of a step cannot be part of a batched one; None where it can."""
+        one = step.scheduled[index]
+        if one.phase != "decode" or one.length != 1:
+            return "only single decode rows are batched"
+        if not self._forward.serves:
+            return "the model's rotary factors hang on more than a row's position"
+        if one.policy.window is not None:
+            return "the policy has a window"
+        if memory.has_state or memory.has_gone:
+            return "the decode method keeps a state, or keys were evicted"
+        if one.scored:
+            return "log-probabilities of its tokens are wanted"
+        return self._plan(one.policy.decode).why_not
+
+    def parts(self, which: Sequence[int]) -> list[list[int]]:
+        """The requests ``which`` in as many steps as they need."""
+        return [list(which[first : first + MOST_ROWS]) for first in range(0, len(which), MOST_ROWS)]
+
+    def run(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> dict[int, RequestResult]:
+        """Run a step of requests that are all served, at most ``MOST_ROWS``. ``memories`` by sequence id; results by
+        request id: where logits are wanted, the likeliest token if that is enough, else logits fp32 [1, vocab] on the
+        CPU.
+
+        StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
+        """
+        results = {one.request_id: RequestResult() for one in step.scheduled}
+        placed, key, groups = self._arranged(step, memories, results)
+        if (reason := self.kinds.why_not(key)) is not None:
+            raise StepFailedError(reason)
+        try:
+            kind = self._run(step, placed, key, groups)
+            best, logits = self._fetched(kind, placed)
+        except torch.cuda.OutOfMemoryError as error:
+            self._clean_up()
+            self.kinds.free()
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            self._clean_up()
+            self.kinds.failed(key, error)
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error
+        except BaseException:  # an interrupt
+            self._clean_up()
+            raise
+        self.kinds.succeeded(key)
+        for number, row in enumerate(placed):
+            if row is not None and row.result.error is None:
+                self._count(number, row)
+                if number in best:
+                    row.result.tokens = [best[number]]
+                elif number in logits:
+                    row.result.logits = logits[number]
+        return results
+
+    def _planned(self, method: Method) -> _Planned:
+        spec = self.runner.spec
+        plan = method.device_plan(spec)
+        if plan is None:
+            return _Planned(None, why_not=f"'{method.text}' has no device plan for this model")
+        reason = why_not(plan, spec.kv_heads)
+        if reason is not None:
+            return _Planned(None, why_not=f"'{method.text}': {reason}")
+        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)))
+
+    def _arranged(
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
+    ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
+        """The rows, one form after the other and padded so that few numbers of rows occur."""
+        grouped: dict[int, list[PlacedRow | None]] = {}
+        for one in step.scheduled:
+            planned = self._plan(one.policy.decode)
+            assert planned.plan is not None
+            row = PlacedRow(one, memories[one.sequence_id].kv, planned.plan, results[one.request_id])
+            grouped.setdefault(planned.form, []).append(row)
+        placed: list[PlacedRow | None] = []
+        groups, sizes = [], []
+        for form in sorted(grouped):
+            rows = grouped[form]
+            count, first = pad(len(rows), 1), rows[0]
+            assert first is not None
+            groups.append(Group(first.plan.form, len(placed), count))
+            sizes.append((form, count))
+            placed += rows + [None] * (count - len(rows))
+        return placed, (tuple(sizes), pad(max(step.seq_lens), SHORTEST)), tuple(groups)
+
+    def _run(self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]) -> StepKind:
+        pool = next(row.kv.pool for row in placed if row is not None)
+        buffers = self._room(pool, len(placed), pool.format.blocks(key[1]))
+        self._load(buffers, step, placed)
+        kind = self.kinds.of(key, groups)
+        watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
+
+        def forward() -> None:
+            context = DeviceAttention(kind.groups, buffers, pool.storage, kind.longest, watch)
+            tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
+            kind.logits = self._forward.run(tokens, positions, context)
+            greatest, best = kind.logits.max(-1)
+            kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
+            context.finish()
+
+        self.kinds.launch(kind, forward, watched=watch is not None)
+        if watch is not None:
+            watch.settle()
+        return kind
+
+    def _room(self, pool: BlockManager, rows: int, blocks: int) -> RowBuffers:
+        have = self._buffers
+        if have is None or self._kv is None or self._kv() is not pool or not have.fits(rows, blocks):
+            for row in list(self._rows):
+                self._detach(row)
+            self.kinds.clear()  # recordings know the old buffers and pool
+            self._buffers, self._kv = None, weakref.ref(pool)
+            if have is not None:
+                rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
+            del have
+            spec = self.runner.spec
+            self._buffers = RowBuffers(spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, self.runner.device)
+            return self._buffers
+        return have
+
+    def _load(self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None]) -> None:
+        """Bring the rows' buffers up to date, and see whose counts each row gathers."""
+        tokens = dict(zip(step.request_ids, step.input_ids.tolist()))
+        inputs = []
+        for number, row in enumerate(placed):
+            if row is None:
+                inputs.append((0, 0, 0))
+                continue
+            one = row.scheduled
+            buffers.hold(number, row.kv, row.plan, one.stop)
+            inputs.append((tokens[one.request_id], one.start, one.stop))
+            self._attach(number, one, row.plan, buffers)
+        buffers.load(inputs)
+
+    def _attach(self, row: int, one: ScheduledRequest, plan: DevicePlan, buffers: RowBuffers) -> None:
+        """Let ``row`` count for a request under its plan from now on."""
+        held = (one.request_id, plan.name)
+        counts = self._counts.get(held)
+        if counts is None:
+            counts = self._counts[held] = LateCounts(plan, self.runner.spec.heads)
+        if counts.row == row and self._rows.get(row) is counts:
+            return
+        for other in (row, counts.row):
+            self._detach(other)
+        self._rows[row] = counts
+        counts.attach(row, (lambda: buffers.take_rules(row)) if plan.ruled else None)
+
+    def _detach(self, row: int | None) -> None:
+        counts = None if row is None else self._rows.pop(row, None)
+        if counts is not None:
+            counts.detach()
+
+    def _count(self, number: int, row: PlacedRow) -> None:
+        """The row is stored; its counts are added up by the request and its plan."""
+        one, choice, counts = row.scheduled, row.plan.blocks, self._rows[number]
+        row.kv.appended(1)
+        if choice is not None and one.stop % choice.size == 0:
+            row.kv.summarized(choice.summary, choice.size)
+        everything = counts.add(one.stop, "triton" if self.watch.idle else "triton (eager)")
+        if everything and not one.policy.decode.is_dense:
+            row.result.note(ran_dense("decode", row.plan.method))
+        if self.kinds.note is not None:
+            row.result.note(self.kinds.note)
+        row.result.late[row.plan.name] = counts
+
+    def _fetched(
+        self, kind: StepKind, placed: list[PlacedRow | None]
+    ) -> tuple[dict[int, int], dict[int, torch.Tensor]]:
+        """By row: likeliest tokens, and logits [1, vocab] on the CPU, of rows that want them. Waits for the step."""
+        greedy: list[int] = []
+        others: list[int] = []
+        for number, row in enumerate(placed):
+            if row is not None and (row.scheduled.wants_logits or row.scheduled.all_logits):
+                (greedy if row.scheduled.greedy else others).append(number)
+        tokens = kind.best.tolist()
+        others += [number for number in greedy if tokens[number] < 0]
+        logits = {}
+        if others:
+            chosen = kind.logits[torch.tensor(others, device="cpu").to(self.runner.device)].cpu()
+            logits = {number: chosen[at : at + 1] for at, number in enumerate(others)}
+        return {number: tokens[number] for number in greedy if tokens[number] >= 0}, logits
+
+    def _clean_up(self) -> None:
+        """After a step that stopped halfway: kernels that did not run have left words of those before them."""
+        clear_kept(self.runner.device)

@@ -1,0 +1,184 @@
+"""The attention of a batched decode step: rows stored and attended group by group, each group as its form says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_watch import StepWatch
+from saccade.kv.storage import KVStorage
+from saccade.models.interface import LayerAttention
+from saccade.ops.merge import merge_state
+from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
+from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks
+from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.dispatch import BLOCK_SIZES
+from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
+from saccade.selection.plan import BestBlocks, DevicePlan, Ends, RankedBlocks, Reading, blocks_of
+
+SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
+
+
+def why_not(plan: DevicePlan, kv_heads: int) -> str | None:
+    """What no kernel serves of ``plan`` on a model with so many KV heads; None where kernels serve all of it."""
+    choice = plan.blocks
+    if choice is None:
+        return None
+    if choice.size not in BLOCK_SIZES:
+        return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"
+    if choice.summary not in SUMMARIES:
+        return f"the kernels score the summaries {' and '.join(SUMMARIES)}, not {choice.summary}"
+    if kv_heads % choice.units:
+        return f"the kernels choose for whole KV heads, not for {choice.units} units of {kv_heads} of them"
+    if isinstance(choice, RankedBlocks):
+        if choice.units != kv_heads:
+            return "the kernels stop for each KV head by itself"
+        if choice.microbatch * choice.size > MOST_KEYS:
+            return f"a microbatch is at most {MOST_KEYS} keys, not {choice.microbatch} blocks of {choice.size}"
+    return None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows ``first .. first + rows - 1`` of a step decode under plans of one form."""
+
+    form: tuple[Reading, ...]
+    first: int
+    rows: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.first, self.first + self.rows)
+
+
+class DeviceAttention:
+    """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
+    at most ``longest`` keys. ``watch`` sees every call."""
+
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        buffers: RowBuffers,
+        storage: KVStorage,
+        longest: int,
+        watch: StepWatch | None = None,
+    ) -> None:
+        self.groups, self.buffers, self.storage, self.longest, self.watch = groups, buffers, storage, longest, watch
+        self.lengths = buffers.inputs[2].to(torch.int32)
+        self._blocks = [blocks_of(group.form) for group in groups]
+        self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        """See AttentionContext: q [heads, rows, head_dim], one row a sequence."""
+        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        parts = [self._attend(number, layer, q, k, v, spec) for number in range(len(self.groups))]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.transpose(0, 1)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError  # no decode row is frozen
+
+    def finish(self) -> None:
+        """Add what rules did to the rows' counts, at the very end: a step that fails before has counted nothing."""
+        rules = self.buffers.rules
+        for group, choice, ruled in zip(self.groups, self._blocks, self._ruled):
+            if not isinstance(choice, RankedBlocks):
+                continue
+            for layers in _stretches(sorted(ruled)):
+                done = [ruled[layer] for layer in layers]
+                used = torch.stack([progress.used for progress, _ in done])
+                covered = torch.stack([progress.coverage for progress, _ in done])
+                ranked = torch.stack([counts[1] for _, counts in done])  # blocks; none where a row reads everything
+                keys = torch.minimum(used * choice.microbatch, ranked).to(torch.int64) * choice.size
+                where, shape = (slice(layers[0], layers[-1] + 1), group.slice), (len(layers), group.rows, -1)
+                rules.keys[where] += keys.view(shape)
+                rules.covered[where] += torch.where(ranked > 0, covered, 0.0).view(shape)
+                least = rules.least[where]
+                least.copy_(torch.minimum(least, torch.where(ranked > 0, covered, 1.0).view(shape)))
+
+    def _attend(self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        group, watch = self.groups[number], self.watch
+        rows, reading, choice = group.slice, group.form[layer], self._blocks[number]
+        q, numbers = q[rows], self.buffers
+        pages = Pages(
+            self.storage.k, self.storage.v, self.buffers.tables[layer, rows], self.lengths[rows], self.longest
+        )
+        summaries = None
+        if choice is not None:  # also where the layer itself reads everything: its summaries stay complete
+            summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
+        append_rows(k[rows], v[rows], pages, summaries)
+        first, second = numbers.first[layer, rows], numbers.second[layer, rows]
+        lists: KeyLists | None = None
+        ranking: tuple[Tensor, Tensor, Tensor] | None = None
+        progress: Progress | None = None
+        if watch is not None:
+            watch.begin("selection")
+        if isinstance(reading, Ends):
+            lists = band_lists(pages, first, second, reading.longest)
+        elif isinstance(reading, BestBlocks | RankedBlocks):
+            assert summaries is not None
+            scores = score_blocks(q, pages, summaries, reading)
+            if isinstance(reading, BestBlocks):
+                lists = choose_blocks(scores, pages, reading, first, second)
+            else:
+                ranking = rank_blocks(scores, pages, reading, second)
+        if watch is not None:
+            watch.end()
+            watch.begin("attention")
+        if ranking is None:
+            out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
+        else:
+            assert isinstance(reading, RankedBlocks)
+            progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], spec)
+            self._ruled[number][layer] = progress, ranking[2]
+            out, lse = progress.out, progress.lse
+        out = _with_sinks(out, lse, spec)
+        if watch is not None:
+            watch.end()
+            watch.called(layer, group.first, q, out, spec, lists, ranking, progress)
+        return out
+
+
+def _progress(
+    q: Tensor,
+    pages: Pages,
+    ranking: tuple[Tensor, Tensor, Tensor],
+    reading: RankedBlocks,
+    epsilon: Tensor,
+    spec: LayerAttention,
+) -> Progress:
+    always, order, counts = ranking
+    rule = Rule(reading.epsilon, reading.microbatch, reading.rest, reading.stop)
+    return attend_progressive(
+        q,
+        pages,
+        always,
+        order,
+        reading.size,
+        rule,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        counts=counts,
+        epsilon=epsilon,
+    )
+
+
+def _stretches(layers: list[int]) -> list[list[int]]:
+    """Rising numbers as runs without gaps."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if not runs or runs[-1][-1] != layer - 1:
+            runs.append([])
+        runs[-1].append(layer)
+    return runs
+
+
+def _with_sinks(out: Tensor, lse: Tensor, spec: LayerAttention) -> Tensor:
+    """``out`` [rows, heads, head_dim] after a layer's extra logits without values: a merge with an empty-valued
+    state."""
+    if spec.sinks is None:
+        return out
+    return merge_state(out, lse, torch.zeros_like(out), spec.sinks.to(lse.dtype).expand_as(lse))[0]

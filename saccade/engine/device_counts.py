@@ -1,0 +1,123 @@
+"""What batched decode steps read, counted a request at a time and kept on the device until somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from saccade.engine.device_rows import RuleCounts
+from saccade.selection.plan import DevicePlan, RankedBlocks, Reading
+
+
+@dataclass
+class LayerCounts:
+    """What the decode rows of one request did at ``layer``.
+
+    ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [units], on the
+    CPU, is what those of each unit read on top. ``estimated`` block summaries were scored, in ``retrievals`` of the
+    calls. ``covered`` is the sum of ``estimates`` stopping rules' estimates of what they had covered, ``least`` the
+    least of them.
+    """
+
+    layer: int
+    calls: int = 0
+    causal: int = 0
+    keys: int = 0
+    extra: Tensor | None = None
+    estimated: int = 0
+    retrievals: int = 0
+    covered: float = 0.0
+    estimates: int = 0
+    least: float = 1.0
+
+
+@dataclass
+class DeviceCounts:
+    """``layers`` of a request that were called, of ``heads`` query heads each, and how often which ``kinds`` of
+    selection and which ``backends`` ran, layers added up."""
+
+    heads: int
+    layers: list[LayerCounts] = field(default_factory=list)
+    kinds: dict[str, int] = field(default_factory=dict)
+    backends: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Sums:
+    """Of all layers with one reading."""
+
+    calls: int = 0
+    keys: int = 0
+    estimated: int = 0
+    retrievals: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+
+
+class LateCounts:
+    """Counts of one request under one plan, handed over by :meth:`take`."""
+
+    def __init__(self, plan: DevicePlan, heads: int) -> None:
+        self.plan, self.heads = plan, heads
+        self.row: int | None = None  # of the step's buffers, where more may be counted
+        self._source: Callable[[], RuleCounts] | None = None
+        self._ruled: RuleCounts | None = None
+        self._start_anew()
+
+    def add(self, length: int, backend: str) -> bool:
+        """Count one row that sees ``length`` keys. Returns whether a layer read them all."""
+        self._causal += length
+        self._backends[backend] = self._backends.get(backend, 0) + len(self.plan.layers)
+        everything = False
+        for reading, sums in self._sums.items():
+            kind, keys, estimated = reading.cost(length)
+            sums.calls += 1
+            sums.keys += keys
+            sums.estimated += estimated
+            sums.retrievals += estimated > 0
+            sums.kinds[kind] = sums.kinds.get(kind, 0) + 1
+            everything |= kind == "dense"
+        return everything
+
+    def attach(self, row: int, source: Callable[[], RuleCounts] | None) -> None:
+        """Count for ``row`` from now on; ``source`` takes what rules do there."""
+        self.row, self._source = row, source
+
+    def detach(self) -> None:
+        """Take what the row has counted, and leave it."""
+        self._gather()
+        self.row = self._source = None
+
+    def take(self) -> DeviceCounts:
+        """What was counted since the last time."""
+        self._gather()
+        done = DeviceCounts(self.heads, backends=self._backends)
+        for layer, reading in enumerate(self.plan.layers):
+            sums = self._sums[reading]
+            if not sums.calls:
+                continue
+            counts = LayerCounts(layer, sums.calls, self._causal, sums.keys, None, sums.estimated, sums.retrievals)
+            if isinstance(reading, RankedBlocks) and self._ruled is not None:
+                ruled = self._ruled
+                counts.extra, counts.covered = ruled.keys[layer], float(ruled.covered[layer].sum())
+                counts.estimates = sums.retrievals * ruled.keys.shape[1]
+                counts.least = float(ruled.least[layer].min())
+            done.layers.append(counts)
+            for kind, calls in sums.kinds.items():
+                done.kinds[kind] = done.kinds.get(kind, 0) + calls
+        self._start_anew()
+        return done
+
+    def _start_anew(self) -> None:
+        self._ruled, self._causal = None, 0
+        self._backends: dict[str, int] = {}
+        self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
+
+    def _gather(self) -> None:
+        if self._source is None:
+            return
+        fresh, have = self._source(), self._ruled
+        if have is not None:
+            fresh = RuleCounts(fresh.keys + have.keys, fresh.covered + have.covered, fresh.least.minimum(have.least))
+        self._ruled = fresh

@@ -1,0 +1,153 @@
+"""Recorded steps: how many are kept, how they are recorded and replayed, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.device_attention import Group
+
+MOST_GRAPHS = 24  # kept while they are used; the least recently used goes first
+MOST_FAILURES = 3  # of one key in a row, then it is not tried again
+MOST_KEYS = 256  # whose failures are remembered
+PAUSE = 256  # steps without a recording after one ran out of memory
+
+Key = tuple[tuple[tuple[int, int], ...], int]  # (number of a form, rows) for each group; most keys of a row
+
+
+@dataclass(frozen=True)
+class GraphStats:
+    """``kinds`` of step are known, of at most ``most``, and ``recorded`` of them in graphs; ``bytes`` that these hold
+    for their own tensors, None where that is not known."""
+
+    kinds: int
+    recorded: int
+    most: int
+    bytes: int | None
+
+
+@dataclass(eq=False)
+class StepKind:
+    """All steps of one key: their groups, how many keys their rows have at most, and the graph once there is one."""
+
+    groups: tuple[Group, ...]
+    longest: int
+    runs: int = 0
+    records: bool = True
+    graph: torch.cuda.CUDAGraph | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    best: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class StepKinds:
+    """The kinds of step that were run lately. A kind runs once as it is, which compiles its kernels, and from a
+    recording afterwards, where ``records`` says so and the device can."""
+
+    def __init__(self, device: torch.device, records: bool) -> None:
+        self.device = device
+        self.records = records and device.type == "cuda"
+        self.note: str | None = None  # why some steps are not recorded although they should be
+        self._kinds: OrderedDict[Key, StepKind] = OrderedDict()
+        self._failed: OrderedDict[Key, tuple[int, str]] = OrderedDict()
+        self._pool: Any = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._paused = 0
+
+    @property
+    def stats(self) -> GraphStats:
+        recorded = sum(kind.graph is not None for kind in self._kinds.values())
+        held = None
+        if self._pool is not None:
+            segments = torch.cuda.memory_snapshot()
+            held = sum(one["total_size"] for one in segments if one.get("segment_pool_id") == self._pool)
+        return GraphStats(len(self._kinds), recorded, MOST_GRAPHS, held if recorded else 0)
+
+    def of(self, key: Key, groups: tuple[Group, ...]) -> StepKind:
+        """The kind of step with this key, whose rows are ``groups``."""
+        if key not in self._kinds:
+            self._kinds[key] = StepKind(groups, key[1])
+            while len(self._kinds) > MOST_GRAPHS:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(key)
+        return self._kinds[key]
+
+    def clear(self) -> None:
+        """Forget all kinds with their graphs."""
+        self._kinds.clear()
+        self._pool = None
+
+    def free(self) -> None:
+        """Give back all memory that graphs hold, and record none for a while."""
+        self.clear()
+        self._paused = PAUSE
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def launch(self, kind: StepKind, forward: Callable[[], None], watched: bool) -> None:
+        """Run one step: ``forward`` launches its kernels and leaves ``logits`` and ``best``. A step that is ``watched``
+        is launched kernel by kernel."""
+        self._paused = max(0, self._paused - 1)
+        here: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.device(self.device)
+        with here:
+            if watched or self._stream is None or not self.records:
+                self._on_stream(forward)
+            elif kind.graph is not None:
+                kind.graph.replay()
+            elif kind.runs == 0 or self._paused or not kind.records:
+                self._on_stream(forward)
+            else:
+                self._record(kind, forward)
+        kind.runs += 1
+
+    def _on_stream(self, forward: Callable[[], None]) -> None:
+        """Run on the stream that records: what kernels keep for a stream then exists before a recording."""
+        if self._stream is None:
+            forward()
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            forward()
+        current.wait_stream(self._stream)
+
+    def _record(self, kind: StepKind, forward: Callable[[], None]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                forward()
+        except torch.cuda.OutOfMemoryError:
+            self.free()
+            self._on_stream(forward)
+            return
+        except RuntimeError as error:  # a module that asks the host something, say
+            kind.records = False
+            self.note = f"decode steps were not recorded in CUDA graphs: {str(error).splitlines()[0]}"
+            torch.cuda.synchronize(self.device)
+            self._on_stream(forward)
+            return
+        self._pool = self._pool or graph.pool()
+        kind.graph = graph
+        graph.replay()
+
+    def why_not(self, key: Key) -> str | None:
+        """Why steps of this key are not run any more; None where they are."""
+        count, text = self._failed.get(key, (0, ""))
+        return None if count < MOST_FAILURES else f"it failed {count} times and is not tried again: {text}"
+
+    def failed(self, key: Key, error: Exception) -> None:
+        """Note a failure; so many of one key end it, unless one of its steps succeeds in between."""
+        count = self._failed.pop(key, (0, ""))[0]
+        self._failed[key] = count + 1, f"{type(error).__name__}: {error}"
+        self._kinds.pop(key, None)
+        while len(self._failed) > MOST_KEYS:
+            self._failed.popitem(last=False)
+
+    def succeeded(self, key: Key) -> None:
+        if self._failed:
+            self._failed.pop(key, None)

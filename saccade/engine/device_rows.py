@@ -1,0 +1,109 @@
+"""The buffers that a batched decode step reads: they stay where they are, so that a recorded graph finds them again,
+and are brought up to date where a row's sequence or plan has changed."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.kv.sequence import SequenceKV
+from saccade.selection.plan import DevicePlan
+
+
+@dataclass
+class _Row:
+    """What lies in one row of the buffers."""
+
+    kv: weakref.ref[SequenceKV] | None = None
+    version: int = -1
+    plan: DevicePlan | None = None
+    room: int = 0  # blocks that the summaries have room for
+
+
+class RuleCounts(NamedTuple):
+    """What stopping rules let rows do, each [layers, rows, kv_heads]: keys read beyond those known for certain, int64;
+    the sum of the estimates of what was covered, float64; and the least of them, float32, 1 where there is none."""
+
+    keys: Tensor
+    covered: Tensor
+    least: Tensor
+
+
+class RowBuffers:
+    """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
+
+    ``inputs`` int64 [3, rows]: token, position and number of keys, the row's own among them; 0 for padding. ``tables``
+    int32 [layers, rows, table_rows, blocks]: the slots of each block, ``table_rows`` a sequence. ``pointers`` int64
+    [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``, ``second`` int32 and
+    ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers). ``rules``: what
+    stopping rules did since this was last taken.
+    """
+
+    def __init__(
+        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, device: torch.device
+    ) -> None:
+        self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
+        pinned = device.type == "cuda"
+        self._staging = torch.zeros(3, rows, dtype=torch.int64, pin_memory=pinned, device="cpu")
+        self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
+        self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
+        self.first, self.second = torch.zeros(2, layers, rows, dtype=torch.int32, device=device)
+        self.share = torch.zeros(layers, rows, dtype=torch.float32, device=device)
+        every = (layers, rows, kv_heads)
+        self.rules = RuleCounts(
+            torch.zeros(every, dtype=torch.int64, device=device),
+            torch.zeros(every, dtype=torch.float64, device=device),
+            torch.ones(every, dtype=torch.float32, device=device),
+        )
+        self._held = [_Row() for _ in range(rows)]
+
+    def fits(self, rows: int, blocks: int) -> bool:
+        return rows <= self.rows and blocks <= self.blocks
+
+    def hold(self, row: int, kv: SequenceKV, plan: DevicePlan, length: int) -> None:
+        """Make ``row`` show ``kv``, whose ``length`` th key this step stores, under ``plan``."""
+        held, choice = self._held[row], plan.blocks
+        wanted = 0 if choice is None else length // choice.size
+        if held.plan is not plan:
+            self._write_numbers(row, plan)
+        same = held.kv is not None and held.kv() is kv and held.version == kv.version
+        if same and held.plan is plan and wanted <= held.room:
+            return
+        room = 0
+        if choice is not None:
+            summaries = kv.summary_buffers(choice.summary, choice.size, wanted)
+            room = min(len(one) for one in summaries)
+            self.pointers[:, row].copy_(torch.tensor([one.data_ptr() for one in summaries], device="cpu"))
+        self._write_tables(row, kv)
+        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room)
+
+    def load(self, inputs: list[tuple[int, int, int]]) -> None:
+        """Take each row's token, position and length over to the device."""
+        count = len(inputs)
+        self._staging[:, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
+        self._staging[:, count:] = 0
+        self.inputs.copy_(self._staging, non_blocking=True)
+
+    def take_rules(self, row: int) -> RuleCounts:
+        """What rules did in ``row`` since the last time, [layers, kv_heads] each; counting begins anew."""
+        taken = RuleCounts(*(one[:, row].cpu().clone() for one in self.rules))
+        self.rules.keys[:, row] = 0
+        self.rules.covered[:, row] = 0.0
+        self.rules.least[:, row] = 1.0
+        return taken
+
+    def _write_tables(self, row: int, kv: SequenceKV) -> None:
+        """Resolve all blocks that ``kv`` has to the slots that hold them, those that it will fill later among them."""
+        count = min(self.blocks, kv.tables.shape[2])
+        self.tables[:, row, :, :count].copy_(kv.tables[:, :, :count])
+
+    def _write_numbers(self, row: int, plan: DevicePlan) -> None:
+        numbers = [reading.numbers for reading in plan.layers]
+        whole = torch.tensor([one[:2] for one in numbers], dtype=torch.int32, device="cpu").to(self.device)
+        self.first[:, row], self.second[:, row] = whole[:, 0], whole[:, 1]
+        self.share[:, row].copy_(torch.tensor([one.share for one in numbers], device="cpu"))

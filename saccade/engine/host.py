@@ -1,0 +1,170 @@
+"""The host backend: methods select for each request and layer, ops read. It serves every step, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
+from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
+from saccade.engine.host_rows import FixedPlans, JoinedRows
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.step import RequestResult, SkipCount, StepInput
+from saccade.models.interface import AheadRows, FrozenRows, LayerAttention
+from saccade.ops import cpu_rows
+
+
+class HostBackend:
+    """Plans steps for the host path (see engine.attention.AttentionBackend)."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.fixed = FixedPlans(setting)
+
+    def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
+        """Every request can be served here."""
+        return None
+
+    def plan(
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
+    ) -> HostAttention:
+        rows = [
+            RequestRows(one, memories[one.sequence_id], results[one.request_id], first)
+            for one, first in zip(step.scheduled, step.query_start_loc)
+        ]
+        setting = self.setting
+        frozen = frozen_rows(step.scheduled, setting.spec.layers, all_read=setting.watch.observer is not None)
+        joined = [one for one in rows if one.decodes and one.scheduled.length == 1]
+        if not joined or frozen is not None or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
+            return HostAttention(setting, rows, frozen)
+        others = [one for one in rows if not (one.decodes and one.scheduled.length == 1)]
+        return HostAttention(setting, rows, frozen, others, JoinedRows(setting, self.fixed, joined))
+
+
+@dataclass
+class HostAttention:
+    """The attention of one step (see models.interface.AttentionContext)."""
+
+    setting: Setting
+    rows: list[RequestRows]
+    frozen: FrozenRows | None = None
+    apart: list[RequestRows] | None = None  # rows that are served one request at a time; all by default
+    joined: JoinedRows | None = None  # the others
+    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # frozen rows' keys and values by request
+
+    def ahead_rows(self) -> AheadRows | None:
+        """The decode rows whose method looks ahead; None where there are none."""
+        looking = [
+            rows for rows in self.rows if rows.scheduled.phase == "decode" and rows.scheduled.policy.decode.looks_ahead
+        ]
+
+        def visit(layer: int, q: Tensor) -> None:
+            for at, rows in enumerate(looking):
+                before = {layer - 1: rows.ahead[layer - 1]} if layer - 1 in rows.ahead else {}
+                rows.ahead = {**before, layer: q[:, at : at + 1]}
+
+        return AheadRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        if len(self.rows) == 1 and self.joined is None and self._skipped(self.rows[0], layer) is None:
+            return self._whole(self.rows[0], layer, q, k, v, spec)  # nothing to put together
+        out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+        if self.joined is not None:
+            self.joined.run(layer, q, k, v, spec, out)
+        start = 0
+        for rows in self.rows if self.apart is None else self.apart:
+            skipped = self._skipped(rows, layer)
+            first = rows.first if self.frozen is None else start  # frozen rows are left out
+            here = slice(first, first + rows.scheduled.length - (0 if skipped is None else int(skipped.sum())))
+            start = here.stop
+            if rows.result.error is not None or here.start == here.stop:
+                continue
+            try:
+                out[:, here] = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)
+            except Exception as error:  # one request's failure must not take the others down
+                rows.failed(layer, error)
+        return out
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        start = 0
+        for rows in self.rows:
+            skipped, freeze = self._skipped(rows, layer), rows.scheduled.policy.freeze
+            if skipped is None:
+                continue
+            copies = freeze is not None and freeze.copies
+            here = slice(start, start + (0 if copies else int(skipped.sum())))
+            start = here.stop
+            if rows.result.error is not None:
+                continue
+            try:
+                self._keep(rows, layer, skipped, copies, k[:, here], v[:, here])
+            except Exception as error:
+                rows.failed(layer, error)
+
+    def _keep(self, rows: RequestRows, layer: int, skipped: Tensor, copies: bool, k: Tensor, v: Tensor) -> None:
+        """Keep what the rows ``skipped`` (bool [rows]) leave at ``layer``: ``k``, ``v``, or the layer before's."""
+        scheduled, kv = rows.scheduled, rows.memory.kv
+        count = int(skipped.sum())
+        if copies:
+            before, here = kv.view(layer - 1), skipped.to(k.device)
+            first, last = scheduled.start, scheduled.stop
+            k, v = before.keys(first, last)[:, here], before.values(first, last)[:, here]
+        if count < scheduled.length:
+            self.held[scheduled.request_id] = k, v
+        else:
+            kv.append(layer, k, v)
+        positions = skipped.nonzero()[:, 0] + scheduled.start
+        frozen = positions[frozen_at(scheduled, positions, layer, self.setting.spec.layers)]
+        rows.result.skips.append(
+            SkipCount(layer, frozen.numel(), int((frozen + 1).sum()), unread=count - frozen.numel())
+        )
+
+    def _whole(self, rows: RequestRows, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        """The attention of a step that holds nothing but one request's rows."""
+        if rows.result.error is None:
+            try:
+                return self._attend(rows, layer, q, k, v, spec, None)
+            except Exception as error:
+                rows.failed(layer, error)
+        return torch.zeros_like(q)
+
+    def _skipped(self, rows: RequestRows, layer: int) -> Tensor | None:
+        """bool [rows of the request]: who skips ``layer``; None where nobody does."""
+        if self.frozen is None:
+            return None
+        skipped = self.frozen.skip(layer)[rows.first : rows.first + rows.scheduled.length]
+        return skipped if bool(skipped.any()) else None
+
+    def _attend(
+        self,
+        rows: RequestRows,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: LayerAttention,
+        skipped: Tensor | None,
+    ) -> Tensor:
+        """Store and attend for the rows of one request; q, k, v leave out those that are ``skipped`` (bool [rows])."""
+        scheduled, kv = rows.scheduled, rows.memory.kv
+        if skipped is not None:
+            kv.append(layer, *interleaved(skipped.to(k.device), self.held.pop(scheduled.request_id), k, v))
+            stretches = runs(~skipped)
+        else:
+            kv.append(layer, k, v)
+            if scheduled.phase == "prefill" or scheduled.length == 1:
+                return self._one(rows, layer, q, scheduled.stop, spec)
+            stretches = [(row, row + 1) for row in range(scheduled.length)]  # drafted rows: a decode step each
+        parts, done = [], 0
+        for first, last in stretches:
+            parts.append(self._one(rows, layer, q[:, done : done + last - first], scheduled.start + last, spec))
+            done += last - first
+        return torch.cat(parts, 1)
+
+    def _one(self, rows: RequestRows, layer: int, q: Tensor, stop: int, spec: LayerAttention) -> Tensor:
+        """Attention of ``q`` [heads, rows, head_dim], the rows before position ``stop``, whose keys are stored."""
+        chosen = choose(self.setting, rows, layer, q, stop, spec)
+        return finish(self.setting, chosen, spec, read(self.setting, chosen))

@@ -1,0 +1,182 @@
+"""One request's attention at one layer on the host path: choose what its rows read, read it, learn from it, count."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.engine.attention import Watch
+from saccade.engine.clock import timed
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.observe import AttentionCall
+from saccade.engine.report import ran_dense, selection_kind
+from saccade.engine.states import follow_prefill, gone_before
+from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
+from saccade.methods.base import Chunk, Evicting, Method, Query
+from saccade.models.calibration import Calibrations
+from saccade.models.interface import LayerAttention, ModelSpec
+from saccade.ops import Call, Result, merge_state
+from saccade.ops import run as run_call
+from saccade.selection import Band, Dense, Selection, Shape, cut, without
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all calls of a worker share: where and how attention runs, and who looks on."""
+
+    spec: ModelSpec
+    calibrations: Calibrations
+    watch: Watch
+    backend: str = "auto"
+    threads: int | None = None
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """A stretch of the clock, if there is one."""
+        return timed(self.watch.clock, name)
+
+
+@dataclass(eq=False)
+class RequestRows:
+    """One request's rows in a planned step: ``first`` of the packed rows on. What holds for all layers is looked up
+    once. ``ahead``: by layer, the queries that a layer will ask, for methods that look ahead."""
+
+    scheduled: ScheduledRequest
+    memory: SequenceMemory
+    result: RequestResult
+    first: int
+    ahead: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        policy = self.scheduled.policy
+        self.decodes = self.scheduled.phase == "decode"
+        self.method: Method = policy.decode if self.decodes else policy.prefill
+        self.calibration = policy.decode.calibration
+        self._shape: Shape | None = None
+
+    def shape(self, heads: int, kv_heads: int, rows: int, stop: int, device: torch.device) -> Shape:
+        """The shape of a call of ``rows`` rows before ``stop``, which most layers share."""
+        shape = self._shape
+        if shape is None or shape.k_len != stop or shape.q_len != rows:
+            self._shape = shape = Shape.suffix(heads, kv_heads, rows, stop, device)
+        return shape
+
+    def failed(self, layer: int, error: Exception) -> None:
+        """Pass over this request from now on."""
+        self.result.error = f"layer {layer}, {self.scheduled.phase}: {type(error).__name__}: {error}"
+
+
+@dataclass(eq=False)
+class Chosen:
+    """Attention of one request's rows at one layer, what they read being chosen."""
+
+    rows: RequestRows
+    chunk: Chunk
+    selection: Selection
+    slides: bool  # the layer's own window rules, not the policy
+    want_weights: bool
+
+
+def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int, spec: LayerAttention) -> Chosen:
+    """Choose what the rows ``q`` [heads, rows, head_dim] before position ``stop`` read; their keys are stored."""
+    scheduled, memory, layers = rows.scheduled, rows.memory, setting.spec.layers
+    window, state = scheduled.policy.window, memory.states[layer]
+    gone = memory.gone[layer] if rows.decodes else gone_before(scheduled, memory, layer)
+    view = memory.kv.view(layer)
+    if scheduled.length > 1:  # rows of one sequence that end before its last key
+        view = view.upto(stop)
+    common: dict[str, Any] = {
+        "q": q,
+        "kv": view,
+        "shape": rows.shape(q.shape[0], setting.spec.kv_heads, q.shape[1], stop, q.device),
+        "scale": spec.scale,
+        "softcap": spec.softcap,
+        "layer": layer,
+        "layers": layers,
+        "window": None if window is None else window.at(layer, layers),
+        "gone": gone,
+        "past": memory.watched[layer],
+        "states": memory.states,
+        "offline": None if rows.calibration is None else setting.calibrations.layer(rows.calibration, layer),
+    }
+    chunk: Chunk
+    if rows.decodes:
+        chunk = Query(**common, step=stop - 1 - scheduled.span_start, ahead=rows.ahead.get(layer))
+    else:
+        chunk = Chunk(**common)
+    slides = spec.window is not None and spec.window < stop
+    if setting.watch.clock is None:
+        selection = _select(rows, chunk, state, spec, slides)
+    else:
+        with setting.timed("selection"):
+            selection = _select(rows, chunk, state, spec, slides)
+    wants = rows.decodes and not slides and rows.method.acting(state).wants_weights
+    return Chosen(rows, chunk, selection, slides, wants)
+
+
+def read(setting: Setting, chosen: Chosen) -> Result:
+    """Attention over what was chosen."""
+    chunk = chosen.chunk
+    call = Call(chunk.q, chunk.kv, chosen.selection, chunk.scale, chunk.softcap, setting.threads, chosen.want_weights)
+    if setting.watch.clock is None:
+        return run_call(call, setting.backend)
+    with setting.timed("attention"):
+        return run_call(call, setting.backend)
+
+
+def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) -> Tensor:
+    """What follows attention: a layer's sinks, learning from what was read, and counting."""
+    rows, chunk, out, watch = chosen.rows, chosen.chunk, ran.out, setting.watch
+    scheduled, result = rows.scheduled, rows.result
+    if spec.sinks is not None:  # extra logits without values: merge an empty-valued state
+        out, _ = merge_state(
+            out, ran.lse, torch.zeros_like(out), spec.sinks.to(ran.lse.dtype)[:, None].expand_as(ran.lse)
+        )
+    if watch.observer is not None or watch.audit is not None:
+        watch.see(
+            AttentionCall(scheduled.request_id, chunk.layer, scheduled.phase, chunk.q, chunk.kv, ran.used, spec, out)
+        )
+    if watch.clock is None:
+        _learn(chosen, ran)
+    else:
+        with setting.timed("selection"):
+            _learn(chosen, ran)
+    for note in chunk.cost.notes:
+        result.note(note)
+    result.calls.append(CallCount(chunk.layer, ran.used, chunk.cost, ran.backend, ran.coverage))
+    if chunk.q.is_cuda and ran.backend == "reference":
+        result.note(f"{scheduled.phase}: no GPU kernel serves {selection_kind(chosen.selection)} here; torch did")
+    return out
+
+
+def _learn(chosen: Chosen, ran: Result) -> None:
+    rows, chunk = chosen.rows, chosen.chunk
+    if not isinstance(chunk, Query):
+        follow_prefill(rows.scheduled, rows.memory, chunk, chosen.slides)
+    elif not chosen.slides:
+        rows.method.observe(chunk, ran.used, ran.weights, rows.memory.states[chunk.layer])
+
+
+def _select(rows: RequestRows, chunk: Chunk, state: Any, spec: LayerAttention, slides: bool) -> Selection:
+    method, result = rows.method, rows.result
+    selection: Selection
+    if slides:
+        assert spec.window is not None
+        selection = Band(chunk.shape, window=spec.window)
+        if not method.is_dense:
+            result.note("sliding-window layers ran their own window instead of the policy")
+    elif isinstance(chunk, Query):
+        selection = method.select_decode(chunk, state)
+    else:
+        selection = method.select_prefill(chunk)
+    if type(selection) is Dense and not method.is_dense:
+        result.note(ran_dense(rows.scheduled.phase, method.name))
+    if chunk.window is not None:
+        selection = cut(selection, chunk.window)
+    if chunk.gone is None or (isinstance(chunk, Query) and isinstance(state, Evicting)):
+        return selection
+    result.note("an earlier turn evicted keys: they stay unread")
+    return without(selection, chunk.gone)

@@ -1,0 +1,158 @@
+"""The decode rows of a step on a CPU: stored in one call a layer, and attended in one call where that can be.
+
+A row whose method has a device plan (selection.plan) that asks no key for anything reads what its length alone tells.
+It is planned once a step for all layers, so that a layer costs no Python of its own. All other rows are chosen for one
+by one, and share the call where their selections allow it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import lru_cache
+
+from torch import Tensor
+
+from saccade.engine.device_counts import LateCounts
+from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
+from saccade.engine.report import ran_dense
+from saccade.methods.base import Method
+from saccade.models.interface import LayerAttention
+from saccade.ops import Result, cpu, cpu_rows
+from saccade.selection.plan import DevicePlan, Ends, Everything
+
+PLANS = 4096  # of methods used last
+
+
+class FixedPlans:
+    """The plans of methods whose readings hang on a row's length alone, and what rows under them have counted."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
+
+    def of(self, rows: RequestRows) -> DevicePlan | None:
+        """The plan of a decode row; None where something else decides, or somebody looks on."""
+        memory = rows.memory
+        if rows.scheduled.policy.window is not None or not self.setting.watch.idle:
+            return None
+        if memory.has_state or memory.has_gone:
+            return None
+        return self._plan(rows.method)
+
+    def count(self, rows: RequestRows, plan: DevicePlan, backend: str) -> None:
+        """Count a row that was attended under ``plan`` in every layer."""
+        key = rows.scheduled.request_id, plan.name
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = LateCounts(plan, self.setting.spec.heads)
+        if counts.add(rows.scheduled.stop, backend) and not rows.method.is_dense:
+            rows.result.note(ran_dense("decode", plan.method))
+        rows.result.late["host", plan.name] = counts
+
+    def _planned(self, method: Method) -> DevicePlan | None:
+        plan = method.device_plan(self.setting.spec)
+        return plan if plan is not None and all(isinstance(one, Everything | Ends) for one in plan.layers) else None
+
+
+class JoinedRows:
+    """The decode rows ``rows`` of one step, whose new keys count as stored from here on."""
+
+    def __init__(self, setting: Setting, plans: FixedPlans, rows: list[RequestRows]) -> None:
+        self.setting, self.plans = setting, plans
+        self.storage = rows[0].memory.kv.pool.storage
+        self.fixed: list[tuple[RequestRows, DevicePlan]] = []
+        self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
+        for one in rows:
+            plan = plans.of(one)  # None while a clock runs: what it times is told apart
+            if plan is None:
+                self.chosen.append(one)
+            else:
+                self.fixed.append((one, plan))
+        self._stored = cpu_rows.StoredRows(
+            [one.first for one in rows],
+            [one.scheduled.start for one in rows],
+            [one.memory.kv.tables for one in rows],
+            self.storage.format.block_size,
+        )
+        self._attended = cpu_rows.PlannedRows(
+            [one.first for one, _ in self.fixed],
+            [one.scheduled.start for one, _ in self.fixed],
+            [one.memory.kv.tables for one, _ in self.fixed],
+            [_reads(plan, one.scheduled.stop) for one, plan in self.fixed],
+        )
+        for one in rows:
+            one.memory.kv.stored(1)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
+        head_dim], rows before heads in memory."""
+        setting, storage = self.setting, self.storage
+        self._stored.store(layer, k, v, storage.k, storage.v)
+        if layer == 0:
+            self._settle_fixed(q, spec)
+        if self.fixed:
+            by_row = out.transpose(0, 1)
+            self._attended.attend(layer, q, storage.k, storage.v, by_row, spec.scale, spec.softcap, setting.threads)
+            if layer == setting.spec.layers - 1:
+                backend = f"cpu/{cpu.isa()}"
+                for rows, plan in self.fixed:
+                    self.plans.count(rows, plan, backend)
+        if self.chosen:
+            self._run_chosen(layer, q, spec, out)
+
+    def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
+        """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
+        if self.fixed and (spec.sinks is not None or not self._joins(q, self.fixed[0][0], 0)):
+            self.chosen = sorted([*self.chosen, *(rows for rows, _ in self.fixed)], key=lambda rows: rows.first)
+            self.fixed = []
+
+    def _joins(self, q: Tensor, rows: RequestRows, layer: int) -> bool:
+        return cpu_rows.serves(q, rows.memory.kv.view(layer), self.setting.backend) is None
+
+    def _run_chosen(self, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        setting = self.setting
+        joins = spec.sinks is None and len(self.chosen) > 1 and self._joins(q, self.chosen[0], layer)
+        together: list[Chosen] = []
+        for rows in self.chosen:
+            if rows.result.error is not None:
+                continue
+            row = slice(rows.first, rows.first + 1)
+            try:
+                chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
+                selection = chosen.selection
+                if joins and not chosen.want_weights and cpu_rows.serves_row(chosen.chunk.kv, selection) is None:
+                    together.append(chosen)
+                else:
+                    out[:, row] = finish(setting, chosen, spec, read(setting, chosen))
+            except Exception as error:
+                rows.failed(layer, error)
+        if together:
+            self._attend_together(layer, together, q, spec, out)
+
+    def _attend_together(self, layer: int, some: list[Chosen], q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        with self.setting.timed("attention"):
+            lse = cpu_rows.attend(
+                q,
+                [one.rows.first for one in some],
+                [one.chunk.kv for one in some],
+                [one.selection for one in some],
+                out.transpose(0, 1),
+                scale=spec.scale,
+                softcap=spec.softcap,
+                threads=self.setting.threads,
+            )
+        backend = f"cpu/{cpu.isa()}"
+        for one in some:
+            row = slice(one.rows.first, one.rows.first + 1)
+            try:
+                ran = Result(out[:, row], lse[row].transpose(0, 1), one.selection, backend)
+                finish(self.setting, one, spec, ran)
+            except Exception as error:
+                one.rows.failed(layer, error)
+
+
+def _reads(plan: DevicePlan, length: int) -> list[Ends | None]:
+    """What each layer reads of a row that sees ``length`` keys: None for everything."""
+    bands = {one: one if isinstance(one, Ends) and length > one.longest else None for one in set(plan.layers)}
+    return [bands[one] for one in plan.layers]

@@ -1,0 +1,288 @@
+"""The engine's own loop: one thread drives it, any thread or asyncio task talks to it.
+
+Callers put messages into an inbox and get a stream of outputs for each request. Between two steps the loop reads the
+inbox; while nobody waits for anything it sleeps. The thread holds the engine only while it works, so that an engine
+that nobody uses any more can be collected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import torch
+
+from saccade.engine.core import Engine
+from saccade.engine.messages import AddRequest, CancelRequest, ForgetSession, StepOutput
+from saccade.engine.request import Request
+from saccade.engine.stream import Stream
+from saccade.errors import SaccadeError
+
+logger = logging.getLogger(__name__)
+
+
+Message = AddRequest | CancelRequest | ForgetSession
+
+
+@dataclass
+class _Letter:
+    """Messages for the loop, all acted on between the same two steps, and the promise of an answer. ``streams``: where
+    the outputs of added requests go. ``threads``: torch's setting where the letter was written, a thread's own."""
+
+    messages: Sequence[Message] = ()
+    streams: Sequence[Stream] = ()
+    reply: Future[None] = field(default_factory=Future)
+    threads: int = field(default_factory=torch.get_num_threads)
+
+
+_STOP = _Letter()
+_threads: dict[threading.Thread, _Loop] = {}  # those that have not ended
+
+
+@atexit.register
+def _end_all() -> None:
+    """No thread of ours may be at work when the interpreter goes."""
+    for thread, loop in list(_threads.items()):
+        loop.inbox.put(_STOP)
+        thread.join()
+
+
+class AsyncEngine:
+    """An engine behind an inbox. Every method may be called from any thread.
+
+    ``max_waiting`` bounds the requests that queue for the engine: adding more waits until there is room.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int = 1024) -> None:
+        self.engine = engine
+        self._loop = _Loop(weakref.ref(engine), max_waiting)
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(self, self._loop.inbox.put, _STOP)
+
+    def add(self, messages: Sequence[AddRequest]) -> list[Stream]:
+        """Queue requests, all of them before the next step; waits while the queue is full. Raises what Engine.add
+        raises, and then none is queued."""
+        streams = [Stream(message.request_id) for message in messages]
+        reply = self._send(_Letter(messages, streams))
+        try:
+            reply.result()
+        except Exception:
+            raise
+        except BaseException:  # an interrupt of the caller, say: nobody will read these
+            if not reply.cancel():
+                self._send(_Letter([CancelRequest(message.request_id) for message in messages]))
+            raise
+        return streams
+
+    def outputs(self, stream: Stream) -> Iterator[StepOutput]:
+        """The outputs of a request until it has ended. Leaving early cancels it."""
+        finished = False
+        try:
+            while not finished:
+                output = stream.wait()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self.cancel([stream.request_id])
+
+    async def stream(self, message: AddRequest) -> AsyncIterator[StepOutput]:
+        """Queue a request and give its outputs until it has ended. Leaving early, or cancelling the task, cancels it.
+        While the queue is full this waits without blocking the event loop."""
+        arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrived.set)
+
+        stream = Stream(message.request_id, wake)
+        finished = False
+        try:
+            await asyncio.wrap_future(self._send(_Letter([message], [stream])))
+            while not finished:
+                output = stream.take()
+                if output is None:
+                    await arrived.wait()
+                    arrived.clear()
+                    continue
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._send(_Letter([CancelRequest(message.request_id)]))
+
+    def cancel(self, request_ids: Sequence[int]) -> None:
+        """End requests and wait until they have ended. Those that have ended already stay as they are."""
+        self._send(_Letter([CancelRequest(one) for one in request_ids])).result()
+
+    def forget(self, session: int) -> None:
+        """Drop a session and wait until its blocks are back."""
+        if not self._loop.closed:
+            self._send(_Letter([ForgetSession(session)])).result()
+
+    def forget_soon(self, session: int) -> None:
+        """Like :meth:`forget`, without waiting: for finalizers, which may run anywhere."""
+        if not self._loop.closed:
+            self._send(_Letter([ForgetSession(session)]))
+
+    def close(self) -> None:
+        """Cancel everything, end the loop and wait for it. Later calls raise SaccadeError."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+            self._loop.closed = True
+            self._loop.inbox.put(_STOP)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _send(self, letter: _Letter) -> Future[None]:
+        if self._loop.closed:
+            raise SaccadeError("this engine is closed; make a new LLM")
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None and not self._loop.closed:
+                    self._thread = threading.Thread(
+                        target=_drive, args=(self._loop,), name="saccade-engine", daemon=True
+                    )
+                    self._thread.start()
+        self._loop.inbox.put(letter)
+        return letter.reply
+
+
+@dataclass
+class _Loop:
+    """What the loop's thread works on. It refers to the engine weakly while it sleeps."""
+
+    engine_ref: weakref.ref[Engine]
+    max_waiting: int
+    inbox: SimpleQueue[_Letter] = field(default_factory=SimpleQueue)
+    held: deque[_Letter] = field(default_factory=deque)  # letters that wait until the queue is shorter, in order
+    live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
+    closed: bool = False
+
+    @property
+    def engine(self) -> Engine:
+        engine = self.engine_ref()
+        assert engine is not None, "letters are read while somebody holds the engine"
+        return engine
+
+    def read(self, letter: _Letter) -> None:
+        """Do what a letter asks for, or put it off."""
+        full = len(self.engine.scheduler.waiting) >= self.max_waiting
+        if letter.streams and (full or self.held):
+            self.held.append(letter)
+        else:
+            self._answer(letter)
+
+    def _answer(self, letter: _Letter) -> None:
+        if not letter.reply.set_running_or_notify_cancel():
+            return  # its writer has gone
+        if torch.get_num_threads() != letter.threads:
+            torch.set_num_threads(letter.threads)
+        added: list[Request] = []
+        try:
+            for message in letter.messages:
+                self._act(message, added)
+        except Exception as error:
+            for request in added:
+                self.engine.cancel(request)
+            letter.reply.set_exception(error)
+            return
+        self.live.update({request.id: (request, stream) for request, stream in zip(added, letter.streams)})
+        letter.reply.set_result(None)
+
+    def _act(self, message: Message, added: list[Request]) -> None:
+        engine = self.engine
+        if isinstance(message, AddRequest):
+            shared = next((one for one in added if one.id == message.shares), None)
+            added.append(engine.receive(message, shared))
+        elif isinstance(message, ForgetSession):
+            turn = engine.forget_session(message.session)
+            if turn is not None:
+                self._ended(turn.id)
+        elif message.request_id in self.live:
+            engine.cancel(self.live[message.request_id][0])
+            self._ended(message.request_id)
+
+    def _ended(self, request_id: int) -> None:
+        """Tell the reader of a request that ended between two steps."""
+        if request_id in self.live:
+            request, stream = self.live.pop(request_id)
+            stream.put(StepOutput(request_id, outcome=self.engine.answers.outcome(request)))
+
+    def step(self) -> None:
+        """One engine step, and its outputs to whoever reads them."""
+        engine = self.engine
+        try:
+            outputs = engine.step()
+        except BaseException as error:  # nothing that is one request's own: all that run give up, the loop goes on
+            logger.exception("an engine step failed")
+            outputs = engine.abandon(f"the engine's step failed: {type(error).__name__}: {error}")
+        for output in outputs:
+            known = self.live.get(output.request_id)
+            if known is not None:
+                if output.finished:
+                    del self.live[output.request_id]
+                known[1].put(output)
+        while self.held and len(engine.scheduler.waiting) < self.max_waiting:
+            self._answer(self.held.popleft())
+
+    def end(self) -> None:
+        """Cancel all requests and turn away all letters."""
+        self.closed = True
+        for request, _ in list(self.live.values()):
+            self.engine.cancel(request)
+            self._ended(request.id)
+        while True:
+            try:
+                self.held.append(self.inbox.get_nowait())
+            except Empty:
+                break
+        for letter in self.held:
+            if letter is not _STOP and letter.reply.set_running_or_notify_cancel():
+                letter.reply.set_exception(SaccadeError("this engine was closed"))
+        self.held.clear()
+
+
+def _drive(loop: _Loop) -> None:
+    """The thread."""
+    try:
+        _work(loop)
+    except BaseException:  # a mistake of ours: nobody may wait for ever
+        logger.exception("the engine's loop broke")
+        loop.end()
+    finally:
+        _threads.pop(threading.current_thread(), None)
+
+
+def _work(loop: _Loop) -> None:
+    """Sleep on the inbox, work while requests live."""
+    while True:
+        letter = loop.inbox.get()
+        engine = loop.engine_ref()  # held while there is work
+        if letter is _STOP or engine is None:
+            loop.end()
+            return
+        loop.read(letter)
+        del letter
+        while loop.live or loop.held:
+            try:
+                while True:
+                    letter = loop.inbox.get_nowait()
+                    if letter is _STOP:
+                        loop.end()
+                        return
+                    loop.read(letter)
+            except Empty:
+                pass
+            if loop.live or loop.held:
+                loop.step()
+        del engine

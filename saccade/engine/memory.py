@@ -1,0 +1,73 @@
+"""What a worker keeps of a sequence between steps: keys and values, and what its decode method knows of each layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from saccade.kv.blocks import BlockManager
+from saccade.kv.sequence import SequenceKV
+from saccade.methods.base import Evicting
+from saccade.methods.state import fork
+
+
+class SequenceMemory:
+    """One sequence's ``kv``, and for each layer: ``states``, the decode method's; ``tails``, the last prefill queries
+    that its ``begin`` will see; ``gone``, the keys that earlier turns evicted (see methods.Evicting); ``watched``, what
+    it noted of the running prefill."""
+
+    def __init__(self, pool: BlockManager) -> None:
+        self.kv = SequenceKV(pool)
+        self.states: list[Any] = []
+        self.tails: list[Tensor | None] = []
+        self.gone: list[Tensor | None] = []
+        self.watched: list[Any] = []
+        self.forget_method()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a decode method knows anything."""
+        for state in self.states:  # noqa: SIM110  (asked in every step: a generator would take ten times as long)
+            if state is not None:
+                return True
+        return False
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether earlier turns evicted keys."""
+        for gone in self.gone:  # noqa: SIM110  (as above)
+            if gone is not None:
+                return True
+        return False
+
+    @property
+    def evicts(self) -> bool:
+        """Whether keys were evicted, or may be."""
+        return any(isinstance(state, Evicting) for state in self.states) or self.has_gone
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether a prefill under way has left something that its end needs."""
+        return any(kept is not None for kept in (*self.tails, *self.watched))
+
+    def fork(self) -> SequenceMemory:
+        """A copy that shares its blocks and goes its own way. CapacityError where there is no block for a copy of the
+        last, partly filled one."""
+        made = copy.copy(self)
+        made.kv = self.kv.fork()
+        for name in ("states", "tails", "gone", "watched"):
+            setattr(made, name, fork(getattr(self, name)))
+        return made
+
+    def forget_method(self) -> None:
+        """Drop all that decode methods know."""
+        layers = self.kv.layers
+        self.states, self.tails = [None] * layers, [None] * layers
+        self.gone, self.watched = [None] * layers, [None] * layers
+
+    def drop(self) -> None:
+        """Give all blocks back and forget everything."""
+        self.kv.free()
+        self.forget_method()

@@ -1,0 +1,96 @@
+"""What passes between callers and an engine, which may run on another thread or in another process: plain data that
+pickles. Callers choose the ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from saccade.engine.params import SamplingParams
+from saccade.methods.policy import Policy
+
+
+@dataclass(frozen=True)
+class AddRequest:
+    """Complete ``prompt``. ``session``: append it to that session's context, of which the first ``keep`` tokens stay
+    (all by default). ``whole``: the prompt is to be the whole context of the session, and what it shares with what is
+    stored is kept, as far as ``keep`` allows. The last ``decoded`` tokens of the prompt run as decode steps.
+    ``shares``: the id of a request in the same letter with the same prompt and policy, from whose prompt this one goes
+    on."""
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    policy: Policy
+    session: int | None = None
+    keep: int | None = None
+    whole: bool = False
+    decoded: int = 0
+    shares: int | None = None
+
+
+@dataclass(frozen=True)
+class CancelRequest:
+    """End a request now; one that has ended already stays as it is."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class ForgetSession:
+    """Drop a session and give its blocks back; a turn that still runs is cancelled."""
+
+    session: int
+
+
+@dataclass
+class TokenLogprob:
+    """Log-probability of one token under the model's unprocessed distribution; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class RequestOutcome:
+    """How a request ended. ``finish_reason``: ``stop`` (end token or stop string), ``length``, ``cancelled`` or
+    ``error``. ``prompt``: the tokens that this turn appended. ``report``: what it really did (see docs/report.md)."""
+
+    prompt: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    report: dict[str, Any]
+    error: str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, TokenLogprob]] | None = None
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+
+
+@dataclass
+class StepOutput:
+    """What one or more engine steps did for one request. ``prefilled`` of ``prefill_total`` prompt tokens are computed.
+    ``finished``: it is the request's last, and has its ``outcome``."""
+
+    request_id: int
+    new_text: str = ""
+    new_tokens: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    prefill_total: int = 0
+    outcome: RequestOutcome | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.outcome is not None
+
+    def joined(self, later: StepOutput) -> StepOutput:
+        """This output and a later one of the same request as one."""
+        return StepOutput(
+            self.request_id,
+            self.new_text + later.new_text,
+            self.new_tokens + later.new_tokens,
+            max(self.prefilled, later.prefilled),
+            later.prefill_total or self.prefill_total,
+            later.outcome,
+        )

@@ -1,0 +1,189 @@
+"""A sequence: its tokens, how each stretch of them is computed, and what of it is computed so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.step import ScheduledRequest
+from saccade.kv.blocks import BlockManager
+from saccade.methods.base import Evicting
+from saccade.methods.policy import Policy
+
+if TYPE_CHECKING:
+    from saccade.engine.request import Request
+
+_ids = count(1)
+
+
+@dataclass
+class Span:
+    """Tokens ``start .. stop - 1`` are computed in one phase under one policy.
+
+    Spans are kept so that KV that was dropped can be computed again exactly as before: prompts in the same chunks,
+    generated tokens one decode step at a time.
+    """
+
+    start: int
+    stop: int
+    phase: str
+    policy: Policy
+    length: int = 0  # of the context when this was begun, these tokens included; stays when the span is cut short
+    after_cut: bool = False  # a prefill that goes on where tokens were cut off: older states saw what is gone
+
+    def __post_init__(self) -> None:
+        self.length = self.length or self.stop
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What a turn taken back returns to. A prefill leaves the states it finds as they are; none once dropped."""
+
+    reached: int
+    seen: int
+    states: list[Any] = field(default_factory=list)
+    gone: list[Tensor | None] = field(default_factory=list)
+
+
+class Sequence:
+    """The token sequence of a session or a single request. ``memory`` holds its keys, values and method states."""
+
+    def __init__(self, pool: BlockManager, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
+        self.id = next(_ids)
+        self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
+        self.tokens: list[int] = []
+        self.memory = SequenceMemory(pool)
+        self.spans: list[Span] = []
+        self.computed = 0  # tokens whose keys and values are stored
+        self.reached = 0  # where `computed` would stand had nothing been dropped
+        self.seen = 0  # tokens that the states were built from, had nothing been dropped: more than reached after a cut
+        self.turn_start: _Mark | None = None  # where the last turn began, if its keys were there
+        self.turn: Request | None = None  # what is being computed for it now
+
+    def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
+        """Append tokens to be computed in ``phase``; decode tokens of one turn share a span."""
+        start = self.spans[-1].stop if self.spans else 0
+        self.tokens.extend(tokens)
+        last = self.spans[-1] if self.spans else None
+        if last is not None and phase == "decode" and last.phase == "decode" and last.policy == policy:
+            last.stop = len(self.tokens)
+        else:
+            self.spans.append(Span(start, len(self.tokens), phase, policy))
+
+    def begin_turn(self, tokens: list[int], policy: Policy, decoded: int = 0) -> None:
+        """Append a turn, whose last ``decoded`` tokens run as decode steps. A last token of the turn before that was
+        sampled but never computed joins the prefill."""
+        memory = self.memory
+        self._trim_spans(self.reached)
+        self.tokens.extend(tokens)
+        stop = len(self.tokens) - decoded
+        if stop > self.reached:
+            self.spans.append(Span(self.reached, stop, "prefill", policy, after_cut=self.seen > self.reached))
+        elif memory.has_state:
+            self.drop_kv()  # no prefill begins the state anew, and this one may have seen rows that were cut off
+        self.turn_start = None
+        if self.computed == self.reached:
+            self.turn_start = _Mark(self.reached, self.seen, list(memory.states), list(memory.gone))
+        if decoded:
+            self.spans.append(Span(stop, len(self.tokens), "decode", policy))
+
+    def border(self, length: int) -> int:
+        """The longest prefix of at most ``length`` tokens that can be kept exactly: what a sparse prefill selected for
+        its first rows may hang on its last ones, and so may what a decode method evicted at its end; such a stretch is
+        kept whole or not at all."""
+        for span in self.spans:
+            sparse = not span.policy.prefill.is_dense or span.policy.freeze is not None or span.policy.decode.evicts
+            if span.start < length < span.stop and span.phase == "prefill" and sparse:
+                return span.start
+        return length
+
+    def advance(self, stop: int) -> None:
+        """Tokens up to ``stop`` are stored."""
+        self.computed = stop
+        if stop > self.reached:
+            self.reached = self.seen = stop
+
+    def truncate(self, length: int, reached: int | None = None) -> None:
+        """Forget every token from ``length`` on, and what was computed from ``reached`` (default ``length``) on."""
+        self.reached = min(self.reached, length if reached is None else reached)
+        if self.memory.kv.view(0).length > self.reached:  # also by a step that failed on the way
+            self._go_back()
+        if (mark := self.turn_start) is not None and mark.reached == self.reached:
+            self.seen = mark.seen
+        self.computed = min(self.computed, self.reached)
+        del self.tokens[length:]
+        self.memory.kv.truncate(self.computed)
+        self._trim_spans(self.reached)
+
+    def _go_back(self) -> None:
+        """Undo what rows from ``reached`` on have evicted: from the turn's beginning if they are its own, else by
+        computing everything again."""
+        mark, memory = self.turn_start, self.memory
+        evicting = [state for state in memory.states if isinstance(state, Evicting)]
+        begun = any(watched is not None for watched in memory.watched)
+        known = max((gone.shape[1] for gone in memory.gone if gone is not None), default=0)
+        memory.watched = [None] * len(memory.watched)
+        back = mark is not None and mark.reached == self.reached
+        lost = back and memory.has_state  # those of the turn before, unless marked
+        if mark is not None and back and mark.states:
+            memory.states, memory.gone = list(mark.states), list(mark.gone)
+        elif lost or self.reached < known or begun or not all(state.holds(self.reached) for state in evicting):
+            self.drop_kv()
+
+    def _trim_spans(self, stop: int) -> None:
+        for span in self.spans:
+            span.stop = min(span.stop, stop)
+        self.spans = [span for span in self.spans if span.stop > span.start]
+
+    def undo(self, rows: ScheduledRequest) -> None:
+        """Take back a step that broke off between layers, so that it can run again."""
+        memory = self.memory
+        if (rows.phase == "decode" and memory.has_state) or memory.evicts or memory.is_learning:
+            self.drop_kv()  # state may have seen the step already; it is built again with the keys
+        else:
+            self.computed = rows.start
+            memory.kv.truncate(rows.start)
+
+    def drop_kv(self) -> None:
+        """Give all blocks back; the next steps compute them again."""
+        self.memory.drop()
+        self.computed = 0
+        self.turn_start = self.turn_start and _Mark(self.turn_start.reached, self.turn_start.seen)
+        if self.rope_regime(len(self.tokens)) == self.rope_regime(1):
+            self.spans = _merged_if_dense(self.spans)
+
+    def take_over(self, other: Sequence) -> None:
+        """Go on from where ``other``, of the same tokens and spans, stands now: share its blocks, and a copy of what
+        its method knows. CapacityError, changing nothing, where no block is left for what is this one's own."""
+        self.memory = other.memory.fork()
+        self.computed, self.reached, self.seen = other.computed, other.reached, other.seen
+
+    def restart(self, policy: Policy | None = None) -> None:
+        """Forget all that was computed: the next turn prefills every token, or with ``policy`` the next steps do."""
+        self.drop_kv()
+        self.reached = self.seen = 0
+        self.spans = [] if policy is None else [Span(0, len(self.tokens), "prefill", policy)]
+
+    def next_rows(self, chunk: int) -> tuple[int, int, Span] | None:
+        """The next rows to compute: a chunk of a prefill span, or one token of a decode span; None when all are stored.
+
+        Chunk borders depend on the span alone, never on what else is in the batch.
+        """
+        for span in self.spans:
+            if self.computed < span.stop:
+                if span.phase == "decode":
+                    return self.computed, self.computed + 1, span
+                return self.computed, min(self.computed + chunk, span.stop), span
+        return None
+
+
+def _merged_if_dense(spans: list[Span]) -> list[Span]:
+    """Dense decode steps give the keys that a dense prefill gives, so they may be computed again in chunks."""
+    if spans and all(span.policy == Policy() for span in spans):
+        return [Span(spans[0].start, spans[-1].stop, "prefill", spans[-1].policy)]
+    return spans

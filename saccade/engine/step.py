@@ -1,0 +1,169 @@
+"""What passes between the scheduler and whoever runs a step: plain data, no live request.
+
+The scheduler makes a :class:`StepInput`, a worker runs it and returns a :class:`StepResult`; the engine alone turns
+results into tokens, reports and finished requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.methods.base import Cost
+from saccade.methods.policy import Policy
+from saccade.selection import Selection
+
+LogprobEntries = dict[int, tuple[float, int]]  # token -> (log-probability, rank)
+
+
+class ScheduledRequest(NamedTuple):
+    """Rows ``start .. stop - 1`` of one sequence, for one request.
+
+    A prefill runs rows of the span ``span_start .. span_stop - 1``; ``span_length`` is the context's length when that
+    span was begun, which freezing counts from and which stays when the span is cut short. A decode step has one row, or
+    several when rows are drafted: each sees the keys up to its own. ``after_cut``: the prefill goes on where tokens
+    were cut off, so older method states saw what is gone.
+
+    ``wants_logits``: the last row's logits choose the next token; ``all_logits``: so do those of all rows. ``greedy``:
+    of these only the likeliest token is wanted. ``scored``: pairs (row, token) whose log-probability is wanted, with
+    the ``top`` likeliest ones beside it.
+    """
+
+    request_id: int
+    sequence_id: int
+    start: int
+    stop: int
+    phase: str
+    policy: Policy
+    span_start: int
+    span_stop: int
+    span_length: int
+    after_cut: bool = False
+    wants_logits: bool = False
+    all_logits: bool = False
+    greedy: bool = False
+    scored: tuple[tuple[int, int], ...] = ()
+    top: int = 0
+
+    @property
+    def length(self) -> int:
+        """Rows."""
+        return self.stop - self.start
+
+    @property
+    def ends_span(self) -> bool:
+        """Whether a prefill ends with these rows."""
+        return self.phase == "prefill" and self.stop == self.span_stop
+
+    @property
+    def rope_length(self) -> int:
+        """The length that decides length-dependent rotary factors: the whole prefill's, as an unchunked run has it."""
+        return self.stop if self.phase == "decode" else self.span_stop
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """One step. Request i owns rows ``query_start_loc[i] .. query_start_loc[i + 1] - 1``.
+
+    ``input_ids``, ``positions`` int64 [rows]. ``seq_lens[i]``: keys that request i has after the step.
+    ``block_tables[i]``: int64 [blocks], the logical blocks of its sequence. ``slot_mapping`` int64 [rows]: logical
+    block * block_size + offset, where each row's key and value go in every layer.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    input_ids: Tensor
+    positions: Tensor
+    query_start_loc: tuple[int, ...]
+    block_tables: tuple[Tensor, ...]
+    slot_mapping: Tensor
+
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        return tuple(one.request_id for one in self.scheduled)
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        return tuple(one.stop for one in self.scheduled)
+
+    def __len__(self) -> int:
+        return len(self.scheduled)
+
+    def part(self, which: Sequence[int]) -> StepInput:
+        """The requests ``which`` (rising numbers) as a step of their own."""
+        if len(which) == len(self.scheduled):
+            return self
+        spans = [(self.query_start_loc[i], self.query_start_loc[i + 1]) for i in which]
+        starts = [0]
+        for first, last in spans:
+            starts.append(starts[-1] + last - first)
+        rows = [slice(first, last) for first, last in spans]
+        return StepInput(
+            tuple(self.scheduled[i] for i in which),
+            torch.cat([self.input_ids[row] for row in rows]),
+            torch.cat([self.positions[row] for row in rows]),
+            tuple(starts),
+            tuple(self.block_tables[i] for i in which),
+            torch.cat([self.slot_mapping[row] for row in rows]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CallCount:
+    """What one attention call of one request did at ``layer``: ``used`` was read. ``coverage`` fp32 [units]: what a
+    stopping rule believed it had covered."""
+
+    layer: int
+    used: Selection
+    cost: Cost
+    backend: str
+    coverage: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SkipCount:
+    """Rows of a prefill that skipped ``layer``: ``frozen`` by their policy, to whom the causal mask allows ``pairs``
+    (query row, key) pairs; ``unread`` because nobody reads what they would become."""
+
+    layer: int
+    frozen: int
+    pairs: int
+    unread: int
+
+
+@dataclass
+class RequestResult:
+    """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the likeliest of
+    each row wanted, where that was asked for and the device found it. ``late``: counts that stay on a device until a
+    report is asked for. ``undone``: the step broke for reasons that need not be this request's; its rows are to be
+    taken back and scheduled again."""
+
+    logits: Tensor | None = None
+    tokens: list[int] | None = None
+    prompt_scores: dict[int, LogprobEntries] = field(default_factory=dict)  # by place of the token in the sequence
+    calls: list[CallCount] = field(default_factory=list)
+    skips: list[SkipCount] = field(default_factory=list)
+    late: dict[Any, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    error: str | None = None
+    undone: bool = False
+
+    def note(self, text: str) -> None:
+        """Add a sentence to the request's report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass
+class StepResult:
+    """What a step did, by request id. ``bytes_moved`` between tiers, ``misses`` (blocks that were not resident) and
+    ``waits`` (seconds that the step waited for them) belong to the step as a whole."""
+
+    requests: dict[int, RequestResult]
+    seconds: float = 0.0
+    bytes_moved: int = 0
+    misses: int = 0
+    waits: float = 0.0

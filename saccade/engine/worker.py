@@ -1,0 +1,157 @@
+"""Runs steps: packed rows of many requests through the layers, attention from the backends, results as plain data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from saccade.engine.host import HostBackend
+from saccade.engine.host_calls import Setting
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.sampler import row_logprobs
+from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult
+from saccade.models.interface import Runner, ScoredRows, Segment
+from saccade.ops import triton
+
+if TYPE_CHECKING:
+    from saccade.engine.device import DeviceBackend
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs steps of a model for the sequences that it remembers (``memories``, by sequence id).
+
+    ``exact`` runs the rows of each request by themselves. Matrix products round differently for different numbers of
+    rows, so only then is a result the same to the last bit whatever else is in the batch; packed, all rows share
+    one pass over the weights.
+    """
+
+    def __init__(self, runner: Runner, setting: Setting, exact: bool = False, cuda_graphs: bool = True) -> None:
+        self.runner = runner
+        self.setting = setting
+        self.exact = exact
+        self.memories: dict[int, SequenceMemory] = {}
+        self._alone: set[int] = set()  # requests whose pass broke: each is tried once more by itself
+        self.host = HostBackend(setting)
+        self.device = device_backend(runner, setting, cuda_graphs)
+
+    def run(self, step: StepInput) -> StepResult:
+        """Compute the rows of ``step`` and store their keys and values.
+
+        A request whose own rows fail gets an ``error``; the others are unaffected. What an interrupt leaves half-done
+        is the caller's to undo.
+        """
+        began = time.perf_counter()
+        result = StepResult({one.request_id: RequestResult() for one in step.scheduled})
+        for part in self._parts(step):
+            left = self._run_on_device(step, part, result)
+            if left:
+                self._run_packed(step.part(left), result)
+        result.seconds = time.perf_counter() - began
+        return result
+
+    def _parts(self, step: StepInput) -> list[list[int]]:
+        """Which requests share a pass."""
+        alone = [[number] for number, one in enumerate(step.scheduled) if self.exact or one.request_id in self._alone]
+        self._alone -= set(step.request_ids)
+        single = {number for (number,) in alone}
+        together = [number for number in range(len(step)) if number not in single]
+        return [together, *alone] if together else alone
+
+    def _run_on_device(self, step: StepInput, which: Sequence[int], result: StepResult) -> list[int]:
+        """Run the requests among ``which`` that recorded steps serve; returns the others."""
+        device = self.device
+        if device is None:
+            return list(which)
+        left: list[int] = []
+        served: list[int] = []
+        for number in which:
+            why_not = device.serves(step, number, self.memories[step.scheduled[number].sequence_id])
+            (served if why_not is None else left).append(number)
+        for part in device.parts(served):
+            try:
+                result.requests |= device.run(step.part(part), self.memories)
+            except device.Failed as error:
+                logger.warning("a batched decode step failed, its rows run one by one: %s", error)
+                for number in part:
+                    result.requests[step.scheduled[number].request_id].note(
+                        f"decode: the batched step failed and torch served rows one by one: {error}"
+                    )
+                left += part
+        return sorted(left)
+
+    def _run_packed(self, step: StepInput, result: StepResult) -> None:
+        """One pass of the layers over all rows of ``step``. Where it breaks, its requests are to be tried again, each
+        in a pass of its own, so that only those fail that cannot run alone."""
+        try:
+            self._pass(step, result)
+        except Exception as error:
+            logger.debug("a pass over %d requests failed", len(step), exc_info=True)
+            text = f"{type(error).__name__}: {error}"
+            for one in step.scheduled:
+                if len(step) == 1:
+                    result.requests[one.request_id].error = f"{one.phase}: {text}"
+                else:
+                    result.requests[one.request_id].undone = True
+                    self._alone.add(one.request_id)
+
+    def _pass(self, step: StepInput, result: StepResult) -> None:
+        context = self.host.plan(step, self.memories, result.requests)
+        segments: list[Segment] = []
+        wanted: list[int] = []  # packed rows whose logits choose tokens
+        scored: list[tuple[int, int, int, ScheduledRequest]] = []
+        for one, first in zip(step.scheduled, step.query_start_loc):
+            segments.append(Segment(first, one.length, one.rope_length))
+            scored += [(first + row - one.start, row + 1, token, one) for row, token in one.scored]
+            if one.all_logits:
+                wanted += range(first, first + one.length)
+            elif one.wants_logits:
+                wanted.append(first + one.length - 1)
+        logits = self.runner.run(
+            step.input_ids,
+            step.positions,
+            context,
+            segments=segments,
+            logit_rows=torch.tensor(wanted, dtype=torch.long),
+            scored=_prompt_scores(scored, result) if scored else None,
+            frozen=context.frozen,
+            ahead=context.ahead_rows(),
+        ).cpu()  # sampling draws on the CPU
+        done = 0
+        for one in step.scheduled:
+            rows = one.length if one.all_logits else int(one.wants_logits)
+            if rows and result.requests[one.request_id].error is None:
+                result.requests[one.request_id].logits = logits[done : done + rows]
+            done += rows
+
+
+def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:
+    """``scored``: (packed row, place of the token that it predicts, that token, its request)."""
+
+    def visit(first: int, logits: Tensor) -> None:
+        part = scored[first : first + len(logits)]
+        entries_of = row_logprobs(logits, [token for _, _, token, _ in part], max(one.top for _, _, _, one in part))
+        for (_, place, chosen, one), entries in zip(part, entries_of):
+            result.requests[one.request_id].prompt_scores[place] = {
+                token: entry for token, entry in entries.items() if entry[1] <= one.top or token == chosen
+            }
+
+    return ScoredRows(torch.tensor([row for row, _, _, _ in scored]), visit)
+
+
+def device_backend(runner: Runner, setting: Setting, cuda_graphs: bool) -> DeviceBackend | None:
+    """Whoever serves recorded decode steps; None where the model is on no GPU or the Triton kernels are not to run."""
+    device = getattr(runner, "device", None)
+    if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():
+        return None
+    if runner.spec.head_dim % 16 or runner.spec.head_dim > 256:
+        return None  # as for every kernel: see ops.triton.dispatch.supports
+    from saccade.engine.device import DeviceBackend  # needs Triton
+
+    return DeviceBackend(cast(Any, runner), cuda_graphs, setting.watch)

@@ -1,0 +1,238 @@
+"""Logical blocks: who holds them, and where each lies.
+
+A logical block is ``block_size`` tokens of one sequence over all layers and KV heads. Where its parts lie is one map,
+``slots`` [layer, kv_head or 1, block] -> slot or -1, so that a part can leave its slot and come back to another one
+while the sequence keeps its block table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from saccade.errors import CapacityError, SaccadeError
+from saccade.kv.format import KVFormat
+from saccade.kv.storage import KVStorage
+
+
+class BlockManager:
+    """Hands out logical blocks over ``storage`` for ``layers`` layers.
+
+    ``slots``: int32 [layers, kv_heads or 1, logical_blocks] on the storage's device, -1 where a part is not resident or
+    a block is free. It is made once and changed in place, so that a recorded graph sees the changes; ``host_slots`` is
+    the same on the host. With ``heads_apart`` every KV head has slots of its own: head g of a slot is then free or
+    taken apart from the slot's other heads.
+
+    Slots are counted by num_blocks, free_blocks and used_blocks; with ``heads_apart`` a slot is free where all its
+    heads are. ``logical_blocks`` defaults to what the storage holds when every block is resident in every layer.
+    Not safe for use by several threads at once.
+    """
+
+    def __init__(
+        self, storage: KVStorage, layers: int, *, heads_apart: bool = False, logical_blocks: int | None = None
+    ) -> None:
+        count = max(1, storage.num_blocks // max(1, layers)) if logical_blocks is None else logical_blocks
+        if layers < 1 or count < 1:
+            raise SaccadeError(f"layers={layers} and logical_blocks={count} must both be at least 1")
+        self.storage, self.layers = storage, layers
+        self.rows = storage.format.kv_heads if heads_apart else 1
+        self.host_slots = torch.full((layers, self.rows, count), -1, dtype=torch.int32, device="cpu")
+        self.slots = self.host_slots.to(storage.device)  # the same tensor on a CPU
+        self._map = self.host_slots.numpy()
+        self._free_slots = [list(range(storage.num_blocks - 1, -1, -1)) for _ in range(self.rows)]
+        self._free = list(range(count - 1, -1, -1))
+        self._holders: list[tuple[int, ...]] = [()] * count  # sequences, the owner first
+        self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
+        self.step = 0
+        self.version = 0  # grows when a part of a held block changes its slot
+        self.absent = 0  # parts of held blocks that are not resident
+        self._ids = 0
+
+    @property
+    def format(self) -> KVFormat:
+        return self.storage.format
+
+    @property
+    def num_blocks(self) -> int:
+        return self.storage.num_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        return min(map(len, self._free_slots))
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - self.free_blocks
+
+    @property
+    def logical_blocks(self) -> int:
+        return len(self._holders)
+
+    @property
+    def free_logical(self) -> int:
+        return len(self._free)
+
+    def new_owner(self) -> int:
+        """A number that no other sequence has."""
+        self._ids += 1
+        return self._ids
+
+    def advance(self) -> None:
+        """A step begins: what is used from now on is used later than all before."""
+        self.step += 1
+
+    def touch(self, blocks: np.ndarray) -> None:
+        """Note that ``blocks`` (int ids) are used in this step."""
+        self.last_use[blocks] = self.step
+
+    def slots_for(self, tokens: int) -> int:
+        """Slots that ``tokens`` tokens of one sequence need over all layers."""
+        return self.layers * self.format.blocks(tokens)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of ``tokens`` tokens fits when nothing else is stored."""
+        return self.slots_for(tokens) <= self.num_blocks and self.format.blocks(tokens) <= self.logical_blocks
+
+    def references(self, block: int) -> int:
+        """How many sequences hold a block; 0 if it is free."""
+        return len(self._holders[block])
+
+    def owner(self, block: int) -> int | None:
+        """The sequence that has held a block longest; None if it is free."""
+        return self._holders[block][0] if self._holders[block] else None
+
+    def allocate(self, count: int, owner: int) -> list[int]:
+        """``count`` logical blocks for sequence ``owner``, resident in every layer. Raises CapacityError, taking
+        nothing, when slots or logical blocks are short."""
+        if count <= 0:
+            return []
+        wanted = count * self.layers
+        if wanted > self.free_blocks:
+            raise CapacityError(f"{wanted} KV blocks wanted but {self.free_blocks} of {self.num_blocks} are free")
+        if count > len(self._free):
+            raise CapacityError(
+                f"{count} logical KV blocks wanted but {len(self._free)} of {self.logical_blocks} are free"
+            )
+        blocks = _take(self._free, count)
+        places = [np.array(_take(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
+        self._map[:, :, blocks] = np.stack(places, 1)
+        self._publish(blocks)
+        for block in blocks:
+            self._holders[block] = (owner,)
+        self.last_use[blocks] = self.step
+        return blocks
+
+    def share(self, blocks: Sequence[int], holder: int) -> None:
+        """Let sequence ``holder`` hold ``blocks`` too. Raises SaccadeError, changing nothing, for a block that is free
+        or that it holds already."""
+        for block, times in Counter(blocks).items():
+            if not self._holders[block] or holder in self._holders[block] or times > 1:
+                raise SaccadeError(
+                    f"KV block {block} cannot be shared with sequence {holder}: {self._held_by(block)}, and each "
+                    "sequence holds a block once"
+                )
+        for block in blocks:
+            self._holders[block] += (holder,)
+
+    def release(self, blocks: Sequence[int], holder: int) -> None:
+        """Sequence ``holder`` lets go of ``blocks``; those that nobody holds any more are free. Raises SaccadeError,
+        changing nothing, for a block that it does not hold."""
+        for block, times in Counter(blocks).items():
+            if holder not in self._holders[block] or times > 1:
+                raise SaccadeError(
+                    f"sequence {holder} releases KV block {block}, which it does not hold: {self._held_by(block)}"
+                )
+        freed = []
+        for block in blocks:
+            self._holders[block] = tuple(other for other in self._holders[block] if other != holder)
+            if not self._holders[block]:
+                freed.append(block)
+        if freed:
+            self.absent -= int((self._map[:, :, freed] < 0).sum())
+            for layer in range(self.layers - 1, -1, -1):  # so that the next to allocate gets them in the same order
+                self._vacate(layer, range(self.rows), freed)
+            self._publish(freed)
+            self._free.extend(reversed(freed))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block's content in every layer. SaccadeError where a part of either is not resident."""
+        self.require_resident(source)
+        self.require_resident(target)
+        self.storage.copy(*(torch.from_numpy(self.lookup([block])[..., 0]) for block in (source, target)))
+
+    def require_resident(self, block: int) -> None:
+        """Raise SaccadeError unless every part of a block has a slot."""
+        for layer, head in np.argwhere(self._map[:, :, block] < 0)[:1].tolist():
+            raise SaccadeError(f"KV block {block} is not resident in layer {layer}, KV head {head}: admit it first")
+
+    def lookup(self, blocks: Sequence[int]) -> np.ndarray:
+        """Slots of ``blocks``: int32 [layers, kv_heads or 1, len(blocks)], on the host."""
+        return self._map[:, :, list(blocks)]
+
+    def resident(self, layer: int, block: int, kv_head: int = 0) -> bool:
+        """Whether one KV head's part of a block has a slot in ``layer``; heads that share slots answer alike."""
+        return bool(self._map[layer, kv_head if self.rows > 1 else 0, block] >= 0)
+
+    def evict(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
+        """Free the slots of ``blocks`` in one layer, of one KV head if they lie apart. What was in them is gone from
+        here: whoever evicts keeps it elsewhere. SaccadeError for a part that is not resident."""
+        rows = self._rows(kv_head)
+        for block in blocks:
+            if (self._map[layer, rows, block] < 0).any():
+                raise SaccadeError(f"KV block {block} is not resident in layer {layer}: it cannot be evicted")
+        self._vacate(layer, rows, list(blocks))
+        self._publish(list(blocks))
+        self.version += 1
+        self.absent += len(blocks) * len(rows)
+
+    def admit(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
+        """Give ``blocks`` slots in one layer again, whose rows the caller fills. Raises CapacityError, taking nothing,
+        when slots are short; SaccadeError for a part that is resident or a block that is free."""
+        rows, blocks = self._rows(kv_head), list(blocks)
+        for block in blocks:
+            if not self._holders[block] or (self._map[layer, rows, block] >= 0).any():
+                raise SaccadeError(f"KV block {block} is free, or resident in layer {layer}: it cannot be admitted")
+        free = min(len(self._free_slots[row]) for row in rows)
+        if len(blocks) > free:
+            raise CapacityError(f"{len(blocks)} KV blocks wanted but {free} of {self.num_blocks} are free")
+        for row in rows:
+            self._map[layer, row, blocks] = _take(self._free_slots[row], len(blocks))
+        self._publish(blocks)
+        self.version += 1
+        self.absent -= len(blocks) * len(rows)
+
+    def _rows(self, kv_head: int | None) -> range:
+        if kv_head is None:
+            return range(self.rows)
+        if self.rows == 1:
+            raise SaccadeError(f"kv_head={kv_head}: KV heads share slots here; leave it out, or use heads_apart=True")
+        return range(kv_head, kv_head + 1)
+
+    def _vacate(self, layer: int, rows: range, blocks: list[int]) -> None:
+        for row in rows:
+            places = self._map[layer, row, blocks]
+            self._free_slots[row].extend(places[places >= 0][::-1].tolist())
+            self._map[layer, row, blocks] = -1
+
+    def _publish(self, blocks: list[int]) -> None:
+        """Bring the device's map up to date for ``blocks``, in one transfer."""
+        if self.slots is self.host_slots:
+            return
+        index = torch.tensor(blocks, device="cpu")
+        changed = torch.cat([self.host_slots[:, :, index].flatten(0, 1), index[None].int()]).to(self.slots.device)
+        self.slots.flatten(0, 1).index_copy_(1, changed[-1].long(), changed[:-1])
+
+    def _held_by(self, block: int) -> str:
+        holders = self._holders[block]
+        return f"held by sequence {', '.join(map(str, holders))}" if holders else "it is free"
+
+
+def _take(free: list[int], count: int) -> list[int]:
+    """The last ``count`` of ``free``, the last first."""
+    kept = len(free) - count
+    taken = free[kept:][::-1]
+    del free[kept:]
+    return taken

@@ -1,0 +1,56 @@
+"""Summaries of one layer's full blocks, extended as blocks fill and kept contiguous for scoring."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.kv.summaries import summarize_view
+from saccade.kv.view import KVView
+
+
+class KeptSummaries:
+    """``buffer`` [>= filled, parts, kv_heads, head_dim]: what ``summarize_view`` makes of the first ``filled`` blocks;
+    what lies behind them means nothing."""
+
+    def __init__(self, kind: str, block_size: int, buffer: Tensor | None = None, filled: int = 0) -> None:
+        self.kind, self.block_size = kind, block_size
+        self.filled = filled
+        self.buffer = torch.empty(0, device="cpu") if buffer is None else buffer
+
+    @property
+    def made(self) -> Tensor:
+        """The summaries there are."""
+        return self.buffer[: self.filled]
+
+    def upto(self, view: KVView) -> Tensor:
+        """[full blocks, parts, kv_heads, head_dim], those of blocks that filled since made now."""
+        full = view.length // self.block_size
+        if full > self.filled or self.buffer.dim() == 1:
+            fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
+            if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
+                self._grow(max(full, 2 * self.filled, 16), fresh)
+            self.buffer[self.filled : full] = fresh
+            self.filled = full
+        return self.buffer[:full]
+
+    def room(self, blocks: int, view: KVView) -> Tensor:
+        """The whole buffer, summaries up to date, with room for ``blocks``."""
+        self.upto(view)
+        if blocks > self.buffer.shape[0]:
+            self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
+        return self.buffer
+
+    def truncate(self, length: int) -> None:
+        """Forget blocks that are not full any more when ``length`` tokens are left."""
+        self.filled = min(self.filled, length // self.block_size)
+
+    def fork(self) -> KeptSummaries:
+        """A copy that goes its own way."""
+        return KeptSummaries(self.kind, self.block_size, self.buffer.clone(), self.filled)
+
+    def _grow(self, blocks: int, like: Tensor) -> None:
+        grown = like.new_empty(blocks, *like.shape[1:])
+        if self.filled:
+            grown[: self.filled] = self.made
+        self.buffer = grown

@@ -1,0 +1,58 @@
+"""Rows into slots and out of them by torch's indexing, on any device; and what another way must offer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from saccade.kv.paged import Paged
+
+
+class RowMover(Protocol):
+    """Copies rows between plain tensors and slots that are resident: this module, or one with kernels for a device."""
+
+    def store(self, paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
+        """Write ``k``, ``v`` [kv_heads, t, head_dim], of any strides, to positions ``start ..`` of ``paged``."""
+
+    def gather(self, pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
+        """Positions ``start .. stop - 1`` of ``pool``, one of a Paged's two, in one piece: [kv_heads, stop - start,
+        head_dim]."""
+
+
+def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
+    """See RowMover."""
+    size, count, table = paged.format.block_size, k.shape[1], paged.block_table
+    if table.shape[0] > 1 or table.is_cuda:  # a GPU's slots are not known here, and asking for them would wait
+        positions = torch.arange(start, start + count, device=table.device)
+        slots = table[:, positions // size].long()  # [kv_heads or 1, t]
+        heads = torch.arange(k.shape[0], device=table.device)[:, None]
+        for pool, rows in ((paged.k, k), (paged.v, v)):
+            pool[slots, heads, positions % size] = rows.to(pool.dtype)
+        return
+    shared, done = table[0], 0
+    while done < count:
+        block, offset = divmod(start + done, size)
+        whole = (count - done) // size if offset == 0 else 0
+        if whole:  # blocks in one go
+            slots, step = shared[block : block + whole].long(), whole * size
+            for pool, rows in ((paged.k, k), (paged.v, v)):
+                pool[slots] = rows[:, done : done + step].unflatten(1, (whole, size)).transpose(0, 1).to(pool.dtype)
+        else:
+            slot, step = int(shared[block]), min(size - offset, count - done)
+            for pool, rows in ((paged.k, k), (paged.v, v)):
+                pool[slot, :, offset : offset + step] = rows[:, done : done + step].to(pool.dtype)
+        done += step
+
+
+def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
+    """See RowMover."""
+    size = pool.shape[2]
+    first, last = start // size, -(-stop // size)
+    if block_table.shape[0] == 1:
+        rows = pool[block_table[0, first:last].long()].transpose(0, 1)
+    else:
+        heads = torch.arange(block_table.shape[0], device=pool.device)[:, None]
+        rows = pool[block_table[:, first:last].long(), heads]
+    return rows.flatten(1, 2)[:, start - first * size : stop - first * size].contiguous()

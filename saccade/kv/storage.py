@@ -1,0 +1,59 @@
+"""One pool of KV slots for all layers of all sequences (PSA, section 3.4): the memory, not who uses it.
+
+A slot holds one layer's block of one sequence: ``block_size`` tokens of every KV head. Slots are interchangeable
+between layers, so a layer that keeps little leaves room for one that keeps much. Who has which slot is known to the
+BlockManager.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.errors import CapacityError
+from saccade.kv import rows
+from saccade.kv.format import KVFormat
+from saccade.kv.rows import RowMover
+from saccade.machine import ask_for_huge_pages, show_bytes
+
+
+class KVStorage:
+    """``k`` and ``v``: [num_blocks, kv_heads, block_size, head_dim], laid out as ``format`` says, never moved.
+
+    ``mover`` copies rows into slots and out of them. By default it is torch's indexing; whoever makes storage on a GPU
+    hands in what has a kernel for it. Raises CapacityError where there is no room for one slot, or no such memory.
+    """
+
+    def __init__(
+        self, format: KVFormat, num_blocks: int, device: str | torch.device = "cpu", mover: RowMover | None = None
+    ) -> None:
+        if num_blocks < 1:
+            raise CapacityError(f"a KV pool needs at least one block, got {num_blocks}; raise kv_memory")
+        self.format = format
+        self.num_blocks = num_blocks
+        self.mover: RowMover = rows if mover is None else mover
+        try:
+            self.k = torch.empty(format.shape(num_blocks), dtype=format.dtype, device=device)
+            self.v = torch.empty(format.shape(num_blocks), dtype=format.dtype, device=device)
+        except RuntimeError as error:
+            wanted = num_blocks * format.block_bytes
+            raise CapacityError(
+                f"a KV pool of {show_bytes(wanted)} cannot be had on {device}; give a smaller kv_memory"
+            ) from error
+        for part in (self.k, self.v):
+            ask_for_huge_pages(part)
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the rows of slots ``source`` to slots ``target``, int [n, kv_heads or 1] on the host: with a column for
+        each KV head, that head's rows alone."""
+        source, target = (slots.long().to(self.device) for slots in (source, target))
+        for part in (self.k, self.v):
+            if source.shape[1] == 1:
+                part[target[:, 0]] = part[source[:, 0]]
+            else:
+                heads = torch.arange(source.shape[1], device=self.device)
+                part[target, heads] = part[source, heads]

@@ -1,0 +1,157 @@
+"""CIS: similar queries near each other share the keys that one of them retrieved (PrHS; docs/algorithms.md 5.2, 5.3).
+
+Decode steps come in blocks. A query whose cosine with an earlier retrieving query of its block exceeds ``tau`` reads
+that one's keys and their neighbours; any other retrieves, by exact top-k. With a window (``psaw``) and a freeze
+(``etf``) this is CPE. Choices where the paper is silent or errs:
+
+* only queries that retrieved are shared with, so that neither drift nor dilation adds up;
+* the retrieving query itself reads its exact top-k; those who share read the dilated set;
+* ``cover_gap``: keys that were local when the set was retrieved and have left the window since are read as well;
+  without it, as printed, they are in neither set;
+* blocks count decode steps of the turn (``align="step"``) or positions in the context (``"position"``).
+
+At least every ``s``-th step of a head retrieves: retrieval ratios below 1 / s, as in the paper's Table VI, cannot be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
+from saccade.methods.state import MethodState
+from saccade.selection import Candidates, Dense, Selection, Tokens
+
+AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context
+
+
+@dataclass
+class CISState(MethodState):
+    """``fresh``: which units retrieve at the step at hand, bool [units]; None if none does."""
+
+    replaced: ClassVar[frozenset[str]] = frozenset({"fresh"})
+
+    block: int = -1
+    anchors: Anchors | None = None
+    fresh: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CIS(Method):
+    """Share the top-``k`` of a query with later ones of its block of ``s`` steps whose cosine with it exceeds ``tau``.
+
+    ``k`` is a number of keys, or a fraction of the context below 1; the first ``sinks`` and the last ``local`` keys are
+    read beside it. The ``m`` best keys (default: a third of k) bring their neighbours up to ``r`` away into the shared
+    set. With ``follow`` who shares also reads where the steps since would have moved those best keys, and up to
+    ``follow`` away: a copy looks one key further at every step. ``unit="kv_head"`` decides for whole groups, by the
+    cosine of their concatenated queries and their mean weights. ``s=1`` or ``tau=1`` retrieves at every step.
+    """
+
+    name: ClassVar[str] = "cis"
+    paper: ClassVar[str] = "PrHS, pre-hoc sparsity (CIS)"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    wants_weights: ClassVar[bool] = True
+
+    tau: float = 0.8
+    s: int = 16
+    k: float = 432
+    sinks: int = 16
+    local: int = 64
+    r: int = 1
+    m: int | None = None
+    unit: str = "q_head"
+    cover_gap: bool = True
+    align: str = "step"
+    follow: int | None = None
+
+    def __post_init__(self) -> None:
+        require_number("tau", self.tau, -1.0, 1.0)
+        require_whole("s", self.s, 1)
+        whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
+        fraction = isinstance(self.k, float) and 0 < self.k < 1
+        require(whole or fraction, "k", self.k, "an integer >= 1 (keys), or a fraction between 0 and 1 of the context")
+        require_whole("sinks", self.sinks, 0)
+        require_whole("local", self.local, 1)
+        require_whole("r", self.r, 0)
+        for name in ("m", "follow"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name), 0)
+        require_choice("unit", self.unit, ("q_head", "kv_head"))
+        require_choice("cover_gap", self.cover_gap, (False, True))
+        require_choice("align", self.align, ("step", "position"))
+
+    def budget(self, keys: int) -> int:
+        """How many of ``keys`` keys a query retrieves."""
+        return int(self.k) if self.k >= 1 else max(1, math.ceil(round(self.k * keys, 9)))
+
+    def begin(self, segment: Chunk) -> CISState:
+        return CISState()
+
+    def select_decode(self, query: Query, state: CISState) -> Selection:
+        shape, n = query.shape, query.shape.k_len
+        k = self.budget(n)
+        state.fresh = None
+        if n <= self.sinks + k + self.local:
+            return Dense(shape)
+        units = shape.heads if self.unit == "q_head" else shape.kv_heads
+        anchors = self._anchors(query, state, units)
+        moves = self.follow or 0, self.sinks  # nothing moves where the anchors remember no best keys
+        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap, moves)
+        query.cost.estimated += anchors.count
+        if _late(query):  # only the device knows who searches, and asking would make the host wait
+            share_of = searching.double().mean()
+            query.cost.add_late(scored=n * share_of, searches=shape.heads * share_of)
+            query.cost.searches = 0
+            state.fresh = searching
+        else:
+            searches = int(searching.sum())
+            query.cost.scored += round(n * searches / units)
+            query.cost.searches = searches * shape.heads // units
+            state.fresh = searching if searches else None
+        k_of = torch.where(searching, k, n)
+        gap = n - 1 - anchors.first if anchors.count else 0
+        most = max(k, anchors.capacity + anchors.most + gap) + self.sinks + self.local
+        return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh, most=most)
+
+    def _anchors(self, query: Query, state: CISState, units: int) -> Anchors:
+        """Those of the query's block of steps."""
+        shape, (heads, _, head_dim) = query.shape, query.q.shape
+        block = (query.step if self.align == "step" else shape.q_start) // self.s
+        if state.anchors is None or block != state.block:
+            state.anchors = state.anchors or Anchors.empty(units, heads * head_dim // units, device=query.q.device)
+            state.block, state.anchors.count = block, 0
+        capacity, most = self._room(shape.k_len)
+        if capacity > state.anchors.capacity or most > state.anchors.most:
+            state.anchors.widen(*self._room(shape.k_len + AHEAD))
+        return state.anchors
+
+    def _room(self, keys: int) -> tuple[int, int]:
+        """How many keys a list holds at most after a step that sees ``keys``, and how many best ones are remembered:
+        all that was retrieved may be shared, with the neighbours of its best."""
+        spread = self._spread(keys)
+        most = 0 if self.follow is None else spread
+        return min(keys, self.budget(keys) + self.sinks + self.local + 2 * self.r * spread), most
+
+    def _spread(self, keys: int) -> int:
+        """How many of the keys retrieved out of ``keys`` bring their neighbours along."""
+        return min(keys, self.budget(keys) // 3 if self.m is None else self.m)
+
+    def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
+        searching, anchors = state.fresh, state.anchors
+        state.fresh = None
+        if searching is None or anchors is None or not isinstance(selection, Tokens) or weights is None:
+            return
+        n = query.shape.k_len
+        keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self._spread(n), self.r)
+        if query.window is not None:
+            leave_out(anchors, (query.window.sink_keys, query.window.start(n - 1)))
+
+
+def _late(query: Query) -> bool:
+    """Whether the counts of a step come later than its selection."""
+    return query.q.is_cuda

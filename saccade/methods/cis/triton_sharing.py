@@ -1,0 +1,236 @@
+"""CIS on the device: which earlier query resembles the one at hand, what it shared, and what a new one will share.
+Means what sharing.py means; nothing is read back to the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.layout import flat, rows
+from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton.common import also, begin, launched, pad
+from saccade.selection import Tokens
+
+if TYPE_CHECKING:
+    from saccade.methods.cis.sharing import Anchors
+
+
+def share(
+    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``sharing.share``; there is room for two lists' worth behind the indices that mean something."""
+    anchors.check()
+    q = rows(q)
+    units, channels = anchors.directions.shape[1:]
+    gap = max(0, length - 1 - anchors.first) if cover_gap and anchors.count else 0
+    whose = torch.empty(units, dtype=torch.int32, device=q.device)
+    counts = torch.empty(units, dtype=torch.int64, device=q.device)
+    searching = torch.empty(units, dtype=torch.bool, device=q.device)
+    shared = (anchors.counts, anchors.positions, whose, counts)
+    _resemble[(units,)](
+        q,
+        anchors.directions,
+        anchors.has,
+        *shared,
+        searching.view(torch.uint8),
+        q.stride(0),
+        anchors.count,
+        length - local,
+        local,
+        tau,
+        HEAD=q.shape[1],
+        HEADS_EACH=channels // q.shape[1],
+        UNITS=units,
+        GAP=cover_gap,
+        WIDTH=pad(channels),
+        num_warps=4,
+        **launched(q.device),
+    )
+    room = anchors.capacity + gap if anchors.count else 0
+    indices = torch.empty(units * room, dtype=torch.int32, device=q.device)
+    if not room:
+        return torch.zeros(units + 1, dtype=torch.int64, device=q.device), indices, searching
+    offsets = torch.empty(units + 1, dtype=torch.int64, device=q.device)
+    _copy_shared[(triton.cdiv(room, 1024), units)](
+        anchors.keys,
+        *shared,
+        offsets,
+        indices,
+        anchors.capacity,
+        local,
+        UNITS=units,
+        SPAN=1024,
+        num_warps=4,
+        **launched(q.device),
+    )
+    return offsets, indices, searching
+
+
+def keep(
+    anchors: Anchors, at: int, read: Tokens, weights: Tensor, middle: tuple[int, int], best: int, reach: int
+) -> None:
+    """The lists of anchor ``at``: see ``sharing.keep``. ``read`` has a list for each of its units."""
+    anchors.check()
+    units, weights = anchors.units, rows(weights)
+    offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
+    marks = torch.zeros(units, read.shape.k_len, dtype=torch.int8, device=weights.device)
+    args = (anchors.has[at].view(torch.uint8), offsets, indices, weights, marks, weights.stride(0))
+    _mark[(units,)](
+        *args,
+        marks.shape[1],
+        *middle,
+        best,
+        EACH=weights.shape[0],
+        REACH=reach,
+        SPAN=1024,
+        num_warps=4,
+        **launched(weights.device),
+    )
+    _list_marks[(units,)](
+        marks,
+        anchors.counts[at],
+        anchors.keys[at],
+        marks.shape[1],
+        anchors.capacity,
+        SPAN=4096,
+        num_warps=8,
+        **launched(weights.device),
+    )
+
+
+@triton.jit(do_not_specialize=["anchored", "window"])
+def _resemble(
+    q_ptr, directions, has, sizes, positions, whose, counts, searching, q_head, anchored, window, local, tau,
+    HEAD: tl.constexpr, HEADS_EACH: tl.constexpr, UNITS: tl.constexpr, GAP: tl.constexpr, WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Store the direction of the unit's query behind the last anchor, and find the latest anchor that it resembles."""
+    begin(EARLY)
+    unit = tl.program_id(0)
+    CHANNELS: tl.constexpr = HEAD * HEADS_EACH
+    channel = tl.arange(0, WIDTH)
+    real = channel < CHANNELS
+    row = unit * HEADS_EACH + channel // HEAD
+    q = tl.load(q_ptr + row.to(tl.int64) * q_head + channel % HEAD, mask=real, other=0.0).to(tl.float32)
+    direction = q / tl.maximum(tl.sqrt(tl.sum(q * q, 0)), 1e-38)
+    tl.store(directions + (anchored * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=real)
+    found = -1
+    for number in tl.range(0, anchored):
+        at = number * UNITS + unit
+        other = tl.load(directions + at.to(tl.int64) * CHANNELS + channel, mask=real, other=0.0)
+        alike = (tl.sum(direction * other, 0) > tau) & (tl.load(has + at) != 0)
+        found = tl.where(alike, number, found)
+    known = tl.maximum(found, 0)
+    count = tl.load(sizes + known * UNITS + unit).to(tl.int64)
+    if GAP:
+        count += tl.maximum(window - (tl.load(positions + known) + 1 - local), 0)
+    tl.store(whose + unit, found)
+    tl.store(counts + unit, tl.where(found < 0, 0, count))
+    tl.store(searching + unit, tl.cast(found < 0, tl.uint8))
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _copy_shared(
+    keys, sizes, positions, whose, counts, offsets, indices, capacity, local,
+    UNITS: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit = tl.program_id(1)
+    found = tl.maximum(tl.load(whose + unit), 0)
+    count = tl.load(counts + unit).to(tl.int32)
+    before = tl.arange(0, triton.next_power_of_2(UNITS))
+    start = tl.sum(tl.load(counts + before, mask=before < unit, other=0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(offsets + unit, start)  # the next unit's program stores where this one's list ends
+        if unit == UNITS - 1:
+            tl.store(offsets + UNITS, start + count)
+    at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    size = tl.load(sizes + found * UNITS + unit)
+    left = tl.load(positions + found).to(tl.int32) + 1 - local
+    listed = keys + (found * UNITS + unit).to(tl.int64) * capacity
+    key = tl.load(listed + at, mask=(at < size) & (at < count), other=0)
+    key = tl.where(at < size, key, left + at - size)
+    tl.store(indices + start + at, key, mask=at < count)
+
+
+@triton.jit
+def _mean_weight(weights, place, valid, weight_row, EACH: tl.constexpr, SPAN: tl.constexpr):
+    total = tl.zeros([SPAN], tl.float32)
+    for number in tl.static_range(EACH):
+        total += tl.load(weights + number * weight_row + place, mask=valid, other=0.0)
+    return total / EACH
+
+
+@triton.jit(
+    do_not_specialize=["weight_row", "length", "low", "high", "best"],
+    do_not_specialize_on_alignment=["has", "offsets", "indices", "weights", "marks"],
+)
+def _mark(
+    has, offsets, indices, weights, marks, weight_row, length, low, high, best,
+    EACH: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Mark the unit's keys between ``low`` and ``high`` and the neighbours of the ``best`` heaviest. The least weight
+    of those is found one bit at a time: weights are not negative, so their bits order as they do."""
+    begin(EARLY)
+    unit = tl.program_id(0)
+    if tl.load(has + unit) != 0:
+        start = tl.load(offsets + unit)
+        count = (tl.load(offsets + unit + 1) - start).to(tl.int32)
+        at = tl.arange(0, SPAN)
+        mine = marks + unit.to(tl.int64) * length
+        bound = tl.full([], 0, tl.uint32)
+        digits = tl.arange(0, 16)
+        spare = best
+        for step in tl.static_range(8):
+            shift = 28 - 4 * step
+            found = tl.zeros([16], tl.int32)
+            for first in tl.range(0, count, SPAN):
+                valid = first + at < count
+                key = tl.load(indices + start + first + at, mask=valid, other=0)
+                inside = valid & (key >= low) & (key < high)
+                weight = _mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN)
+                order = ordered_bits(weight)
+                if step > 0:
+                    inside = inside & ((order >> (shift + 4)) == (bound >> (shift + 4)))
+                digit = tl.where(inside, ((order >> shift) & 15).to(tl.int32), -1)
+                found += tl.sum((digit[:, None] == digits[None, :]).to(tl.int32), 0)
+            reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found
+            least = tl.max(tl.where(reach >= spare, digits, 0), 0)
+            spare -= tl.sum(tl.where(digits > least, found, 0), 0)
+            bound = bound | (least.to(tl.uint32) << shift)
+        level_before = 0
+        for first in tl.range(0, count, SPAN):
+            valid = first + at < count
+            key = tl.load(indices + start + first + at, mask=valid, other=0)
+            inside = valid & (key >= low) & (key < high)
+            order = ordered_bits(_mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN))
+            level = inside & (order == bound)
+            earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
+            heavy = also(inside, best > 0) & ((order > bound) | (level & (earlier <= spare)))
+            level_before += tl.sum(level.to(tl.int32), 0)
+            tl.store(mine + key, tl.full([SPAN], 1, tl.int8), mask=inside)
+            for away in tl.static_range(1, REACH + 1):
+                tl.store(mine + key + away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key + away < high))
+                tl.store(mine + key - away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key - away >= low))
+
+
+@triton.jit(do_not_specialize=["length", "capacity"], do_not_specialize_on_alignment=["marks", "counts", "keys"])
+def _list_marks(marks, counts, keys, length, capacity, SPAN: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    unit = tl.program_id(0)
+    at = tl.arange(0, SPAN)
+    count = 0
+    for first in tl.range(0, length, SPAN, num_stages=3):
+        marked = tl.load(marks + unit.to(tl.int64) * length + first + at, mask=first + at < length, other=0).to(
+            tl.int32
+        )
+        place = count + tl.cumsum(marked, 0) - 1
+        tl.store(keys + unit.to(tl.int64) * capacity + place, first + at, mask=(marked != 0) & (place < capacity))
+        count += tl.sum(marked, 0)
+    tl.store(counts + unit, tl.minimum(count, capacity))

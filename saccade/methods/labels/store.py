@@ -1,0 +1,219 @@
+"""Labels: a few channels of every key in a few bits, scored instead of the keys themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.kv.view import KVView
+from saccade.methods.state import MethodState
+from saccade.ops import cpu
+from saccade.ops.cpu_structs import STORAGE, address, native, pool_of, table_of
+from saccade.ops.scores import top_places
+
+WHOLE_BITS = 16  # labels are then stored as they are
+PACKED_BITS = 4  # up to which two channels share a byte
+TILE = 16  # keys whose codes lie together, channel by channel
+STEP_KEYS = 8192  # keys labelled at once
+
+
+@dataclass(eq=False)
+class Labels(MethodState):
+    """``channels`` int64 [kv_heads, r] of the keys of one sequence and layer, quantized by token over its channels,
+    from the least to the greatest (Double Sparsity, HShare), or whole (InfiniGen's partial keys). ``basis`` fp32
+    [kv_heads, head_dim, head_dim]: what queries and keys are multiplied by before channels are taken. Grows with the
+    keys.
+
+    Codes are uint8 [kv_heads, tiles, planes, 16], a plane being one channel or two in 4 bits each, beside fp32
+    [kv_heads, tiles, 2, 16], the least value and the step of each key; whole labels are fp32 [kv_heads, keys, r].
+    """
+
+    replaced: ClassVar[frozenset[str]] = frozenset({"channels", "basis"})
+    grown: ClassVar[frozenset[str]] = frozenset({"_codes", "_range"})
+
+    channels: Tensor
+    bits: int
+    basis: Tensor | None = None
+    length: int = 0
+    begun: int = 0  # keys that were there when labelling began: those of the prompt that chose the channels
+    _codes: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    _range: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+
+    def holds(self, length: int) -> bool:
+        return length >= self.begun
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        self.length = min(self.length, length)
+
+    def saved_fields(self) -> dict[str, Any]:
+        """Without the room to grow, and with zeros for the rest of the last tile."""
+        tiles, rest = divmod(self.length, 1 if self.whole else TILE)
+        parts = super().saved_fields()
+        for name in ("_codes", "_range"):
+            if parts[name].dim() > 1:  # there are some
+                parts[name] = parts[name][:, : tiles + bool(rest)].clone()
+                if rest:
+                    parts[name][:, -1, :, rest:] = 0
+        return parts
+
+    @property
+    def whole(self) -> bool:
+        return self.bits == WHOLE_BITS
+
+    @property
+    def packed(self) -> bool:
+        return self.bits <= PACKED_BITS
+
+    def extend(self, kv: KVView) -> None:
+        """Take in the keys of ``kv`` that are new."""
+        if kv.length == self.length:
+            return
+        self.begun = self.begun or kv.length
+        paged = kv.paged()
+        readable = kv.dtype in STORAGE and kv.head_dim % 16 == 0
+        if self._serves(paged.k) is None and self.basis is None and readable:
+            self._extend(kv)
+            return
+        tile = 1 if self.whole else TILE
+        for start in range(self.length // tile * tile, kv.length, STEP_KEYS):  # a tile begun is made anew
+            stop = min(start + STEP_KEYS, kv.length)
+            keys = kv.keys(start, stop).float()
+            keys = keys if self.basis is None else keys @ self.basis
+            labels = keys.gather(2, self.channels[:, None].expand(-1, keys.shape[1], -1))
+            rows = slice(start // tile, -(-stop // tile))
+            if self.whole:
+                self._codes = self._with_room(self._codes, rows.stop, labels)
+                self._codes[:, rows] = labels
+            else:
+                codes, extent = self._quantized(labels)
+                self._make_room(rows.stop, codes, extent)
+                self._codes[:, rows], self._range[:, rows] = codes, extent
+            self.length = stop
+
+    def scores(self, q: Tensor, unit: str = "q_head") -> Tensor:
+        """``q`` [heads, head_dim] against every label: fp32 [units, length], unscaled; of a ``kv_head`` its group's
+        mean."""
+        picked = self._picked(q, unit)
+        if self._serves(self._codes) is None:
+            scores = torch.empty(picked.shape[0] * picked.shape[1], self.length, device="cpu")
+            self._run(picked, scores=scores)
+            return scores
+        if self.whole:
+            return (picked @ self._codes[:, : self.length].transpose(1, 2)).flatten(0, 1)
+        codes = self._codes[:, : -(-self.length // TILE)]
+        if self.packed:
+            codes = torch.stack([codes & 15, codes >> 4], 3).flatten(2, 3)[:, :, : picked.shape[2]]
+        low, step = self._range[:, None, : codes.shape[1]].unbind(3)  # [G, 1, tiles, 16]
+        products = torch.einsum("ghr,gtrk->ghtk", picked, codes.float())
+        products = products * step + picked.sum(-1)[..., None, None] * low
+        return products.flatten(2)[..., : self.length].flatten(0, 1)
+
+    def top(self, q: Tensor, unit: str, count: int, first: int, last: int) -> Tensor:
+        """The ``count`` keys of highest score among ``first .. last - 1``, ties to the lower: int32 [units, count],
+        rising."""
+        if 0 < count < last - first and self._serves(self._codes) is None:
+            picked = self._picked(q, unit)
+            best = torch.empty(picked.shape[0] * picked.shape[1], count + 1, dtype=torch.int32, device="cpu")
+            self._run(picked, first=first, last=last, best=best)
+            return best[:, :count]
+        scores = self.scores(q, unit)[:, first:last]
+        return (top_places(scores, min(count, last - first)) + first).to(torch.int32)
+
+    def _picked(self, q: Tensor, unit: str) -> Tensor:
+        """The labels' channels of each unit's query, fp32 [kv_heads, rows, r]."""
+        grouped = q.float().unflatten(0, (self.channels.shape[0], -1))
+        if unit == "kv_head":  # the mean of dot products is that of the mean query
+            grouped = grouped.mean(1, keepdim=True)
+        grouped = grouped if self.basis is None else grouped @ self.basis
+        return grouped.gather(2, self.channels[:, None].expand(-1, grouped.shape[1], -1))
+
+    def _quantized(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """``labels`` [G, m, r] as whole tiles of codes and of (least, step)."""
+        low, high = labels.amin(-1, keepdim=True), labels.amax(-1, keepdim=True)
+        step = (high - low) / (2**self.bits - 1)
+        codes = ((labels - low) / step.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.uint8)
+        codes, extent = (_tiles(part) for part in (codes, torch.cat([low, step], -1)))
+        if self.packed:
+            codes = torch.nn.functional.pad(codes, (0, 0, 0, codes.shape[2] % 2))
+            codes = codes[:, :, 0::2] | (codes[:, :, 1::2] << 4)
+        return codes, extent
+
+    def _make_room(self, tiles: int, codes: Tensor, extent: Tensor) -> None:
+        self._codes = self._with_room(self._codes, tiles, codes)
+        self._range = self._with_room(self._range, tiles, extent)
+
+    def _with_room(self, buffer: Tensor, rows: int, like: Tensor) -> Tensor:
+        """``buffer``, or a larger one like ``like`` [G, any, ...] with its content, for ``rows`` of the second axis."""
+        if self.length and rows <= buffer.shape[1]:
+            return buffer
+        grown = like.new_empty(like.shape[0], max(rows, 2 * buffer.shape[1] if self.length else 0), *like.shape[2:])
+        if self.length:
+            grown[:, : buffer.shape[1]] = buffer
+        return grown
+
+    def _extend(self, kv: KVView) -> None:
+        """``extend`` by the kernel."""
+        kv_heads, count = self.channels.shape
+        planes = (count + 1) // 2 if self.packed else count
+        codes = torch.empty(kv_heads, 0, planes, TILE, dtype=torch.uint8, device="cpu")
+        extent = torch.empty(kv_heads, 0, 2, TILE, device="cpu")
+        self._make_room(-(-kv.length // TILE), codes, extent)
+        channels, paged = self.channels.contiguous(), kv.paged()
+        wanted = native.LabelKeys(
+            threads=torch.get_num_threads(),
+            channel=channels.data_ptr(),
+            channels=count,
+            bits=self.bits,
+            tiles=self._codes.shape[1],
+            first=self.length // TILE * TILE,
+            last=kv.length,
+            codes=address(self._codes),
+            range=address(self._range),
+        )
+        cpu.kernels().label_keys(pool_of(paged.k, paged.v), table_of(paged.block_table), wanted)
+        self.length = kv.length
+
+    def _serves(self, of: Tensor) -> str | None:
+        """Why the kernels cannot work on ``of``, the keys or the codes; None where they can."""
+        if self.whole:
+            return "labels that are whole are a plain product"
+        if not cpu.available():
+            return cpu.why_unavailable()
+        if of.device.type != "cpu" or not of.is_contiguous():
+            return f"keys and codes must be contiguous and lie on the CPU, not on {of.device}"
+        return None
+
+    def _run(
+        self, picked: Tensor, scores: Tensor | None = None, first: int = 0, last: int = 0, best: Tensor | None = None
+    ) -> None:
+        picked = picked.contiguous()
+        kv_heads, rows, channels = picked.shape
+        cpu.kernels().label_scores(
+            native.LabelScores(
+                threads=torch.get_num_threads(),
+                q=picked.data_ptr(),
+                kv_heads=kv_heads,
+                rows=rows,
+                channels=channels,
+                tiles=self._codes.shape[1],
+                length=self.length,
+                packed=self.packed,
+                codes=address(self._codes),
+                range=address(self._range),
+                scores=address(scores),
+                first=first,
+                last=last,
+                count=0 if best is None else best.shape[1] - 1,
+                best=address(best),
+            )
+        )
+
+
+def _tiles(rows: Tensor) -> Tensor:
+    """[G, m, r] -> [G, ceil(m / 16), r, 16]."""
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % TILE))
+    return padded.unflatten(1, (-1, TILE)).transpose(2, 3)

@@ -1,0 +1,304 @@
+"""LFPS: candidates predicted from what a head attended to before; exact top-k inside them (docs/algorithms.md 1).
+
+Two decayed tables per head remember which positions (vertical lines) and which distances (slash lines) received weight.
+A step scores only the keys that a table holds above a threshold, and their neighbours. A head that rests on its sinks
+anyway is bypassed. Choices where the paper errs or is silent, the other value of each option being the paper:
+
+* ``slash_shift_on_read``: eq. 7 reads the slash table as the last row left it, one position too old, so that a pure
+  slash head never finds its key. The table is stored by distance here and read for the row at hand;
+* ``bypass="sink_mean"``: a bypassed head returns its sinks' output merged with the mean value at the estimated weight
+  of everything else; ``"sink"`` leaves the mean out, ``"mean"`` is Alg. 1, which returns the mean value alone;
+* ``bypass_shift``: a bypass leaves the tables aligned with the row; in the paper they fall behind by one;
+* ``read_local``: the ``local`` last keys, whose logits the bypass needs, are always read, counted in ``k``;
+  the paper reads only the current token beside its top-k;
+* the threshold of eq. 8 is printed with kurtosis over n, and meant so: with the n nearly everything is a candidate;
+* ``gate="paper"`` drops candidates that exceed neither table's mean, those above a threshold among them
+  (``"off_for_c0"`` spares those). ``a=none, gate=off`` makes every key a candidate: exact top-k;
+* ``blocks``: history cannot foresee what a query asks for that no query asked before. So the keys of the ``blocks``
+  blocks of ``block_size`` whose mean keys agree best with the query are candidates too, one mean read per block; the
+  paper has none (0);
+* ``least``: k never falls below so many keys, where 2 % of a short context is a handful; the paper has no floor (1);
+* ``rest="sample"``: the mean value stands for all keys that are no candidates, at the weight that ``probes`` of them
+  suggest: heads that average over much of the context lose little (the paper's third finding, which it uses for
+  bypassed heads alone: ``none``);
+* ``history="restart"``: a new turn fills the tables from its own last rows alone; ``"keep"`` lets what the turn before
+  left decay by a step for each of them and joins it, unless tokens were cut off since. The paper knows one turn.
+
+The paper to the letter: ``lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean,
+bypass_shift=false, read_local=false)``. The mean key and value, and the spread, are those of the prompt;
+``running_means=true`` lets decoded tokens into the means.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.lfps import device
+from saccade.methods.lfps.prompt import last_rows, last_spread
+from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
+from saccade.methods.lfps.tables import GATES, ScoreTables, candidates, join_blocks, learn
+from saccade.methods.state import MethodState
+from saccade.ops.block_scores import top_blocks
+from saccade.ops.weights import as_tokens
+from saccade.selection import Candidates, Dense, Selection
+
+
+@dataclass
+class LFPSState(MethodState):
+    replaced: ClassVar[frozenset[str]] = frozenset({"spread", "idle"})
+
+    tables: ScoreTables
+    mean_key: Tensor  # fp32 [kv_heads, head_dim], over all keys but the sinks, as is mean_value
+    mean_value: Tensor
+    counted: int  # keys in the means
+    spread: Tensor  # fp32 [heads]: variance of the last prompt row's logits over the square of its query's norm
+    seen: int  # the last row that the tables know of
+    idle: Tensor | None = None  # bool [heads]: who was bypassed in the step at hand
+
+    def holds(self, length: int) -> bool:
+        return length == self.seen + 1
+
+
+@dataclass
+class TurnBefore(MethodState):
+    """What the turn before left, for ``history="keep"``; nothing where tokens were cut off since."""
+
+    state: LFPSState | None
+
+
+@dataclass(frozen=True)
+class LFPS(Method):
+    """Exact top-``k`` among keys that decayed attention histories predict, and those of the most promising blocks.
+
+    ``k`` is a number of keys or, below 1, a fraction of the keys that are no sinks, at least ``least``; the first
+    ``sinks`` are read beside it. ``s`` prompt rows fill the tables, ``r`` is their decay, ``a`` scales their
+    thresholds, ``before`` and ``after`` say how far candidates spread. A head is bypassed when its sinks' estimated
+    share exceeds ``epsilon`` (1: never).
+    ``unit="kv_head"`` keeps one pair of tables and one set of keys per KV head, by the group's mean weights; bypasses
+    stay each query head's own.
+    """
+
+    name: ClassVar[str] = "lfps"
+    paper: ClassVar[str] = "LFPS, sparse decode on CPUs by attention histories"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    wants_weights: ClassVar[bool] = True
+
+    k: float = 0.02
+    s: int = 32
+    r: float = 0.95
+    a: float | None = 0.2
+    epsilon: float = 0.85
+    sinks: int = 4
+    local: int = 6
+    before: int = 1
+    after: int = 2
+    unit: str = "q_head"
+    blocks: int = 128
+    block_size: int = 8
+    least: int = 256
+    rest: str | None = "sample"
+    probes: int = 64
+    history: str = "restart"
+    gate: str = "paper"
+    bypass: str = "sink_mean"
+    slash_shift_on_read: bool = True
+    bypass_shift: bool = True
+    read_local: bool = True
+    running_means: bool = False
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
+        require(
+            whole or (isinstance(self.k, float) and 0 < self.k < 1),
+            "k",
+            self.k,
+            "an integer >= 1 (keys), or a fraction between 0 and 1 of the keys that are no sinks",
+        )
+        require_whole("s", self.s, 1)
+        require_number("r", self.r, 0.0, 1.0)
+        require(self.r < 1, "r", self.r, "a number from 0 to below 1")
+        if self.a is not None:
+            require_number("a", self.a, 0.0, 1e6)
+        require_number("epsilon", self.epsilon, 0.0, 1.0)
+        for name in ("sinks", "before", "after", "blocks"):
+            require_whole(name, getattr(self, name), 0)
+        require(max(self.before, self.after) < 64, "before, after", (self.before, self.after), "at most 63")
+        require_whole("local", self.local, 1)
+        require_whole("least", self.least, 1)
+        require_whole("probes", self.probes, 1)
+        require_choice("rest", self.rest, ("sample", None))
+        require_choice("block_size", self.block_size, (4, 8, 16, 32, 64, 128))
+        require_choice("history", self.history, ("restart", "keep"))
+        require_choice("unit", self.unit, ("q_head", "kv_head"))
+        require_choice("gate", self.gate, GATES)
+        require_choice("bypass", self.bypass, ("sink_mean", "sink", "mean"))
+        for name in ("slash_shift_on_read", "bypass_shift", "read_local", "running_means"):
+            require_choice(name, getattr(self, name), (False, True))
+        object.__setattr__(self, "tail_rows", self.s)
+        object.__setattr__(self, "watches", self.history == "keep")
+
+    def budget(self, keys: int) -> int:
+        """How many of ``keys`` keys that are no sinks a row reads, the local ones among them."""
+        return int(self.k) if self.k >= 1 else max(self.least, math.ceil(round(self.k * keys, 9)))
+
+    def watch(self, chunk: Chunk) -> TurnBefore:
+        if isinstance(chunk.past, TurnBefore):
+            return chunk.past
+        state = chunk.states[chunk.layer] if chunk.layer < len(chunk.states) else None
+        return TurnBefore(state if isinstance(state, LFPSState) and state.seen == chunk.shape.q_start - 1 else None)
+
+    def begin(self, segment: Chunk) -> LFPSState:
+        kv, shape = segment.kv, segment.shape
+        end, rows = shape.q_start + shape.q_len, min(self.s, shape.q_len)
+        first = min(self.sinks, end)
+        units = shape.heads if self.unit == "q_head" else shape.kv_heads
+        vertical, slash = last_rows(segment, units, rows, first)
+        for lines in (vertical, slash):
+            lines *= 1.0 / (2 * (1.0 - self.r))
+        keys, values = (part(first, end).float() for part in (kv.keys, kv.values))
+        mean_key, mean_value = (part.sum(1) / max(1, end - first) for part in (keys, values))
+        past = segment.past.state if isinstance(segment.past, TurnBefore) else None
+        if past is not None and past.tables.units == units and past.tables.first == first:
+            past.tables.decayed_into(vertical, slash, self.r**rows)
+        tables = ScoreTables.of(vertical, slash, first, end - 1)
+        return LFPSState(tables, mean_key, mean_value, end - first, last_spread(segment, first), end - 1)
+
+    def select_decode(self, query: Query, state: LFPSState) -> Selection:
+        shape, tables = query.shape, state.tables
+        position = shape.q_start
+        length = position + 1 - tables.first
+        tables.grow(length)
+        if self.running_means:
+            self._extend_means(query, state)
+        if self.slash_shift_on_read and self.bypass_shift:
+            tables.row.fill_(position)
+        else:
+            tables.row += int(self.slash_shift_on_read)  # what `row` is at rest depends on bypasses: see observe
+        state.idle = None
+        budget = self.budget(length)
+        if length <= budget:
+            return Dense(shape)
+        if device.serves(self, query, state) is None:
+            return device.select_candidates(self, query, state, length)
+        rest = self._bypass(query, state) if self.epsilon < 1 else None
+        local = min(self.local if self.read_local else 1, length)
+        if self.a is None and self.gate == "off":
+            chosen = Candidates.all_keys(shape, tables.units, max(0, budget - local), tables.first, local)
+            offsets, indices, full = chosen.offsets, chosen.indices, chosen.full
+            query.cost.scored += shape.causal_pairs
+        else:
+            offsets, indices = self._candidates(query, tables, length, local, state.idle)
+            full = None
+            query.cost.scored += round(int(offsets[-1]) / tables.units) + local + tables.first
+            if self.rest == "sample" and query.window is None and query.gone is None:  # else some keys are hidden
+                rest = self._unread(query, state, offsets, indices, shape.k_len - local, rest)
+        return Candidates(
+            shape,
+            offsets,
+            indices,
+            torch.full((tables.units,), max(0, budget - local), device=offsets.device),
+            tables.first,
+            local,
+            full,
+            state.idle,
+            0 if self.bypass == "mean" else tables.first,
+            rest,
+        )
+
+    def _candidates(
+        self, query: Query, tables: ScoreTables, length: int, local: int, idle: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the tables foresee, and the keys of the best blocks."""
+        skip = None if idle is None else idle.view(tables.units, -1).all(1)
+        offsets, indices = candidates(
+            tables,
+            length,
+            length - local,
+            self.a,
+            self.gate,
+            (self.before, self.after),
+            tables.row - tables.first,
+            skip,
+        )
+        full = query.shape.k_len // self.block_size
+        if self.blocks == 0 or full == 0:
+            return offsets, indices
+        query.cost.estimated += full
+        summary = query.kv.summary("stored_mean", self.block_size)
+        best = top_blocks(query.q[:, 0], summary, tables.units, min(self.blocks, full), 0, full)
+        return join_blocks(offsets, indices, best, self.block_size, tables.first, query.shape.k_len - local)
+
+    def _unread(
+        self,
+        query: Query,
+        state: LFPSState,
+        offsets: Tensor,
+        indices: Tensor,
+        stop: int,
+        bypassed: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What stands for the keys that are no candidates; for bypassed heads, what does already."""
+        first = state.tables.first
+        lse = sampled_rest(query.q, query.kv, offsets, indices, first, stop, self.probes, query.scale, query.softcap)
+        query.cost.scored += min(self.probes, stop - first)
+        if state.idle is not None:
+            lse = torch.where(state.idle, -torch.inf if bypassed is None else bypassed[0], lse)
+        return lse, state.mean_value.repeat_interleave(query.shape.group, 0)
+
+    def _bypass(self, query: Query, state: LFPSState) -> tuple[Tensor, Tensor] | None:
+        """Decide who is bypassed (state.idle), and what stands for the keys that they leave out."""
+        shape, first = query.shape, state.tables.first
+        if first == 0:
+            return None
+        log_count = math.log(max(1, shape.q_start + 1 - first))
+        lse = sink_share(
+            query.q,
+            query.kv,
+            shape,
+            first,
+            self.local,
+            state.mean_key,
+            state.spread,
+            log_count,
+            query.scale,
+            query.softcap,
+        )
+        query.cost.scored += first + self.local
+        query.cost.estimated += 1
+        idle = torch.exp(lse[:, 0] - torch.logsumexp(lse, 1)) > self.epsilon
+        if not bool(idle.any()):
+            return None
+        state.idle = idle
+        if self.bypass == "sink":
+            return None
+        value = state.mean_value.repeat_interleave(shape.group, 0)
+        return torch.where(idle, lse[:, 1], -torch.inf), value
+
+    def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LFPSState) -> None:
+        tables = state.tables
+        if not (self.slash_shift_on_read and self.bypass_shift):  # else `row` is set anew in every step
+            rests = torch.zeros(tables.units, dtype=torch.bool, device=tables.row.device)
+            if state.idle is not None and not self.bypass_shift:
+                rests = state.idle.view(tables.units, -1).all(1)
+            if self.slash_shift_on_read:
+                tables.row -= rests.long()
+            else:
+                tables.row += (~rests).long()
+        learn(tables, *as_tokens(selection, weights), state.idle, self.r)
+        state.seen = query.shape.q_start
+
+    def _extend_means(self, query: Query, state: LFPSState) -> None:
+        """Take the keys and values of decoded tokens into the means."""
+        stop = query.shape.q_start + 1
+        start = state.tables.first + state.counted
+        if start < stop:
+            fresh = stop - start
+            for mean, part in ((state.mean_key, query.kv.keys), (state.mean_value, query.kv.values)):
+                mean += (part(start, stop).float().sum(1) - fresh * mean) / (state.counted + fresh)
+            state.counted += fresh

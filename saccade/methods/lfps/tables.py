@@ -1,0 +1,279 @@
+"""LFPS's score tables: two histories of which keys a head attended to, by position and by distance
+(docs/algorithms.md 1.2).
+
+A table's entry is a decayed sum of what the key at that position (``vertical``), or at that distance from the row
+(``slash``), received. Stored by distance, a slash line stays where it is while the row moves on. The functions here are
+the meaning; the C++ kernels do the same in one pass where they can, but for the order of their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.machine import ask_for_huge_pages
+from saccade.methods.lfps import cpu
+from saccade.methods.state import MethodState
+from saccade.ops import triton
+from saccade.selection import Tokens
+from saccade.selection.csr import offsets_of_lists
+
+BLOCK = 16  # entries that share an upper bound: a cache line
+REFRESH = 64  # steps between two exact recomputations of the power sums
+GATES = ("paper", "off_for_c0", "off")
+
+
+@dataclass
+class ScoreTables(MethodState):
+    """The tables of one sequence and layer, for positions ``first ..``.
+
+    ``vertical``, ``slash`` float32 [units, capacity]: by position - ``first`` and by distance; a true value is the
+    stored one times ``scale`` float64 [units], so that decay touches no entry. ``vertical_max``, ``slash_max`` [units,
+    capacity / 16] are upper bounds of 16 entries each. ``sums`` float64 [units, 2, 4]: sums of the stored entries'
+    first four powers, vertical before slash. ``row`` int64 [units]: the position whose distances ``slash`` holds.
+    """
+
+    first: int
+    vertical: Tensor
+    slash: Tensor
+    vertical_max: Tensor
+    slash_max: Tensor
+    sums: Tensor
+    scale: Tensor
+    row: Tensor
+    steps: int = 0
+
+    @classmethod
+    def of(cls, vertical: Tensor, slash: Tensor, first: int, row: int) -> ScoreTables:
+        """From true values float32 [units, n] of the positions ``first ..`` and of the distances 0 .. n - 1."""
+        units, n = vertical.shape
+        capacity = _padded(n + 1024)
+        vertical, slash = _widened((vertical, slash), capacity)
+        device = vertical.device
+        bounds = torch.empty(2, units, capacity // BLOCK, device=device)
+        sums = torch.zeros(units, 2, 4, dtype=torch.float64, device=device)
+        scale = torch.ones(units, dtype=torch.float64, device=device)
+        rows = torch.full((units,), row, device=device)
+        tables = cls(first, vertical, slash, bounds[0], bounds[1], sums, scale, rows)
+        tables.refresh(slice(None))
+        return tables
+
+    def cloned(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in ("vertical", "slash"):
+            return tensor.clone()
+        return _roomy(tensor.shape, tensor.device).copy_(tensor)
+
+    def check(self) -> None:
+        """SaccadeError unless the parts are contiguous, as kernels take them to be."""
+        written = (self.vertical, self.slash, self.vertical_max, self.slash_max, self.sums, self.scale, self.row)
+        if not all(map(Tensor.is_contiguous, written)):
+            raise SaccadeError("score tables are written in place and must be contiguous: clone a slice of them first")
+
+    @property
+    def units(self) -> int:
+        return self.vertical.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.vertical.shape[1]
+
+    def grow(self, length: int) -> None:
+        """Make room for ``length`` positions; new entries are 0."""
+        if length <= self.capacity:
+            return
+        capacity = _padded(2 * length)
+        self.vertical, self.slash = _widened((self.vertical, self.slash), capacity)
+        self.vertical_max, self.slash_max = _widened((self.vertical_max, self.slash_max), capacity // BLOCK)
+
+    def decayed_into(self, vertical: Tensor, slash: Tensor, share: float) -> None:
+        """Mix the true values of these tables, at weight ``share``, into other tables float32 [units, n] of the same
+        positions and of the row that is now the last: sums stay what they were where both have them alike."""
+        for mine, other in ((self.vertical, vertical), (self.slash, slash)):
+            n = min(self.capacity, other.shape[1])
+            other *= 1.0 - share
+            other[:, :n] += (share * self.scale[:, None] * mine[:, :n]).float()
+
+    def refresh(self, unit: int | slice) -> None:
+        """Compute the power sums and bounds of a unit, or of several, anew."""
+        for which, (table, bounds) in enumerate(((self.vertical, self.vertical_max), (self.slash, self.slash_max))):
+            values = table[unit].double()
+            self.sums[unit, which] = torch.stack([(values**power).sum(-1) for power in (1, 2, 3, 4)], -1)
+            bounds[unit] = table[unit].unflatten(-1, (-1, BLOCK)).amax(-1)
+
+
+def threshold(sums: Tensor, n: int, a: float) -> tuple[float, float]:
+    """(mean, tau) of a table with power sums ``sums`` [4] over ``n`` entries: tau = ``a`` times the mean over kappa =
+    sum (x - mean)^4 / (sum (x - mean)^2)^2 (eq. 8), which is the kurtosis over n; +inf where all entries are equal."""
+    s1, s2, s3, s4 = sums.tolist()
+    mean = s1 / n if n else 0.0
+    m2 = s2 - n * mean**2
+    m4 = s4 - 4 * mean * s3 + 6 * mean**2 * s2 - 3 * n * mean**4
+    if n <= 1 or not m2 > 1e-12 * s2 or not m4 > 0:
+        return mean, float("inf")
+    return mean, a * mean * m2 * m2 / m4
+
+
+def candidates(
+    tables: ScoreTables,
+    length: int,
+    stop: int,
+    a: float | None,
+    gate: str,
+    offsets: tuple[int, int],
+    base: Tensor,
+    skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Candidates of every unit (LFPS Alg. 1, C1) as lists: (offsets int64 [units + 1], positions int32).
+
+    C0 holds the entries above their table's ``threshold`` (every one where ``a`` is None); C1 those within ``offsets``
+    (before, after) of C0, less those that exceed the mean of neither table (``gate="paper"``; ``"off_for_c0"`` spares
+    C0, ``"off"`` everything). ``length`` counts the tables' positions, of which those below ``stop`` may be candidates;
+    ``base`` int64 [units] is the table position at distance 0. Units with ``skip`` get empty lists.
+    """
+    if cpu.serves(tables.vertical) is None:
+        return cpu.candidates(tables, length, stop, a, GATES.index(gate), offsets, base, skip)
+    lists = [
+        torch.arange(0, device=base.device)
+        if skip is not None and bool(skip[unit])
+        else _unit_candidates(tables, unit, length, stop, a, gate, offsets, int(base[unit]))
+        for unit in range(tables.units)
+    ]
+    return offsets_of_lists(lists, base.device), (torch.cat(lists) + tables.first).to(torch.int32)
+
+
+def join_blocks(
+    offsets: Tensor, indices: Tensor, blocks: Tensor, size: int, first: int, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Lists of keys (``offsets`` int64 [units + 1], ``indices`` int32, rising) with the keys ``first .. stop - 1`` of
+    ``blocks`` (int32 [units, m], rising, of ``size`` keys) in them: (offsets, indices) likewise, without repeats."""
+    if cpu.serves(indices) is None:
+        return cpu.join_blocks(offsets, indices, blocks, size, first, stop)
+    keys = (blocks.long()[..., None] * size + torch.arange(size, device=blocks.device)).flatten(1)
+    bounds = offsets.tolist()
+    lists = [
+        torch.unique(torch.cat([indices[start:end].long(), own[(own >= first) & (own < stop)]]))
+        for own, start, end in zip(keys, bounds, bounds[1:])
+    ]
+    return offsets_of_lists(lists, blocks.device), torch.cat(lists).to(torch.int32)
+
+
+def _unit_candidates(
+    tables: ScoreTables,
+    unit: int,
+    length: int,
+    stop: int,
+    a: float | None,
+    gate: str,
+    offsets: tuple[int, int],
+    base: int,
+) -> Tensor:
+    device = tables.vertical.device
+    distance = base - torch.arange(length, device=device)
+    known = (distance >= 0) & (distance < tables.capacity)
+    slash = torch.where(known, tables.slash[unit][distance.clamp(0, tables.capacity - 1)], 0.0)
+    above, high = torch.zeros(2, length, dtype=torch.bool, device=device)
+    for values, sums in zip((tables.vertical[unit, :length], slash), tables.sums[unit]):
+        mean, tau = threshold(sums, length, 0.0 if a is None else a)
+        above |= torch.ones_like(above) if a is None else values > torch.tensor(tau, dtype=torch.float32, device=device)
+        high |= values > torch.tensor(mean, dtype=torch.float32, device=device)
+    near = torch.zeros_like(above)
+    for offset in range(-offsets[0], offsets[1] + 1):
+        moved = above.nonzero()[:, 0] + offset
+        near[moved[(moved >= 0) & (moved < length)]] = True
+    chosen = near if gate == "off" else near & high
+    if gate == "off_for_c0":
+        chosen |= above
+    return chosen[:stop].nonzero()[:, 0]
+
+
+def learn(
+    tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | None, decay: float, threads: int | None = None
+) -> None:
+    """What a step adds (LFPS eq. 10): tables decay, and each of the m positions read, from ``first`` on, gains
+    w - 1 / (2 m), w its weight among them, averaged over the unit's query heads; so both tables' sums move towards
+    0.5 / (1 - decay).
+
+    ``read`` and ``weights`` as :func:`saccade.ops.weights.selected_weights` lays them out, ``idle`` bool [heads]: who
+    has no say; a unit whose heads are all idle stays as it is. ``tables.row`` must be the step's alignment already.
+    """
+    refresh = _due(tables.units)[tables.steps % REFRESH :]
+    tables.steps += 1
+    if tables.vertical.is_cuda and triton.available():
+        from saccade.methods.lfps import triton_tables
+
+        triton_tables.learn(tables, read, weights, idle, decay)
+        return
+    if cpu.serves(tables.vertical) is None and weights.dtype == torch.float32:
+        cpu.learn(tables, read, weights, idle, decay, refresh, threads)
+        return
+    heads = read.shape.heads // tables.units
+    lists, bounds = read.lists(), read.offsets.tolist()
+    per_list = read.shape.heads // read.units
+    for unit in range(tables.units):
+        voters = [h for h in range(unit * heads, (unit + 1) * heads) if idle is None or not bool(idle[h])]
+        if not voters:
+            continue
+        positions = lists[voters[0] // per_list].long()
+        learnt = positions >= tables.first
+        gain = torch.zeros(int(learnt.sum()), device=weights.device)
+        for head in voters:
+            own, row = divmod(head, per_list)
+            w = weights[row, bounds[own] : bounds[own + 1]][learnt]
+            gain += w / w.sum().clamp(min=1e-38) / len(voters)
+        positions, count = positions[learnt], int(gain.numel())
+        _decay(tables, unit, decay)
+        gain = (gain - 0.5 / max(1, count)) / float(tables.scale[unit])
+        _add(tables.vertical[unit], tables.vertical_max[unit], tables.sums[unit, 0], positions - tables.first, gain)
+        distance = int(tables.row[unit]) - positions
+        ahead = distance >= 0
+        _add(tables.slash[unit], tables.slash_max[unit], tables.sums[unit, 1], distance[ahead], gain[ahead])
+        if bool(refresh[unit]) or float(tables.scale[unit]) == 1.0:
+            tables.refresh(unit)
+
+
+@lru_cache(maxsize=64)
+def _due(units: int) -> Tensor:
+    """From place ``step`` % REFRESH on: bool, which units are refreshed in that step, one after the other."""
+    return torch.arange(units + REFRESH, device="cpu") % REFRESH == REFRESH - 1
+
+
+def _decay(tables: ScoreTables, unit: int, decay: float) -> None:
+    tables.scale[unit] *= decay
+    if float(tables.scale[unit]) < 1e-8:  # the fourth powers of stored values come near the end of float32
+        for table in (tables.vertical, tables.slash):
+            table[unit] *= float(tables.scale[unit])
+        tables.scale[unit] = 1.0
+
+
+def _add(table: Tensor, bounds: Tensor, sums: Tensor, places: Tensor, gain: Tensor) -> None:
+    before = table[places].double()
+    table[places] += gain
+    after = table[places]
+    bounds.scatter_reduce_(0, places // BLOCK, after, "amax")
+    sums += torch.stack([(after.double() ** power - before**power).sum() for power in (1, 2, 3, 4)])
+
+
+def _widened(tables: tuple[Tensor, Tensor], width: int) -> Tensor:
+    """Two tables [units, n] as one tensor fp32 [2, units, width], with zeros behind."""
+    units, n = tables[0].shape
+    wide = _roomy((2, units, width), tables[0].device)
+    for part, values in zip(wide, tables):
+        part[:, :n] = values
+        part[:, n:] = 0.0
+    return wide
+
+
+def _roomy(shape: Sequence[int], device: torch.device) -> Tensor:
+    """An empty table, fp32. Entries are visited here and there, so large ones ask for huge pages, as the keys do."""
+    room = torch.empty(*shape, device=device)
+    ask_for_huge_pages(room, 2)
+    return room
+
+
+def _padded(n: int) -> int:
+    return -(-n // BLOCK**2) * BLOCK**2

@@ -1,0 +1,93 @@
+"""MagicPIG: keys sampled by locality-sensitive hashing, reweighted to an unbiased estimate (Chen et al., 2024;
+docs/algorithms.md 6.12)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.methods.base import Chunk, Method, Query, require_choice, require_whole
+from saccade.methods.magicpig.tables import HashTables, draw
+from saccade.selection import Dense, Selection
+
+LAYERS_PER_DRAW = 16  # layers that share their random projections
+TILE_KEYS = 4096  # keys hashed at once
+MOST_TABLES = 4096  # a key takes 4 bytes in each: 32 times the bytes of a bfloat16 key and value of 128 channels
+
+
+@dataclass(frozen=True)
+class MagicPIG(Method):
+    """Keys whose hash of ``bits`` signs equals the query's in at least 2 of ``tables`` tables are sampled; each one's
+    logit loses the log of its chance to be, so that sums over hash draws are those of all keys. The first ``sinks``
+    keys, the last ``local`` of the prompt and all later ones are read exactly. Keys are hashed without their mean.
+
+    Every ``dense_every``-th layer from the first on is dense (0: none). Projections are drawn from ``seed``, the KV
+    head and the layer's run of 16. Query heads sample for themselves.
+    """
+
+    name: ClassVar[str] = "magicpig"
+    paper: ClassVar[str] = "MagicPIG, arXiv:2410.16179"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    bits: int = 10
+    tables: int = 150
+    sinks: int = 4
+    local: int = 64
+    dense_every: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_choice("bits", self.bits, tuple(range(1, 16)))
+        require_whole("tables", self.tables, 2, MOST_TABLES)
+        for name in ("sinks", "dense_every", "seed"):
+            require_whole(name, getattr(self, name), 0)
+        require_whole("local", self.local, 1)
+
+    def begin(self, segment: Chunk) -> HashTables | None:
+        shape, last = segment.shape, segment.shape.k_len - self.local
+        if self._dense(segment) or last <= self.sinks:
+            return None
+        keys = segment.kv.keys(self.sinks, last).float()
+        mean = keys.mean(1)
+        codes = [
+            torch.cat([self.hash(part, segment.layer, g) for part in (keys[g] - mean[g]).split(TILE_KEYS)], 1)
+            for g in range(shape.kv_heads)
+        ]
+        return HashTables.of(segment.q, segment.kv, self.sinks, last, self.bits, mean, torch.stack(codes))
+
+    def select_decode(self, query: Query, state: Any) -> Selection:
+        shape = query.shape
+        if state is None or self._dense(query):
+            return Dense(shape)
+        asked = [
+            self.hash(query.q[g * shape.group : (g + 1) * shape.group, 0].float(), query.layer, g).T
+            for g in range(shape.kv_heads)
+        ]
+        sampled, drawn = draw(query.q, query.kv, shape, state, torch.cat(asked))
+        query.cost.estimated += state.last - state.first
+        query.cost.scored += -(-drawn // shape.heads)
+        return sampled
+
+    def hash(self, vectors: Tensor, layer: int, kv_head: int) -> Tensor:
+        """``vectors`` fp32 [m, head_dim] -> codes int16 [tables, m]."""
+        drawn = _projections(self.seed, layer // LAYERS_PER_DRAW, kv_head, vectors.shape[1], self.tables, self.bits)
+        signs = (vectors @ drawn.to(vectors.device) > 0).unflatten(1, (self.tables, self.bits))
+        weights = 2.0 ** torch.arange(
+            self.bits, device=vectors.device
+        )  # a product of floats is many times faster than one of integers
+        return (signs.float() @ weights).to(torch.int16).T.contiguous()
+
+    def _dense(self, chunk: Chunk) -> bool:
+        return self.dense_every > 0 and chunk.layer % self.dense_every == 0
+
+
+@lru_cache(maxsize=64)
+def _projections(seed: int, run: int, kv_head: int, head_dim: int, tables: int, bits: int) -> Tensor:
+    """Normal draws, fp32 [head_dim, tables * bits]; the same whatever else runs."""
+    rng = np.random.default_rng([seed, run, kv_head])
+    return torch.from_numpy(rng.standard_normal((head_dim, tables * bits), dtype=np.float32))

@@ -1,0 +1,116 @@
+"""PSA: progressive sparse attention in decode (docs/algorithms.md 4).
+
+Blocks are read in order of criticality until the weight still unread cannot matter; the op runs the stopping rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from saccade.errors import PolicyError
+from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
+from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
+from saccade.ops.block_scores import ranked_blocks
+from saccade.selection import Dense, Ranking, Selection
+from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
+
+# Blocks always read: so many first ones, so many last full ones, and the partial one (docs/algorithms.md 4.5 P2).
+SINK_BLOCKS, LAST_BLOCKS = 2, 1
+
+
+@dataclass(frozen=True)
+class PSA(Method):
+    """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
+
+    ``rank="cuboid"`` is ArkVale's criticality, the cuboid-mean score averaged over the unit's query heads, as in the
+    paper. ``"moments"`` guesses from the mean and the variance of a block's keys what it will weigh, and ranks by the
+    largest share of any head (methods/psa/estimates.py). ``unit`` is ``kv_head``, or ``layer`` as in the paper.
+
+    ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too high stops the reading for
+    good. ``"last_max"``, the default, takes the heaviest block of the last microbatch. ``"estimate"`` takes what
+    ``moments`` guess of each unread block, raised by as much as the blocks read so far lay above their guesses on
+    average, and ``margin`` standard deviations of that on top.
+
+    ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
+    """
+
+    name: ClassVar[str] = "psa"
+    paper: ClassVar[str] = "PSA, progressive sparse attention"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    epsilon: float = 0.95
+    block_size: int = 32
+    microbatch: int = 4
+    unit: str = "kv_head"
+    rest: str = "last_max"
+    stop: str = "all"
+    rank: str = "cuboid"
+    margin: float = 3.0
+
+    def __post_init__(self) -> None:
+        require_number("epsilon", self.epsilon, 0.0, 1.0)
+        require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
+        require_whole("microbatch", self.microbatch, 1)
+        require_choice("unit", self.unit, ("kv_head", "layer"))
+        require_choice("rest", self.rest, ("min", "last_max", "estimate"))
+        require_choice("stop", self.stop, ("all", "mean"))
+        require_choice("rank", self.rank, ("cuboid", "moments"))
+        require_number("margin", self.margin, 0.0, 100.0)
+        if self.rest == "estimate" and self.rank != "moments":
+            raise PolicyError(f"rest=estimate goes by what rank=moments guesses, got rank={self.rank}; give both")
+
+    @property
+    def dense_upto(self) -> int:
+        """Rows of up to so many keys read everything: what is always read and one microbatch are all that there is."""
+        return (SINK_BLOCKS + LAST_BLOCKS + 1 + self.microbatch) * self.block_size - 1
+
+    def select_decode(self, query: Query, state: Any) -> Selection:
+        shape, size = query.shape, self.block_size
+        if shape.k_len <= self.dense_upto:
+            return Dense(shape)
+        full, partial = divmod(shape.k_len, size)
+        stop = full - LAST_BLOCKS
+        units = shape.kv_heads if self.unit == "kv_head" else 1
+        estimates = None
+        if self.rank == "moments":
+            summary = query.kv.summary("moments", size)[SINK_BLOCKS:stop]
+            guess = block_estimates(query.q[:, 0], summary, size, query.scale, query.softcap)
+            order, estimates = ranked_by_estimate(guess, units)
+            order += SINK_BLOCKS
+        else:
+            order = ranked_blocks(query.q[:, 0], query.kv.summary("cuboid", size), units, SINK_BLOCKS, stop)
+        query.cost.estimated += order.shape[1]
+        count = SINK_BLOCKS + LAST_BLOCKS + (partial > 0)
+        always = torch.arange(count, dtype=torch.int32, device=order.device)  # a list from the host would wait for it
+        always[SINK_BLOCKS:] += stop - SINK_BLOCKS
+        return Ranking(
+            shape,
+            size,
+            always.expand(units, -1),
+            order,
+            epsilon=self.epsilon,
+            microbatch=self.microbatch,
+            rest=self.rest,
+            stop=self.stop,
+            estimates=estimates if self.rest == "estimate" else None,
+            margin=self.margin,
+        )
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        units = spec.kv_heads if self.unit == "kv_head" else 1
+        ranked = RankedBlocks(
+            self.block_size,
+            self.rank,
+            units,
+            SINK_BLOCKS,
+            LAST_BLOCKS,
+            microbatch=self.microbatch,
+            rest=self.rest,
+            stop=self.stop,
+            epsilon=self.epsilon,
+            dense_upto=self.dense_upto,
+        )
+        return DevicePlan.alike(self, spec, ranked)

@@ -1,0 +1,140 @@
+"""What runs the operations of ``models.llama``: the protocol, matrix products with row passes between them, and a
+stopwatch around either. The C++ kernels for few rows are ``ops.layer_rows``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from saccade.models.interface import Stopwatch
+from saccade.ops.layer_weights import HeadNorms, LayerWeights, Matrix, Norm
+
+Projected = tuple[Tensor, Tensor, Tensor]
+
+
+class LayerKernels(Protocol):
+    """One layer around its attention. ``hidden`` [rows, channels] is contiguous and written to; a ``delta`` of the same
+    shape is what is still to be added to it, so that whoever norms the sum next can add it in the same pass."""
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None) -> Projected:
+        """Queries, keys and values [heads or kv_heads, rows, head_dim], post-RoPE by ``cos``, ``sin`` [rows, head_dim],
+        after ``delta`` has been added to ``hidden``."""
+        ...
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor | None:
+        """What follows attention, whose output is ``attended`` [heads, rows, head_dim]. Returns the ``delta`` that is
+        left to add to ``hidden``, if there is one."""
+        ...
+
+
+class RowPasses(Protocol):
+    """What happens to rows between matrix products: ``ops.row_passes``, or ``ops.triton.rows`` on a GPU, where each is
+    one launch that a graph can record."""
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> Tensor: ...
+
+    def rotate(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNorms | None = None) -> None: ...
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSet:
+    """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``."""
+
+    layers: Sequence[LayerKernels]
+    logits: Callable[[Tensor, Tensor | None], Tensor]
+
+    def timed(self, stopwatch: Stopwatch) -> KernelSet:
+        """The same kernels, timed as "linear"."""
+
+        def logits(hidden: Tensor, delta: Tensor | None) -> Tensor:
+            stopwatch.begin("linear")
+            out = self.logits(hidden, delta)
+            stopwatch.end()
+            return out
+
+        return KernelSet([_TimedLayer(layer, stopwatch) for layer in self.layers], logits)
+
+
+class ProductLayer:
+    """A layer by torch's matrix products, any number of rows on any device.
+
+    ``joined``, if there is one, is query, key and value as one matrix, of which theirs are parts: one product then
+    reads them. At most ``mlp_rows`` rows go through the MLP at a time.
+    """
+
+    def __init__(self, weights: LayerWeights, passes: RowPasses, mlp_rows: int, joined: Matrix | None = None) -> None:
+        self._weights = weights
+        self._joined = joined
+        self._passes = passes
+        self._mlp_rows = mlp_rows
+        self._heads = [part.weight.shape[0] // weights.head_dim for part in weights.matrices[:3]]
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None) -> Projected:
+        """See :class:`LayerKernels`."""
+        weights = self._weights
+        shape = hidden.shape[0], -1, weights.head_dim
+        x = self._passes.add_norm(hidden, delta, weights.norm.weight, weights.norm.epsilon)
+        if self._joined is None:
+            q = linear(x, weights.query.weight, weights.query.bias).view(shape)
+            k = linear(x, weights.key.weight, weights.key.bias).view(shape)
+            v = linear(x, weights.value.weight, weights.value.bias).view(shape)
+        else:
+            q, k, v = linear(x, self._joined.weight, self._joined.bias).view(shape).split(self._heads, 1)
+        if weights.rotated:
+            self._passes.rotate(q, k, cos, sin, weights.head_norms)
+        return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor | None:
+        """See :class:`LayerKernels`."""
+        weights = self._weights
+        attended = attended.transpose(0, 1).reshape(hidden.shape[0], -1)
+        delta = linear(attended, weights.output.weight, weights.output.bias)
+        x = self._passes.add_norm(hidden, delta, weights.second_norm.weight, weights.second_norm.epsilon)
+        if len(x) <= self._mlp_rows:
+            return self._mlp(x)
+        for part in x.split(self._mlp_rows):
+            part.copy_(self._mlp(part))
+        return x
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up, down = self._weights.gate, self._weights.up, self._weights.down
+        inner = self._passes.gated(linear(x, gate.weight, gate.bias), linear(x, up.weight, up.bias))
+        return linear(inner, down.weight, down.bias)
+
+
+class ProductHead:
+    """The final norm and the head as a matrix product."""
+
+    def __init__(self, norm: Norm, matrix: Matrix, passes: RowPasses) -> None:
+        self._norm = norm
+        self._matrix = matrix
+        self._passes = passes
+
+    def __call__(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
+        x = self._passes.add_norm(hidden, delta, self._norm.weight, self._norm.epsilon)
+        return linear(x, self._matrix.weight, self._matrix.bias)
+
+
+class _TimedLayer:
+    def __init__(self, layer: LayerKernels, stopwatch: Stopwatch) -> None:
+        self._layer = layer
+        self._stopwatch = stopwatch
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None) -> Projected:
+        self._stopwatch.begin("linear")
+        parts = self._layer.project(hidden, cos, sin, delta)
+        self._stopwatch.end()
+        return parts
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor | None:
+        self._stopwatch.begin("linear")
+        delta = self._layer.finish(hidden, attended)
+        self._stopwatch.end()
+        return delta

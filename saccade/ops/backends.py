@@ -1,0 +1,141 @@
+"""The backends of attention: plain torch, which is the meaning, C++ on a CPU and Triton on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from saccade.ops import cpu, cpu_blocks, cpu_decode, cpu_sampled, reference, triton
+from saccade.ops.call import Backend, Call, Result
+from saccade.ops.candidates import choose
+from saccade.ops.progressive import attend_ranking
+from saccade.selection import Candidates, Ranking, Sampled, Selection, Tokens
+
+
+class Reference:
+    """torch: any selection, on any device."""
+
+    name = "reference"
+
+    def serves(self, call: Call) -> str | None:
+        return None
+
+    def attend(self, call: Call) -> Result:
+        q, kv, scale, softcap = call.q, call.kv, call.scale, call.softcap
+        selection, used = call.selection.to(q.device), call.selection
+        if isinstance(selection, Ranking):
+            out, lse, used, coverage = attend_ranking(q, kv, selection, scale=scale, softcap=softcap)
+            return Result(out, lse, used, self.name, coverage=coverage)
+        if isinstance(selection, Candidates):
+            selection = used = choose(q, kv, selection, scale=scale, softcap=softcap)
+        out, lse = reference.attend(q, kv, selection, scale=scale, softcap=softcap)
+        return Result(out, lse, used, self.name)
+
+
+def _attend(call: Call) -> Result:
+    out, lse = cpu.attend(call.q, call.kv, call.selection, scale=call.scale, softcap=call.softcap, threads=call.threads)
+    return Result(out, lse, call.selection, _cpu_name())
+
+
+def _attend_lists(call: Call) -> Result:
+    out, lse, used, weights = cpu_decode.attend(
+        call.q,
+        call.kv,
+        call.selection,  # type: ignore[arg-type]
+        scale=call.scale,
+        softcap=call.softcap,
+        threads=call.threads,
+        want_weights=call.want_weights,
+    )
+    return Result(out, lse, used, _cpu_name(), weights)
+
+
+def _attend_ranking(call: Call) -> Result:
+    out, lse, used, coverage = cpu_blocks.attend_ranking(
+        call.q,
+        call.kv,
+        call.selection,  # type: ignore[arg-type]
+        scale=call.scale,
+        softcap=call.softcap,
+        threads=call.threads,
+    )
+    return Result(out, lse, used, _cpu_name(), coverage=coverage)
+
+
+def _attend_sampled(call: Call) -> Result:
+    out, lse = cpu_sampled.attend(
+        call.q,
+        call.kv,
+        call.selection,  # type: ignore[arg-type]
+        scale=call.scale,
+        softcap=call.softcap,
+        threads=call.threads,
+    )
+    return Result(out, lse, call.selection, _cpu_name())
+
+
+def _cpu_name() -> str:
+    return f"cpu/{cpu.isa()}"
+
+
+class Cpu:
+    """The C++ kernels."""
+
+    name = "cpu"
+
+    # By kind of selection: why not, and the call.
+    _kernels: ClassVar[dict[type[Selection], tuple[Callable[..., str | None], Callable[[Call], Result]]]] = {
+        Candidates: (cpu_decode.serves, _attend_lists),
+        Ranking: (cpu_blocks.serves, _attend_ranking),
+        Sampled: (cpu_sampled.serves, _attend_sampled),
+        Tokens: (cpu_decode.serves, _attend_lists),
+    }
+    _others = cpu.serves, _attend
+
+    def serves(self, call: Call) -> str | None:
+        serves, _ = self._kernels.get(type(call.selection), self._others)
+        return serves(call.q, call.kv, call.selection)
+
+    def attend(self, call: Call) -> Result:
+        _, attend = self._kernels.get(type(call.selection), self._others)
+        return attend(call)
+
+
+class Triton:
+    """The Triton kernels."""
+
+    name = "triton"
+
+    def serves(self, call: Call) -> str | None:
+        return triton.serves(call.q, call.kv, call.selection)
+
+    def attend(self, call: Call) -> Result:
+        from saccade.ops.triton import dispatch
+
+        q, kv, selection, scale, softcap = call.q, call.kv, call.selection, call.scale, call.softcap
+        if isinstance(selection, Ranking):
+            out, lse, blocks = dispatch.attend_ranking(q, kv, selection, scale=scale, softcap=softcap)
+            return Result(out, lse, blocks, self.name)
+        if isinstance(selection, Candidates):
+            return self._attend_candidates(call, selection.to(q.device))
+        out, lse = dispatch.attend(q, kv, selection, scale=scale, softcap=softcap)
+        return Result(out, lse, selection, self.name)
+
+    def _attend_candidates(self, call: Call, selection: Candidates) -> Result:
+        """Choose, then attend to what was chosen. torch chooses where keys are too wide for the kernels that score."""
+        from saccade.ops.triton import candidates, dispatch, weights
+
+        q, kv, scale, softcap, scored = call.q, call.kv, call.scale, call.softcap, None
+        kernels = triton.serves_candidates(q, kv, selection) is None
+        if kernels:
+            chosen = candidates.choose(q, kv, selection, scale=scale, softcap=softcap, room=selection.most)
+        else:
+            chosen = choose(q, kv, selection, scale=scale, softcap=softcap)
+        out, lse = dispatch.attend(q, kv, chosen, scale=scale, softcap=softcap)
+        if kernels and call.want_weights:
+            scored = weights.read_weights(q, kv, chosen, lse, scale=scale, softcap=softcap)
+        return Result(out, lse, chosen, self.name, scored)
+
+
+CPU, REFERENCE, TRITON = Cpu(), Reference(), Triton()
+NAMED: dict[str, Backend] = {backend.name: backend for backend in (CPU, REFERENCE, TRITON)}

@@ -1,0 +1,279 @@
+"""How a device serves a decode method: what every layer reads, as plain data.
+
+A :class:`DevicePlan` has one reading for each layer. A reading has two sides:
+
+* its *form*: kinds, sizes, lists per layer. Kernels are compiled and launched for it, and it is part of the key of a
+  recorded graph. Where a kernel needs to know how long a list can get, the form says so in powers of two.
+* its *numbers*: budgets, lengths, epsilon. Kernels take them from a buffer, a row at a time.
+
+Requests whose plans have one form share launches and graphs, whatever their numbers are.
+
+A new kind of reading is a frozen dataclass with ``form``, ``numbers`` and ``cost``, and a branch in
+``engine/device_attention.py`` that launches its kernels. What a row remembers between steps lies in the state of its
+sequence. The row's buffers hold only pointers to it, as they do for block summaries, so that a graph survives a change
+of rows. The kinds that other methods need fit in so:
+
+=====================  ====================================  ================================  =====================
+kind                   form                                  numbers                           state behind pointers
+=====================  ====================================  ================================  =====================
+shared sets            units, room for a set                 tau, sinks, local, best, reach    directions, sets
+candidates of tables   units, table sizes, room              sinks, local, budget, decay       vertical and slash
+token lists            units, room (bucket)                  sinks, window                     lists and their counts
+evicted masks          units; with any other reading         none                              a mask of the keys
+=====================  ====================================  ================================  =====================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from saccade.errors import SaccadeError
+
+MOST = 2**31 - 1  # numbers are int32
+
+
+class PlanSpec(Protocol):
+    """What a plan may hang on. ``windows[i]``: layer i's sliding window in tokens, or None."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+class Named(Protocol):
+    """A method, as far as a plan knows one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+class Numbers(NamedTuple):
+    """What kernels take from buffers: two integers, int32, and a float32. Each kind says what they are."""
+
+    first: int = 0
+    second: int = 0
+    share: float = 0.0
+
+
+class Known(NamedTuple):
+    """What a row's reading costs, as far as its length tells: the kind of selection, the keys that it reads for
+    certain, the blocks whose summaries are scored."""
+
+    kind: str
+    keys: int
+    scored: int
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All keys."""
+
+    @property
+    def form(self) -> Everything:
+        return self
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers()
+
+    def cost(self, length: int) -> Known:
+        return Known("dense", length, 0)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The first ``sinks`` and the last ``window`` keys. Numbers: sinks, window."""
+
+    sinks: int
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.window < 1:
+            raise SaccadeError(f"ends need sinks >= 0 and window >= 1, got sinks={self.sinks}, window={self.window}")
+
+    @property
+    def longest(self) -> int:
+        """Most keys of a list."""
+        return self.sinks + self.window
+
+    @property
+    def form(self) -> Ends:
+        """Its bound alone counts."""
+        return Ends(0, bucket(self.longest))
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(min(self.sinks, MOST // 2), min(self.window, MOST // 2))
+
+    def cost(self, length: int) -> Known:
+        return Known("dense", length, 0) if length <= self.longest else Known("band", self.longest, 0)
+
+
+@dataclass(frozen=True)
+class BestBlocks:
+    """Blocks of ``size`` keys, a list for each of ``units``: the ``first`` first and the ``last`` last ones, the
+    partial one among them, and the ``take`` best of the others by their ``summary`` (see kv.summaries), scores meaned
+    over a unit's query heads, ties to the lower block. Rows of up to ``dense_upto`` keys read everything.
+
+    Numbers: take, dense_upto. SaccadeError where ``dense_upto`` lets in rows with too few blocks.
+    """
+
+    size: int
+    summary: str
+    units: int
+    first: int
+    last: int
+    take: int
+    dense_upto: int
+
+    after_full = False  # the partial block is one of the last ones
+
+    def __post_init__(self) -> None:
+        listed = self.first + self.last + self.take
+        if min(self.first, self.last, self.take) < 0 or self.dense_upto < listed * self.size:
+            raise SaccadeError(
+                f"{listed} blocks of {self.size} keys (first={self.first}, last={self.last}, take={self.take}) cannot "
+                f"be listed for every row of more than dense_upto={self.dense_upto} keys: it must be at least "
+                f"{listed * self.size}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Most blocks of a list."""
+        return max(self.first + self.last + self.take, -(-self.dense_upto // self.size))
+
+    @property
+    def form(self) -> BestBlocks:
+        """The same choice with as many blocks as its bucket holds."""
+        room = bucket(self.longest)
+        return replace(self, take=room - self.first - self.last if self.take else 0, dense_upto=room * self.size)
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(min(self.take, MOST), min(self.dense_upto, MOST))
+
+    def cost(self, length: int) -> Known:
+        if length <= self.dense_upto:
+            return Known("dense", length, 0)
+        blocks, forced = -(-length // self.size), self.first + self.last
+        keys = (forced + self.take) * self.size - (self.size * blocks - length)
+        return Known("blocks", keys, blocks - forced if self.take else 0)
+
+
+@dataclass(frozen=True)
+class RankedBlocks:
+    """Blocks of ``size`` keys for each of ``units``: the ``first`` first, the ``last`` last full ones and the partial
+    one, and of the others, by falling score of their ``summary``, as many as the stopping rule of
+    :class:`saccade.selection.Ranking` lets in (``epsilon``, ``microbatch``, ``rest``, ``stop``). Rows of up to
+    ``dense_upto`` keys read everything.
+
+    Numbers: none, dense_upto, epsilon. SaccadeError where ``dense_upto`` lets in rows with nothing to rank.
+    """
+
+    size: int
+    summary: str
+    units: int
+    first: int
+    last: int
+    microbatch: int
+    rest: str
+    stop: str
+    epsilon: float
+    dense_upto: int
+
+    after_full = True  # the partial block comes on top of the last ones
+
+    def __post_init__(self) -> None:
+        least = (self.first + self.last + 1) * self.size - 1
+        if min(self.first, self.last) < 0 or self.dense_upto < least:
+            raise SaccadeError(
+                f"rows of more than dense_upto={self.dense_upto} keys in blocks of {self.size} may have none to rank "
+                f"beside first={self.first} and last={self.last}: it must be at least {least}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Most blocks that are read without a rank."""
+        return max(self.first + self.last + 1, -(-self.dense_upto // self.size))
+
+    @property
+    def form(self) -> RankedBlocks:
+        return replace(self, epsilon=1.0, dense_upto=bucket(self.longest) * self.size)
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(0, min(self.dense_upto, MOST), self.epsilon)
+
+    def cost(self, length: int) -> Known:
+        """The blocks that the rule lets in come on top; the device counts them."""
+        if length <= self.dense_upto:
+            return Known("dense", length, 0)
+        full, partial = divmod(length, self.size)
+        return Known("blocks", (self.first + self.last) * self.size + partial, full - self.first - self.last)
+
+
+Reading = Everything | Ends | BestBlocks | RankedBlocks
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What each layer reads under one method: ``name`` is its text, options included, and ``method`` its name alone.
+    Layers that read blocks do so by one summary and block size, which their rows keep; SaccadeError if they do not."""
+
+    name: str
+    method: str
+    layers: tuple[Reading, ...]
+
+    def __post_init__(self) -> None:
+        summaries = {(one.summary, one.size) for one in self.layers if isinstance(one, BestBlocks | RankedBlocks)}
+        if len(summaries) > 1:
+            raise SaccadeError(f"the layers of a device plan share one kind of block summary, got {sorted(summaries)}")
+
+    @classmethod
+    def of(cls, method: Named, layers: Iterable[Reading]) -> DevicePlan:
+        return cls(method.text, method.name, tuple(layers))
+
+    @classmethod
+    def alike(cls, method: Named, spec: PlanSpec, reading: Reading, dense_layers: int = 0) -> DevicePlan | None:
+        """``reading`` in every layer but the first ``dense_layers``, which read everything. None on models with sliding
+        windows: whether such a layer's window or the method decides hangs on each row's length."""
+        if any(window is not None for window in spec.windows):
+            return None
+        dense = min(dense_layers, spec.layers)
+        return cls.of(method, [Everything()] * dense + [reading] * (spec.layers - dense))
+
+    @cached_property
+    def form(self) -> tuple[Reading, ...]:
+        """What a group of rows and its graph share: the layers without their numbers."""
+        forms = {one: one.form for one in set(self.layers)}
+        return tuple(forms[one] for one in self.layers)
+
+    @cached_property
+    def blocks(self) -> BestBlocks | RankedBlocks | None:
+        """The kind of block choice that there is, if any."""
+        return blocks_of(self.layers)
+
+    @property
+    def ruled(self) -> bool:
+        """Whether the device decides how much is read, and counts it."""
+        return isinstance(self.blocks, RankedBlocks)
+
+
+def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | None:
+    """The first layer's that chooses blocks."""
+    return next((one for one in layers if isinstance(one, BestBlocks | RankedBlocks)), None)
+
+
+def bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,282 @@
+"""The device backend on steps built by hand: what it gives, counts and shows, and what becomes of steps that fail. CPU
+tensors, Triton's interpreter, no graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from device_helpers import Once, Sequences, reference
+from tiny_models import make_checkpoint
+
+from saccade.engine import device_attention
+from saccade.engine.attention import Watch
+from saccade.engine.clock import Clock
+from saccade.engine.device import DeviceBackend
+from saccade.engine.report import LayerStats
+from saccade.methods.policy import Policy
+from saccade.models.loader import load_model
+from saccade.ops.triton import progressive
+from saccade.ops.triton.common import kept_zeros
+
+MIXED = [
+    "dense",
+    "streaming(sinks=2, window=40)",
+    "streaming(sinks=0, window=60)",
+    "arkvale(budget=96)",
+    "arkvale(budget=70, sinks=1, window=1)",
+    "quest(budget=64, dense_layers=1)",
+    "quest(budget=55, dense_layers=1)",
+    "psa(epsilon=0.4, microbatch=1)",
+    "psa(epsilon=0.9, microbatch=1)",
+]
+LENGTHS = [30, 190, 70, 158, 159, 159, 160, 190, 190]  # where blocks fill
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    folder = make_checkpoint(
+        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
+    )
+    return load_model(folder).runner
+
+
+def logits_of(results):
+    return torch.cat([results[request].logits for request in sorted(results)])
+
+
+def counted(result) -> dict[int, tuple[LayerStats, dict]]:
+    """By layer, what a device counted, as a report adds it up; and the whole."""
+    (late,) = result.late.values()
+    taken = late.take()
+    layers = {}
+    for one in taken.layers:
+        stats = layers[one.layer] = LayerStats(heads=taken.heads)
+        stats.add_many(one, taken.heads)
+    return layers, taken
+
+
+def test_rows_of_all_methods_in_one_step_give_what_each_gives_alone(runner):
+    """Over steps in which blocks fill, tokens, stored keys and counts are those of the methods' own choices."""
+    ours, theirs = (Sequences(runner, MIXED, LENGTHS) for _ in range(2))
+    device, wanted = DeviceBackend(runner), {}
+    for _ in range(2):
+        step = ours.step()
+        assert [device.serves(step, number, ours.memories[number]) for number in range(len(step))] == [None] * len(step)
+        results = device.run(step, ours.memories)
+        expected, context = reference(theirs)
+        torch.testing.assert_close(logits_of(results), expected, atol=2e-4, rtol=1e-4)
+        for place, stats in context.stats.items():
+            wanted.setdefault(place, []).append(stats)
+    for number in range(len(MIXED)):
+        kv, other = ours.memories[number].kv, theirs.memories[number].kv
+        assert kv.length == other.length == LENGTHS[number] + 2
+        for layer in range(runner.spec.layers):
+            torch.testing.assert_close(kv.view(layer).keys(), other.view(layer).keys(), atol=1e-4, rtol=1e-4)
+        layers, taken = counted(results[number + 100])
+        assert taken.backends == {"triton": 2 * runner.spec.layers}
+        for layer, stats in layers.items():
+            parts = wanted[number, layer]
+            assert stats.calls == 2
+            assert stats.causal == sum(part.causal for part in parts)
+            assert stats.pairs().tolist() == sum(part.pairs() for part in parts).tolist()
+            assert stats.estimated == sum(part.estimated for part in parts)
+            assert stats.retrievals == sum(part.retrievals for part in parts)
+            assert stats.estimates == sum(part.estimates for part in parts)
+            assert stats.covered == pytest.approx(sum(part.covered for part in parts), abs=1e-4)
+            assert stats.least_covered == pytest.approx(min(part.least_covered for part in parts), abs=1e-4)
+        assert results[number + 100].late  # what was taken is not counted again
+        assert not counted(results[number + 100])[1].layers
+
+
+def test_numbers_are_no_part_of_a_kind_of_step(runner):
+    """Whatever their epsilons and budgets, requests share groups, and steps one kind, which one graph would serve."""
+    policies = [f"psa(epsilon={share}, microbatch=1)" for share in (0.1, 0.7)]
+    policies += [f"arkvale(budget={budget})" for budget in (170, 200, 256)]
+    device, lengths = DeviceBackend(runner), [190, 70, 300, 290, 50]
+    sequences = Sequences(runner, policies, lengths)
+    device.run(sequences.step(), sequences.memories)
+    others = Sequences(runner, [p.replace("=0.1", "=0.95").replace("=200", "=180") for p in policies], lengths)
+    others.pool, others.memories = sequences.pool, sequences.memories
+    device.run(others.step(), others.memories)
+    assert device.graphs.kinds == 1
+    assert device.graphs.recorded == 0
+    (kind,) = device.kinds._kinds.values()
+    assert [group.rows for group in kind.groups] == [2, 4]
+
+
+def test_a_row_that_another_request_takes_over_keeps_what_it_has_counted(runner):
+    sequences = Sequences(runner, ["psa(epsilon=0.5, microbatch=1)"] * 2, [222, 190])
+    device = DeviceBackend(runner)
+    both = device.run(sequences.step(), sequences.memories)
+    alone = sequences.step()
+    second = device.run(alone.part([1]), sequences.memories)  # in the row that was the first's
+    assert second[101].late == both[101].late
+    assert counted(both[100])[0][0].calls == 1
+    layers, _ = counted(second[101])
+    assert layers[0].calls == 2
+    again = Sequences(runner, ["psa(epsilon=0.5, microbatch=1)"] * 2, [222, 190])
+    steps = [reference(again)[1] for _ in range(2)]
+    for layer in range(2):
+        wanted = sum(context.stats[1, layer].pairs() for context in steps)
+        assert layers[layer].pairs().tolist() == wanted.tolist()
+
+
+def test_results_are_what_the_request_wants(runner):
+    sequences = Sequences(runner, ["dense"] * 2, [40, 50])
+    device = DeviceBackend(runner)
+    both = device.run(sequences.step(), sequences.memories)
+    likeliest = device.run(sequences.step(greedy=True), sequences.memories)
+    assert both[100].logits.shape == (1, runner.spec.vocab_size)
+    assert both[100].tokens is None
+    assert likeliest[100].logits is None
+    again = Sequences(runner, ["dense"] * 2, [40, 50])
+    reference(again)
+    assert [likeliest[100 + row].tokens[0] for row in range(2)] == reference(again)[0].argmax(-1).tolist()
+    nothing = device.run(sequences.step(wants_logits=False), sequences.memories)
+    assert nothing[100].logits is None
+    assert nothing[100].tokens is None
+
+
+def test_logits_that_are_not_finite_go_to_the_sampler(runner):
+    sequences = Sequences(runner, ["dense"], [40])
+    for layer in range(runner.spec.layers):
+        view = sequences.memories[0].kv.view(layer)
+        view.write(0, view.keys(), view.values() * float("nan"))
+    result = DeviceBackend(runner).run(sequences.step(greedy=True), sequences.memories)[100]
+    assert result.tokens is None
+    assert not torch.isfinite(result.logits).any()
+
+
+def test_who_is_not_served_is_told_why(runner):
+    device = DeviceBackend(runner)
+
+    def reason(policy: str, **changes) -> str | None:
+        sequences = Sequences(runner, [policy], [40])
+        step = sequences.step()
+        step = replace(step, scheduled=(step.scheduled[0]._replace(**changes),))
+        return device.serves(step, 0, sequences.memories[0])
+
+    assert reason("dense") is None
+    assert reason("dense", phase="prefill") == reason("dense", stop=43) == "only single decode rows are batched"
+    assert "log-probabilities" in reason("dense", scored=((40, 5),))
+    assert "window" in reason("dense+psaw")
+    assert "no device plan" in reason("topk(k=24)")
+    assert "no device plan" in reason("quest(current=competes)")
+    assert "not of 8" in reason("arkvale(block_size=8)")
+    assert "units" in reason("quest(unit=q_head, dense_layers=0)")
+    assert "moments" in reason("psa(rank=moments)")
+    assert "each KV head" in reason("psa(unit=layer)")
+    assert "microbatch" in reason("psa(microbatch=17)")
+    sequences = Sequences(runner, ["dense"], [40])
+    sequences.memories[0].states[1] = object()
+    assert "state" in device.serves(sequences.step(), 0, sequences.memories[0])
+
+
+def test_more_requests_than_a_step_holds_take_several(runner):
+    parts = DeviceBackend(runner).parts([3, *range(10, 140)])
+    assert [len(part) for part in parts] == [64, 64, 3]
+    assert [number for part in parts for number in part] == [3, *range(10, 140)]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("it broke"), torch.cuda.OutOfMemoryError("no memory")])
+def test_a_step_that_fails_is_taken_back_alone(runner, monkeypatch, error):
+    """In the middle of a layer, after kernels have left words for those that did not run: the step then gives, tried
+    again, what it gives in one go."""
+    policies, lengths = ["psa(epsilon=0.4, microbatch=1)", "psa(epsilon=0.8, microbatch=1)"], [190, 222]
+    ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
+    device, step = DeviceBackend(runner), ours.step()
+    monkeypatch.setattr(progressive, "merge", Once(progressive.merge, error, at=2))
+    with pytest.raises(device.Failed, match=str(error)):
+        device.run(step, ours.memories)
+    assert [memory.kv.length for memory in ours.memories.values()] == lengths
+    assert not kept_zeros(torch.device("cpu"), 1).any()
+    results = device.run(step, ours.memories)
+    expected, context = reference(theirs)
+    torch.testing.assert_close(logits_of(results), expected, atol=2e-4, rtol=1e-4)
+    for row in range(2):
+        layers, _ = counted(results[100 + row])
+        for layer, stats in layers.items():
+            assert stats.pairs().tolist() == context.stats[row, layer].pairs().tolist()
+            assert stats.covered == pytest.approx(context.stats[row, layer].covered, abs=1e-4)
+
+
+def test_a_kind_of_step_that_fails_three_times_is_not_tried_again(runner, monkeypatch):
+    sequences = Sequences(runner, ["dense", "streaming(sinks=2, window=30)"], [40, 50])
+    device, step, calls = DeviceBackend(runner), sequences.step(), []
+    monkeypatch.setattr(device_attention, "band_lists", lambda *_: calls.append(1) or 1 / 0)
+    for _ in range(5):
+        with pytest.raises(device.Failed, match="ZeroDivisionError"):
+            device.run(step, sequences.memories)
+    assert len(calls) == 3
+    with pytest.raises(device.Failed, match=r"failed 3 times .* not tried again"):
+        device.run(step, sequences.memories)
+    assert device.run(step.part([0]), sequences.memories)[100].logits is not None  # another kind
+
+
+def test_running_out_of_memory_gives_no_kind_of_step_up(runner, monkeypatch):
+    sequences = Sequences(runner, ["dense"], [40])
+    device, step = DeviceBackend(runner), sequences.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(device_attention, "append_rows", Once(None, torch.cuda.OutOfMemoryError("no memory"), at=1))
+        for _ in range(5):
+            device_attention.append_rows.left = 1
+            with pytest.raises(device.Failed, match="no memory"):
+                device.run(step, sequences.memories)
+    assert device.run(step, sequences.memories)[100].logits is not None
+
+
+def test_an_observer_sees_what_every_row_reads(runner):
+    ours, theirs = (Sequences(runner, MIXED, LENGTHS) for _ in range(2))
+    calls = {}
+
+    def look(call):
+        calls[call.request - 100, call.layer] = call
+
+    device = DeviceBackend(runner, watch=Watch(observer=look))
+    results = device.run(ours.step(), ours.memories)
+    expected, context = reference(theirs)
+    torch.testing.assert_close(logits_of(results), expected, atol=2e-4, rtol=1e-4)
+    assert calls.keys() == context.read.keys()
+    for place, read in context.read.items():
+        call = calls[place]
+        assert type(call.selection) is type(read)
+        assert call.selection.shape == read.shape
+        assert torch.equal(call.selection.mask(), read.mask())
+        call.selection.check()
+        assert call.kv.length == read.shape.k_len
+        assert torch.isfinite(call.out).all()
+    assert counted(results[103])[1].backends == {"triton (eager)": runner.spec.layers}
+
+
+def test_an_observer_that_fails_fails_its_request_alone(runner):
+    sequences = Sequences(runner, ["dense"] * 2, [40, 50])
+
+    def look(call):
+        if call.request == 101:
+            raise ValueError("I will not look")
+
+    device = DeviceBackend(runner, watch=Watch(observer=look))
+    results = device.run(sequences.step(), sequences.memories)
+    assert results[100].error is None
+    assert results[100].logits is not None
+    assert results[101].error == "layer 0, decode: ValueError: I will not look"
+    assert results[101].logits is None
+
+
+def test_a_clock_times_the_same_kernels(runner):
+    clock = Clock()
+    sequences = Sequences(runner, ["arkvale(budget=96)"], [150])
+    DeviceBackend(runner, watch=Watch(clock=clock)).run(sequences.step(), sequences.memories)
+    assert clock.seconds.keys() == {"selection", "attention"}
+    assert min(clock.seconds.values()) > 0
+
+
+def test_methods_and_their_policies_are_known_once(runner):
+    """A plan is made once for equal methods, so that rows know it again."""
+    device = DeviceBackend(runner)
+    one, same, other = (Policy.parse(text).decode for text in ("arkvale(budget=64)", "arkvale(budget=64)", "arkvale"))
+    assert device._plan(one) is device._plan(same)
+    assert device._plan(one) is not device._plan(other)

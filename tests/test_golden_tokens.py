@@ -1,0 +1,80 @@
+"""Greedy tokens and counts of every method are those that an earlier version gave (tests/golden/record.py): alone,
+over turns, in mixed batches, and on the reference backend."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from golden.replay import FILE, MODELS, RUN, answer, checkpoint, load, mixed
+from tiny_models import one_thread  # noqa: F401
+
+CASES: list[dict[str, Any]] = json.loads(FILE.read_text())["cases"]
+KEYS = sorted({(case["model"], case["policy"]) for case in CASES}, key=lambda key: (list(MODELS).index(key[0]), key[1]))
+ALONE = {model: [case for case in CASES if case["model"] == model and case["kind"] == "alone"] for model in MODELS}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """A function of a model and options that gives an LLM, made once; in the end nothing of it is in use."""
+    folders, made = {}, {}
+
+    def get(model: str, **options: Any):
+        key = (model, *options.items())
+        if model not in folders:
+            folders[model] = checkpoint(model, tmp_path_factory.mktemp(model))
+        if key not in made:
+            made[key] = load(folders[model], **options)
+        return made[key]
+
+    yield get
+    assert all(llm.engine.pool.used_blocks == 0 for llm in made.values())
+
+
+def replay(llm, case: dict[str, Any]) -> None:
+    for turn, (output, want) in enumerate(zip(RUN[case["kind"]](llm, case), case["answers"], strict=True)):
+        got = answer(output)
+        where = f"{case['kind']}, prompts {case['prompts']}, turn {turn}"
+        assert got["tokens"] == want["tokens"], where
+        assert got == want, where
+
+
+@pytest.mark.parametrize(("model", "policy"), KEYS, ids=[f"{model}-{policy}" for model, policy in KEYS])
+def test_alone_and_over_turns(engines, model, policy):
+    for case in CASES:
+        if (case["model"], case["policy"]) == (model, policy):
+            replay(engines(model), case)
+
+
+def check_batch(llm, cases: list[dict[str, Any]]) -> None:
+    wrong = [case["policy"] for case, output in zip(cases, mixed(llm, cases)) if answer(output) != case["answers"][0]]
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "exact"), [("llama", True), *((model, False) for model in MODELS)], ids=["llama-exact", *MODELS]
+)
+def test_a_batch_of_all_methods(engines, model, exact):
+    check_batch(engines(model, exact=exact), ALONE[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_the_reference_backend(engines, model):
+    longest = max(case["prompts"][0][0] for case in ALONE[model])
+    check_batch(
+        engines(model, backend="reference"), [case for case in ALONE[model] if case["prompts"][0][0] == longest]
+    )
+
+
+def test_what_decodes_sparsely_was_recorded_sparse():
+    """Else the file would prove nothing of it: in some recorded run a method reads fewer keys than dense."""
+    reads: dict[str, float] = {}
+    for case in (one for one in CASES if one["model"] == "llama"):  # the others have windows of their own
+        for one in case["answers"]:
+            for phase in ("prefill", "decode"):
+                share = one[phase]["keys_attended"] / one[phase]["keys_causal"]
+                reads[case["policy"]] = min(share, reads.get(case["policy"], 1.0))
+    assert [policy for policy, share in reads.items() if share == 1.0] == ["dense"]

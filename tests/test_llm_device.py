@@ -1,0 +1,158 @@
+"""Requests that the device backend serves get what the host path gives: tokens, stored keys and reports. CPU tensors,
+Triton's interpreter, no graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from device_helpers import Once, put_on_device
+from engine_helpers import finish, start, tokens
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.engine import device_attention
+
+POLICIES = [
+    "dense",
+    "streaming(sinks=2, window=40)",
+    "arkvale(budget=96)",
+    "quest(budget=64, dense_layers=1)",
+    pytest.param("psa(epsilon=0.4, microbatch=1)", marks=pytest.mark.slow),
+]
+FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(
+        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
+    )
+
+
+def engine(folder, batched: bool, **options) -> LLM:
+    made = LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False, **options)
+    if batched:
+        put_on_device(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    return engine(folder, False), engine(folder, True)
+
+
+def same(reports) -> None:
+    """Everything a report counts, times and names of kernels aside; the coverage that a stopping rule believed in but
+    for rounding."""
+    aside = dict.fromkeys(("seconds", "tokens_per_second", "coverage", "coverage_least"))
+    for name in ("coverage", "coverage_least"):
+        assert reports[0]["decode"][name] == pytest.approx(reports[1]["decode"][name], abs=1e-5)
+    left, right = ({**report["decode"], **aside} for report in reports)
+    for one in (left, right):
+        one["backends"] = sum(one["backends"].values())
+    assert left == right
+    assert reports[0]["notes"] == reports[1]["notes"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_and_reports_equal_those_of_the_own_path(engines, policy):
+    prompts = [random_ids(length, seed=length) for length in (30, 190, 223)]
+    own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+        assert set(right.report["decode"]["backends"]) == {"triton"}
+
+
+def test_methods_side_by_side_with_one_that_is_not_served(engines):
+    prompts = [random_ids(length, seed=length) for length in (150, 190, 223, 130, 170)]
+    policies = [*POLICIES[:4], "topk(k=24)"]
+    own, batched = (one.generate(prompts, FEW, policy=policies) for one in engines)
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+
+
+def test_sampling_and_logprobs(engines):
+    params = [
+        SamplingParams(max_tokens=4, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=0, logprobs=2),
+    ]
+    prompts = [random_ids(100, seed=1), random_ids(110, seed=2)]
+    own, batched = (one.generate(prompts, params, policy="dense") for one in engines)
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        assert (left.outputs[0].logprobs is None) == (right.outputs[0].logprobs is None)
+    assert all(len(entries) >= 2 for entries in batched[1].outputs[0].logprobs)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_windows_softcaps_and_sinks(tmp_path, family):
+    """Layers that slide, cap their logits, or weigh in logits without values."""
+    folder = make_checkpoint(family, tmp_path / family, head_dim=16)
+    prompts = [random_ids(length, seed=length) for length in (9, 70)]
+    own, batched = (engine(folder, chosen).generate(prompts, FEW, policy="dense") for chosen in (False, True))
+    for left, right in zip(own, batched):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+        assert set(right.report["decode"]["backends"]) == {"triton"}
+        assert set(right.report["decode"]["selections"]) == {"dense", "band"}
+
+
+@pytest.mark.slow
+def test_a_second_turn_finds_keys_and_summaries(engines):
+    """Pages of 16 fill in decode steps, and in a short prefill between them that summarizes none."""
+    answers = []
+    for one in engines:
+        with one.session(policy="quest(budget=32, dense_layers=0)") as session:
+            params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+            turns = [session.generate(random_ids(length, seed=length), params) for length in (60, 15, 3)]
+            answers.append([(turn.outputs[0].token_ids, turn.report) for turn in turns])
+    for (own, own_report), (batched, batched_report) in zip(*answers):
+        assert own == batched
+        same([own_report, batched_report])
+
+
+@pytest.mark.slow
+def test_preemption_and_cancelling(folder):
+    """A pool too small for two: one is preempted and computed again; a cancelled one leaves its row to others."""
+    prompts = [random_ids(length, seed=length) for length in (250, 252)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    outputs = []
+    for batched in (False, True):
+        one = LLM(folder, kv_memory=17 * 2 * 2 * 2 * 32 * 32 * 4, prefill_chunk=256, exact=False)
+        if batched:
+            put_on_device(one)
+        requests = [start(one, ids, params, "arkvale(budget=96)") for ids in prompts]
+        for _ in range(3):
+            one.engine.step()
+        third = start(one, random_ids(20, seed=9), params)
+        finish(one.engine)
+        outputs.append([request.final_ids for request in [*requests, third]])
+        assert sum(request.report.preemptions for request in requests) > 0
+        assert one.engine.pool.used_blocks == 0
+    assert outputs[0] == outputs[1]
+
+
+def test_a_step_that_fails_says_so_and_takes_the_own_path(folder, monkeypatch):
+    one = engine(folder, True)
+    monkeypatch.setattr(device_attention, "append_rows", lambda *args: 1 / 0)
+    prompt = random_ids(60, seed=4)
+    output = one.generate(prompt, FEW, policy="dense")[0]
+    assert any("the batched step failed" in note and "ZeroDivisionError" in note for note in output.report["notes"])
+    assert tokens(output) == tokens(engine(folder, False).generate(prompt, FEW, policy="dense")[0])
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("it broke"), torch.cuda.OutOfMemoryError("no memory")])
+def test_one_failure_costs_one_step(folder, monkeypatch, error):
+    """The host path serves that step; the device serves the others."""
+    one = engine(folder, True)
+    monkeypatch.setattr(device_attention, "append_rows", Once(device_attention.append_rows, error, at=2))
+    prompt = random_ids(60, seed=4)
+    output = one.generate(prompt, FEW, policy="dense")[0]
+    assert tokens(output) == tokens(engine(folder, False).generate(prompt, FEW, policy="dense")[0])
+    assert any(str(error) in note for note in output.report["notes"])
+    backends = output.report["decode"]["backends"]
+    assert backends.pop("triton") == 2 * 2  # steps, layers
+    assert sum(backends.values()) == 2
