@@ -17,6 +17,7 @@ from histories import lfps_steps
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from saccade.kv import KVFormat, KVStorage
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.progressive import Rule, attend_progressive
 
@@ -28,13 +29,14 @@ TRIED = ((32, 4, 3), (32, 4, 2), (32, 4, 4), (64, 4, 3), (64, 8, 3))  # keys, wa
 
 def pages_of(batch: int, context: int) -> Pages:
     """Random keys and values in pages scattered over a pool."""
-    blocks = -(-context // PAGE)
-    pools = [torch.empty(batch * blocks, KV_HEADS, PAGE, HEAD_DIM, dtype=DTYPE, device="cuda") for _ in range(2)]
-    for pool in pools:
-        pool.normal_()
-    tables = torch.randperm(batch * blocks, device="cuda").to(torch.int32).view(batch, blocks)
+    layout = KVFormat(DTYPE, KV_HEADS, HEAD_DIM, PAGE)
+    blocks = layout.blocks(context)
+    storage = KVStorage(layout, batch * blocks, "cuda")
+    for part in (storage.k, storage.v):
+        part.normal_()
+    tables = torch.randperm(batch * blocks, device="cuda").to(torch.int32).view(batch, 1, blocks)
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    return Pages(pools[0], pools[1], tables, lengths, context)
+    return Pages(storage.k, storage.v, tables, lengths, context)
 
 
 def random_lists(batch: int, context: int, density: float, size: int) -> KeyLists:
@@ -71,7 +73,7 @@ def flashinfer_call(q: Tensor, pages: Pages) -> Callable[[], Any] | None:
         return None
     import flashinfer
 
-    batch, blocks = pages.tables.shape
+    batch, _, blocks = pages.tables.shape
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
     starts = torch.arange(0, batch * blocks + 1, blocks, dtype=torch.int32, device="cuda")

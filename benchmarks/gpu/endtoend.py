@@ -18,16 +18,24 @@ from harness import Results, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
-from saccade.engine.executor import Executor
+from saccade.engine.attention import Watch
+from saccade.engine.core import new_request_id
+from saccade.engine.host_calls import Setting
 from saccade.engine.params import SamplingParams
-from saccade.engine.request import Request, Sequence, Work
-from saccade.engine.sampler import Sampler
-from saccade.kv.pool import BlockPool
+from saccade.engine.request import Request
+from saccade.engine.scheduler import next_rows, step_input
+from saccade.engine.sequence import Sequence
+from saccade.engine.step import RequestResult
+from saccade.engine.worker import Worker
+from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.policy import Policy
-from saccade.models import attention, passes
+from saccade.models import attention
+from saccade.models.calibration import Calibrations
 from saccade.models.families import FAMILIES
 from saccade.models.interface import ModelSpec
+from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
+from saccade.ops import triton
 
 CHUNK = 16384
 STEPS = 16  # decode steps timed
@@ -113,10 +121,10 @@ class Bench:
     def __init__(self) -> None:
         self.results = Results("endtoend")
         self.model, self.spec = build("cuda")
-        runner = HFRunner(self.model, FAMILIES["llama"], self.spec)
-        passes.install(self.model, self.spec)
-        self.executor = Executor(runner)
-        self.pool: BlockPool | None = None
+        family = FAMILIES["llama"]
+        runner = HFRunner(self.model, family, self.spec, LlamaDecoder.of(self.model, family, self.spec))
+        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch()))
+        self.pool: BlockManager | None = None
         self.results.facts = {
             "layers": LAYERS,
             "prefill_chunk": CHUNK,
@@ -129,42 +137,61 @@ class Bench:
     def room(self, tokens: int) -> None:
         """A pool for ``tokens`` tokens in place of the one before."""
         self.pool = None
+        self.worker.memories.clear()
         gc.collect()  # requests and their reports hold each other
         torch.cuda.empty_cache()
-        blocks = self.spec.layers * -(-tokens // 32)
-        self.pool = BlockPool(blocks, 8, 128, dtype=torch.bfloat16, device="cuda")
+        layout = KVFormat(torch.bfloat16, 8, 128)
+        mover = triton.row_mover(torch.device("cuda"))
+        storage = KVStorage(layout, self.spec.layers * layout.blocks(tokens), "cuda", mover)
+        self.pool = BlockManager(storage, self.spec.layers)
 
     def request(self, tokens: int, policy: str) -> Request:
         assert self.pool is not None
-        sequence = Sequence(self.pool, self.spec.layers)
+        sequence = Sequence(self.pool)
         ids = torch.randint(0, 128256, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-        request = Request(sequence, ids, GREEDY, Policy.parse(policy), 1 << 18, self.spec.layers)
-        request.sampler = Sampler(GREEDY)
-        return request
+        self.worker.memories[sequence.id] = sequence.memory
+        return Request(
+            new_request_id(),
+            sequence,
+            ids,
+            GREEDY,
+            Policy.parse(policy),
+            max_length=1 << 18,
+            layers=self.spec.layers,
+            detokenizer=None,
+        )
+
+    def step(self, requests: list[Request], chunk: int = CHUNK) -> dict[int, RequestResult]:
+        """The next rows of all, as the engine runs them."""
+        batch = [(request, next_rows(request, chunk)) for request in requests]
+        result = self.worker.run(step_input(batch))
+        for request, rows in batch:
+            own = result.requests[request.id]
+            if own.error is not None:
+                raise RuntimeError(own.error)
+            request.report.take(rows, own, result.seconds)
+            request.sequence.advance(rows.stop)
+        return result.requests
 
     def prefill(self, request: Request, chunk: int = CHUNK) -> None:
         sequence = request.sequence
         length = len(sequence.tokens)
-        sequence.kv.reserve(length)
-        for start in range(0, length, chunk):
-            stop = min(start + chunk, length)
-            work = Work(request, start, stop, "prefill", request.policy, 0, stop == length)
-            self.executor.run([work])
-            if request.error:
-                raise RuntimeError(request.error)
+        sequence.memory.kv.reserve(length)
+        while sequence.computed < length:
+            self.step([request], chunk)
 
     def warm_up(self, policy: str) -> None:
         """Compile what is compiled at first use. Selection kernels are compiled anew for every power of two of the
         number of blocks."""
         request = self.request(20000 if policy == "dense" else max(PREFILL_SIZES), policy)
         self.prefill(request)
-        request.sequence.kv.free()
+        request.sequence.memory.kv.free()
 
     def first_token(self, tokens: int, policy: str, dense: float | None) -> float:
         request = self.request(tokens, policy)
         taken = seconds(lambda: self.prefill(request))
         report = request.report.prefill.as_dict()
-        request.sequence.kv.free()
+        request.sequence.memory.kv.free()
         self.results.add(
             what="time to first token",
             context=tokens,
@@ -182,25 +209,19 @@ class Bench:
         requests = [self.request(tokens, policy) for _ in range(batch)]
 
         def step() -> None:
-            works = []
+            found = self.step(requests)
             for request in requests:
-                at = len(request.sequence.tokens)
-                works.append(Work(request, at - 1, at, "decode", request.policy, tokens - 1, False))
-            found = self.executor.run(works)
-            for request in requests:
-                if request.error:
-                    raise RuntimeError(request.error)
-                token = found[request.id]
-                token = token if isinstance(token, int) else int(token.argmax())
+                own = found[request.id]
+                token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
                 request.sequence.extend([token], "decode", request.policy)
 
         try:
             for request in requests:
                 sequence = request.sequence
-                sequence.kv.reserve(tokens + STEPS + 8)
+                sequence.memory.kv.reserve(tokens + STEPS + 8)
                 for layer in range(self.spec.layers):
                     k, v = torch.randn(2, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
-                    sequence.kv.append(layer, k, v)
+                    sequence.memory.kv.append(layer, k, v)
                 sequence.advance(tokens)
                 sequence.extend([7], "decode", request.policy)
             for _ in range(4):  # compiles, records, and replays twice
@@ -211,7 +232,7 @@ class Bench:
             report = requests[0].report.as_dict()
         finally:
             for request in requests:
-                request.sequence.kv.free()
+                request.sequence.memory.kv.free()
         self.results.add(
             what="decode",
             context=tokens,
@@ -228,15 +249,13 @@ class Bench:
 
     @contextmanager
     def as_transformers(self, attention_name: str) -> Iterator[None]:
-        """The model with transformers' own forwards and attention."""
-        passes.remove(self.model)
+        """The model with transformers' own attention."""
         self.model.set_attn_implementation(attention_name)
         try:
             with torch.inference_mode():
                 yield
         finally:
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
-            passes.install(self.model, self.spec)
 
     def transformers(self, tokens: int, kernel: str) -> None:
         ids = torch.randint(0, 128256, (1, tokens), device="cuda")
@@ -257,6 +276,7 @@ class Bench:
     def transformers_decode(self, tokens: int, batch: int, attention_name: str, static: bool) -> None:
         """Greedy steps of transformers' model over its own cache, whose keys and values are random."""
         self.pool = None
+        self.worker.memories.clear()
         gc.collect()
         torch.cuda.empty_cache()
         with self.as_transformers(attention_name):

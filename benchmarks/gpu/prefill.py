@@ -168,9 +168,7 @@ class Part:
 
     def method(self, problem: Problem, text: str, best: float | None) -> None:
         method, shape, stored = parse_method(text), problem.shape, problem.views[0]
-        view = KVView(
-            stored.k_pool, stored.v_pool, stored.table, stored.length
-        )  # no block summary is kept between calls
+        view = KVView(stored.paged())  # no block summary is kept between calls
         chosen = method.select_prefill(Chunk.of(problem.q, view))
         deciding = time_ms(lambda: method.select_prefill(Chunk.of(problem.q, view)), 150)
 

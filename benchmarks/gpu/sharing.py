@@ -16,10 +16,11 @@ from harness import DTYPE, HEAD_DIM, Results, graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kv.view import KVView
-from saccade.methods.cis import CIS
+from saccade.methods.cis import CIS, triton_sharing
+from saccade.methods.cis.sharing import Anchors
 from saccade.methods.prehoc import PSAW, depth_share
-from saccade.ops import triton
-from saccade.ops.sharing import Anchors
+from saccade.ops.triton import candidates, dispatch
+from saccade.ops.triton import weights as weights_of
 from saccade.selection import Candidates, Dense, Shape
 
 HEADS, LAYERS, STEPS = 32, 32, 16
@@ -49,7 +50,7 @@ class Case:
         calls = {
             "sdpa flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION),
             "sdpa cudnn": lambda: sdpa(SDPBackend.CUDNN_ATTENTION),
-            "saccade dense": lambda: triton.attend(self.q, self.view, Dense(self.shape), scale=SCALE),
+            "saccade dense": lambda: dispatch.attend(self.q, self.view, Dense(self.shape), scale=SCALE),
         }
         return {name: graph_ms([call] * 2) for name, call in calls.items()}
 
@@ -65,23 +66,23 @@ class Case:
 
         def step(q: torch.Tensor, anchored: int) -> None:
             anchors.count = anchored
-            offsets, shared, searching = triton.share(anchors, q[:, 0], method.tau, method.local, n, True)
+            offsets, shared, searching = triton_sharing.share(anchors, q[:, 0], method.tau, method.local, n, True)
             k = torch.where(searching, method.budget(n), n)
             full = None if anchored else searching
             chosen = Candidates(self.shape, offsets, shared, k, method.sinks, method.local, full, hidden=first)
-            read = triton.choose_candidates(q, self.view, chosen, scale=SCALE, room=room)
-            _, lse = triton.attend(q, self.view, read, scale=SCALE)
+            read = candidates.choose(q, self.view, chosen, scale=SCALE, room=room)
+            _, lse = dispatch.attend(q, self.view, read, scale=SCALE)
             if not anchored:
-                weights = triton.read_weights(q, self.view, read, lse, scale=SCALE)
+                weights = weights_of.read_weights(q, self.view, read, lse, scale=SCALE)
                 anchors.has[0].copy_(searching)
                 anchors.positions[0].fill_(n - 1)
                 middle = (method.sinks, n - method.local)
-                triton.keep(anchors, 0, read, weights, middle, method.budget(n) // 3, method.r)
+                triton_sharing.keep(anchors, 0, read, weights, middle, method.budget(n) // 3, method.r)
 
         anchors.first = n - 1
         retrieving = graph_ms([lambda: step(self.q, 0)] * 2)
         anchors.count = 1
-        offsets, _, searching = triton.share(anchors, self.next[:, 0], method.tau, method.local, n, True)
+        offsets, _, searching = triton_sharing.share(anchors, self.next[:, 0], method.tau, method.local, n, True)
         if bool(searching.any()):
             raise RuntimeError("the second query does not resemble the first")
         self.shared = float(offsets.diff().double().mean()) + method.sinks + method.local
