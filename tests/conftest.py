@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Tiny models gain nothing from threads, and on a busy machine waiting for them costs minutes.
@@ -20,6 +20,7 @@ from kv_helpers import PoisonedStorage
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM
+from saccade.engine.host import HostAttention
 from saccade.kv import view
 
 
@@ -54,3 +55,22 @@ def prompts() -> list[list[int]]:
 def solo(llm, prompts) -> list[list[int]]:
     """Each policy's greedy tokens for its own prompt, run alone."""
     return [tokens(llm.generate(ids, GREEDY, policy=policy)[0]) for ids, policy in zip(prompts, FIVE)]
+
+
+@pytest.fixture
+def in_the_next_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has something happen in the middle of the engine's next pass, or its next of one phase, after two layers have
+    stored their keys."""
+    real = HostAttention.run
+
+    def arm(happens: Callable[[], None], phase: str | None = None) -> None:
+        def run(self, layer, *rest):
+            out = real(self, layer, *rest)
+            if layer == 1 and phase in (None, *(rows.scheduled.phase for rows in self.rows)):
+                monkeypatch.setattr(HostAttention, "run", real)
+                happens()
+            return out
+
+        monkeypatch.setattr(HostAttention, "run", run)
+
+    return arm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Any
 
 import torch
@@ -45,3 +47,8 @@ def finish(engine: Engine) -> None:
             return
         engine.step()
     raise AssertionError("the engine does not come to an end")
+
+
+def interrupt() -> None:
+    """Ctrl-C: it reaches the thread that waits for answers, never the one that runs them."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from engine_helpers import FIVE, GREEDY, finish, make, start, tokens
+from engine_helpers import FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
-from saccade.engine.host import HostAttention
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.selection import Dense
@@ -87,45 +84,21 @@ def test_one_request_that_fails_takes_nobody_down(llm, prompts, solo, phase, lay
     assert tokens(llm.generate(prompts[1], GREEDY, policy=FIVE[1])[0]) == solo[1]
 
 
-@pytest.fixture
-def in_the_next_pass(monkeypatch):
-    """Has something happen in the middle of the engine's next pass, after two layers have stored their keys."""
-    real = HostAttention.run
-
-    def arm(happens) -> None:
-        def run(self, layer, *rest):
-            out = real(self, layer, *rest)
-            if layer == 1:
-                monkeypatch.setattr(HostAttention, "run", real)
-                happens()
-            return out
-
-        monkeypatch.setattr(HostAttention, "run", run)
-
-    return arm
-
-
-def interrupt() -> None:
-    """Ctrl-C: it reaches the thread that waits for answers, never the one that runs them."""
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def broken() -> None:
     raise SystemExit("the engine broke")
 
 
-@pytest.mark.parametrize("steps", [2, 6])
-def test_an_interrupt_of_one_caller_leaves_others_intact(llm, prompts, solo, in_the_next_pass, steps):
+def test_an_interrupt_of_one_caller_leaves_others_intact(llm, prompts, in_the_next_pass):
     """generate() gives up, but a stream that shares its steps goes on as if nothing had happened."""
-    stream = llm.stream(prompts[1], GREEDY, policy=FIVE[1])
-    got: list[int] = []
-    while len(got) < steps:
-        got += next(stream).new_tokens
-    in_the_next_pass(interrupt)
+    long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    alone = tokens(llm.generate(prompts[1], long, policy=FIVE[1])[0])
+    stream = llm.stream(prompts[1], long, policy=FIVE[1])
+    got = next(stream).new_tokens
+    in_the_next_pass(interrupt, phase="prefill")
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+        llm.generate(prompts[0], long)
     got += [token for output in stream for token in output.new_tokens]
-    assert got == solo[1]
+    assert got == alone
     assert llm.engine.pool.used_blocks == 0
 
 
@@ -133,8 +106,8 @@ def test_an_interrupted_session_turn_is_cancelled(llm, prompts, in_the_next_pass
     with llm.session() as session:
         first = session.generate(prompts[2], GREEDY)
         before = session.token_ids
-        in_the_next_pass(interrupt)
         long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        in_the_next_pass(interrupt)
         with pytest.raises(KeyboardInterrupt):
             session.generate(prompts[3][:50], long)
         assert not llm.engine.busy
@@ -151,6 +124,16 @@ def test_the_loop_outlives_a_step_that_breaks(llm, prompts, solo, in_the_next_pa
         outputs = llm.generate(prompts[:2], GREEDY)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
     assert llm.engine.pool.used_blocks == 0
+    assert tokens(llm.generate(prompts[0], GREEDY)[0]) == solo[0]
+
+
+def test_a_step_that_never_gets_as_far_as_a_pass_ends_those_that_wait(tiny_llama, prompts, solo, monkeypatch):
+    llm = make(tiny_llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "schedule", lambda: 1 // 0)
+        with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+            outputs = llm.generate(prompts[:2], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
     assert tokens(llm.generate(prompts[0], GREEDY)[0]) == solo[0]
 
 

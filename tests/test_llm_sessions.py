@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from engine_helpers import interrupt
 from helpers import MATRIX
 from tiny_models import make_checkpoint, oracle, oracle_greedy, random_ids
 
@@ -222,7 +223,7 @@ def test_chat_computes_only_what_is_new(llm):
 
 
 @pytest.mark.parametrize("how", ["n", "policy", "cancel", "long"])
-def test_a_chat_turn_that_comes_to_nothing_leaves_the_session(tiny_llama, how, monkeypatch):
+def test_a_chat_turn_that_comes_to_nothing_leaves_the_session(tiny_llama, how, in_the_next_pass):
     llm = make(tiny_llama, max_model_len=200)
     with llm.session() as session, make(tiny_llama).session() as other:
         for one in (session, other):
@@ -240,10 +241,9 @@ def test_a_chat_turn_that_comes_to_nothing_leaves_the_session(tiny_llama, how, m
             with pytest.raises(RequestError, match="max_model_len is 200"):
                 session.chat("x" * 300, GREEDY)
         else:
-            with monkeypatch.context() as patch:
-                patch.setattr(llm.engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-                with pytest.raises(KeyboardInterrupt):
-                    session.chat("x", GREEDY)
+            in_the_next_pass(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                session.chat("x", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
         assert session.token_ids == before
         assert session.messages == messages
         assert tokens(session.chat("second", GREEDY)) == tokens(other.chat("second", GREEDY))

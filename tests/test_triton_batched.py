@@ -168,10 +168,16 @@ def int32(number):
     return torch.tensor([number], dtype=torch.int32)
 
 
+def eight_blocks():
+    """One sequence of 128 keys in blocks of 16."""
+    table = torch.zeros(1, 1, 8, dtype=torch.int32)
+    return Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), table, int32(128), 128)
+
+
 @pytest.mark.parametrize("choose", [choose_best, choose_ranked])
 def test_equal_scores_go_to_the_lower_block(choose):
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
-    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 1, 8), torch.tensor([128]), 128)
+    pages = eight_blocks()
     for take, wanted in ((1, [1]), (3, [1, 2, 4]), (4, [1, 2, 3, 4]), (6, [1, 2, 3, 4, 5, 6])):
         choice = BestBlocks(16, "minmax", 1, 1, 1, take, 128).form
         lists = choose(scores, pages, choice, int32(take), int32(64))
@@ -203,7 +209,7 @@ def test_rows_rank_the_blocks_that_psa_ranks(size):
 
 def test_equal_scores_rank_by_block():
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
-    pages = Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), torch.zeros(1, 1, 8), torch.tensor([128]), 128)
+    pages = eight_blocks()
     choice = RankedBlocks(16, "cuboid", 1, 1, 1, 2, "min", "all", epsilon=0.5, dense_upto=64)
     always, order, counts = rank_blocks(scores, pages, choice, int32(64))
     assert counts.tolist() == [[2], [6]]

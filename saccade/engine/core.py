@@ -179,9 +179,9 @@ class Engine:
         return turn
 
     def abandon(self, error: str) -> list[StepOutput]:
-        """End all requests that run with ``error``."""
+        """End all requests that run with ``error``; where none runs, those that wait, or it would fail for ever."""
         outputs = []
-        for request in list(self.scheduler.running):
+        for request in list(self.scheduler.running) or list(self.scheduler.waiting):
             request.error = error
             self._finish(request, "error")
             outputs.append(self._last(request, StepOutput(request.id)))
