@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from saccade import __version__
 from saccade.machine import available_bytes, processor, show_bytes, total_bytes
 
 
@@ -42,7 +43,7 @@ def collect() -> dict[str, dict[str, Any]]:
     available = cpu.available()
     return {
         "versions": {
-            "saccade": _version("saccade"),
+            "saccade": __version__,
             "python": platform.python_version(),
             **{
                 name: _version(name)
