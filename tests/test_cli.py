@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import select
 import sys
 from pathlib import Path
 
@@ -62,6 +64,60 @@ def test_prompt_from_standard_input(capsys, monkeypatch, option):
     monkeypatch.setattr(sys, "stdin", stdin)
     code, out, err = run(capsys, "generate", *option, "-n", "9", "--quiet")
     assert (code, out, err) == (0, " 7391-XKQ\n", "")
+
+
+@pytest.fixture
+def pipe_in(monkeypatch, tmp_path):
+    """Makes standard input a pipe (or a file) that holds some bytes, as a shell would."""
+
+    def give(data: bytes, as_file: bool = False) -> None:
+        if as_file:
+            (tmp_path / "stdin").write_bytes(data)
+            stdin = (tmp_path / "stdin").open("rb")
+        else:
+            read, write = os.pipe()
+            with os.fdopen(write, "wb") as end:
+                end.write(data)
+            stdin = os.fdopen(read, "rb")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stdin))
+
+    return give
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("option", [[], ["-f", "-"]])
+def test_what_is_piped_beside_an_argument_is_the_document(capsys, pipe_in, option, as_file):
+    pipe_in(f"{FACT}\n{FILLER}\n".encode(), as_file)
+    assert run(capsys, "generate", ASK, *option, "-n", "9", "--quiet") == (0, " 7391-XKQ\n", "")
+
+
+def test_a_file_is_read_and_a_pipe_beside_it_is_left_alone(capsys, pipe_in, document):
+    pipe_in(b"one\ntwo\n")  # of a loop in a shell, say
+    assert run(capsys, "generate", ASK, "-f", str(document), "-n", "9", "-q") == (0, " 7391-XKQ\n", "")
+    assert sys.stdin.read() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"\xef\xbb\xbf \n"])
+def test_an_empty_document_is_an_error(capsys, pipe_in, tmp_path, data):
+    file = tmp_path / "empty.txt"
+    file.write_bytes(data)
+    code, out, err = run(capsys, "generate", ASK, "-f", str(file))
+    assert (code, out) == (2, "")
+    assert f"{file} is empty" in err
+    for arguments in ([ASK], [], [ASK, "-f", "-"]):
+        pipe_in(data)
+        code, out, err = run(capsys, "generate", *arguments)
+        assert (code, out) == (2, "")
+        assert "standard input is empty" in err
+
+
+def test_a_silent_pipe_is_mentioned(capsys, monkeypatch):
+    read, write = os.pipe()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(os.fdopen(read, "rb")))
+    monkeypatch.setattr(select, "select", lambda *_: os.close(write) or ([], [], []))  # nothing came, then it ends
+    code, _, err = run(capsys, "generate", ASK)
+    assert code == 2
+    assert "nothing came yet" in err
 
 
 def test_stop_text_ends_the_answer(capsys):

@@ -49,8 +49,9 @@ def generate(
 ) -> None:
     """Complete a prompt; tokens are printed as they come.
 
-    The document may come from a file or standard input and the question as the argument:
+    The document may come from a file or a pipe and the question as the argument:
     saccade generate -f book.txt "The password is" --policy "flexprefill+psa(epsilon=0.98)"
+    cat book.txt | saccade generate "The password is"
     """
     text = gather_prompt(prompt, prompt_file)
     check_writable(report)
