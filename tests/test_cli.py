@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from saccade import machine
 from saccade.cli.main import main
+from saccade.engine.config import EngineConfig
 
 FACT = "The secret password of the lighthouse keeper is 7391-XKQ."
 ASK = "The secret password of the lighthouse keeper is"
@@ -217,6 +220,33 @@ def test_doctor_names_versions_and_backends(capsys):
     assert facts["versions"]["torch"]
     assert facts["backends"]["reference"].startswith("ready")
     assert run(capsys, "doctor")[1].count("\n") > 10
+
+
+def test_doctor_alarms_nobody_on_a_machine_without_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for installed in (False, True):
+        monkeypatch.setattr("saccade.ops.triton._installed", installed)
+        facts = json.loads(run(capsys, "doctor", "--json")[1])
+        assert facts["backends"]["triton"] == "not needed: no GPU"
+        assert "slower" not in facts["backends"]["cpu"]
+        assert facts["gpu"]["used"] == "no"
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_default_device_is_the_gpu_where_there_is_one(monkeypatch, found):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    monkeypatch.setattr("saccade.engine.config.best_device", machine.best_device)
+    assert EngineConfig().device == ("cuda" if found else "cpu")
+    assert EngineConfig(device="cpu").device == "cpu"
+
+
+def test_what_auto_found_is_said_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Fast GPU")
+    note = machine.device_note(torch.device("cuda:1"))
+    assert note == "running on Fast GPU (device cuda:1); device cpu keeps to the CPU"
+    monkeypatch.setattr("saccade.machine.device_note", lambda device: "running on Fast GPU")
+    assert run(capsys, "generate", "hello there", "-n", "1")[2].startswith("saccade: note: running on Fast GPU\n")
+    assert run(capsys, "generate", "hello there", "-n", "1", "-q")[2] == ""
 
 
 def test_version_and_help(capsys):

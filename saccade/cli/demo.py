@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.inputs import read_text
+from saccade.cli.options import DEVICE, load_model
 from saccade.errors import RequestError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the text and the facts.")] = 1,
     policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Policies to compare.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="'reference', 'retriever' or a checkpoint folder.")] = "",
-    device: Annotated[str, typer.Option(help="'cpu', 'cuda', or 'auto': the GPU where there is one.")] = "auto",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Plant facts in a long text, ask for all of them in one session per policy, and print one table."""
     if not 1 <= facts <= 100:
@@ -71,7 +72,6 @@ def demo(
     if not 64 * facts <= tokens <= 32_768:
         raise RequestError(f"tokens={tokens} must be from {64 * facts} (64 a fact) to 32768")
     source = read_text(text) if text is not None else None
-    from saccade.llm import LLM
     from saccade.methods.policy import Policy
 
     chosen = [Policy.parse(one) for one in policy or POLICIES]
@@ -83,15 +83,9 @@ def demo(
     else:
         asked, where, example = _text_questions(source, str(text), facts, characters, seed)
     print(f"{facts} facts in {where}, asked in one session per policy; model: {model}\n  {example}")
-    llm = LLM(model, device=_device(device))
+    llm = load_model(model=model, device=device)
     rows = [_run(llm, one.text, asked) for one in chosen]
     _print(rows, len(asked))
-
-
-def _device(name: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def _suite_questions(facts: int, tokens: int, seed: int) -> tuple[list[Ask], str, str]:

@@ -9,14 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.inputs import gather_prompt, write_json
-from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, THREADS, engine_config
+from saccade.cli.options import (
+    BACKEND,
+    CHUNK,
+    DEVICE,
+    DTYPE,
+    MAX_LENGTH,
+    MEMORY,
+    MODEL,
+    POLICY,
+    THREADS,
+    engine_config,
+    load_model,
+)
 from saccade.errors import SaccadeError
 from saccade.machine import check_writable
 
 if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
     from saccade.engine.messages import RequestOutcome
-    from saccade.llm import LLM
 
 
 def generate(
@@ -44,7 +54,7 @@ def generate(
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer alone.")] = False,
 ) -> None:
     """Complete a prompt; tokens are printed as they come.
@@ -70,7 +80,8 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
-    llm = _load(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
+    config = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
+    llm = load_model(config, quiet=quiet)
     outcome = _stream(llm.stream(text, params, policy=chosen), quiet)
     if report is not None:
         write_json(report, {"model": model, "text": outcome.text, **_outcome(outcome)})
@@ -93,7 +104,7 @@ def chat(
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Talk in turns; keys and values are kept, so a turn computes only what it adds. Ends with the input (Ctrl-D)."""
     from saccade.engine.params import SamplingParams
@@ -101,7 +112,7 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop or None)
     chosen = Policy.parse(policy)
-    llm = _load(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
+    llm = load_model(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
     session = llm.session(chosen)
     while True:
         if sys.stdin.isatty():
@@ -118,16 +129,6 @@ def chat(
                 print(f"saccade: error: the turn failed: {answer.error}", file=sys.stderr)
         except SaccadeError as error:  # the conversation goes on as it was before this turn
             print(f"saccade: error: {error}", file=sys.stderr)
-
-
-def _load(config: EngineConfig) -> LLM:
-    from saccade.llm import LLM
-
-    if config.threads is not None:
-        import torch
-
-        torch.set_num_threads(config.threads)
-    return LLM(config=config)
 
 
 def _stream(steps: Any, quiet: bool) -> RequestOutcome:

@@ -92,9 +92,9 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ModelError(f"unknown device {device!r}; use cpu, cuda or cuda:N") from error
+        raise ModelError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N") from error
     if target.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {str(target)!r} is not supported; use cpu, cuda or cuda:N")
+        raise ModelError(f"device {str(target)!r} is not supported; use auto, cpu, cuda or cuda:N")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for but torch sees no GPU; use device='cpu'")
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
