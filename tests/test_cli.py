@@ -273,3 +273,39 @@ def test_demo_reads_a_text_of_yours(capsys, tmp_path):
     code, _, err = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--model", "reference")
     assert code == 2
     assert "--model retriever" in err
+
+
+def test_demo_cuts_a_text_that_the_model_cannot_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("saccade.models.loader.max_position", lambda config: 2048)
+    (tmp_path / "text.txt").write_text("The ferry left at noon, and nobody waved. " * 500, encoding="utf-8")
+    code, out, err = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--facts", "2", "-p", "dense")
+    assert code == 0
+    assert "2/2" in out
+    assert "the model reads 2,048 tokens at most, so the text's first 1,536 are used; give a shorter text" in err
+    code, out, err = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--facts", "8", "-p", "dense")
+    assert (code, out) == (2, "")
+    assert "give fewer --facts or another --model" in err
+
+
+def test_demo_shows_how_far_it_is(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.progress.Progress.add_task", lambda self, what, **given: shown.append((what, given)) or 0)
+    monkeypatch.setattr("rich.progress.Progress.update", lambda self, bar, **given: shown.append(given))
+    monkeypatch.setattr("rich.progress.Progress.remove_task", lambda self, bar: shown.append("done"))
+    code, _, _ = run(capsys, "demo", "--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)")
+    assert code == 0
+    assert shown[0][0] == "streaming(window=64)"
+    assert 0 < shown[0][1]["completed"] < shown[0][1]["total"]
+    assert "done" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [([], "give a model that reads more"), (["--max-model-len", "512"], "raise max_model_len (at most 2048)")],
+)
+def test_the_hint_for_a_long_prompt_is_possible(capsys, monkeypatch, options, hint):
+    monkeypatch.setattr("saccade.models.loader.max_position", lambda config: 2048)
+    for command in ("generate", "inspect"):
+        code, out, err = run(capsys, command, "y" * 4000, *options)
+        assert (code, out) == (2, "")
+        assert f"shorten it or {hint}" in err

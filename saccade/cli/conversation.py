@@ -75,8 +75,7 @@ class Conversation:
         """Drop the oldest turns without documents until ``turn`` and its answer fit; returns how many. RequestError
         where what cannot be dropped is too long."""
         messages = self.session.messages
-        pool = self.llm.pool
-        room = min(self.llm.max_model_len, pool.num_blocks // pool.layers * pool.format.block_size)
+        room = min(self.llm.max_model_len, self.llm.engine.checks.most_tokens)
         answer = min(self.params.max_tokens or room, max(1, room // 4))
         dropped = 0
         while (length := self._length([*messages, turn])) + answer > room:

@@ -10,6 +10,7 @@ import typer
 
 from saccade.cli.inputs import gather_prompt
 from saccade.cli.options import CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, load_model
+from saccade.cli.progress import reading
 from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def inspect(
         return
     from saccade.eval.inspect import inspect as draw_maps
 
-    paths, seen = draw_maps(llm, text, out, chosen, layers=wanted, max_tokens=max_tokens, pixels=pixels)
+    with reading("watching") as show:
+        paths, seen = draw_maps(
+            llm, text, out, chosen, layers=wanted, max_tokens=max_tokens, pixels=pixels, progress=show
+        )
     _print(seen)
     for path in paths:
         print(path)

@@ -7,31 +7,20 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from saccade.cli.progress import reading
+
 if TYPE_CHECKING:
     from saccade.engine.messages import RequestOutcome, StepOutput
 
 
 def show_stream(steps: Iterator[StepOutput], quiet: bool = False) -> RequestOutcome:
     """Print text as it comes, a progress bar on stderr while a long prompt is read; returns how it ended."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     outcome: RequestOutcome | None = None
-    with closing(steps), Progress(*columns, console=console, transient=True) as progress:  # type: ignore[type-var]
-        bar = None
+    with closing(steps), reading("reading", quiet) as show:  # type: ignore[type-var]
         for step in steps:
             outcome = step.outcome
-            if step.new_tokens or step.finished:
-                if bar is not None:
-                    progress.remove_task(bar)
-                    bar = None
-                progress.stop()
-            elif bar is None:
-                bar = progress.add_task("", total=step.prefill_total, completed=step.prefilled)
-            else:
-                progress.update(bar, completed=step.prefilled)
+            begun = bool(step.new_tokens or step.finished)
+            show(step.prefill_total if begun else step.prefilled, step.prefill_total)
             if step.new_text:
                 sys.stdout.write(step.new_text)
                 sys.stdout.flush()

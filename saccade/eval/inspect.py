@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,22 +131,24 @@ def inspect(
     layers: Sequence[int] | None = None,
     max_tokens: int = 33,
     pixels: int = 160,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Path], Inspection]:
     """Run a prompt under a policy and write its maps as PNG files, and their numbers as heads.csv, into the folder
     ``out`` (made if need be).
 
     One picture holds whole layers, about ``PANELS`` heads. Without matplotlib there is none, and a warning says so.
-    Raises SaccadeError for layers the model lacks, ``pixels`` out of range or a folder that cannot be made, and as
-    ``capture.watch``.
+    Raises SaccadeError for layers the model lacks, ``pixels`` out of range, a prompt that is too long or a folder that
+    cannot be made, and as ``capture.watch``.
     """
     chosen = check_layers(layers, llm.model.spec.layers)
     ids = token_ids(llm, prompt)
+    llm.engine.checks.prompt(ids)
     maps = Maps(len(ids), max_tokens - 1, chosen, pixels)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SaccadeError(f"the folder {out} cannot be made: {error.strerror}; give another one") from None
-    watch(llm, ids, maps, policy, max_tokens=max_tokens)
+    watch(llm, ids, maps, policy, max_tokens=max_tokens, progress=progress)
     paths = [write_numbers(maps.seen, out / "heads.csv")]
     if not available():
         warnings.warn(MISSING, stacklevel=2)
