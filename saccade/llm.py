@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.machine import available_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
+from saccade.models.checkpoint import sampling_defaults
 from saccade.models.loader import LoadedModel, load_model
 from saccade.ops import cpu, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
+from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.session import Session
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -63,6 +63,18 @@ class LLM:
     def tokenizer(self) -> Any:
         return self.model.tokenizer
 
+    def get_tokenizer(self) -> Any:
+        """transformers' own tokenizer; None where the checkpoint has none."""
+        return self.model.tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without parameters use: the sampling settings of the checkpoint's generation_config.json, or
+        none (see ``generation_config`` in EngineConfig), over SamplingParams' own."""
+        chosen = self.config.generation_config
+        if chosen == "none":
+            return SamplingParams()
+        return SamplingParams(**sampling_defaults(self.model.path if chosen == "auto" else Path(chosen)))
+
     @property
     def pool(self) -> BlockManager:
         """Where keys and values lie."""
@@ -74,15 +86,19 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         policy: PolicyLike | Sequence[PolicyLike] = None,
+        use_tqdm: bool | Callable[..., Any] = False,
     ) -> list[RequestOutput]:
-        """Complete prompts (text or token ids, one or many); results in their order.
+        """Complete prompts (text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``, one or many);
+        results in their order.
 
-        ``sampling_params`` and ``policy`` are one for all or a list with one a prompt. Everything is checked before
-        anything runs: RequestError, PolicyError or CapacityError name what is wrong. A request that fails while it runs
-        ends with finish_reason ``error``; the others go on.
+        ``sampling_params`` and ``policy`` are one for all or a list with one a prompt; without parameters,
+        :meth:`get_default_sampling_params`. ``use_tqdm`` shows a bar of prompts, by tqdm or by what it is. Everything
+        is checked before anything runs: RequestError, PolicyError or CapacityError name what is wrong. A request that
+        fails while it runs ends with finish_reason ``error``; the others go on.
         """
-        texts = _prompt_list(prompts)
-        params = _per_prompt(sampling_params, len(texts), "sampling parameters", SamplingParams)
+        texts = prompt_list(prompts)
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _params_list(default, len(texts))
         policies = [self._policy(one) for one in _policy_list(policy, len(texts))]
         encoded = [self.encode(prompt) for prompt in texts]
         for ids in encoded:
@@ -96,9 +112,9 @@ class LLM:
                 for index in range(1, one.n)
             ]
         streams = self.loop.add(messages)
-        outcomes = iter(finished(self.loop, streams))
+        outcomes = iter(finished(self.loop, streams, use_tqdm))
         groups = [[next(outcomes) for _ in range(one.n)] for one in params]
-        return [request_output(text if isinstance(text, str) else None, group) for text, group in zip(texts, groups)]
+        return [request_output(text_of(prompt), group) for prompt, group in zip(texts, groups)]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
@@ -124,7 +140,7 @@ class LLM:
             outcome = output.outcome
         assert outcome is not None, "a stream ends with an outcome"
         warn_of_failures([outcome])
-        return request_output(prompt if isinstance(prompt, str) else None, [outcome])
+        return request_output(text_of(prompt), [outcome])
 
     def chat(
         self,
@@ -132,13 +148,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         policy: PolicyLike | Sequence[PolicyLike] = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the model's chat template."""
+        """Answer one conversation or a list of them, through the model's chat template. ``chat_template_kwargs`` are
+        variables of the template, ``{"enable_thinking": False}`` say."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
         many = messages if not isinstance(messages[0], Mapping) else [messages]
-        prompts = [self.tokenizer.apply_chat_template(conversation) for conversation in many]
-        return self.generate(prompts, sampling_params, policy=policy)
+        prompts = [
+            self.tokenizer.apply_chat_template(conversation, add_generation_prompt, chat_template_kwargs)
+            for conversation in many
+        ]
+        return self.generate(prompts, sampling_params, policy=policy, use_tqdm=use_tqdm)
 
     def session(self, policy: PolicyLike = None) -> Session:
         """A conversation that keeps its keys, values and method state between turns."""
@@ -156,17 +179,10 @@ class LLM:
 
     def encode(self, prompt: Prompt, first: bool = True) -> list[int]:
         """Token ids of a prompt. ``first``: it begins a context, so the tokenizer's special tokens join it."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError("the prompt is empty; give at least one token")
-            return self.tokenizer.encode(prompt, add_special_tokens=first)
-        listed: object = prompt
-        if not isinstance(listed, Sequence) or isinstance(listed, (bytes, bytearray)):
-            raise RequestError(f"a prompt must be text or a list of token ids, got {type(prompt).__name__}")
-        return list(listed)
+        return encode(self.tokenizer, prompt, first)
 
     def _message(self, prompt: Prompt, params: SamplingParams | None, policy: PolicyLike, what: str) -> AddRequest:
-        params = params or SamplingParams()
+        params = params or self.get_default_sampling_params()
         if params.n != 1:
             raise RequestError(f"n={params.n} cannot be {what}")
         return AddRequest(new_request_id(), self.encode(prompt), params, self._policy(policy))
@@ -218,23 +234,11 @@ def _model_length(wanted: int | None, most: int) -> int:
     return wanted
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be text, token ids or a list of those, got {type(prompts).__name__}")
-    if len(prompts) == 0 or isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _per_prompt(value: Any, count: int, what: str, kind: type) -> list[Any]:
-    if value is None:
-        return [kind()] * count
-    if isinstance(value, kind):
+def _params_list(value: Any, count: int) -> list[SamplingParams]:
+    if isinstance(value, SamplingParams):
         return [value] * count
-    if not isinstance(value, Sequence) or len(value) != count or not all(isinstance(one, kind) for one in value):
-        raise RequestError(f"give one {kind.__name__} or a list of {count}, one a prompt, as {what}")
+    if not isinstance(value, Sequence) or len(value) != count or not all(isinstance(o, SamplingParams) for o in value):
+        raise RequestError(f"give one SamplingParams or a list of {count}, one a prompt, as sampling parameters")
     return list(value)
 
 

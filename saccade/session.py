@@ -13,6 +13,7 @@ from saccade.engine.stream import Stream
 from saccade.errors import RequestError
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
+from saccade.prompts import Prompt, text_of
 
 if TYPE_CHECKING:
     from saccade.engine.sequence import Sequence as TokenSequence
@@ -45,13 +46,13 @@ class Session:
         return list(self.sequence.tokens)
 
     def generate(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> RequestOutput:
         """Append ``prompt`` (text or token ids) to the context and complete it."""
         return self._finished(self._start(prompt, sampling_params, policy), prompt)
 
     def stream(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
         """Like ``generate``, step by step; leaving the loop early cancels the turn."""
         yield from self.llm.loop.outputs(self._start(prompt, sampling_params, policy))
@@ -77,10 +78,11 @@ class Session:
         sampling_params: SamplingParams | None = None,
         *,
         policy: PolicyLike = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
         shares with the stored context is not computed again."""
-        turn, stream = self._say(message, sampling_params, policy)
+        turn, stream = self._say(message, sampling_params, policy, chat_template_kwargs)
         output = self._finished(stream)
         if output.error is None:
             self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
@@ -92,22 +94,27 @@ class Session:
         sampling_params: SamplingParams | None = None,
         *,
         policy: PolicyLike = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[StepOutput]:
         """Like ``chat``, step by step; leaving the loop early cancels the turn, which then was never said."""
-        turn, stream = self._say(message, sampling_params, policy)
+        turn, stream = self._say(message, sampling_params, policy, chat_template_kwargs)
         for output in self.llm.loop.outputs(stream):
             if output.outcome is not None and output.outcome.error is None:
                 self.messages += [turn, {"role": "assistant", "content": output.outcome.text}]
             yield output
 
     def _say(
-        self, message: str | Mapping[str, Any], params: SamplingParams | None, policy: PolicyLike
+        self,
+        message: str | Mapping[str, Any],
+        params: SamplingParams | None,
+        policy: PolicyLike,
+        template: Mapping[str, Any] | None,
     ) -> tuple[dict[str, Any], Stream]:
         """Begin a turn of a conversation: its message and its outputs."""
         if not isinstance(message, (str, Mapping)):
             raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {message!r}")
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn])
+        ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn], template_kwargs=template)
         shared = common(self.sequence.tokens, ids[:-1])
         return turn, self._start(ids[shared:], params, policy, keep=shared)
 
@@ -124,14 +131,14 @@ class Session:
 
     def _start(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None,
         policy: PolicyLike,
         keep: int | None = None,
         decoded: int = 0,
         whole: bool = False,
     ) -> Stream:
-        params = params or SamplingParams()
+        params = params or self.llm.get_default_sampling_params()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)
@@ -141,6 +148,5 @@ class Session:
         message = AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
         return self.llm.loop.add([message])[0]
 
-    def _finished(self, stream: Stream, prompt: str | Sequence[int] | None = None) -> RequestOutput:
-        text = prompt if isinstance(prompt, str) else None
-        return request_output(text, finished(self.llm.loop, [stream]))
+    def _finished(self, stream: Stream, prompt: Prompt | None = None) -> RequestOutput:
+        return request_output(None if prompt is None else text_of(prompt), finished(self.llm.loop, [stream]))

@@ -169,7 +169,7 @@ class Bench:
             own = result.requests[request.id]
             if own.error is not None:
                 raise RuntimeError(own.error)
-            request.report.take(rows, own, result.seconds)
+            request.report.take(rows, own, time.perf_counter())
             request.sequence.advance(rows.stop)
         return result.requests
 

@@ -38,12 +38,18 @@ class Answers:
             sequence.restart(request.policy)
             request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")
         output.new_tokens.append(token)
+        request.report.token()
+        made = len(sequence.tokens) - request.output_start
         ended = not params.ignore_eos and token in self.model.eos_token_ids
         reason = "stop" if ended or token in params.stop_token_ids else None
+        if reason is not None and not ended:
+            request.stop_reason = token
         stopper = request.stopper
-        if stopper.add(request.detokenizer.step(token)):
-            reason = "stop"
-        elif reason is None and len(sequence.tokens) - request.output_start >= request.max_tokens:
+        # A special token that ends the answer is no part of its text, even where such tokens are shown.
+        hidden = reason is not None and not stopper.keep and token in self.model.tokenizer.special_ids
+        if stopper.add("" if hidden else request.detokenizer.step(token), counts=made > params.min_tokens):
+            reason, request.stop_reason = "stop", stopper.met
+        elif reason is None and made >= request.max_tokens:
             reason = "length"
         if reason is not None and not stopper.stopped:
             stopper.add(request.detokenizer.flush())
@@ -55,7 +61,7 @@ class Answers:
         request.finish_reason = reason
         request.text = request.stopper.text
         request.final_ids = list(request.output_ids)
-        request.report.output_tokens = len(request.final_ids)
+        request.report.finish(len(request.final_ids))
         if request.params.prompt_logprobs is not None:
             places = range(request.output_start - len(request.prompt), request.output_start)
             scores = [request.prompt_scores.get(place) for place in places]
@@ -75,6 +81,9 @@ class Answers:
             request.cumulative_logprob if wanted else None,
             request.logprobs if wanted else None,
             request.prompt_logprobs,
+            request_id=request.id,
+            stop_reason=request.stop_reason,
+            metrics=request.report.metrics(),
         )
 
     def _record_logprobs(self, request: Request, logits: Tensor, token: int) -> None:

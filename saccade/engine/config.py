@@ -31,7 +31,8 @@ class EngineConfig:
     the weights per request; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or
     ``auto``: the GPU where torch sees one, and from then on its name.
     ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are launched one by
-    one.
+    one. ``generation_config``: where requests without sampling parameters take theirs from: ``auto`` (the checkpoint's
+    generation_config.json), ``none`` or another folder that holds such a file.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -50,6 +51,7 @@ class EngineConfig:
     exact: bool | None = None
     device: str = "auto"
     cuda_graphs: bool = True
+    generation_config: str | Path = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -57,6 +59,13 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SaccadeError(f"{name}={value!r} must be an integer >= 1")
+        if self.generation_config == "vllm":  # its spelling of "none"
+            object.__setattr__(self, "generation_config", "none")
+        if self.generation_config not in ("auto", "none") and not Path(self.generation_config).is_dir():
+            raise SaccadeError(
+                f"generation_config={str(self.generation_config)!r} must be 'auto', 'none' or a folder that holds "
+                "generation_config.json"
+            )
         if self.device == "auto":
             object.__setattr__(self, "device", best_device())
         if self.block_size not in BLOCK_SIZES:

@@ -17,6 +17,7 @@ from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence
+from saccade.engine.steering import Steering
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.errors import CapacityError, RequestError
@@ -118,6 +119,7 @@ class Engine:
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
+        steering = Steering.of(params, self.model)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
@@ -138,7 +140,8 @@ class Engine:
             policy,
             max_length=self.max_model_len,
             layers=self.layers,
-            detokenizer=self.model.tokenizer.stream(),
+            detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
+            steering=steering,
             decoded=decoded,
         )
         request.keep_kv = sequence is not None
@@ -203,16 +206,16 @@ class Engine:
             return outputs
         began = time.perf_counter()
         for request, _ in batch:
-            if not request.report.started:
-                request.report.started, request.report.queue_seconds = True, began - request.arrived
+            request.report.schedule(began)
         try:
             result = self.worker.run(step_input(batch))
         except BaseException:  # an interrupt, say: some layers hold the new rows and others do not
             for request, rows in batch:
                 request.sequence.undo(rows)
             raise
+        ended = time.perf_counter()
         for request, rows in batch:
-            outputs += self._settle(request, rows, result.requests[request.id], result.seconds)
+            outputs += self._settle(request, rows, result.requests[request.id], ended)
         return outputs
 
     def _starved(self, request: Request) -> StepOutput:
@@ -223,14 +226,14 @@ class Engine:
         return self._last(request, StepOutput(request.id, new_text=request.stopper.release(final=True)))
 
     def _settle(
-        self, request: Request, rows: ScheduledRequest, result: RequestResult, seconds: float
+        self, request: Request, rows: ScheduledRequest, result: RequestResult, ended: float
     ) -> list[StepOutput]:
         """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
         output = request.progress(rows.stop)
         if result.undone:
             request.sequence.undo(rows)
             return [output]
-        request.report.take(rows, result, seconds)
+        request.report.take(rows, result, ended)
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
         if result.error is not None:
@@ -277,7 +280,7 @@ class Engine:
                 continue
             self.worker.memories[sequence.id] = sequence.memory
             fork.report.cached_tokens = sequence.computed
-            fork.report.started = True
+            fork.report.share(request.report)
             output = fork.progress(sequence.computed)
             self.scheduler.adopt(fork)
             self._take_token(fork, result, output)

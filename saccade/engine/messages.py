@@ -53,9 +53,31 @@ class TokenLogprob:
 
 
 @dataclass
+class RequestMetrics:
+    """When what happened to a request, in seconds since the epoch; None for what did not happen. The names are vLLM's.
+    ``time_in_queue``: until its first step, in seconds; ``first_token_latency``: from its arrival, in seconds."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_generation_tokens: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass
 class RequestOutcome:
     """How a request ended. ``finish_reason``: ``stop`` (end token or stop string), ``length``, ``cancelled`` or
-    ``error``. ``prompt``: the tokens that this turn appended. ``report``: what it really did (see docs/report.md)."""
+    ``error``. ``prompt``: the tokens that this turn appended. ``report``: what it really did (see docs/report.md).
+    ``stop_reason``: the stop string or stop token that ended it; None for an end token of the model."""
 
     prompt: list[int]
     text: str
@@ -66,6 +88,9 @@ class RequestOutcome:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, TokenLogprob]] | None = None
     prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+    request_id: int = 0
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None
 
 
 @dataclass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from saccade.errors import RequestError
+
+MOST_BIAS = 1e9  # of logit_bias: far beyond any logit, and finite in float32
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,14 @@ class SamplingParams:
     ``logprobs=k`` returns, for every token, the log-probabilities of the ``k`` likeliest tokens and of the chosen one,
     from the model's distribution before any processing. ``prompt_logprobs=k`` does so for the prompt's own tokens, each
     given those before it, from prompt index ``prompt_logprobs_start`` on; a token that nothing computed in this turn
-    predicts (the first of all, say) has None. ``stop`` strings end generation and are not part of the text.
-    ``max_tokens=None`` means up to the model's length. Raises RequestError for values out of range.
+    predicts (the first of all, say) has None. ``stop`` strings end generation and are not part of the text, unless
+    ``include_stop_str_in_output``. ``max_tokens=None`` means up to the model's length. Raises RequestError for values
+    out of range.
+
+    What is done to the logits, in vLLM's order: ``bad_words`` are never completed (with or without a space before
+    them); no end token comes, and no stop string counts, before ``min_tokens`` tokens; ``logit_bias`` is added by token
+    id; ``repetition_penalty`` acts on tokens of prompt and answer, then ``frequency_penalty`` subtracts so much for
+    each time that a token stands in the answer and ``presence_penalty`` once; then temperature, top-k, top-p, min-p.
 
     A draw depends on ``seed``, ``sample`` and the token's place in the sequence alone (see ``saccade.randomness``).
     Of ``n`` samples the first is number ``sample`` and the others follow. Without a seed every request draws its own.
@@ -37,6 +45,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    bad_words: Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, 128)
@@ -65,6 +80,18 @@ class SamplingParams:
         if not _is_list(ends) or any(not isinstance(token, int) or isinstance(token, bool) for token in ends):
             raise RequestError(f"stop_token_ids={ends!r} must be a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(ends))
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2.0, 2.0)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        words = [] if self.bad_words is None else self.bad_words
+        if not _is_list(words) or any(not isinstance(word, str) or not word.strip() for word in words):
+            raise RequestError(f"bad_words={self.bad_words!r} must be a list of strings that are not blank")
+        object.__setattr__(self, "bad_words", tuple(words))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
 
     @property
     def greedy(self) -> bool:
@@ -75,6 +102,24 @@ class SamplingParams:
         The prompt is scored once, by sample 0."""
         prompt_logprobs = None if index else self.prompt_logprobs
         return replace(self, n=1, sample=self.sample + index, prompt_logprobs=prompt_logprobs)
+
+
+def _biases(value: object) -> dict[int, float]:
+    """``logit_bias`` by token id; ids may be text, as JSON has them."""
+    wrong = (
+        f"logit_bias={value!r:.200} must map token ids (integers >= 0) to numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+    )
+    if not isinstance(value, Mapping):
+        raise RequestError(wrong)
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        if isinstance(token, str) and token.isdecimal() and len(token) < 20:
+            token = int(token)
+        fits = isinstance(bias, (int, float)) and not isinstance(bias, bool) and abs(bias) <= MOST_BIAS
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0 or not fits:
+            raise RequestError(wrong)
+        biases[token] = float(bias)
+    return biases
 
 
 def _is_list(value: object) -> bool:

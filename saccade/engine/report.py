@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.device_counts import DeviceCounts, LayerCounts
+from saccade.engine.messages import RequestMetrics
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.selection import Selection
 
@@ -122,7 +124,7 @@ class PhaseStats:
     late: dict[Any, Late] = field(default_factory=dict)  # what is counted elsewhere until it is asked for
 
     def take(self, result: RequestResult, method: str, tokens: int, seconds: float) -> None:
-        """Count what a step of ``seconds`` did under ``method`` (its text) for ``tokens`` rows."""
+        """Count what a step did in ``seconds`` under ``method`` (its text) for ``tokens`` rows."""
         if method not in self.policies:
             self.policies.append(method)
         self.tokens += tokens
@@ -144,27 +146,32 @@ class PhaseStats:
                 have[name] = have.get(name, 0) + calls
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. Densities are attended over causal pairs; keys are per query head and row."""
+        """Plain data for JSON. Densities are attended over causal pairs, in ``density`` of all layers together; keys
+        are per query head and row."""
         for late in self.late.values():
             self._add_late(late.take())
         for layer in self.layers:
             layer.settle()
+        heads = max((layer.heads for layer in self.layers), default=1)
+        nothing = torch.zeros(heads, dtype=torch.int64, device="cpu")  # where a freeze skipped every row
         counted = [(layer, layer.pairs()) for layer in self.layers]
-        active = [(layer, pairs) for layer, pairs in counted if pairs is not None and layer.causal]
+        active = [(layer, nothing if pairs is None else pairs) for layer, pairs in counted if layer.causal]
         per_head = [[pairs / layer.causal for pairs in counts.tolist()] for layer, counts in active]
         per_layer = [sum(heads) / len(heads) for heads in per_head]
         rows = max(1, self.tokens) * max(1, len(active))
         searches, searchable = (sum(getattr(one, name) for one, _ in active) for name in ("searches", "searchable"))
         estimates = sum(layer.estimates for layer, _ in active)
         attended = sum(float(counts.double().mean()) for _, counts in active)
+        causal = sum(layer.causal for layer, _ in active)
+        rate = self.tokens and self.seconds > 0
         return {
             "policy": "+".join(self.policies) if self.policies else None,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 6),
-            "tokens_per_second": round(self.tokens / self.seconds, 3) if self.seconds > 0 else None,
-            "density": sum(per_layer) / len(per_layer) if per_layer else None,
+            "tokens_per_second": round(self.tokens / self.seconds, 3) if rate else None,
+            "density": attended / causal if causal else None,
             "keys_attended": round(attended),
-            "keys_causal": sum(layer.causal for layer, _ in active),
+            "keys_causal": causal,
             "keys_scored": sum(layer.scored for layer, _ in active),
             "keys_estimated": sum(layer.estimated for layer, _ in active),
             "keys_attended_per_row": round(attended / rows, 2),
@@ -185,7 +192,12 @@ class PhaseStats:
 
 
 class Report:
-    """Per request: what ran in prefill and decode, and anything that ran otherwise than asked."""
+    """Per request: what ran in prefill and decode, when, and anything that ran otherwise than asked.
+
+    The time from its first step to the end of its last is split between the phases without rest: what passed since the
+    end of the request's last step belongs to the phase of the next, however many requests share it. So phases tell what
+    a user waits for, and the rates of requests that run side by side add up to the engine's.
+    """
 
     def __init__(self, policy: str, layers: int) -> None:
         self.policy = policy
@@ -195,32 +207,68 @@ class Report:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.preemptions = 0
-        self.started = False
-        self.queue_seconds = 0.0
         self.notes: list[str] = []
+        self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
+        self._arrived = time.perf_counter()
+        self._scheduled: float | None = None
+        self._counted = self._arrived  # until when time has been given to phases
+        self._first_token: float | None = None
+        self._last_token: float | None = None
+        self._finished: float | None = None
 
     def phase(self, name: str) -> PhaseStats:
         return self.prefill if name == "prefill" else self.decode
 
-    def take(self, rows: ScheduledRequest, result: RequestResult, seconds: float) -> None:
-        """Count what a step of ``seconds`` did for ``rows``."""
+    def schedule(self, now: float) -> None:
+        """A step begins with this request in it: the first one ends its wait in the queue."""
+        if self._scheduled is None:
+            self._scheduled = self._counted = now
+
+    def share(self, parent: Report) -> None:
+        """Go on from the prompt that another request has computed: its time is this one's too."""
+        self._scheduled = self._arrived if parent._scheduled is None else max(self._arrived, parent._scheduled)
+        self._counted = max(self._arrived, parent._counted)
+        self.prefill.seconds += self._counted - self._scheduled
+
+    def take(self, rows: ScheduledRequest, result: RequestResult, ended: float) -> None:
+        """Count what a step did for ``rows`` until ``ended`` (time.perf_counter)."""
+        seconds, self._counted = ended - self._counted, ended
         self.phase(rows.phase).take(result, getattr(rows.policy, rows.phase).text, rows.length, seconds)
         for note in result.notes:
             self.note(note)
+
+    def token(self) -> None:
+        """A token was chosen."""
+        self._last_token = time.perf_counter()
+        self._first_token = self._last_token if self._first_token is None else self._first_token
+
+    def finish(self, output_tokens: int) -> None:
+        """The request has ended with so many tokens."""
+        self.output_tokens, self._finished = output_tokens, time.perf_counter()
 
     def note(self, text: str) -> None:
         """Add a sentence, once."""
         if text not in self.notes:
             self.notes.append(text)
 
+    def metrics(self) -> RequestMetrics:
+        """When what happened, as callers of vLLM know it."""
+        places = (self._scheduled, self._first_token, self._last_token, self._finished)
+        scheduled, first, last, finished = (None if place is None else place + self._clock for place in places)
+        return RequestMetrics(self._arrived + self._clock, scheduled, first, last, finished, self.output_tokens)
+
     def as_dict(self) -> dict[str, Any]:
+        started = self._scheduled if self._scheduled is not None else self._finished
+        ended = self._finished if self._finished is not None else self._counted
         return {
             "policy": self.policy,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "preemptions": self.preemptions,
-            "queue_seconds": round(self.queue_seconds, 6),
+            "queue_seconds": 0.0 if started is None else round(started - self._arrived, 6),
+            "first_token_seconds": None if self._first_token is None else round(self._first_token - self._arrived, 6),
+            "total_seconds": round(ended - self._arrived, 6),
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
             "notes": list(self.notes),

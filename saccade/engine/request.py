@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from saccade.engine.messages import StepOutput, TokenLogprob
@@ -10,6 +9,7 @@ from saccade.engine.params import SamplingParams
 from saccade.engine.report import Report
 from saccade.engine.sampler import Sampler
 from saccade.engine.sequence import Sequence
+from saccade.engine.steering import Steering
 from saccade.engine.step import LogprobEntries
 from saccade.engine.stopping import StopText
 from saccade.methods.policy import Policy
@@ -29,6 +29,7 @@ class Request:
         max_length: int,
         layers: int,
         detokenizer: Any,
+        steering: Steering | None = None,
         decoded: int = 0,
     ) -> None:
         self.id = request_id
@@ -49,9 +50,12 @@ class Request:
         for part in (policy.window, policy.freeze):
             if part is not None and not part.acts(layers):
                 self.report.note(f"'{part.text}' leaves a model of {layers} layers as it is")
-        self.sampler = Sampler(params)
+        steering = Steering(params) if steering is None else steering
+        steering.answer_start = self.output_start
+        self.sampler = Sampler(params, steering)
         self.detokenizer = detokenizer
-        self.stopper = StopText(params.stop or ())
+        self.stopper = StopText(params.stop or (), params.include_stop_str_in_output)
+        self.stop_reason: int | str | None = None  # the stop string or stop token that ended it
         self.text = ""
         self.logprobs: list[dict[int, TokenLogprob]] = []
         self.prompt_scores: dict[int, LogprobEntries] = {}  # by place in the sequence
@@ -60,7 +64,6 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.keep_kv = False  # a session's sequence stays after the request ends
-        self.arrived = time.perf_counter()
         self.final_ids: list[int] = []  # the answer, once the request ended
         self.parent: Request | None = None  # whose prompt this one waits for, to share it
         self.forks: list[Request] = []  # who waits for the prompt of this one

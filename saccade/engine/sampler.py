@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from saccade.engine.params import SamplingParams
-from saccade.errors import ModelError
+from saccade.engine.steering import Steering
+from saccade.errors import ModelError, RequestError
 from saccade.models.warpers import Warpers
 from saccade.randomness import fresh_seed, uniform
 
@@ -17,8 +18,9 @@ class Sampler:
     """How one request chooses tokens. It keeps a seed and no generator: a token's draw depends on the seed, the sample
     and the token's place alone, whatever else is in the batch and however often the step runs."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, steering: Steering | None = None) -> None:
         self.params = params
+        self.steering = Steering(params) if steering is None else steering
         self.warpers = Warpers(
             temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
@@ -28,7 +30,8 @@ class Sampler:
         )
         self.seed = fresh_seed() if params.seed is None else params.seed
         # Whether the next token is the likeliest, whatever came before, and nothing else of the logits is wanted.
-        self.takes_likeliest = params.greedy and params.repetition_penalty == 1.0 and params.logprobs is None
+        plain = params.repetition_penalty == 1.0 and self.steering.neutral
+        self.takes_likeliest = params.greedy and plain and params.logprobs is None
 
     def sample(self, ids: list[int], logits: Tensor, position: int) -> int:
         """The token at ``position`` of the sequence: ``ids`` the tokens so far, ``logits`` fp32 [vocab] -> token id.
@@ -39,13 +42,22 @@ class Sampler:
                 "the model's logits are not finite: its weights are broken, or its activations overflow in this dtype; "
                 "try dtype='float32'"
             )
-        scores = self.warpers.process(ids, logits)
+        scores = self.processed(ids, logits)
         if self.params.greedy:
             return int(torch.argmax(scores))
         weights = torch.softmax(scores.double(), -1)
         draw = uniform(self.seed, self.params.sample, position)
         cumulative = weights.cumsum(-1)
         return int(torch.searchsorted(cumulative, draw * cumulative[-1], right=True).clamp(max=weights.numel() - 1))
+
+    def processed(self, ids: list[int], logits: Tensor) -> Tensor:
+        """The logits that a token is drawn from: ``ids`` the whole sequence so far, fp32 [vocab] -> fp32 [vocab].
+        RequestError where every token is forbidden."""
+        scores = self.warpers.repeat(ids, self.steering.restrict(ids, logits))
+        scores = self.steering.penalise(ids, scores)
+        if not self.steering.neutral and not torch.isfinite(scores.max()):
+            raise RequestError("bad_words and min_tokens forbid every token that the model knows; allow some")
+        return self.warpers.warp(scores)
 
 
 def top_logprobs(logits: Tensor, chosen: int, count: int) -> dict[int, tuple[float, int]]:

@@ -6,24 +6,34 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Watches growing text for stop strings; holds back a tail that could still become one."""
+    """Watches growing text for stop strings; holds back a tail that could still become one. ``keep``: the one that was
+    met stays in the text."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         self.stops = tuple(stops)
+        self.keep = keep
         self.text = ""
         self.shown = 0
-        self.stopped = False
+        self.met: str | None = None  # the stop string that ended the text
 
-    def add(self, piece: str) -> bool:
-        """Append text; True when a stop string was met: ``text`` then ends right before the earliest one, for good."""
+    @property
+    def stopped(self) -> bool:
+        return self.met is not None
+
+    def add(self, piece: str, counts: bool = True) -> bool:
+        """Append text; True when a stop string that ends in it was met: ``text`` then ends right before the earliest
+        one (or after it), for good. ``counts`` False: stop strings that end in this piece are let pass."""
         if self.stopped:
             return True
-        scan_from = max(0, len(self.text) - max((len(stop) for stop in self.stops), default=0) + 1)
+        before = len(self.text)
         self.text += piece
-        hits = [at for at in (self.text.find(stop, scan_from) for stop in self.stops) if at >= 0]
-        if hits:
-            self.text = self.text[: min(hits)]
-            self.stopped = True
+        if not counts:
+            return False
+        hits = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.stops]
+        found = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=None)
+        if found is not None:
+            at, self.met = found
+            self.text = self.text[: at + (len(self.met) if self.keep else 0)]
         return self.stopped
 
     def release(self, final: bool) -> str:

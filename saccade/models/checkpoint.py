@@ -90,6 +90,19 @@ def check_generation_config(folder: Path) -> None:
         raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}")
 
 
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Sampling settings of the folder's generation_config.json, by the names of SamplingParams, as vLLM reads them;
+    empty without that file. ModelError if it is broken."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return {}
+    check_generation_config(folder)
+    config = _read_json(file)
+    names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    names["max_new_tokens"] = "max_tokens"
+    return {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files to load, in transformers' order of preference; ModelError if one or all are absent."""
     if (folder / SINGLE_FILE).is_file():

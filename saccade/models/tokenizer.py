@@ -16,6 +16,10 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 
 Message = Mapping[str, Any]
 
+# Of transformers' own call, which are decided here.
+_OWN_ARGUMENTS = {"conversation", "tokenize", "add_generation_prompt", "return_tensors", "return_dict", "padding"}
+_OWN_ARGUMENTS |= {"truncation", "max_length", "tokenizer_kwargs", "chat_template"}
+
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer; one that only knows token ids if it holds none; ModelError if it is broken."""
@@ -78,21 +82,50 @@ class Tokenizer:
         # Some checkpoints ask to tidy the spaces of English contractions, which would change text already streamed.
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template.
 
         Each message maps ``role`` and ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
-        RequestError if there is no template, the messages are malformed, or the template rejects them.
+        ``template_kwargs`` are variables of the template, ``{"enable_thinking": False}`` say. RequestError if there is
+        no template, the messages are malformed, or the template rejects them.
         """
+        extra = {} if template_kwargs is None else template_kwargs
+        if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+            raise RequestError(
+                f"chat_template_kwargs={extra!r:.80} must map names to values, as the template knows them"
+            )
+        if own := sorted(_OWN_ARGUMENTS & set(extra)):
+            raise RequestError(
+                f"chat_template_kwargs cannot set {', '.join(own)}; only variables of the template can be set"
+            )
         hf = self._require("chat needs one")
         if not hf.chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead of messages")
         conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
         try:
-            text = hf.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+            text = hf.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+            )
         except Exception as error:  # jinja's own, or whatever the template raises
             raise RequestError(f"the chat template rejects these messages: {first_line(error)}") from error
         return self.encode(text, add_special_tokens=False)  # templates write their own special tokens
+
+    def words(self, texts: Iterable[str]) -> list[list[int]]:
+        """The token lists that ``texts`` may come as: from the beginning of a text, and with a space before, where that
+        makes another first token. RequestError if there is no tokenizer."""
+        found: list[list[int]] = []
+        for text in texts:
+            bare = self.encode(text.lstrip(), add_special_tokens=False)
+            spaced = self.encode(" " + text.lstrip(), add_special_tokens=False)
+            found.append(bare)
+            if spaced[:1] != bare[:1] and len(spaced) == len(bare):
+                found.append(spaced)
+        return [word for word in found if word]
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A fresh incremental detokeniser for one sequence of output tokens."""

@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
 
 
 class Warpers:
-    """``process(ids, logits)``: repetition penalty, then temperature, top-k, top-p and min-p in transformers' order.
+    """``process(ids, logits)``: repetition penalty, then temperature, top-k, top-p and min-p in transformers' order;
+    :meth:`repeat` and :meth:`warp` are its two halves, between which other penalties act.
 
     ``temperature=0`` (greedy) applies the repetition penalty alone.
     """
@@ -23,9 +24,10 @@ class Warpers:
     def __init__(
         self, *, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float
     ) -> None:
+        self.penalty = (
+            None if repetition_penalty == 1.0 else RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
+        )
         processors = LogitsProcessorList()
-        if repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
         if temperature > 0:
             if temperature != 1.0:
                 processors.append(TemperatureLogitsWarper(float(temperature)))
@@ -39,7 +41,17 @@ class Warpers:
 
     def process(self, ids: list[int], logits: Tensor) -> Tensor:
         """``ids`` the whole sequence so far, ``logits`` fp32 [vocab] -> processed fp32 [vocab]."""
+        return self.warp(self.repeat(ids, logits))
+
+    def repeat(self, ids: list[int], logits: Tensor) -> Tensor:
+        """The repetition penalty alone, over all of ``ids``."""
+        if self.penalty is None:
+            return logits
+        return self.penalty(torch.tensor([ids], dtype=torch.long), logits[None].clone())[0]
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """What comes after all penalties."""
         if not self.processors:
             return logits
-        history = torch.tensor([ids], dtype=torch.long)
-        return self.processors(history, logits[None].clone())[0]  # type: ignore[arg-type]
+        nobody = torch.empty(1, 0, dtype=torch.long)  # these do not look at the sequence
+        return self.processors(nobody, logits[None].clone())[0]  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""What a request does to its logits besides the shape of their distribution: tokens that may not come, or not yet, and
+tokens that are pushed up or down. The order is vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from saccade.engine.params import SamplingParams
+from saccade.errors import RequestError
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
+
+
+class Steering:
+    """``answer_start``: where in the sequence the answer begins. ``ends``: tokens that may not come before
+    ``min_tokens``. ``words``: each a list of tokens whose last one may not follow the others."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        answer_start: int = 0,
+        ends: Sequence[int] = (),
+        words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.params, self.answer_start, self.words = params, answer_start, words
+        self.ends = list(ends)
+        self.biases = params.logit_bias or {}
+        self.counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        self.neutral = not (self.words or params.min_tokens or self.biases or self.counts)
+
+    @classmethod
+    def of(cls, params: SamplingParams, model: LoadedModel) -> Steering:
+        """For one request of a model, which sets ``answer_start``. RequestError for tokens that the model lacks."""
+        vocab = model.spec.vocab_size
+        for token in params.logit_bias or ():
+            if token >= vocab:
+                raise RequestError(f"logit_bias names token {token}; this model has tokens 0 to {vocab - 1}")
+        ends = [end for end in {*model.eos_token_ids, *params.stop_token_ids} if 0 <= end < vocab]
+        words = model.tokenizer.words(params.bad_words) if params.bad_words else []
+        return cls(params, 0, ends, words)
+
+    def restrict(self, ids: list[int], logits: Tensor) -> Tensor:
+        """Before the repetition penalty: bad words, end tokens that come too early, biases. ``ids`` the whole sequence,
+        ``logits`` fp32 [vocab]."""
+        if self.neutral:
+            return logits
+        logits = logits.clone()
+        answer = ids[self.answer_start :]
+        for word in self.words:
+            before = list(word[:-1])
+            if answer[len(answer) - len(before) :] == before:
+                logits[word[-1]] = -torch.inf
+        if len(answer) < self.params.min_tokens:
+            logits[self.ends] = -torch.inf
+        if self.biases:
+            tokens = torch.tensor(list(self.biases), dtype=torch.long, device=logits.device)
+            logits[tokens] += torch.tensor(list(self.biases.values()), dtype=logits.dtype, device=logits.device)
+        return logits
+
+    def penalise(self, ids: list[int], logits: Tensor) -> Tensor:
+        """After the repetition penalty: frequency and presence, over the tokens of the answer."""
+        if not self.counts:
+            return logits
+        answer = torch.tensor(ids[self.answer_start :], dtype=torch.long, device=logits.device)
+        counts = torch.bincount(answer, minlength=logits.shape[-1])
+        logits = logits - self.params.frequency_penalty * counts
+        return logits - self.params.presence_penalty * (counts > 0)
