@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from saccade.outputs import CompletionOutput, RequestOutput
     from saccade.session import Session
 
-__all__ = ["LLM", "CompletionOutput", "Policy", "RequestOutput", "SaccadeError", "SamplingParams", "Session"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Policy",
+    "RequestOutput",
+    "SaccadeError",
+    "SamplingParams",
+    "Session",
+    "__version__",
+]
 
 # Threads of torch's OpenMP that spin while they wait take the core that another process, or a kernel thread of ours,
 # could use: with one busy neighbour on two cores prefill ran three times slower. Only an unset policy is changed, and
@@ -49,3 +58,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"saccade.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import select
+import subprocess
 import sys
 from pathlib import Path
 
@@ -309,3 +310,52 @@ def test_the_hint_for_a_long_prompt_is_possible(capsys, monkeypatch, options, hi
         code, out, err = run(capsys, command, "y" * 4000, *options)
         assert (code, out) == (2, "")
         assert f"shorten it or {hint}" in err
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["eval"], ["eval", "run"], ["bench"], ["methods"]])
+def test_short_help(capsys, command):
+    short = run(capsys, *command, "-h")
+    assert short[0] == 0
+    assert "Usage: saccade" in short[1]
+    assert short == run(capsys, *command, "--help")
+
+
+def test_mistyped_commands_and_methods_are_answered_with_what_was_meant(capsys):
+    for args, meant in (
+        (["generat", "x"], "'generate'? (see: saccade --help)"),
+        (["eval", "rn"], "'run'? (see: saccade eval --help)"),
+        (["methods", "flexprefil"], "(did you mean 'flexprefill'?)"),
+        (["generate", "x", "-p", "lpfs"], "(did you mean 'lfps'?)"),
+        (["generate", "x", "-p", "psa(epsilo=0.9)"], "(did you mean 'epsilon'?)"),
+    ):
+        code, out, err = run(capsys, *args)
+        assert (code, out) == (2, "")
+        assert meant in err
+
+
+def test_every_method_is_listed_with_phases_paper_and_options(capsys):
+    from saccade.methods.registry import METHODS, MODIFIERS
+
+    code, out, _ = run(capsys, "methods", "--json")
+    listed = json.loads(out)
+    assert code == 0
+    assert set(listed) == {*METHODS, *MODIFIERS}
+    assert listed["psa"]["phases"] == ["decode"]
+    assert listed["flexprefill"]["paper"].endswith("2502.20766")
+    assert listed["psa"]["options"]["block_size"] == 32
+    assert all(row["phases"] for row in listed.values())
+    table = run(capsys, "methods")[1]
+    assert all(f" {name} " in table for name in listed)
+    assert "epsilon=0.95" in run(capsys, "methods", "psa")[1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell):
+    words = {"bash": {"COMP_WORDS": "saccade gen", "COMP_CWORD": "1"}}
+    asked = words.get(shell, {"_TYPER_COMPLETE_ARGS": "saccade gen", "_TYPER_COMPLETE_FISH_ACTION": "get-args"})
+    environment = {**os.environ, **asked, "_SACCADE_COMPLETE": f"complete_{shell}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "saccade"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert "generate" in done.stdout
+    assert "chat" not in done.stdout

@@ -50,3 +50,9 @@ def test_changelog_and_citation_are_of_this_version():
     assert newest[1] == str(cited["version"]) == PROJECT["version"]
     assert cited["license"] == PROJECT["license"]
     assert (ROOT / "SECURITY.md").is_file()
+
+
+def test_the_public_face_is_typed_and_can_be_listed():
+    assert (Path(saccade.__file__).parent / "py.typed").is_file()
+    assert set(saccade.__all__) <= set(dir(saccade))
+    assert all(getattr(saccade, name) is not None for name in saccade.__all__)

@@ -17,7 +17,9 @@ from saccade.machine import check_threads, check_writable
 if TYPE_CHECKING:
     import torch
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False
+)
 
 DEFAULT_METHODS = {
     "prefill": "flexprefill;loopserve(alpha=0.996);minference(slash=800);xattention(threshold=0.5);a_shape;tri_shape",

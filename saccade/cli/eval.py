@@ -16,6 +16,7 @@ from saccade.cli.options import (
     CHUNK,
     DEVICE,
     DTYPE,
+    HELP_NAMES,
     MAX_LENGTH,
     MEMORY,
     MODEL,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from saccade.eval.sources import Given
     from saccade.llm import LLM
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, context_settings=HELP_NAMES, pretty_exceptions_enable=False)
 app.command("model-card")(model_card)
 app.command("multiturn")(multiturn)
 

@@ -8,15 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, generate, inspect
+from saccade.cli import calibrate, chat, demo, doctor, generate, inspect, methods
 from saccade.cli import eval as evaluation
+from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError
 
 app = typer.Typer(
     name="saccade",
     help="Long-context LLM inference with sparse attention in prefill and decode.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
@@ -25,6 +26,7 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate")(calibrate.calibrate)
+app.command("methods")(methods.methods)
 app.add_typer(evaluation.app, name="eval")
 
 # typer's own usage errors, wherever its version keeps click
@@ -65,15 +67,16 @@ def main(args: list[str] | None = None) -> None:
         "inspect",
         "calibrate",
         "eval",
+        "methods",
     ):
         _mount_bench()  # imports torch; the other commands need not wait for it
     try:
-        code = app(args=args, standalone_mode=False)
+        code = app(args=args, standalone_mode=False, prog_name="saccade")
     except SaccadeError as error:
         _fail(str(error))
     except _UsageError as error:
         if not type(error).__name__.startswith("NoArgs"):
-            _fail(f"{error.format_message()} (see: saccade {' '.join(_command(args))}--help)")
+            _fail(f"{error.format_message().removesuffix('.')} (see: saccade {_command(args)}--help)")
         code = 2
     except (KeyboardInterrupt, EOFError):
         sys.exit(130)
@@ -87,9 +90,10 @@ def main(args: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _command(args: list[str]) -> list[str]:
-    first = [arg for arg in args[:1] if not arg.startswith("-")]
-    return [*first, ""]
+def _command(args: list[str]) -> str:
+    """The command whose help says more, with a space; nothing where there is no such command."""
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    return f"{args[0]} " if args[:1] and args[0] in known else ""
 
 
 def _fail(message: str) -> None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
     from saccade.llm import LLM
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"]}
+
 MODEL = typer.Option("--model", "-m", help="Checkpoint folder, or a built-in model: retriever or reference.")
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")

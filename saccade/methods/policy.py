@@ -112,9 +112,7 @@ def parse_part(text: str) -> PolicyPart:
     name = name.strip()
     if bracket and not rest.endswith(")"):
         raise PolicyError(f"policy '{text}' lacks its closing bracket")
-    if name not in KNOWN:
-        raise PolicyError(f"unknown method '{name}'{_hint(name, KNOWN)}; known: {_known()}")
-    part = KNOWN[name]
+    part = part_named(name)
     known = {f.name for f in fields(part)}
     options = _options(text, rest[:-1]) if bracket else {}
     for option in options:
@@ -125,6 +123,13 @@ def parse_part(text: str) -> PolicyPart:
         return part(**options)
     except PolicyError as error:
         raise PolicyError(f"policy '{text}': {error}") from None
+
+
+def part_named(name: str) -> type[PolicyPart]:
+    """The method, window or freeze of a name. PolicyError, with what was probably meant, where there is none."""
+    if name not in KNOWN:
+        raise PolicyError(f"unknown method '{name}'{_hint(name, KNOWN)}; known: {_known()}")
+    return KNOWN[name]
 
 
 def _readable(text: str) -> str:

@@ -1,0 +1,53 @@
+"""``saccade methods``: what a policy can be made of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from saccade.methods.base import PolicyPart
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="One method; all by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List methods with the phases that they serve, their papers and options; with a name, one of them.
+
+    saccade methods psa
+    """
+    from saccade.methods.policy import KNOWN, PRESETS, part_named
+
+    chosen = dict(sorted(KNOWN.items())) if name is None else {name: part_named(name)}
+    rows = {one: describe(part) for one, part in chosen.items()}
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    table = Table(show_lines=False)
+    for column in ("method", "phases", "paper", "options and their defaults"):
+        table.add_column(column, no_wrap=column in ("method", "phases"))
+    for one, row in rows.items():
+        options = ", ".join(f"{option}={value}" for option, value in row["options"].items())
+        table.add_row(one, ", ".join(row["phases"]), row["paper"], options or "-")
+    console.print(table)
+    if name is None:
+        short = "; ".join(f"{one} is {text}" for one, text in PRESETS.items())
+        console.print(f"A policy joins them: flexprefill+psa(epsilon=0.98). For short, {short}.")
+    else:
+        text = " ".join((chosen[name].__doc__ or "").split())
+        console.print(text)
+
+
+def describe(part: type[PolicyPart]) -> dict[str, Any]:
+    """A method's phases, paper and options with their defaults, as plain data."""
+    options = {one.name: None if one.default is MISSING else one.default for one in fields(part)}
+    return {"phases": list(part.phases), "paper": part.paper, "options": options}
