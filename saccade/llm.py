@@ -48,7 +48,9 @@ class LLM:
             raise SaccadeError(f"give a config or single settings ({', '.join(sorted(settings))}), not both")
         self.config = config
         self.policy = Policy.parse(config.policy)
-        self.model = load_model(checkpoint_folder(config.model), dtype=config.dtype, device=config.device)
+        self.model = load_model(
+            checkpoint_folder(config.model, config.revision), dtype=config.dtype, device=config.device
+        )
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu
         if config.backend == "auto" and not kernels.available():
@@ -213,16 +215,21 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
     return BlockManager(KVStorage(layout, blocks, model.device, triton.row_mover(model.device)), layers)
 
 
-def checkpoint_folder(model: str | Path) -> Path:
-    """The folder of a model given by name (one that is built in) or by path."""
-    from saccade.models import reference
+def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model given by name (one that is built in, or of a hub) or by path."""
+    from saccade.models import hub, reference
 
     if str(model) in reference.NAMES:
         return reference.checkpoint(str(model))
     if not isinstance(model, (str, Path)) or not str(model):
         raise ModelError(
-            f"model={model!r} is no model; give a checkpoint folder or one of: {', '.join(reference.NAMES)}"
+            f"model={model!r} is no model; give a checkpoint folder, a hub name such as Qwen/Qwen3-8B, or one of: "
+            f"{', '.join(reference.NAMES)}"
         )
+    if hub.is_name(model):
+        return hub.fetch(str(model), revision)
+    if revision is not None:
+        raise ModelError(f"revision={revision!r} is for models of a hub, but {str(model)!r} is not one")
     return Path(model).expanduser()
 
 

@@ -161,11 +161,11 @@ def test_paths_that_cannot_be(path, tmp_path, monkeypatch):
 
 
 def test_missing_folder(tmp_path):
-    refused(tmp_path / "nowhere", "does not exist", "never downloaded")
+    refused(tmp_path / "nowhere", "does not exist", "hub name")
 
 
-def test_a_hub_name_is_not_downloaded():
-    refused("meta-llama/Llama-3.1-8B", "does not exist", "never downloaded")
+def test_loading_takes_folders_alone():
+    refused("meta-llama/Llama-3.1-8B", "does not exist", "hub name")
 
 
 def test_file_instead_of_folder(folder):

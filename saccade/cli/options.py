@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
-MODEL = typer.Option("--model", "-m", help="Checkpoint folder, or a built-in model: retriever or reference.")
+MODEL = typer.Option(
+    "--model",
+    "-m",
+    help="Checkpoint folder, hub name (Qwen/Qwen3-8B, perhaps with @revision), retriever or reference.",
+)
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")

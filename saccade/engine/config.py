@@ -19,8 +19,10 @@ from saccade.ops.attend import BACKENDS
 class EngineConfig:
     """How a model is run.
 
-    ``model``: a checkpoint folder, or ``"retriever"``, the model that is built in. ``policy``: the default for requests
-    that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+    ``model``: a checkpoint folder, a hub name such as ``"Qwen/Qwen3-8B"`` or ``"Qwen/Qwen3-8B@main"``, or a model that
+    is built in: ``"retriever"`` or ``"reference"``. ``revision``: of a hub's model: a branch, tag or commit.
+    ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
+    ``bfloat16`` or ``float16``.
     ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
     as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on a GPU), at most what
     ``max_requests`` full-length sequences need. ``prefill_chunk``: most prompt tokens of one request in one step.
@@ -52,6 +54,7 @@ class EngineConfig:
     device: str = "auto"
     cuda_graphs: bool = True
     generation_config: str | Path = "auto"
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))

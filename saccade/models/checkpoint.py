@@ -54,8 +54,8 @@ def check_folder(path: str | Path) -> Path:
         raise ModelError(f"model folder {str(path)[:100]} cannot be opened: {first_line(error)}") from error
     if not exists:
         raise ModelError(
-            f"model folder {folder} does not exist; give a local folder holding config.json and safetensors "
-            "(models are never downloaded)"
+            f"model folder {folder} does not exist; give a folder holding config.json and safetensors, "
+            "or a hub name such as Qwen/Qwen3-8B"
         )
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")

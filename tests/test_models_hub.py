@@ -1,0 +1,185 @@
+"""Models by their hub names, from a hub on this machine: a small server that answers as the real one does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tiny_models import make_checkpoint
+
+from saccade.errors import ModelError
+from saccade.llm import checkpoint_folder
+from saccade.models import hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOS = ("tiny/llama", "tiny/torch-only", "tiny/recurrent")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Models below ``root``, each at one commit, known as ``main`` and ``v1`` too."""
+
+    root: Path
+    asked: list[str]
+
+    def _answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        type(self).asked.append(path)
+        api = path.startswith("/api/models/")
+        org, name, *rest = path.removeprefix("/api/models/").strip("/").split("/")
+        folder = type(self).root / org / name
+        if not folder.is_dir():
+            self._answer(401 if api else 404, b"{}", X_Error_Code="RepoNotFound")
+        elif len(rest) > 1 and rest[1] not in ("main", "v1", COMMIT):
+            self._answer(404, b"{}", X_Error_Code="RevisionNotFound")
+        elif api:
+            files = sorted(file for file in folder.rglob("*") if file.is_file())
+            names = [str(file.relative_to(folder)) for file in files]
+            if rest and rest[0] == "tree":
+                listed = [
+                    {"type": "file", "path": name, "size": file.stat().st_size, "oid": tag(file)}
+                    for name, file in zip(names, files)
+                ]
+                self._answer(200, json.dumps(listed).encode(), Content_Type="application/json")
+                return
+            info = {"id": f"{org}/{name}", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            self._answer(200, json.dumps(info).encode(), Content_Type="application/json")
+        else:
+            file = folder.joinpath(*rest[2:])
+            if not file.is_file():
+                self._answer(404, b"", X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+                return
+            self._answer(200, file.read_bytes(), ETag=f'"{tag(file)}"', X_Repo_Commit=COMMIT)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def tag(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hub")
+    folder = make_checkpoint("llama", root / "tiny" / "llama")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "original").mkdir()
+    (folder / "original" / "model.safetensors").write_bytes(b"x")
+    for name, config in (
+        ("torch-only", (folder / "config.json").read_text()),
+        ("recurrent", '{"model_type": "mamba"}'),
+    ):
+        (root / "tiny" / name).mkdir()
+        (root / "tiny" / name / "config.json").write_text(config)
+        (root / "tiny" / name / "pytorch_model.bin").write_bytes(b"pickled")
+    (root / "tiny" / "recurrent" / "model.safetensors").write_bytes(b"huge")
+    Hub.root, Hub.asked = root, []
+    serving = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{serving.server_port}"
+    serving.shutdown()
+
+
+FETCH = """import sys
+from saccade.errors import ModelError
+from saccade.models import hub
+try:
+    print(hub.fetch(sys.argv[1]))
+except ModelError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.fixture
+def ask(server, tmp_path):
+    """Runs Python in a process of its own, whose hub is the server and whose cache is empty at first."""
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+        given = {"HF_ENDPOINT": server, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=100, env={**clean, **given}, cwd=tmp_path
+        )
+
+    return run
+
+
+def test_a_model_by_its_hub_name(ask):
+    """Fetched once, then taken from the cache, offline too; only what is needed comes."""
+    Hub.asked.clear()
+    first = ask("-c", FETCH, "tiny/llama")
+    assert first.returncode == 0, first.stderr
+    fetched = {path.partition(COMMIT + "/")[2] for path in Hub.asked if "/resolve/" in path}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= fetched
+    assert not {name for name in fetched if name.endswith(".bin") or "/" in name}
+    asked = len(Hub.asked)
+    command = ("-m", "saccade", "generate", "hello there", "-n", "3", "--ignore-eos", "-m", "tiny/llama")
+    offline = ask(*command, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 0, offline.stderr
+    assert "[length] prefill" in offline.stderr
+    assert len(Hub.asked) == asked
+
+
+def test_a_revision_is_asked_for(ask):
+    Hub.asked.clear()
+    done = ask("-c", FETCH, "tiny/llama@v1")
+    assert done.stdout.strip().endswith(COMMIT), done.stderr
+    assert any("/revision/v1" in path for path in Hub.asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "environment", "message"),
+    [
+        ("tiny/absent", {}, "'tiny/absent' is neither a folder here nor a model on http://127.0.0.1"),
+        ("tiny/llama@v9", {}, "tiny/llama has no revision 'v9'; give a branch, tag or commit"),
+        ("tiny/llama", {"HF_HUB_OFFLINE": "1"}, "not in the cache, and HF_HUB_OFFLINE is set; fetch it where"),
+        ("tiny/llama", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
+        ("tiny/torch-only", {}, "tiny/torch-only holds no safetensors"),
+        ("tiny/recurrent", {}, "mamba"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(ask, model, environment, message):
+    """And nothing large was fetched before it was known."""
+    Hub.asked.clear()
+    done = ask("-c", FETCH, model, **environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not any(path.endswith((".safetensors", ".bin")) for path in Hub.asked)
+
+
+def test_folders_come_before_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub.is_name("tiny/llama")
+    assert hub.is_name("tiny/llama@refs/pr/1")
+    (tmp_path / "tiny" / "llama").mkdir(parents=True)
+    assert not hub.is_name("tiny/llama")
+    assert checkpoint_folder("tiny/llama") == Path("tiny/llama")
+    for other in ("./a/b", "/a/b", "a", "a/b/c", "~/b", "a/", "", Path("a/b"), "a b/c"):
+        assert not hub.is_name(other)
+
+
+def test_two_revisions_are_one_too_many():
+    with pytest.raises(ModelError, match="names a revision and revision='b' another"):
+        hub.fetch("tiny/llama@a", "b")
+    with pytest.raises(ModelError, match="revision='b' is for models of a hub"):
+        checkpoint_folder("./folder", "b")
