@@ -44,3 +44,36 @@ def test_anchors_are_those_of_github(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# 5. PrHS: CIS, PSAW and ETF\n## `auto`\n```\n# no heading\n```\n")
     assert anchors(page) == {"5-prhs-cis-psaw-and-etf", "auto"}
+
+
+def test_the_readme_is_short_and_shows_a_picture():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    assert "](docs/results/heads.png)" in text
+
+
+def test_factors_in_the_readme_stand_in_a_document():
+    """``17.8x``, ``33x``: each is a factor of some table or list of docs."""
+    held = " ".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*.md")))
+    factors = set(re.findall(r"\b(\d+(?:\.\d+)?)x\b", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert factors
+    assert not [factor for factor in sorted(factors) if not re.search(rf"(?<![\d.]){re.escape(factor)}(?![\d])", held)]
+
+
+def test_claims_agree_with_their_measurement():
+    """Both pages give the factors of LFPS's decode step from the same three runs."""
+    summary, page = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("claims.md", "claims-decode.md"))
+    row = re.search(r"^\| `lfps`, per KV head, 2 % \|[^|]*\| ([^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    (said,) = [line for line in summary.splitlines() if "22.8x over full attention" in line]
+    for runs in row.groups():
+        low, middle, high = sorted(runs.split(", "), key=float)
+        assert f"{middle}x" in said
+        assert f"{low}x to {high}x" in said
+
+
+def test_every_family_is_named():
+    from saccade.models.families import FAMILIES
+
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(FAMILIES)
+    assert f"{len(FAMILIES)} families" in (ROOT / "README.md").read_text(encoding="utf-8")
