@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -201,3 +203,22 @@ def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, 
     assert "the model's logits are not finite" in broken.error
     assert len(broken.final_ids) == 2
     assert other.final_ids == solo[0]
+
+
+LEAVING = """
+import sys
+from saccade import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", kv_memory="16MiB")
+gone = LLM(sys.argv[1], dtype="float32", kv_memory="16MiB")
+for one in (llm, gone):
+    stream = one.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+    next(stream)
+del gone
+print("left", flush=True)
+"""
+
+
+def test_the_interpreter_ends_while_requests_run(tiny_llama):
+    """No thread of the engine's is at work when the interpreter goes: C++ would end the process with SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(tiny_llama)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")

@@ -101,6 +101,7 @@ class Worker:
                     result.requests[one.request_id].undone = True
                     self._alone.add(one.request_id)
 
+    @torch.inference_mode()  # planning makes summaries, too
     def _pass(self, step: StepInput, result: StepResult) -> None:
         context = self.host.plan(step, self.memories, result.requests)
         segments: list[Segment] = []
