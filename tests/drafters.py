@@ -6,14 +6,17 @@ import random
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade import LLM
+from saccade.methods.base import Method
+from saccade.methods.state import MethodState
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_kernels import KernelSet
+from saccade.selection import Dense
 
 
 @dataclass
@@ -91,6 +94,29 @@ def counted(report: dict[str, Any]) -> dict[str, Any]:
     }
     left_out = ("queue_seconds", "drafted_tokens", "accepted_tokens")
     return {key: value for key, value in report.items() if key not in left_out} | phases
+
+
+@dataclass
+class Seen(MethodState):
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Counting(Method):
+    """Reads everything, and its state counts the rows that it has observed."""
+
+    name: ClassVar[str] = "counting"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+
+    def begin(self, segment):
+        return Seen()
+
+    def select_decode(self, query, state):
+        assert state.rows == query.step
+        return Dense(query.shape)
+
+    def observe(self, query, selection, weights, state):
+        state.rows += 1
 
 
 class _RowByRow:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import Erring, Outside, Overlong, Perfect, Wrong, counted, drafting, row_by_row
+from drafters import Counting, Erring, Outside, Overlong, Perfect, Wrong, counted, drafting, row_by_row
 from engine_helpers import EVERY, FIVE, make
 from tiny_models import make_checkpoint, random_ids
 
@@ -84,7 +84,7 @@ def alike(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return tensors.keys() == others.keys() and all(torch.equal(part, others[name]) for name, part in tensors.items())
 
 
-@pytest.mark.parametrize("policy", [*EVERY, Policy.parse(FIVE[4])], ids=str)
+@pytest.mark.parametrize("policy", [*EVERY, Policy.parse(FIVE[4]), Policy(decode=Counting())], ids=str)
 def test_drafts_change_nothing(any_llm, policy):
     """Two turns. After the steps in which rows were rejected, everything is as in the run without drafts."""
     engine = any_llm.engine

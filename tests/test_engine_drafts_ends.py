@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from drafters import Erring, Failing, Outside, Overlong, Perfect, Wrong, counted, drafting
+from drafters import Counting, Erring, Failing, Outside, Overlong, Perfect, Wrong, counted, drafting
 from engine_helpers import EVERY, GREEDY, LAYERS, finish, make, start, tokens
 from tiny_models import random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
-from saccade.methods.state import MethodState
 from saccade.selection import Dense
 
 LONG = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
@@ -151,31 +150,18 @@ def test_a_state_that_cannot_be_taken_back_decodes_row_by_row(llm, text):
     assert any("cannot be taken back, so nothing is drafted" in note for note in output.report["notes"])
 
 
-@dataclass
-class Seen(MethodState):
-    rows: int = 0
-
-
 @dataclass(frozen=True)
-class Breaking(Method):
+class Breaking(Counting):
     """Fails at the row that sees ``length`` keys, in the last layer but one."""
 
     name: ClassVar[str] = "breaking"
-    phases: ClassVar[tuple[str, ...]] = ("decode",)
 
     length: int = 0
 
-    def begin(self, segment):
-        return Seen()
-
     def select_decode(self, query, state):
-        assert state.rows == query.step
         if query.layer == 1 and query.kv.length == self.length:
             raise RuntimeError("planted failure")
-        return Dense(query.shape)
-
-    def observe(self, query, selection, weights, state):
-        state.rows += 1
+        return super().select_decode(query, state)
 
 
 @pytest.mark.filterwarnings("ignore:.*planted failure")
