@@ -205,6 +205,7 @@ def test_a_broken_pass_is_taken_back(tiny_llama, prompts, in_the_next_pass, poli
         in_the_next_pass(broken)
         with pytest.raises(SystemExit):
             llm.engine.step()
+        assert all(request.sequence.memory.history.lengths == [] for request in requests)
         if not exact:
             in_the_next_pass(too_much, phase="decode")
         finish(llm.engine)
@@ -230,8 +231,7 @@ def test_a_lone_drafted_pass_that_breaks_is_tried_without_drafts(tiny_llama, tex
         real = llm.engine.worker.run
         llm.engine.worker.run = lambda step: rows.append(step.scheduled[0].length) or real(step)
         finish(llm.engine)
-    assert rows[0] > 1
-    assert 1 in rows[1:]
+    assert [count > 1 for count in rows[:3]] == [True, False, True]
     assert (request.error, request.final_ids) == (None, want)
 
 
