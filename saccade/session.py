@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saccade.engine.core import common, new_request_id
+from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
+from saccade.engine.sequence import common
 from saccade.engine.stream import Stream
 from saccade.errors import RequestError
 from saccade.methods.policy import Policy, PolicyLike

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from itertools import count
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING
 from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.checks import Checks
+from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
-from saccade.engine.sequence import Sequence
+from saccade.engine.sequence import Sequence, common
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.errors import CapacityError, RequestError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
     from saccade.models.loader import LoadedModel
 
-logger = logging.getLogger(__name__)
 _request_ids = count(1)
 
 
@@ -38,15 +37,23 @@ def new_request_id() -> int:
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided."""
+    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided. ``drafter`` guesses
+    tokens ahead; another may take its place between two steps."""
 
     def __init__(
-        self, config: EngineConfig, model: LoadedModel, pool: BlockManager, max_model_len: int, exact: bool
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        pool: BlockManager,
+        max_model_len: int,
+        exact: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
+        self.drafter = drafter
         self.layers = model.spec.layers
         self.scheduler = Scheduler(
             pool,
@@ -201,6 +208,8 @@ class Engine:
         outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
         if not batch:
             return outputs
+        if self.drafter is not None:
+            batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
         began = time.perf_counter()
         for request, _ in batch:
             if not request.report.started:
@@ -226,21 +235,34 @@ class Engine:
         self, request: Request, rows: ScheduledRequest, result: RequestResult, seconds: float
     ) -> list[StepOutput]:
         """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
-        output = request.progress(rows.stop)
+        output, sequence, report = request.progress(rows.stop), request.sequence, request.report
+        request.undrafted = result.undone
         if result.undone:
-            request.sequence.undo(rows)
+            sequence.undo(rows)
             return [output]
-        request.report.take(rows, result, seconds)
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
-        if result.error is not None:
-            request.error = result.error
-            self._finish(request, "error")
-        else:
-            request.sequence.advance(rows.stop)
-            if rows.wants_logits:
-                outputs = self._fork(request, result)
-                self._take_token(request, result, output)
+        reason: str | None = None
+        stop = rows.start
+        for row, done in zip(rows.apart(), result.rows or [result]):  # one after the other, as if none were drafted
+            report.take(row, done, 0.0 if stop > rows.start else seconds)
+            stop = row.stop
+            if done.error is not None:
+                request.error, reason = done.error, "error"
+                break
+            sequence.advance(stop)
+            if row.wants_logits:
+                outputs += self._fork(request, done)
+                reason = self.answers.take_token(request, done, output)
+            accepted = reason != "error" and rows.drafts[stop - 1 - rows.start :][:1] == (sequence.tokens[-1],)
+            report.accepted_tokens += accepted
+            if reason is not None or not accepted or sequence.computed < stop:  # ended, rejected, or begun anew
+                break
+        if rows.drafts:
+            report.drafted_tokens += len(rows.drafts)
+            sequence.keep(stop, rows)
+        if reason is not None:
+            self._finish(request, reason)
         return [self._last(request, output), *outputs]
 
     def _finish(self, request: Request, reason: str) -> None:
@@ -280,28 +302,15 @@ class Engine:
             fork.report.started = True
             output = fork.progress(sequence.computed)
             self.scheduler.adopt(fork)
-            self._take_token(fork, result, output)
+            reason = self.answers.take_token(fork, result, output)
+            if reason is not None:
+                self._finish(fork, reason)
             outputs.append(self._last(fork, output))
         request.forks = []
         return outputs
-
-    def _take_token(self, request: Request, result: RequestResult, output: StepOutput) -> None:
-        """The next token, and the end of a request that ends with it or fails in choosing it."""
-        try:
-            reason = self.answers.take_token(request, result, output)
-        except Exception as error:  # as in attention: one request's failure must not take the others down
-            logger.debug("choosing a token failed", exc_info=True)
-            request.error, reason = f"choosing a token: {type(error).__name__}: {error}", "error"
-        if reason is not None:
-            self._finish(request, reason)
 
     def _last(self, request: Request, output: StepOutput) -> StepOutput:
         """``output`` with the outcome, if the request has ended."""
         if request.finished:
             output.outcome = self.answers.outcome(request)
         return output
-
-
-def common(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens both begin with."""
-    return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))

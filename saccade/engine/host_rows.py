@@ -41,9 +41,10 @@ class FixedPlans:
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
 
     def of(self, rows: RequestRows) -> Prepared | None:
-        """The plan of a decode row; None where something else decides, or somebody looks on."""
+        """The plan of a decode row; None where something else decides, somebody looks on, or the row may be rejected,
+        which leaves no trace in counts."""
         memory = rows.memory
-        if rows.scheduled.policy.window is not None or not self.setting.watch.idle:
+        if rows.drafted or rows.scheduled.policy.window is not None or not self.setting.watch.idle:
             return None
         if memory.has_state or memory.has_gone:
             return None
@@ -130,8 +131,7 @@ class JoinedRows:
             row = slice(rows.first, rows.first + 1)
             try:
                 chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
-                selection = chosen.selection
-                if joins and not chosen.want_weights and cpu_rows.serves_row(chosen.chunk.kv, selection) is None:
+                if joins and _waits(chosen, layer):
                     together.append(chosen)
                 else:
                     out[:, row] = finish(setting, chosen, spec, read(setting, chosen))
@@ -169,3 +169,11 @@ def _planned(rows: RequestRows, prepared: Prepared) -> PlannedRow:
     if blocks is not None and length > blocks.dense_upto:
         summaries = kv.summaries(blocks.summary, blocks.size)
     return PlannedRow(rows.first, length - 1, kv.tables, prepared.readings, summaries)
+
+
+def _waits(chosen: Chosen, layer: int) -> bool:
+    """Whether a row can be attended together with others. A drafted one must not wait where there is a state: the next
+    row of its request chooses by what this one has learnt."""
+    if chosen.want_weights or (chosen.rows.drafted and chosen.rows.memory.states[layer] is not None):
+        return False
+    return cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None

@@ -194,6 +194,8 @@ class Report:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.preemptions = 0
         self.started = False
         self.queue_seconds = 0.0
@@ -219,6 +221,8 @@ class Report:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "preemptions": self.preemptions,
             "queue_seconds": round(self.queue_seconds, 6),
             "prefill": self.prefill.as_dict(),

@@ -161,6 +161,7 @@ def step_input(batch: list[tuple[Request, ScheduledRequest]]) -> StepInput:
         sequence, (start, stop) = request.sequence, (rows.start, rows.stop)
         kv = sequence.memory.kv
         ids.extend(sequence.tokens[start:stop])
+        ids.extend(rows.drafts)
         positions.extend(range(start, stop))
         slots.extend(kv.logical_slots(start, stop))
         starts.append(starts[-1] + stop - start)
