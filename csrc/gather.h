@@ -2,8 +2,6 @@
 // in one pass per KV head.
 #pragma once
 
-#include <cstdlib>
-
 #include "gather_rows.h"
 #include "key_rows.h"
 #include "threads.h"

@@ -2,8 +2,6 @@
 // enough buckets with a query, what corrects for each one's chance to be among them, and attention over such lists.
 #pragma once
 
-#include <cstdlib>
-
 #include "decode_task.h"
 
 namespace saccade {
