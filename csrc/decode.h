@@ -85,10 +85,10 @@ struct DecodePlan {
                 Simd::store(result + c, s ? Simd::add(Simd::load(result + c), x) : x);
             }
         }
-        F inverse = Simd::set1(total > 0 ? 1 / total : 0);
+        F inverse = Simd::set1(share_of(total));
         T* out = static_cast<T*>(a.out) + head * a.out_rows * d;
         for (int64_t c = 0; c < d; c += W) Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
-        a.lse[head * a.out_rows] = total > 0 ? top * kLn2 + __builtin_logf(total) : -__builtin_inff();
+        a.lse[head * a.out_rows] = lse_of(top, total);
     }
 };
 

@@ -201,11 +201,11 @@ struct ProgressivePlan {
     template <class T>
     void finish(int64_t h) const {
         const Attention& a = p.attention;
-        const F inverse = Simd::set1(sum[h] > 0 ? 1 / sum[h] : 0);
+        const F inverse = Simd::set1(share_of(sum[h]));
         T* out = static_cast<T*>(a.out) + h * a.out_rows * a.head_dim;
         for (int64_t c = 0; c < a.head_dim; c += W)
             Simd::store_row(out + c, Simd::mul(Simd::load(o + h * a.head_dim + c), inverse));
-        a.lse[h * a.out_rows] = sum[h] > 0 ? max[h] * kLn2 + __builtin_logf(sum[h]) : -__builtin_inff();
+        a.lse[h * a.out_rows] = lse_of(max[h], sum[h]);
     }
 };
 
