@@ -22,6 +22,7 @@ from saccade.errors import ModelError, shown
 from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
+from saccade.models.headers import refuse_more_layers, refuse_other_shapes
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.probe import probe_layers
@@ -60,6 +61,7 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     """
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
+    refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
     target = _device(device)
     run_dtype, notes = _run_dtype(checkpoint, dtype, target)
     with quiet_transformers():
@@ -195,6 +197,7 @@ def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:
 
 def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
     attention.register()
+    refuse_other_shapes(checkpoint, config, attention.ATTENTION_NAME)
     loaded: Any  # (model, loading info); the stubs know only the call without the info
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
