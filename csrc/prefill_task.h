@@ -260,10 +260,8 @@ class PrefillTask : TileTask<Math, T> {
                 T* out = static_cast<T*>(a_.out) + c;
                 for (int i = 0; i < present; ++i) Simd::store_row(out + out_row(lane + i) * d_, x[i]);
             }
-            for (int i = 0; i < present; ++i) {
-                float l = x_.sum[lane + i];
-                a_.lse[out_row(lane + i)] = l > 0 ? x_.max[lane + i] * kLn2 + __builtin_logf(l) : -__builtin_inff();
-            }
+            for (int i = 0; i < present; ++i)
+                a_.lse[out_row(lane + i)] = lse_of(x_.max[lane + i], x_.sum[lane + i]);
         }
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv import BLOCK_SIZES
 from saccade.machine import check_threads
 from saccade.methods.policy import Policy, PolicyLike
@@ -54,14 +54,14 @@ class EngineConfig:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
         for name in ("prefill_chunk", "max_requests", "max_waiting"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SaccadeError(f"{name}={value!r} must be an integer >= 1")
-        if self.block_size not in BLOCK_SIZES:
-            raise SaccadeError(f"block_size={self.block_size!r} is not one of {BLOCK_SIZES}")
+            if not whole_number(value, 1):
+                raise SaccadeError(f"{name}={shown(value)} must be an integer >= 1")
+        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
+            raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.threads is not None:
             check_threads(self.threads)
-        if self.backend not in BACKENDS:
-            raise SaccadeError(f"backend={self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
+        if not isinstance(self.backend, str) or self.backend not in BACKENDS:
+            raise SaccadeError(f"backend={shown(self.backend)} is unknown; known: {', '.join(BACKENDS)}")
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

@@ -118,7 +118,8 @@ class Engine:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
         decode method. ``shares``: a request of the same prompt and policy, whose blocks this one shares once that
-        prompt is computed. RequestError while an earlier turn of the session is still running."""
+        prompt is computed. RequestError while an earlier turn of the session is still running. Where it
+        raises, nothing has changed."""
         if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
         before = sequence.tokens if sequence is not None else []
@@ -130,6 +131,14 @@ class Engine:
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
                 "least one token of the context to a prefill"
             )
+        request = Request(
+            new_request_id() if request_id is None else request_id,
+            prompt,
+            params,
+            policy,
+            layers=self.layers,
+            detokenizer=self.model.tokenizer.stream(),
+        )
         dropped = before[kept:]
         if sequence is not None:
             sequence.truncate(kept)
@@ -137,17 +146,7 @@ class Engine:
             regime = self.model.runner.rope_regime
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
                 sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
-        request = Request(
-            new_request_id() if request_id is None else request_id,
-            sequence if sequence is not None else self.new_sequence(),
-            prompt,
-            params,
-            policy,
-            max_length=self.max_model_len,
-            layers=self.layers,
-            detokenizer=self.model.tokenizer.stream(),
-            decoded=decoded,
-        )
+        request.begin(sequence if sequence is not None else self.new_sequence(), self.max_model_len, decoded)
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.sampler import row_logprobs
+from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult, results_of
 from saccade.models.interface import Runner, ScoredRows, Segment
 from saccade.ops import triton
@@ -148,7 +148,10 @@ def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result:
     def visit(first: int, logits: Tensor) -> None:
         part = scored[first : first + len(logits)]
         entries_of = row_logprobs(logits, [token for _, _, token, _ in part], max(one.top for _, _, _, one in part))
-        for (_, place, chosen, one), entries in zip(part, entries_of):
+        finite = logits.amax(-1).isfinite().tolist()
+        for (_, place, chosen, one), entries, sound in zip(part, entries_of, finite):
+            if not sound:
+                result.requests[one.request_id].error = f"scoring the prompt: {NOT_FINITE}"
             result.requests[one.request_id].prompt_scores[place] = {
                 token: entry for token, entry in entries.items() if entry[1] <= one.top or token == chosen
             }
