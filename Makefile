@@ -19,6 +19,7 @@ $(STAMP): $(SOURCES)
 	  $(PYTHON) -m venv $$flags $(VENV); }
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)"
 	@echo "installing saccade into $(VENV)"
+	@$(BIN)/python -m pip uninstall -q -y saccade 2>/dev/null || true  # its distribution's name up to 0.1
 	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 

@@ -27,7 +27,7 @@ __all__ = ["LLM", "CompletionOutput", "Policy", "RequestOutput", "SaccadeError",
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 try:
-    __version__ = version("saccade")
+    __version__ = version("saccade-llm")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+source"
 

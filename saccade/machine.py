@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from saccade.errors import RequestError, SaccadeError, finite_number, shown, whole_number
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 MOST_THREADS = 1024  # each has a stack and scratch of its own
@@ -111,6 +112,24 @@ def processor() -> str:
             return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def best_device() -> str:
+    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_note(device: torch.device) -> str | None:
+    """One line on what ``auto`` chose, where that is not plain: a GPU, or a CPU beside a GPU that torch cannot use."""
+    import torch
+
+    if device.type == "cuda":
+        return f"running on {torch.cuda.get_device_name(device)} (device {device}); device cpu keeps to the CPU"
+    if Path("/proc/driver/nvidia/version").exists():
+        return "running on the CPU: there is an NVIDIA driver, but torch sees no GPU; its CUDA build would use it"
+    return None
 
 
 def ask_for_huge_pages(tensor: Tensor, least: int = 16) -> None:

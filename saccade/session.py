@@ -81,15 +81,36 @@ class Session:
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
         shares with the stored context is not computed again."""
+        turn, stream = self._say(message, sampling_params, policy)
+        output = self._finished(stream)
+        if output.error is None:
+            self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
+        return output
+
+    def stream_chat(
+        self,
+        message: str | Mapping[str, Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        policy: PolicyLike = None,
+    ) -> Iterator[StepOutput]:
+        """Like ``chat``, step by step; leaving the loop early cancels the turn, which then was never said."""
+        turn, stream = self._say(message, sampling_params, policy)
+        for output in self.llm.loop.outputs(stream):
+            if output.outcome is not None and output.outcome.error is None:
+                self.messages += [turn, {"role": "assistant", "content": output.outcome.text}]
+            yield output
+
+    def _say(
+        self, message: str | Mapping[str, Any], params: SamplingParams | None, policy: PolicyLike
+    ) -> tuple[dict[str, Any], Stream]:
+        """Begin a turn of a conversation: its message and its outputs."""
         if not isinstance(message, (str, Mapping)):
             raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {shown(message)}")
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn])
         shared = common(self.sequence.tokens, ids[:-1])
-        output = self._finished(self._start(ids[shared:], sampling_params, policy, keep=shared))
-        if output.error is None:
-            self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
-        return output
+        return turn, self._start(ids[shared:], params, policy, keep=shared)
 
     def close(self) -> None:
         """Give the session's blocks back. A turn after that begins a new context."""

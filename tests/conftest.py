@@ -20,6 +20,7 @@ from kv_helpers import PoisonedStorage
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM
+from saccade.engine import config
 from saccade.engine.host import HostAttention
 from saccade.kv import view
 
@@ -29,6 +30,14 @@ def _unwritten_keys_are_nan() -> Iterator[None]:
     """``KVView.from_tensors`` pages into poisoned storage: what is behind the last key must never matter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "KVStorage", PoisonedStorage)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _auto_is_the_cpu() -> Iterator[None]:
+    """Tests that want a GPU name it; the others mean the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "best_device", lambda: "cpu")
         yield
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import select
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from saccade import machine
 from saccade.cli.main import main
+from saccade.engine.config import EngineConfig
 
 FACT = "The secret password of the lighthouse keeper is 7391-XKQ."
 ASK = "The secret password of the lighthouse keeper is"
@@ -62,6 +67,60 @@ def test_prompt_from_standard_input(capsys, monkeypatch, option):
     monkeypatch.setattr(sys, "stdin", stdin)
     code, out, err = run(capsys, "generate", *option, "-n", "9", "--quiet")
     assert (code, out, err) == (0, " 7391-XKQ\n", "")
+
+
+@pytest.fixture
+def pipe_in(monkeypatch, tmp_path):
+    """Makes standard input a pipe (or a file) that holds some bytes, as a shell would."""
+
+    def give(data: bytes, as_file: bool = False) -> None:
+        if as_file:
+            (tmp_path / "stdin").write_bytes(data)
+            stdin = (tmp_path / "stdin").open("rb")
+        else:
+            read, write = os.pipe()
+            with os.fdopen(write, "wb") as end:
+                end.write(data)
+            stdin = os.fdopen(read, "rb")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stdin))
+
+    return give
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("option", [[], ["-f", "-"]])
+def test_what_is_piped_beside_an_argument_is_the_document(capsys, pipe_in, option, as_file):
+    pipe_in(f"{FACT}\n{FILLER}\n".encode(), as_file)
+    assert run(capsys, "generate", ASK, *option, "-n", "9", "--quiet") == (0, " 7391-XKQ\n", "")
+
+
+def test_a_file_is_read_and_a_pipe_beside_it_is_left_alone(capsys, pipe_in, document):
+    pipe_in(b"one\ntwo\n")  # of a loop in a shell, say
+    assert run(capsys, "generate", ASK, "-f", str(document), "-n", "9", "-q") == (0, " 7391-XKQ\n", "")
+    assert sys.stdin.read() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"\xef\xbb\xbf \n"])
+def test_an_empty_document_is_an_error(capsys, pipe_in, tmp_path, data):
+    file = tmp_path / "empty.txt"
+    file.write_bytes(data)
+    code, out, err = run(capsys, "generate", ASK, "-f", str(file))
+    assert (code, out) == (2, "")
+    assert f"{file} is empty" in err
+    for arguments in ([ASK], [], [ASK, "-f", "-"]):
+        pipe_in(data)
+        code, out, err = run(capsys, "generate", *arguments)
+        assert (code, out) == (2, "")
+        assert "standard input is empty" in err
+
+
+def test_a_silent_pipe_is_mentioned(capsys, monkeypatch):
+    read, write = os.pipe()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(os.fdopen(read, "rb")))
+    monkeypatch.setattr(select, "select", lambda *_: os.close(write) or ([], [], []))  # nothing came, then it ends
+    code, _, err = run(capsys, "generate", ASK)
+    assert code == 2
+    assert "nothing came yet" in err
 
 
 def test_stop_text_ends_the_answer(capsys):
@@ -163,6 +222,33 @@ def test_doctor_names_versions_and_backends(capsys):
     assert run(capsys, "doctor")[1].count("\n") > 10
 
 
+def test_doctor_alarms_nobody_on_a_machine_without_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for installed in (False, True):
+        monkeypatch.setattr("saccade.ops.triton._installed", installed)
+        facts = json.loads(run(capsys, "doctor", "--json")[1])
+        assert facts["backends"]["triton"] == "not needed: no GPU"
+        assert "slower" not in facts["backends"]["cpu"]
+        assert facts["gpu"]["used"] == "no"
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_default_device_is_the_gpu_where_there_is_one(monkeypatch, found):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    monkeypatch.setattr("saccade.engine.config.best_device", machine.best_device)
+    assert EngineConfig().device == ("cuda" if found else "cpu")
+    assert EngineConfig(device="cpu").device == "cpu"
+
+
+def test_what_auto_found_is_said_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Fast GPU")
+    note = machine.device_note(torch.device("cuda:1"))
+    assert note == "running on Fast GPU (device cuda:1); device cpu keeps to the CPU"
+    monkeypatch.setattr("saccade.machine.device_note", lambda device: "running on Fast GPU")
+    assert run(capsys, "generate", "hello there", "-n", "1")[2].startswith("saccade: note: running on Fast GPU\n")
+    assert run(capsys, "generate", "hello there", "-n", "1", "-q")[2] == ""
+
+
 def test_version_and_help(capsys):
     import saccade
 
@@ -187,3 +273,39 @@ def test_demo_reads_a_text_of_yours(capsys, tmp_path):
     code, _, err = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--model", "reference")
     assert code == 2
     assert "--model retriever" in err
+
+
+def test_demo_cuts_a_text_that_the_model_cannot_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("saccade.models.loader.max_position", lambda config: 2048)
+    (tmp_path / "text.txt").write_text("The ferry left at noon, and nobody waved. " * 500, encoding="utf-8")
+    code, out, err = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--facts", "2", "-p", "dense")
+    assert code == 0
+    assert "2/2" in out
+    assert "the model reads 2,048 tokens at most, so the text's first 1,536 are used; give a shorter text" in err
+    code, out, err = run(capsys, "demo", "--text", str(tmp_path / "text.txt"), "--facts", "8", "-p", "dense")
+    assert (code, out) == (2, "")
+    assert "give fewer --facts or another --model" in err
+
+
+def test_demo_shows_how_far_it_is(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rich.progress.Progress.add_task", lambda self, what, **given: shown.append((what, given)) or 0)
+    monkeypatch.setattr("rich.progress.Progress.update", lambda self, bar, **given: shown.append(given))
+    monkeypatch.setattr("rich.progress.Progress.remove_task", lambda self, bar: shown.append("done"))
+    code, _, _ = run(capsys, "demo", "--tokens", "9000", "--facts", "1", "-p", "streaming(window=64)")
+    assert code == 0
+    assert shown[0][0] == "streaming(window=64)"
+    assert 0 < shown[0][1]["completed"] < shown[0][1]["total"]
+    assert "done" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [([], "give a model that reads more"), (["--max-model-len", "512"], "raise max_model_len (at most 2048)")],
+)
+def test_the_hint_for_a_long_prompt_is_possible(capsys, monkeypatch, options, hint):
+    monkeypatch.setattr("saccade.models.loader.max_position", lambda config: 2048)
+    for command in ("generate", "inspect"):
+        code, out, err = run(capsys, command, "y" * 4000, *options)
+        assert (code, out) == (2, "")
+        assert f"shorten it or {hint}" in err

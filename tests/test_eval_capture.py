@@ -171,3 +171,14 @@ def test_windows_and_frozen_rows_are_captured_whole(policy, tiny_llama):
     rows = [sum(call.q.shape[1] for call in captured.of(layer)) for layer in range(3)]
     assert rows[0] == 203
     assert (min(rows) < 203) == policy.startswith("etf")
+
+
+def test_a_watched_run_tells_how_far_it_is(tiny_llama):
+    seen = []
+    output = watch(
+        make(tiny_llama), random_ids(200, seed=3), lambda call: None, max_tokens=4, progress=lambda *at: seen.append(at)
+    )
+    assert len(output.outputs[0].token_ids) == 4
+    assert seen[-1] == (204, 204)
+    assert seen == sorted(seen)
+    assert all(done < 204 for done, _ in seen[:-1])

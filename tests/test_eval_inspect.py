@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -127,9 +130,9 @@ def test_pictures_differ_between_policies(tiny_llama, tmp_path):
     red, blue = {}, {}
     for policy in ("dense", "streaming(window=30)"):
         paths, seen = inspect(llm, ids, tmp_path / policy[:5], policy, max_tokens=9, pixels=64)
-        assert [path.name for path in paths] == ["layers_00-01.png", "layers_02.png"]
+        assert [path.name for path in paths] == ["heads.csv", "layers_00-01.png", "layers_02.png"]
         assert set(seen.maps) == {(phase, layer) for phase in ("prefill", "decode") for layer in range(3)}
-        pictures = [pixels(path) for path in paths]
+        pictures = [pixels(path) for path in paths[1:]]
         assert all(min(picture.shape[:2]) > 300 and picture.std() > 0.05 for picture in pictures)
         # The key at the foot shows both ramps in every picture.
         maps = [picture[: int(0.85 * len(picture))] for picture in pictures]
@@ -142,8 +145,21 @@ def test_pictures_differ_between_policies(tiny_llama, tmp_path):
 
 def test_chosen_layers(tiny_llama, tmp_path):
     paths, seen = inspect(make(tiny_llama), random_ids(40, seed=1), tmp_path, "dense", layers=[2, 0], max_tokens=1)
-    assert [path.name for path in paths] == ["layers_00_02.png"]
+    assert [path.name for path in paths] == ["heads.csv", "layers_00_02.png"]
     assert set(seen.maps) == {("prefill", 0), ("prefill", 2)}
+
+
+def test_numbers_are_written_without_matplotlib(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.warns(UserWarning, match=r"saccade-llm\[figures\]"):
+        paths, seen = inspect(make(tiny_llama), random_ids(40, seed=1), tmp_path, "dense", layers=[1], max_tokens=3)
+    assert [path.name for path in paths] == ["heads.csv"]
+    rows = list(csv.DictReader(paths[0].open(encoding="utf-8")))
+    assert [(row["phase"], row["head"]) for row in rows] == [
+        (p, str(h)) for p in ("prefill", "decode") for h in range(4)
+    ]
+    assert {float(row["density"]) for row in rows} == {1.0}
+    assert float(rows[5]["retained_mass"]) == pytest.approx(float(seen.maps["decode", 1].mass[1]), abs=1e-6)
 
 
 def test_bad_input(tiny_llama, tmp_path):

@@ -7,11 +7,13 @@ import csv
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from saccade.errors import RequestError
+from saccade.eval import plots
 from saccade.eval.report import print_summary, write_report
 from saccade.eval.samples import write_jsonl
 from saccade.eval.stats import paired_difference
@@ -169,6 +171,32 @@ def test_the_page_holds_every_row_and_nothing_from_outside(results, tmp_path):
     assert "<li>1 of 8 samples: error: does not fit</li>" in page
     assert "* `psa`: 2 of 8 samples: ran dense\n" in markdown
     assert write_report([results], tmp_path / "again")[0].read_text() == page
+
+
+def test_without_matplotlib_the_tables_are_whole(results, tmp_path, monkeypatch):
+    whole = write_report([results], tmp_path / "whole")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.warns(UserWarning, match=r"saccade-llm\[figures\]"):
+        files = write_report([results], tmp_path / "out")
+    page, markdown, table = (file.read_text() for file in files)
+    assert "<svg" not in page
+    assert "matplotlib is not installed, so figures are left out" in page
+    assert page.count("<tr") == whole[0].read_text().count("<tr")
+    assert (markdown, table) == (whole[1].read_text(), whole[2].read_text())
+
+
+def test_what_a_page_shows_is_escaped(tmp_path):
+    write(tmp_path / "dense", config("dense"), [row("<b>one</b>", 0, 1.0) | {"notes": ["<script>alert(1)</script>"]}])
+    page = write_report([tmp_path], tmp_path / "out")[0].read_text()
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "&lt;b&gt;one&lt;/b&gt;" in page
+
+
+def test_methods_never_share_colour_and_marker(tmp_path):
+    names = [f"method{at}" for at in range(20)]
+    runs = [Run.load(write(tmp_path / name, config(name), [])) for name in names]
+    assert len({(look["color"], look["marker"]) for look in plots._looks(runs).values()}) == 22
 
 
 def test_worse_than_dense_is_marked_by_more_than_colour(tmp_path):

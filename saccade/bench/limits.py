@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from saccade import __version__
 from saccade.bench.timing import median_ms
 from saccade.machine import ask_for_huge_pages, processor
 from saccade.ops import cpu
@@ -49,5 +50,5 @@ def machine() -> dict[str, Any]:
         "isa": cpu.isa() or None,
         "python": platform.python_version(),
         "torch": version("torch"),
-        "saccade": version("saccade"),
+        "saccade": __version__,
     }

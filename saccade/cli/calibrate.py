@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saccade.cli.inputs import read_text
-from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL
+from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL, load_model
 from saccade.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,13 +25,12 @@ def calibrate(
     dtype: Annotated[str, DTYPE] = "auto",
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Learn what a method needs to know of a model from a text, once, and store it in the model's folder.
 
     saccade calibrate channels --model path/to/checkpoint
     """
-    from saccade.llm import LLM
     from saccade.methods.offline import KINDS
 
     if kind not in KINDS:
@@ -39,7 +38,7 @@ def calibrate(
     if tokens < 2:
         raise RequestError(f"tokens={tokens} must be at least 2")
     text = None if file is None else read_text(file)
-    llm = LLM(model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
+    llm = load_model(model=model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
     typer.echo(run(llm, kind, _prompt(llm, text, tokens)))
 
 

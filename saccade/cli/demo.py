@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,22 +12,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.inputs import read_text
+from saccade.cli.options import DEVICE, load_model
+from saccade.cli.progress import reading
 from saccade.errors import RequestError
 
 if TYPE_CHECKING:
+    from saccade.engine.messages import StepOutput
     from saccade.engine.params import SamplingParams
     from saccade.llm import LLM
-    from saccade.outputs import RequestOutput
     from saccade.session import Session
 
 POLICIES = ["dense", "streaming", "flexprefill(block_size=64, min_budget=256)+lfps"]
+TOKENS_A_FACT = 256  # a fact's sentence, its question and its answer
 
 
 @dataclass
 class Ask:
     """One question: how to put it to a session, and whether an answer is right."""
 
-    put: Callable[[Session, SamplingParams], RequestOutput]
+    put: Callable[[Session, SamplingParams], Iterator[StepOutput]]
     right: Callable[[str], bool]
     params: dict[str, Any]
 
@@ -61,7 +64,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the text and the facts.")] = 1,
     policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Policies to compare.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="'reference', 'retriever' or a checkpoint folder.")] = "",
-    device: Annotated[str, typer.Option(help="'cpu', 'cuda', or 'auto': the GPU where there is one.")] = "auto",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Plant facts in a long text, ask for all of them in one session per policy, and print one table."""
     if not 1 <= facts <= 100:
@@ -71,27 +74,41 @@ def demo(
     if not 64 * facts <= tokens <= 32_768:
         raise RequestError(f"tokens={tokens} must be from {64 * facts} (64 a fact) to 32768")
     source = read_text(text) if text is not None else None
-    from saccade.llm import LLM
     from saccade.methods.policy import Policy
 
     chosen = [Policy.parse(one) for one in policy or POLICIES]
     model = model or ("reference" if text is None else "retriever")
+    if model == "reference" and source is not None:
+        raise RequestError("the reference model reads its own 740 words only; --text needs --model retriever")
+    llm = load_model(model=model, device=device)
     if model == "reference":
-        if source is not None:
-            raise RequestError("the reference model reads its own 740 words only; --text needs --model retriever")
         asked, where, example = _suite_questions(facts, tokens, seed)
     else:
+        if source is not None:
+            source = fitting(llm, source, facts)
         asked, where, example = _text_questions(source, str(text), facts, characters, seed)
-    print(f"{facts} facts in {where}, asked in one session per policy; model: {model}\n  {example}")
-    llm = LLM(model, device=_device(device))
+    print(f"{facts} facts in {where}, asked in one session per policy; model: {model}\n  {example}", flush=True)
     rows = [_run(llm, one.text, asked) for one in chosen]
     _print(rows, len(asked))
 
 
-def _device(name: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+def fitting(llm: LLM, source: str, facts: int) -> str:
+    """As much of a text as the model can read with its facts, questions and answers; says so where that is not all."""
+    room = min(llm.max_model_len, llm.engine.checks.most_tokens) - TOKENS_A_FACT * facts
+    if room < TOKENS_A_FACT:
+        raise RequestError(
+            f"{facts} facts with their questions leave no room for a text: the model reads {llm.max_model_len} tokens; "
+            "give fewer --facts or another --model"
+        )
+    ids = llm.tokenizer.encode(source[: room * 16], add_special_tokens=False)  # no text has longer tokens throughout
+    if len(ids) <= room:
+        return source
+    print(
+        f"saccade: note: the model reads {llm.max_model_len:,} tokens at most, so the text's first {room:,} are used; "
+        "give a shorter text, or a --model that reads more, for all of it",
+        file=sys.stderr,
+    )
+    return llm.tokenizer.decode(ids[:room]).rstrip("\ufffd")
 
 
 def _suite_questions(facts: int, tokens: int, seed: int) -> tuple[list[Ask], str, str]:
@@ -104,7 +121,7 @@ def _suite_questions(facts: int, tokens: int, seed: int) -> tuple[list[Ask], str
 
     def ask(turn: Any) -> Ask:
         return Ask(
-            lambda session, params: session.chat(turn.message(), params),
+            lambda session, params: session.stream_chat(turn.message(), params),
             lambda answer: score(turn.metric, answer, turn.answers) == 1.0,
             {"max_tokens": turn.max_new_tokens},
         )
@@ -128,7 +145,7 @@ def _text_questions(
         fact = planted[index]
         prompt = f"{'' if index else document}\n{fact.question}"
         return Ask(
-            lambda session, params: session.generate(prompt, params),
+            lambda session, params: session.stream(prompt, params),
             lambda answer: is_correct(answer, fact),
             {"max_tokens": 40, "stop": ["\n", ". "]},
         )
@@ -143,11 +160,17 @@ def _run(llm: LLM, policy: str, asked: Sequence[Ask]) -> Row:
 
     reports, correct = [], 0
     began = time.perf_counter()
-    with llm.session(policy) as session:
+    with llm.session(policy) as session, reading(policy) as show:
         for one in asked:
-            output = one.put(session, SamplingParams(temperature=0.0, **one.params))
-            correct += one.right(output.outputs[0].text)
-            reports.append(output.report)
+            for step in one.put(session, SamplingParams(temperature=0.0, **one.params)):
+                begun = bool(step.new_tokens or step.finished)
+                show(step.prefill_total if begun else step.prefilled, step.prefill_total)
+            outcome = step.outcome
+            assert outcome is not None, "a stream ends with an outcome"
+            if outcome.error is not None:
+                raise RequestError(f"'{policy}' could not answer: {outcome.error}")
+            correct += one.right(outcome.text)
+            reports.append(outcome.report)
     return Row(policy, correct, reports, time.perf_counter() - began)
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.machine import available_bytes, processor, show_bytes, total_bytes
+from saccade import __version__
+from saccade.machine import available_bytes, best_device, device_note, processor, show_bytes, total_bytes
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -42,7 +43,7 @@ def collect() -> dict[str, dict[str, Any]]:
     available = cpu.available()
     return {
         "versions": {
-            "saccade": _version("saccade"),
+            "saccade": __version__,
             "python": platform.python_version(),
             **{
                 name: _version(name)
@@ -62,13 +63,13 @@ def collect() -> dict[str, dict[str, Any]]:
             "cpu": f"ready (C++, {cpu.isa()}; this machine can run {', '.join(cpu.supported_isas())})"
             if available
             else f"missing: {cpu.why_unavailable()}",
-            "triton": f"missing: {triton.why_unavailable()}"
-            if not triton.available()
-            else "ready"
-            if gpus
-            else "no GPU",
+            "triton": "not needed: no GPU" if not gpus else triton.why_unavailable() or "ready",
         },
-        "gpu": {"found": ", ".join(gpus) or "none", "used": "with --device cuda" if gpus else "no"},
+        "gpu": {
+            "found": ", ".join(gpus) or "none",
+            "used": "by default; --device cpu keeps to the CPU" if gpus else "no",
+            "note": device_note(torch.device(best_device())) if not gpus else None,
+        },
     }
 
 

@@ -11,7 +11,18 @@ import typer
 
 from saccade.cli.model_card import model_card
 from saccade.cli.multiturn import multiturn
-from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, THREADS, engine_config
+from saccade.cli.options import (
+    BACKEND,
+    CHUNK,
+    DEVICE,
+    DTYPE,
+    MAX_LENGTH,
+    MEMORY,
+    MODEL,
+    THREADS,
+    engine_config,
+    say_device,
+)
 
 if TYPE_CHECKING:
     from saccade.eval.predict import Setting
@@ -89,7 +100,7 @@ def predict(
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
     micro: Annotated[int, MICRO] = 0,
 ) -> None:
     """Answer samples under policies. A killed run goes on where it was and ends with the same file."""
@@ -100,7 +111,7 @@ def predict(
     settings = [step.Setting(Policy.parse(text), protocol, history) for text in policy]
     list(step.take(data, limit))
     chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
-    llm = load(chosen)
+    llm = say_device(load(chosen))
     for setting in settings:
         folder = step.predict(
             data, llm, chosen, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
@@ -168,7 +179,7 @@ def run(
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """All steps: dense, the policies, and the oracle beside them; then the report. Resumes what is there."""
     from saccade.eval import runner
@@ -182,7 +193,7 @@ def run(
     chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
     folders = runner.run_policies(
         data,
-        load(chosen),
+        say_device(load(chosen)),
         chosen,
         policy or runner.POLICIES,
         out / "results",
@@ -224,7 +235,7 @@ def target(
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Find the sparsest setting of a method that keeps a share of dense's score; probes are kept and used again."""
     from saccade.eval.results import slug, write_json
@@ -238,7 +249,7 @@ def target(
     chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
     found = find_target(
         data,
-        load(chosen),
+        say_device(load(chosen)),
         chosen,
         method,
         option,

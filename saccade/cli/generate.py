@@ -1,22 +1,29 @@
-"""``saccade generate`` and ``saccade chat``."""
+"""``saccade generate``: one prompt, completed as one watches."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from saccade.cli.inputs import gather_prompt, write_json
-from saccade.cli.options import BACKEND, CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, THREADS, engine_config
-from saccade.errors import SaccadeError
+from saccade.cli.options import (
+    BACKEND,
+    CHUNK,
+    DEVICE,
+    DTYPE,
+    MAX_LENGTH,
+    MEMORY,
+    MODEL,
+    POLICY,
+    THREADS,
+    engine_config,
+    load_model,
+)
+from saccade.cli.streaming import as_dict, hint, show_stream, summary
 from saccade.machine import check_writable
-
-if TYPE_CHECKING:
-    from saccade.engine.config import EngineConfig
-    from saccade.engine.messages import RequestOutcome
-    from saccade.llm import LLM
 
 
 def generate(
@@ -44,13 +51,14 @@ def generate(
     prefill_chunk: Annotated[int, CHUNK] = 4096,
     backend: Annotated[str, BACKEND] = "auto",
     threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer alone.")] = False,
 ) -> None:
     """Complete a prompt; tokens are printed as they come.
 
-    The document may come from a file or standard input and the question as the argument:
+    The document may come from a file or a pipe and the question as the argument:
     saccade generate -f book.txt "The password is" --policy "flexprefill+psa(epsilon=0.98)"
+    cat book.txt | saccade generate "The password is"
     """
     text = gather_prompt(prompt, prompt_file)
     check_writable(report)
@@ -69,111 +77,14 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
-    llm = _load(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
-    outcome = _stream(llm.stream(text, params, policy=chosen), quiet)
+    config = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
+    llm = load_model(config, quiet=quiet)
+    outcome = show_stream(llm.stream(text, params, policy=chosen), quiet)
     if report is not None:
-        write_json(report, {"model": model, "text": outcome.text, **_outcome(outcome)})
+        write_json(report, {"model": model, "text": outcome.text, **as_dict(outcome)})
     if not quiet:
-        _summary(outcome)
+        summary(outcome)
+        hint(model, outcome.text)
     if outcome.error is not None:
         print(f"saccade: error: the request failed: {outcome.error}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def chat(
-    model: Annotated[str, MODEL] = "retriever",
-    policy: Annotated[str, POLICY] = "dense",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
-    dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
-    kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
-    backend: Annotated[str, BACKEND] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "cpu",
-) -> None:
-    """Talk in turns; keys and values are kept, so a turn computes only what it adds. Ends with the input (Ctrl-D)."""
-    from saccade.engine.params import SamplingParams
-    from saccade.methods.policy import Policy
-
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop or None)
-    chosen = Policy.parse(policy)
-    llm = _load(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
-    session = llm.session(chosen)
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if not line.strip():
-            continue
-        try:
-            answer = session.chat(line.rstrip("\n"), params)
-            print(answer.outputs[0].text, flush=True)
-            if answer.error is not None:
-                print(f"saccade: error: the turn failed: {answer.error}", file=sys.stderr)
-        except SaccadeError as error:  # the conversation goes on as it was before this turn
-            print(f"saccade: error: {error}", file=sys.stderr)
-
-
-def _load(config: EngineConfig) -> LLM:
-    from saccade.llm import LLM
-
-    if config.threads is not None:
-        import torch
-
-        torch.set_num_threads(config.threads)
-    return LLM(config=config)
-
-
-def _stream(steps: Any, quiet: bool) -> RequestOutcome:
-    """Print text as it comes, a progress bar on stderr while a long prompt is read; returns how it ended."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    outcome: RequestOutcome | None = None
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = None
-        for step in steps:
-            outcome = step.outcome
-            if step.new_tokens or step.finished:
-                if bar is not None:
-                    progress.remove_task(bar)
-                    bar = None
-                progress.stop()
-            elif bar is None:
-                bar = progress.add_task("", total=step.prefill_total, completed=step.prefilled)
-            else:
-                progress.update(bar, completed=step.prefilled)
-            if step.new_text:
-                sys.stdout.write(step.new_text)
-                sys.stdout.flush()
-    assert outcome is not None, "a stream ends with an outcome"
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    return outcome
-
-
-def _outcome(outcome: RequestOutcome) -> dict[str, Any]:
-    return {"finish_reason": outcome.finish_reason, "error": outcome.error, **outcome.report}
-
-
-def _summary(outcome: RequestOutcome) -> None:
-    report = outcome.report
-    parts = []
-    for phase in ("prefill", "decode"):
-        stats = report[phase]
-        if stats["tokens"]:
-            read = "nothing read" if stats["density"] is None else f"density {stats['density']:.3f}"
-            parts.append(
-                f"{phase} {stats['tokens']} tokens by {stats['policy']}, {read}, "
-                f"{stats['seconds']:.2f} s ({stats['tokens_per_second'] or 0:.1f} tokens/s)"
-            )
-    print(f"[{outcome.finish_reason}] " + "; ".join(parts), file=sys.stderr)
-    for note in report["notes"]:
-        print(f"saccade: note: {note}", file=sys.stderr)

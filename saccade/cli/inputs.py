@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
+
+WAIT = 2.0  # seconds before a silent standard input is mentioned
 
 
 def read_text(path: Path) -> str:
@@ -33,25 +38,45 @@ def decode(data: bytes, name: str) -> str:
 
 
 def gather_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from an argument, a file, standard input, or a document followed by an argument.
+    """The prompt from an argument, a document (a file, or what is piped in), or a document followed by an argument.
 
     A document's last line break is dropped, as editors add it; between a document and an argument one is put back.
+    RequestError for an empty document: whoever gave one meant it to be read.
     """
-    document: str | None = None
-    if file is not None:
-        document = decode(sys.stdin.buffer.read(), "standard input") if str(file) == "-" else read_text(file)
-    elif prompt is None or prompt == "-":
-        if sys.stdin is None or sys.stdin.isatty():
+    name, document = "", None
+    if file is not None and str(file) != "-":
+        name, document = f"prompt file {file}", read_text(file)
+    elif file is not None or prompt is None or prompt == "-" or piped():
+        if file is None and (sys.stdin is None or sys.stdin.isatty()):
             raise RequestError("no prompt: give it as an argument, with --prompt-file FILE, or on standard input")
-        document, prompt = decode(sys.stdin.buffer.read(), "standard input"), None
+        name, document = "standard input", _standard_input()
+        prompt = None if prompt == "-" and file is None else prompt
     if document is None:
         text = prompt or ""
+    elif not document.strip():
+        raise RequestError(f"{name} is empty; give a document with some text, or leave it away")
     else:
         document = document.removesuffix("\n")
         text = document if prompt is None else f"{document}\n{prompt}"
     if not text:
         raise RequestError("the prompt is empty; give some text")
     return text
+
+
+def piped() -> bool:
+    """Whether standard input is a pipe or a file, which somebody put there to be read."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # no standard input, a closed one, or none of the system's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def _standard_input() -> str:
+    """All of standard input; says so where nothing comes, as a pipe that nobody closes would wait for ever."""
+    if piped() and not select.select([sys.stdin], [], [], WAIT)[0]:
+        print("saccade: note: reading standard input, where nothing came yet; </dev/null stops that", file=sys.stderr)
+    return decode(sys.stdin.buffer.read(), "standard input")
 
 
 def write_json(path: Path, data: Any) -> None:

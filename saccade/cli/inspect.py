@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from saccade.cli.inputs import gather_prompt
-from saccade.cli.options import CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY
+from saccade.cli.options import CHUNK, DEVICE, DTYPE, MAX_LENGTH, MEMORY, MODEL, POLICY, load_model
+from saccade.cli.progress import reading
 from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def inspect(
     max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Draw what each head read in prefill and decode over the attention it would have paid when dense.
 
@@ -56,12 +57,11 @@ def inspect(
         raise RequestError("--task makes prompts for --promises alone; give that too, or a prompt instead of --task")
     text = "" if task else gather_prompt(prompt, prompt_file)
     wanted = parse_layers(layers)
-    from saccade.llm import LLM
     from saccade.methods.policy import Policy
 
     chosen = Policy.parse(policy)
-    llm = LLM(
-        model,
+    llm = load_model(
+        model=model,
         dtype=dtype,
         max_model_len=max_model_len,
         kv_memory=kv_memory,
@@ -76,7 +76,10 @@ def inspect(
         return
     from saccade.eval.inspect import inspect as draw_maps
 
-    paths, seen = draw_maps(llm, text, out, chosen, layers=wanted, max_tokens=max_tokens, pixels=pixels)
+    with reading("watching") as show:
+        paths, seen = draw_maps(
+            llm, text, out, chosen, layers=wanted, max_tokens=max_tokens, pixels=pixels, progress=show
+        )
     _print(seen)
     for path in paths:
         print(path)

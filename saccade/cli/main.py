@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli import calibrate, demo, doctor, generate, inspect
+from saccade.cli import calibrate, chat, demo, doctor, generate, inspect
 from saccade.cli import eval as evaluation
 from saccade.errors import SaccadeError
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
-app.command("chat")(generate.chat)
+app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from saccade.cli.inputs import decode, write_json
-from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL
+from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL, load_model
 from saccade.errors import RequestError, SaccadeError
 from saccade.machine import check_writable
 
@@ -30,7 +30,7 @@ def model_card(
     dtype: Annotated[str, DTYPE] = "auto",
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
-    device: Annotated[str, DEVICE] = "cpu",
+    device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Measure dense accuracy and the attention gates of a model; failures are reported, not hidden."""
     data = out.with_suffix(".json")
@@ -39,13 +39,12 @@ def model_card(
     said = _causes(causes)
     from saccade.eval.gates_card import ROLES, Plan, markdown, measure_card, with_causes
     from saccade.eval.sources import find_tasks
-    from saccade.llm import LLM
 
     chosen = source or ("facts" if model == "retriever" else "suite")
     if chosen not in ROLES:
         raise RequestError(f"source={chosen!r} has no roles for the card; known: {', '.join(ROLES)}")
     plan = Plan(_lengths(lengths), length, samples, prompts, seed)
-    llm = LLM(model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
+    llm = load_model(model=model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
     tasks = {task.task: task for task in find_tasks([f"{chosen}:all"], lambda text: len(llm.tokenizer.encode(text)))}
     card = measure_card(
         llm,

@@ -30,15 +30,24 @@ class Checks:
                 raise RequestError(f"token id {shown(token)} is not an integer from 0 to {vocab - 1}")
         total = before + len(prompt)
         if total >= self.max_model_len:
+            most = self.model.spec.max_position
+            way_out = (
+                f"raise max_model_len (at most {most})" if self.max_model_len < most else "give a model that reads more"
+            )
             raise RequestError(
                 f"the prompt has {total} tokens but max_model_len is {self.max_model_len}, one of them for the answer; "
-                "shorten it or raise max_model_len"
+                f"shorten it or {way_out}"
             )
         if not self.pool.fits(total + 1):
-            room = self.pool.num_blocks // self.pool.layers * self.pool.format.block_size
             raise CapacityError(
-                f"the prompt has {total} tokens but the KV pool holds {room} at most; shorten it or raise kv_memory"
+                f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
+                "shorten it or raise kv_memory"
             )
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one sequence that the KV pool has room for."""
+        return self.pool.num_blocks // self.pool.layers * self.pool.format.block_size
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""

@@ -10,7 +10,7 @@ import torch
 
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv import BLOCK_SIZES
-from saccade.machine import check_threads
+from saccade.machine import best_device, check_threads
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 
@@ -28,7 +28,8 @@ class EngineConfig:
     adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++
     kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
     torch's by default. ``exact`` makes a result independent of its batch to the last bit, at the price of one pass over
-    the weights per request; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda`` or ``cuda:N``.
+    the weights per request; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or
+    ``auto``: the GPU where torch sees one, and from then on its name.
     ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are launched one by
     one.
 
@@ -47,7 +48,7 @@ class EngineConfig:
     backend: str = "auto"
     threads: int | None = None
     exact: bool | None = None
-    device: str = "cpu"
+    device: str = "auto"
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
@@ -56,6 +57,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not whole_number(value, 1):
                 raise SaccadeError(f"{name}={shown(value)} must be an integer >= 1")
+        if self.device == "auto":
+            object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.threads is not None:

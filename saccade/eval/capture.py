@@ -6,7 +6,7 @@ logits where it has them, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from saccade.kv.view import KVView
 from saccade.llm import LLM, Prompt
 from saccade.methods.policy import PolicyLike
 from saccade.ops.reference import logits
-from saccade.outputs import RequestOutput
+from saccade.outputs import RequestOutput, request_output, warn_of_failures
 from saccade.selection import Selection
 
 BLOCK_ENTRIES = 2**22  # scores of one block of rows: 16 MiB in float32
@@ -96,12 +96,22 @@ def watch(
     *,
     max_tokens: int = 1,
     ignore_eos: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RequestOutput:
     """Run a prompt greedily while ``observer`` sees every attention call. One token of output needs no decode step, so
-    ``max_tokens`` means at most ``max_tokens - 1`` of them. Raises RequestError if the run fails."""
+    ``max_tokens`` means at most ``max_tokens - 1`` of them. ``progress`` is told how many tokens of how many are
+    computed. Raises RequestError if the run fails."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    outcome, made = None, 0
     with observing(llm.engine, observer):
-        output = llm.generate([prompt], params, policy=policy)[0]
+        for step in llm.stream(prompt, params, policy=policy):
+            outcome, made = step.outcome, made + len(step.new_tokens)
+            if progress is not None:
+                whole = step.prefill_total + max_tokens
+                progress(whole if step.finished else step.prefilled + made, whole)
+    assert outcome is not None, "a stream ends with an outcome"
+    warn_of_failures([outcome])
+    output = request_output(prompt if isinstance(prompt, str) else None, [outcome])
     if output.error is not None:
         raise RequestError(f"the run to be watched failed: {output.error}")
     return output

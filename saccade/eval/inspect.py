@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from saccade.engine.observe import AttentionCall
 from saccade.errors import SaccadeError
 from saccade.eval.capture import check_layers, selected_rows, token_ids, true_rows, watch
+from saccade.eval.figures import MISSING, available, new_figure
 from saccade.llm import LLM, Prompt
 from saccade.methods.policy import PolicyLike
 
@@ -128,24 +131,30 @@ def inspect(
     layers: Sequence[int] | None = None,
     max_tokens: int = 33,
     pixels: int = 160,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[Path], Inspection]:
-    """Run a prompt under a policy and write its maps as PNG files into the folder ``out`` (made if need be).
+    """Run a prompt under a policy and write its maps as PNG files, and their numbers as heads.csv, into the folder
+    ``out`` (made if need be).
 
-    One picture holds whole layers, about ``PANELS`` heads. Raises SaccadeError without matplotlib, for layers the model
-    lacks, ``pixels`` out of range or a folder that cannot be made, and as ``capture.watch``.
+    One picture holds whole layers, about ``PANELS`` heads. Without matplotlib there is none, and a warning says so.
+    Raises SaccadeError for layers the model lacks, ``pixels`` out of range, a prompt that is too long or a folder that
+    cannot be made, and as ``capture.watch``.
     """
-    _matplotlib()
     chosen = check_layers(layers, llm.model.spec.layers)
     ids = token_ids(llm, prompt)
+    llm.engine.checks.prompt(ids)
     maps = Maps(len(ids), max_tokens - 1, chosen, pixels)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SaccadeError(f"the folder {out} cannot be made: {error.strerror}; give another one") from None
-    watch(llm, ids, maps, policy, max_tokens=max_tokens)
+    watch(llm, ids, maps, policy, max_tokens=max_tokens, progress=progress)
+    paths = [write_numbers(maps.seen, out / "heads.csv")]
+    if not available():
+        warnings.warn(MISSING, stacklevel=2)
+        return paths, maps.seen
     heads = llm.model.spec.heads
     per_page = max(1, PANELS // heads)
-    paths = []
     for first in range(0, len(chosen), per_page):
         page = chosen[first : first + per_page]
         runs = page[-1] - page[0] == len(page) - 1 > 0
@@ -154,6 +163,17 @@ def inspect(
         title = f"{llm.policy.text if policy is None else policy} on {len(ids):,} tokens"
         draw(maps.seen, page, paths[-1], title)
     return paths, maps.seen
+
+
+def write_numbers(seen: Inspection, path: Path) -> Path:
+    """Each head's density and retained mass by layer and phase, as csv."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("layer", "phase", "head", "density", "retained_mass"))
+        for (phase, layer), found in sorted(seen.maps.items(), key=lambda one: (one[0][1], one[0][0] != "prefill")):
+            for head, (density, mass) in enumerate(zip(found.density.tolist(), found.mass.tolist())):
+                writer.writerow((layer, phase, head, f"{density:.6f}", f"{mass:.6f}"))
+    return path
 
 
 def shade(read: Array, unread: Array, share: Array) -> Array:
@@ -169,7 +189,6 @@ def shade(read: Array, unread: Array, share: Array) -> Array:
 
 def draw(seen: Inspection, layers: Sequence[int], path: Path, title: str) -> None:
     """Write one picture: a panel per head of ``layers``, its prefill map above its decode steps, and a key."""
-    figure_type, canvas_type = _matplotlib()
     heads = next(iter(seen.maps.values())).read.shape[0]
     panels = [(layer, head) for layer in layers for head in range(heads)]
     columns = min(len(panels), 4 if heads < 8 else 8)
@@ -177,8 +196,7 @@ def draw(seen: Inspection, layers: Sequence[int], path: Path, title: str) -> Non
     steps = any(phase == "decode" for phase, _ in seen.maps)
     height = 2.7 + (1.25 if steps else 0.0)
     size = (max(2.6 * columns + 0.8, 7.0), height * lines + 1.45)
-    figure = figure_type(figsize=size, dpi=110, facecolor="white")
-    canvas_type(figure)
+    figure = new_figure(figsize=size, dpi=110, facecolor="white")
     margin = 1 / size[1]
     outer = figure.add_gridspec(
         lines, columns, left=0.62 / size[0], right=1 - 0.25 / size[0], top=1 - 0.9 * margin, bottom=0.92 * margin,
@@ -266,12 +284,3 @@ def _log_scale(weights: Array) -> Array:
 def _percent(value: Tensor) -> str:
     percent = 100 * float(value)
     return f"{percent:.0f} %" if percent >= 99.95 else f"{percent:.1f} %" if percent >= 1 else f"{percent:.2g} %"
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SaccadeError("pictures need matplotlib; install it with: pip install 'saccade[eval]'") from None
-    return Figure, FigureCanvasAgg

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from saccade.errors import SaccadeError
+from saccade.eval.figures import new_figure, styled
 from saccade.eval.summary import Cell, Group, Run, depth_table, position_scores
 
 # Okabe and Ito's colours, which eyes of every kind tell apart; dense is black, the oracle grey.
@@ -35,7 +35,6 @@ _STYLE = {
 
 def frontier(group: Group) -> str | None:
     """Score against density, a panel for each phase in which any policy is sparse; bars are 95 % intervals."""
-    plt = _pyplot()
     looks = _looks(group.runs)
     panels = [
         (phase, shown)
@@ -45,8 +44,9 @@ def frontier(group: Group) -> str | None:
     if not panels:
         return None
     dense = next((cell.score for cell in group.overall if cell.run.policy == "dense"), None)
-    with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(1, len(panels), figsize=(6.4 * len(panels), 4.6), squeeze=False, sharey=True)
+    with styled(_STYLE):
+        figure = new_figure(figsize=(6.4 * len(panels), 4.6))
+        axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
         for axis, (phase, cells) in zip(axes[0], panels):
             if dense is not None:
                 axis.axhline(100 * dense, color="#111111", linewidth=1, linestyle="--")
@@ -62,7 +62,7 @@ def frontier(group: Group) -> str | None:
             axis.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
             axis.set_xticks([], minor=True)
             axis.set_xlim(0.85 * min(ticks[0], sparsest), 1.15)
-            axis.set_ylim(-4, 108)
+            axis.set_ylim(_floor(cells, dense), 100 + 0.08 * (100 - _floor(cells, dense)))
             axis.set_title(f"{phase}: keys read, of those dense reads")
             axis.set_xlabel(f"measured {phase} density (log scale)")
             axis.grid(axis="both", color="#e6e6e6", linewidth=0.7)
@@ -70,6 +70,13 @@ def frontier(group: Group) -> str | None:
         axes[0][0].set_ylabel("score")
         _legend(figure, axes[0])
         return _svg(figure)
+
+
+def _floor(cells: Sequence[Cell], dense: float | None) -> float:
+    """Where the axis of scores begins: a little below the lowest interval, so that small differences can be seen."""
+    intervals = [cell.score_interval.low for cell in cells if cell.score_interval]
+    lowest = 100 * min(*intervals, 1.0 if dense is None else dense, 1.0)
+    return -4.0 if lowest < 20 else 5 * (lowest // 5) - 5
 
 
 def _sparse(cell: Cell, letters: str) -> bool:
@@ -86,16 +93,16 @@ def _point(cell: Cell, phase: str) -> tuple[float, float, float, float]:
 
 def depth_maps(group: Group, bins: int = 10) -> str | None:
     """Score by depth of what is asked for and length, a panel a policy; every cell carries its number."""
-    plt = _pyplot()
     tables = [(run, table) for run in group.runs if (table := depth_table(run, bins))]
     if not tables:
         return None
     lengths = sorted({length for _, table in tables for length, _ in table})
     columns = min(3, len(tables))
     rows = -(-len(tables) // columns)
-    with plt.rc_context(_STYLE):
+    with styled(_STYLE):
         height = 0.9 + 0.34 * len(lengths)
-        figure, axes = plt.subplots(rows, columns, figsize=(4.3 * columns, height * rows + 0.4), squeeze=False)
+        figure = new_figure(figsize=(4.3 * columns, height * rows + 0.4))
+        axes = figure.subplots(rows, columns, squeeze=False)
         for axis in axes.flat[len(tables) :]:
             axis.axis("off")
         for at, (axis, (run, table)) in enumerate(zip(axes.flat, tables)):
@@ -128,13 +135,13 @@ def depth_maps(group: Group, bins: int = 10) -> str | None:
 def positions(group: Group) -> str | None:
     """Score minus dense by where the question stands, a line a policy; None unless the data asks in more than one
     place."""
-    plt = _pyplot()
     dense = next((position_scores(run) for run in group.runs if run.policy == "dense"), {})
     shown = [(run, scores) for run in group.runs if run.policy != "dense" and len(scores := position_scores(run)) > 1]
     if len(dense) < 2 or not shown:
         return None
-    with plt.rc_context(_STYLE):
-        figure, axis = plt.subplots(figsize=(9.5, 1.5 + 0.36 * len(shown)))
+    with styled(_STYLE):
+        figure = new_figure(figsize=(9.5, 1.5 + 0.36 * len(shown)))
+        axis = figure.subplots()
         axis.axvline(0, color="#111111", linewidth=1, linestyle="--")
         for row, (_, scores) in enumerate(shown):
             found = {name: 100 * (scores[name] - dense[name]) for name in dense if name in scores}
@@ -158,7 +165,8 @@ def _looks(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     looks: dict[str, dict[str, Any]] = {"dense": {"color": "#111111", "marker": "*", "markersize": 9}, "topk": ring}
     others = [method for method in dict.fromkeys(run.method for run in runs) if method not in looks]
     for at, method in enumerate(others):
-        colour, marker = _COLOURS[at % len(_COLOURS)], _MARKERS[at % len(_MARKERS)]
+        turn = at // len(_COLOURS)  # each time round, colours meet other markers
+        colour, marker = _COLOURS[at % len(_COLOURS)], _MARKERS[(at + turn) % len(_MARKERS)]
         looks[method] = {"color": colour, "marker": marker, "markersize": 7}
     return looks
 
@@ -191,17 +199,5 @@ def _svg(figure: Any) -> str:
     """The figure as an ``<svg>`` element without prologue, the same text for the same figure."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    _pyplot().close(figure)
     text = buffer.getvalue()
     return re.sub(r"\s+$", "", text[text.index("<svg") :])
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise SaccadeError("figures need matplotlib; install it with pip install 'saccade[eval]'") from None
-    return plt

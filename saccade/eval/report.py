@@ -3,49 +3,40 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from saccade.errors import RequestError
-from saccade.eval import plots
+from saccade.eval import figures, plots
 from saccade.eval.results import ENVIRONMENT, MIXED
 from saccade.eval.summary import Cell, Group, Run, load_groups, position_scores
-from saccade.eval.tables import OVERALL, PER_TASK, Line, to_csv, to_html, to_markdown
+from saccade.eval.tables import OVERALL, PER_TASK, Line, to_csv, to_markdown
 
 NAMES = ("task", "length", "policy", "protocol")
 _PROTOCOLS = (
     "A: dense prefill of everything, then decode by the policy. B: dense prefill of the context; question and answer "
     "run as decode steps by the policy. C: sparse prefill, dense decode. D: sparse in both."
 )
-_CSS = """
-body{font:15px/1.5 system-ui,"DejaVu Sans",sans-serif;color:#1a1a1a;background:#fff;max-width:1500px;margin:2rem auto;
-padding:0 1.2rem}h1{font-size:1.5rem;margin:3rem 0 .3rem}
-h2{font-size:1.15rem;margin:2.2rem 0 .5rem;border-bottom:1px solid
-#d0d0d0;padding-bottom:.2rem}p,li{max-width:115ch}.quiet{color:#555;font-size:.88rem}.scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:.82rem;font-variant-numeric:tabular-nums;white-space:nowrap}
-th,td{padding:.22rem .5rem;text-align:right}th{border-bottom:2px solid #444;vertical-align:bottom;white-space:normal;
-max-width:6.5em;font-weight:600}th.label,td.label{text-align:left}td.label{font-family:ui-monospace,"DejaVu Sans Mono",
-monospace;font-size:.76rem}
-tbody tr:hover{background:#f3f6fa}tr.strong td{border-top:1px solid #bbb}.worse{color:#a11212;font-weight:600}
-svg,img{max-width:100%;height:auto;display:block;margin:.6rem 0}details{margin:.5rem 0}summary{cursor:pointer}
-pre{font-size:.78rem;background:#f6f6f6;padding:.7rem;overflow-x:auto}figure{margin:1rem 0}figcaption{font-size:.85rem;
-color:#555}
-"""
 
 
 def write_report(folders: Iterable[Path], out: Path) -> list[Path]:
-    """Write report.html, report.md and report.csv to ``out``; returns their paths.
+    """Write report.html, report.md and report.csv to ``out``; returns their paths. Without matplotlib the page has its
+    tables and no figures, and a warning says so.
 
     ``folders``: scored result folders, or folders that hold some. Runs are compared where model, samples and history
     agree; what does not agree gets a section of its own. Raises RequestError if there are none or ``out`` cannot be
     written.
     """
     groups = load_groups(folders)
+    if not figures.available():
+        warnings.warn(figures.MISSING, stacklevel=2)
     files = {
         "report.html": _page(groups),
         "report.md": _markdown(groups),
@@ -151,41 +142,41 @@ def _markdown(groups: Sequence[Group]) -> str:
 
 
 def _page(groups: Sequence[Group]) -> str:
-    body = "".join(_section(group) for group in groups)
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>Saccade evaluation</title><style>{_CSS}</style></head><body>\n{body}</body></html>\n"
+    here = jinja2.Environment(
+        loader=jinja2.PackageLoader("saccade.eval", ""), autoescape=True, undefined=jinja2.StrictUndefined
     )
+    page = here.get_template("report.html.jinja").render(
+        sections=[_section(group) for group in groups],
+        names=NAMES,
+        gap_names=_GAP_NAMES,
+        overall_columns=OVERALL,
+        task_columns=PER_TASK,
+        protocols=_PROTOCOLS,
+        missing="" if figures.available() else figures.MISSING,
+    )
+    return page + "\n"
 
 
-def _section(group: Group) -> str:
-    parts = [
-        f"<h1>{html.escape(_title(group))}</h1>",
-        f"<p class=quiet>{html.escape(_about(group))}</p>",
-        *(f"<p class=worse>{html.escape(line)}</p>" for line in _warnings(group)),
-        "<h2>What each policy scored and read</h2>",
-        to_html(("policy", "protocol"), _overall(group), OVERALL),
-        f"<p class=quiet>{html.escape(_PROTOCOLS)} ▼ and ▲: worse or better than dense, with the whole interval. "
-        "Density is the share of (query, key) pairs of dense attention that were read.</p>",
-    ]
-    figures = (
-        ("The frontier: score against what was read", plots.frontier(group)),
-        ("Score by depth and length", plots.depth_maps(group)),
+def _section(group: Group) -> dict[str, Any]:
+    """What the page shows of a group."""
+    drawn = figures.available()
+    shown = (
+        ("The frontier: score against what was read", plots.frontier(group) if drawn else None),
+        ("Score by depth and length", plots.depth_maps(group) if drawn else None),
     )
-    parts += [f"<h2>{title}</h2><figure>{figure}</figure>" for title, figure in figures if figure]
-    if rows := _gap_rows(group):
-        parts += ["<h2>Where the question stands</h2>", f"<figure>{plots.positions(group) or ''}</figure>"]
-        first, *names = (html.escape(name) for name in _GAP_NAMES)
-        head = f"<th class=label>{first}</th>" + "".join(f"<th>{name}</th>" for name in names)
-        lines = "".join(
-            f"<tr><td class=label>{html.escape(row[0])}</td>{''.join(f'<td>{value}</td>' for value in row[1:])}</tr>"
-            for row in rows
-        )
-        parts.append(f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>")
-    parts += ["<h2>By task and length</h2>", to_html(NAMES, _per_task(group), PER_TASK)]
-    parts += [_extra_figures(run) for run in group.runs]
-    parts += ["<h2>How it was run</h2>", *map(_details, group.overall)]
-    return "\n".join(parts) + "\n"
+    gaps = _gap_rows(group)
+    return {
+        "title": _title(group),
+        "about": _about(group),
+        "warnings": _warnings(group),
+        "overall": _overall(group),
+        "figures": [(title, figure) for title, figure in shown if figure],
+        "gaps": gaps,
+        "positions": (plots.positions(group) if gaps and drawn else None) or "",
+        "per_task": _per_task(group),
+        "pictures": [(run.policy, pictures) for run in group.runs if (pictures := _pictures(run))],
+        "runs": [_details(cell) for cell in group.overall],
+    }
 
 
 def _about(group: Group) -> str:
@@ -221,21 +212,17 @@ def _warnings(group: Group) -> list[str]:
     return lines
 
 
-def _extra_figures(run: Run) -> str:
-    """Pictures that lie in the result folder's ``figures/``, such as maps of what each head read."""
-    files = sorted(file for file in (run.folder / "figures").glob("*") if file.suffix in (".png", ".svg"))
-    if not files:
-        return ""
-    parts = [f"<h2>Figures of <code>{html.escape(run.policy)}</code></h2>"]
-    for file in files:
+def _pictures(run: Run) -> list[tuple[str, str]]:
+    """(markup, caption) of what lies in the result folder's ``figures/``, such as maps of what each head read."""
+    pictures = []
+    for file in sorted(file for file in (run.folder / "figures").glob("*") if file.suffix in (".png", ".svg")):
         if file.suffix == ".svg":
             text = file.read_text(encoding="utf-8")
             picture = re.sub(r"^.*?(?=<svg)", "", text, flags=re.DOTALL)
         else:
             picture = f'<img alt="" src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
-        caption = html.escape(file.stem.replace("_", " "))
-        parts.append(f"<figure>{picture}<figcaption>{caption}</figcaption></figure>")
-    return "\n".join(parts)
+        pictures.append((picture, file.stem.replace("_", " ")))
+    return pictures
 
 
 def _counted(cell: Cell) -> list[str]:
@@ -259,9 +246,10 @@ def _shareable(config: Any) -> Any:
     }
 
 
-def _details(cell: Cell) -> str:
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in _counted(cell))
-    config = html.escape(json.dumps(_shareable(cell.run.config), indent=2, ensure_ascii=False))
-    name = html.escape(cell.run.folder.name)
-    opened = " open" if cell.errors else ""
-    return f"<details{opened}><summary><code>{name}</code></summary><ul>{said}</ul><pre>{config}</pre></details>"
+def _details(cell: Cell) -> dict[str, Any]:
+    return {
+        "name": cell.run.folder.name,
+        "errors": cell.errors,
+        "said": _counted(cell),
+        "config": json.dumps(_shareable(cell.run.config), indent=2, ensure_ascii=False),
+    }

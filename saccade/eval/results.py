@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from saccade import __version__
 from saccade.errors import RequestError
 from saccade.machine import processor, show_bytes, total_bytes
 
@@ -164,7 +165,8 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("saccade", "torch", "transformers")},
+            "saccade": __version__,
+            **{name: _version(name) for name in ("torch", "transformers")},
         },
         "commit": _commit(),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "memory": show_bytes(total_bytes())},

@@ -1,9 +1,8 @@
-"""The report's tables: columns once, as csv, Markdown and HTML."""
+"""The report's tables: columns once, as csv and Markdown; report.html.jinja has them as HTML."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,19 @@ class Column:
     def text(self, cell: Cell) -> str:
         value = self.value(cell)
         return "–" if value is None else self.show(value)
+
+    def marked(self, cell: Cell) -> str:
+        """:meth:`text`, with a mark where the whole interval lies on one side of dense."""
+        if self.key != "difference" or cell.difference is None or cell.run.policy == "dense":
+            return self.text(cell)
+        mark = "▼ " if cell.difference.high < 0 else "▲ " if cell.difference.low > 0 else ""
+        return mark + self.text(cell)
+
+    def alarms(self, cell: Cell) -> bool:
+        """Whether the cell should catch the eye."""
+        if self.key == "difference":
+            return self.marked(cell).startswith("▼")
+        return self.key in ("empty", "errors") and bool(self.value(cell))
 
 
 def _points(value: float) -> str:
@@ -150,30 +162,6 @@ def to_markdown(names: Sequence[str], lines: Sequence[Line], columns: Sequence[C
     rule = ["---"] * len(names) + ["---:"] * len(columns)
     rows = [[*map(_code, line.labels), *(column.text(line.cell) for column in columns)] for line in lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows]) + "\n"
-
-
-def to_html(names: Sequence[str], lines: Sequence[Line], columns: Sequence[Column]) -> str:
-    head = "".join(f"<th class=label>{html.escape(name)}</th>" for name in names) + "".join(
-        f'<th title="{html.escape(column.help)}">{html.escape(column.title)}</th>' for column in columns
-    )
-    body = "".join(
-        f"<tr{' class=strong' if line.strong else ''}>"
-        + "".join(f"<td class=label>{html.escape(label)}</td>" for label in line.labels)
-        + "".join(_html_cell(column, line.cell) for column in columns)
-        + "</tr>\n"
-        for line in lines
-    )
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
-
-
-def _html_cell(column: Column, cell: Cell) -> str:
-    text = html.escape(column.text(cell))
-    if column.key == "difference" and cell.difference and cell.run.policy != "dense":
-        worse, better = cell.difference.high < 0, cell.difference.low > 0
-        mark = "▼ " if worse else "▲ " if better else ""
-        return f"<td{' class=worse' if worse else ''}>{mark}{text}</td>"
-    alarm = column.key in ("empty", "errors") and column.value(cell)
-    return f"<td{' class=worse' if alarm else ''}>{text}</td>"
 
 
 def _code(label: str) -> str:

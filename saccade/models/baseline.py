@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, L
 from transformers.generation.streamers import BaseStreamer
 
 from saccade.models.checkpoint import open_checkpoint
-from saccade.models.loader import quiet_transformers
+from saccade.models.quiet import quiet_transformers
 from saccade.models.reference import codes
 from saccade.models.reference.tokenizer import build_tokenizer
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging as hf_logging
 
 from saccade.errors import ModelError, shown
 from saccade.models import attention
@@ -26,6 +23,7 @@ from saccade.models.headers import refuse_more_layers, refuse_other_shapes
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.probe import probe_layers
+from saccade.models.quiet import quiet_transformers
 from saccade.models.refusals import refuse_unsupported
 from saccade.models.rotary import rope_type
 from saccade.models.runner import HFRunner
@@ -94,9 +92,9 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"unknown device {shown(device)}; use cpu, cuda or cuda:N") from error
+        raise ModelError(f"unknown device {shown(device)}; use auto, cpu, cuda or cuda:N") from error
     if target.type not in ("cpu", "cuda"):
-        raise ModelError(f"device {str(target)!r} is not supported; use cpu, cuda or cuda:N")
+        raise ModelError(f"device {str(target)!r} is not supported; use auto, cpu, cuda or cuda:N")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for but torch sees no GPU; use device='cpu'")
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
@@ -130,20 +128,6 @@ def _own_dtype(checkpoint: Checkpoint) -> torch.dtype:
     # A config without a dtype (or with one we do not know) leaves the choice to what the tensors are stored in.
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     return {**DTYPES, "float64": torch.float64}.get(str(named).removeprefix("torch."), checkpoint.stored_dtype)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars or load tables: what matters in them is raised as an error or kept as a note."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(hf_logging.CRITICAL)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
 
 
 def _read_hf_config(checkpoint: Checkpoint) -> Any:

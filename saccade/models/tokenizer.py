@@ -136,7 +136,8 @@ class TextStream:
 
     A token's text can depend on the one before it (leading spaces) and bytes of one character can span tokens. So each
     step decodes a short window, from the last tokens that produced text, and emits what is new once it is complete.
-    The pieces of ``step`` and ``flush`` together equal ``decode`` of all tokens.
+    The pieces of ``step`` and ``flush`` together equal ``decode`` of all tokens. ``tokenizers.decoders.DecodeStream``
+    does not serve: it keeps what an answer ends with for itself, and all bytes that are no text until some text comes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:

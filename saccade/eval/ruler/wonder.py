@@ -23,7 +23,7 @@ def read_words(kind: str) -> list[str]:
     if found != VERSION:
         raise RequestError(
             f"RULER's own samples need wonderwords {VERSION} (found: {found}); install the extra: pip install "
-            f"'saccade[ruler]'"
+            f"'saccade-llm[ruler]'"
         )
     text = (resources.files("wonderwords") / "assets" / f"{kind}.txt").read_text(encoding="utf-8")
     return [line.rstrip() for line in text.splitlines()]

@@ -8,7 +8,13 @@ from saccade.models.reference.retriever import build
 
 NAMES = ("reference", NAME)
 
-__all__ = ["NAME", "NAMES", "build", "checkpoint", "save"]
+# What each can do, for whoever expects a language model.
+ABOUT = {
+    NAME: "it only completes sentences whose beginning it has read before in the same text",
+    "reference": "it only answers the evaluation's tasks, in a vocabulary of its own",
+}
+
+__all__ = ["ABOUT", "NAME", "NAMES", "build", "checkpoint", "save"]
 
 
 def checkpoint(name: str = NAME) -> Path:

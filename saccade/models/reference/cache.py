@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from saccade.models.quiet import quiet_transformers
 from saccade.models.reference import codes
 from saccade.models.reference.retriever import build
 from saccade.models.reference.tokenizer import build_tokenizer
@@ -27,7 +28,8 @@ def save(path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Pa
     model.generation_config = GenerationConfig(
         bos_token_id=codes.BOS, eos_token_id=codes.EOS, pad_token_id=codes.PAD, do_sample=False
     )
-    model.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
 

@@ -25,7 +25,11 @@ def available() -> bool:
 
 def why_unavailable() -> str:
     """One sentence naming what is lost, or an empty string when the kernels are there."""
-    return "" if _installed else "Triton is not installed; the reference torch backend runs instead, many times slower"
+    return (
+        ""
+        if _installed
+        else "Triton is not installed; the reference torch backend serves GPUs instead, many times slower"
+    )
 
 
 def row_mover(device: torch.device) -> RowMover | None:

@@ -1,0 +1,143 @@
+"""``saccade chat``: a conversation at a terminal, or line by line from a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from saccade.cli.options import (
+    BACKEND,
+    CHUNK,
+    DEVICE,
+    DTYPE,
+    MAX_LENGTH,
+    MEMORY,
+    MODEL,
+    POLICY,
+    THREADS,
+    engine_config,
+    load_model,
+)
+from saccade.cli.streaming import hint, show_stream
+from saccade.errors import SaccadeError
+
+if TYPE_CHECKING:
+    from saccade.cli.conversation import Conversation
+
+
+def chat(
+    model: Annotated[str, MODEL] = "retriever",
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option("--prompt-file", "-f", help="UTF-8 text to talk about, read before the first message."),
+    ] = None,
+    policy: Annotated[str, POLICY] = "dense",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
+    dtype: Annotated[str, DTYPE] = "auto",
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
+    kv_memory: Annotated[str | None, MEMORY] = None,
+    prefill_chunk: Annotated[int, CHUNK] = 4096,
+    backend: Annotated[str, BACKEND] = "auto",
+    threads: Annotated[int | None, THREADS] = None,
+    device: Annotated[str, DEVICE] = "auto",
+) -> None:
+    """Talk in turns; keys and values are kept, so a turn computes only what it adds.
+
+    Commands: /load, /policy, /report, /reset, /help, /quit. Ctrl-C stops an answer, Ctrl-D ends. At a terminal
+    Alt-Enter begins a new line, and what is pasted may have many.
+    """
+    from saccade.cli.conversation import Conversation
+    from saccade.engine.params import SamplingParams
+    from saccade.methods.policy import Policy
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop or None)
+    chosen = Policy.parse(policy)
+    llm = load_model(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
+    conversation = Conversation(llm, chosen, params, _note)
+    if prompt_file is not None:
+        conversation.load(prompt_file)
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    read = terminal_reader(list(conversation.commands)) if at_terminal else _read_line
+    if at_terminal:
+        _note(f"{model} under {chosen.text}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
+    talk(conversation, read, model)
+
+
+def talk(conversation: Conversation, read: Callable[[], str | None], model: str) -> None:
+    """Read and answer until ``read`` gives None. An interrupt stops one answer; an error leaves all as it was."""
+    hinted = False
+    while True:
+        try:
+            line = read()
+        except KeyboardInterrupt:  # what was typed is dropped
+            continue
+        if line is None:
+            return
+        line = line.strip()
+        if not line:
+            continue
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                if not conversation.command(line):
+                    return
+                continue
+            outcome = show_stream(conversation.say(line.removeprefix("/") if line.startswith("//") else line))
+            if outcome.error is not None:
+                print(f"saccade: error: the turn failed: {outcome.error}", file=sys.stderr)
+            elif not hinted:
+                hinted = hint(model, outcome.text)
+        except KeyboardInterrupt:
+            print(flush=True)
+            _note("stopped; this turn is forgotten")
+        except SaccadeError as error:  # the conversation goes on as it was before this turn
+            print(f"saccade: error: {error}", file=sys.stderr)
+
+
+def terminal_reader(commands: list[str]) -> Callable[[], str | None]:
+    """Reads messages with line editing, history and completion of commands. Enter sends; Alt-Enter, and line breaks of
+    what is pasted, do not."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _break(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    completer = WordCompleter([f"/{name}" for name in (*commands, "quit")], sentence=True)
+    session: PromptSession[str] = PromptSession(
+        "> ",
+        multiline=True,
+        key_bindings=keys,
+        completer=completer,
+        complete_while_typing=False,
+        prompt_continuation="  ",
+    )
+
+    def read() -> str | None:
+        try:
+            return session.prompt()
+        except EOFError:
+            return None
+
+    return read
+
+
+def _read_line() -> str | None:
+    return sys.stdin.readline() or None
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""What ``saccade chat`` talks to: turns of a session with documents, commands, and a history that is cut to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from saccade.cli.inputs import read_text
+from saccade.errors import RequestError
+from saccade.methods.policy import Policy
+
+if TYPE_CHECKING:
+    from saccade.engine.messages import RequestOutcome, StepOutput
+    from saccade.engine.params import SamplingParams
+    from saccade.llm import LLM
+
+HELP = """\
+/load FILE    read a UTF-8 text; it goes before your next message and stays until /reset
+/policy TEXT  answer under another policy from now on; without TEXT, say which one holds
+/report       what the last answer really read, and what it cost
+/reset        forget everything said and loaded
+/help         this
+/quit         end (so does Ctrl-D)
+A message that begins with // is sent with one / less."""
+
+
+class Conversation:
+    """Turns over one session. ``note`` says something to the user. Turns that fail leave it as it was."""
+
+    def __init__(self, llm: LLM, policy: Policy, params: SamplingParams, note: Callable[[str], None]) -> None:
+        if not llm.tokenizer.has_chat_template:
+            raise RequestError("this model has no chat template; saccade generate completes plain prompts with it")
+        self.llm, self.policy, self.params, self.note = llm, policy, params, note
+        self.session = llm.session(policy)
+        self.documents: list[str] = []  # that go with the next message
+        self.pinned: list[dict[str, Any]] = []  # messages that hold documents: these are dropped by /reset alone
+        self.last: RequestOutcome | None = None
+        self.commands: dict[str, Callable[[str], None]] = {
+            "load": lambda name: self.load(Path(name).expanduser()) if name else self.note("/load needs a file"),
+            "policy": self._set_policy,
+            "report": self._report,
+            "reset": self._reset,
+            "help": lambda _: self.note(HELP),
+        }
+
+    def command(self, line: str) -> bool:
+        """Obey a line that is a command; False for ``/quit``."""
+        name, _, rest = line.removeprefix("/").partition(" ")
+        if name in ("quit", "exit"):
+            return False
+        if name in self.commands:
+            self.commands[name](rest.strip())
+            return True
+        close = get_close_matches(name, self.commands, n=1)
+        raise RequestError(f"/{name} is no command; " + (f"did you mean /{close[0]}?" if close else "try /help"))
+
+    def say(self, text: str) -> Iterator[StepOutput]:
+        """Send a message with what was loaded before it, and give the answer step by step. Leaving early stops the
+        answer, and the turn was never said."""
+        turn = {"role": "user", "content": "\n\n".join([*self.documents, text])}
+        dropped = self.make_room(turn)
+        if dropped:
+            self.note(f"the context is full: the oldest {dropped} of the turns were dropped")
+        for step in self.session.stream_chat(turn, self.params, policy=self.policy):
+            if step.outcome is not None:
+                self.last = step.outcome
+                if step.outcome.error is None and self.documents:
+                    self.documents = []
+                    self.pinned.append(self.session.messages[-2])
+            yield step
+
+    def make_room(self, turn: dict[str, Any]) -> int:
+        """Drop the oldest turns without documents until ``turn`` and its answer fit; returns how many. RequestError
+        where what cannot be dropped is too long."""
+        messages = self.session.messages
+        room = min(self.llm.max_model_len, self.llm.engine.checks.most_tokens)
+        answer = min(self.params.max_tokens or room, max(1, room // 4))
+        dropped = 0
+        while (length := self._length([*messages, turn])) + answer > room:
+            oldest = next((at for at in range(0, len(messages), 2) if not self._is_pinned(messages[at])), None)
+            if oldest is None:
+                if length >= room:
+                    raise RequestError(
+                        f"the message and its documents have {length} tokens, but the context has room for {room}; "
+                        "shorten them, or forget documents with /reset"
+                    )
+                break
+            del messages[oldest : oldest + 2]
+            dropped += 1
+        return dropped
+
+    def load(self, path: Path) -> None:
+        """Read a document for the next message."""
+        text = read_text(path)
+        if not text.strip():
+            raise RequestError(f"{path} is empty; give a document with some text")
+        self.documents.append(text.removesuffix("\n"))
+        count = len(self.llm.tokenizer.encode(text, add_special_tokens=False))
+        self.note(f"{path}: {count:,} tokens; they go before your next message")
+
+    def _length(self, messages: list[dict[str, Any]]) -> int:
+        return len(self.llm.tokenizer.apply_chat_template(messages))
+
+    def _is_pinned(self, message: dict[str, Any]) -> bool:
+        return any(message is one for one in self.pinned)
+
+    def _set_policy(self, text: str) -> None:
+        if text:
+            chosen = Policy.parse(text)
+            self.llm.engine.checks.policy(chosen)
+            self.policy = chosen
+        self.note(f"policy: {self.policy.text}")
+
+    def _reset(self, _: str) -> None:
+        self.session.close()
+        self.session = self.llm.session(self.policy)
+        self.documents, self.pinned, self.last = [], [], None
+        self.note("forgotten: what was said and loaded")
+
+    def _report(self, _: str) -> None:
+        if self.last is None:
+            self.note("nothing was answered yet")
+            return
+        report = self.last.report
+        cached = f", {report['cached_tokens']:,} of them kept from before" if report["cached_tokens"] else ""
+        self.note(f"{report['prompt_tokens']:,} tokens before the answer{cached}; [{self.last.finish_reason}]")
+        for phase in ("prefill", "decode"):
+            stats = report[phase]
+            if stats["tokens"]:
+                read = "nothing read" if stats["density"] is None else f"density {stats['density']:.3f}"
+                self.note(
+                    f"{phase}: {stats['tokens']:,} tokens by {stats['policy']}, {read}, "
+                    f"{stats['keys_attended']:,} of {stats['keys_causal']:,} keys, {stats['seconds']:.2f} s"
+                )
+        for said in report["notes"]:
+            self.note(said)

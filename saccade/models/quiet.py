@@ -1,0 +1,22 @@
+"""Keeping transformers' own words from the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as hf_logging
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars or load tables: what matters in them is raised as an error or kept as a note."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(hf_logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
