@@ -28,6 +28,7 @@ inline float lse_of(float max, float total) {
 // Any storage, computed in fp32.
 struct Fp32Math {
     static constexpr int per_unit = 1;
+    static constexpr bool tiles = false;  // multiplied by tiles (tile_products.h)
     static SACCADE_INLINE F mac(F acc, F a, F b) { return Simd::fma(a, b, acc); }
     static SACCADE_INLINE F exp2(F x) { return Simd::exp2(x); }
 };
@@ -36,6 +37,7 @@ struct Fp32Math {
 template <class S>
 struct PairMath {
     static constexpr int per_unit = 2;
+    static constexpr bool tiles = false;
     static SACCADE_INLINE F mac(F acc, F a, F b) { return S::dot(acc, a, b); }
     static SACCADE_INLINE F exp2(F x) { return S::exp2_fast(x); }
     static SACCADE_INLINE F pair(F low, F high) { return S::pair(low, high); }
