@@ -236,9 +236,11 @@ class Engine:
     ) -> list[StepOutput]:
         """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
         output, sequence, report = request.progress(rows.stop), request.sequence, request.report
-        request.undrafted = result.undone
         if result.undone:
             sequence.undo(rows)
+            if rows.drafts:
+                request.undrafted = True
+                report.note("drafts: a step with them broke; all after it were done without")
             return [output]
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
