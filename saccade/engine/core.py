@@ -246,7 +246,8 @@ class Engine:
         outputs: list[StepOutput] = []
         reason: str | None = None
         stop = rows.start
-        for row, done in zip(rows.apart(), result.rows or [result]):  # one after the other, as if none were drafted
+        each = zip(rows.apart(), result.rows) if rows.drafts else ((rows, result),)
+        for row, done in each:  # one after the other, as if none were drafted
             report.take(row, done, 0.0 if stop > rows.start else seconds)
             stop = row.stop
             if done.error is not None:

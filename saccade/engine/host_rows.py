@@ -121,7 +121,10 @@ class JoinedRows:
             row = slice(rows.first, rows.first + 1)
             try:
                 chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
-                if joins and _waits(chosen, layer):
+                waits = joins and not chosen.want_weights
+                if rows.drafted and rows.memory.states[layer] is not None:
+                    waits = False  # the next row of its request chooses by what this one learns
+                if waits and cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None:
                     together.append(chosen)
                 else:
                     out[:, row] = finish(setting, chosen, spec, read(setting, chosen))
@@ -150,14 +153,6 @@ class JoinedRows:
                 finish(self.setting, one, spec, ran)
             except Exception as error:
                 one.rows.failed(layer, error)
-
-
-def _waits(chosen: Chosen, layer: int) -> bool:
-    """Whether a row can be attended together with others. A drafted one must not wait where there is a state: the next
-    row of its request chooses by what this one has learnt."""
-    if chosen.want_weights or (chosen.rows.drafted and chosen.rows.memory.states[layer] is not None):
-        return False
-    return cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None
 
 
 def _reads(plan: DevicePlan, length: int) -> list[Ends | None]:
