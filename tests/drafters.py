@@ -53,6 +53,13 @@ class Erring(Perfect):
         return [other(token) if rng.random() < 0.35 else token for token in right[:most]]
 
 
+class Seldom(Erring):
+    """Every third step or so, and then as above."""
+
+    def guess(self, right: list[int], here: int, most: int) -> list[int]:
+        return super().guess(right, here, most) if random.Random(here + 10_000).random() < 0.35 else []
+
+
 class Overlong(Perfect):
     """Right, and more than it was asked for."""
 

@@ -28,10 +28,9 @@ class EngineConfig:
     adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++
     kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
     torch's by default. ``exact`` makes a result independent of its batch to the last bit, at the price of one pass over
-    the weights per request; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or
-    ``auto``: the GPU where torch sees one, and from then on its name.
-    ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are launched one by
-    one.
+    the weights per request, and per drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``,
+    ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on its name. ``cuda_graphs`` records
+    batched decode steps on a GPU and replays them; without it their kernels are launched one by one.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """

@@ -235,15 +235,18 @@ class Engine:
     ) -> list[StepOutput]:
         """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
         output, sequence, report = request.progress(rows.stop), request.sequence, request.report
-        request.undrafted = result.undone
         if result.undone:
             sequence.undo(rows)
+            if rows.drafts:
+                request.undrafted = True
+                report.note("drafts: a step with them broke; all after it were done without")
             return [output]
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
         reason: str | None = None
         stop = rows.start
-        for row, done in zip(rows.apart(), result.rows or [result]):  # one after the other, as if none were drafted
+        each = zip(rows.apart(), result.rows) if rows.drafts else ((rows, result),)
+        for row, done in each:  # one after the other, as if none were drafted
             report.take(row, done, 0.0 if stop > rows.start else seconds)
             stop = row.stop
             if done.error is not None:

@@ -66,8 +66,8 @@ def _room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: 
 
 def _has_one_row(request: Request) -> bool:
     """Whether the request decodes one row at a time. All methods of this package can do several, as their states can be
-    copied and so taken back; what cannot: a method with a state of another make, a request whose last step broke
-    (perhaps for its many rows), and one whose samples are about to go on from where it stands."""
+    copied and so taken back; what cannot: a method with a state of another make, a request of which a step with drafts
+    broke (perhaps for its many rows), and one whose samples are about to go on from where it stands."""
     if request.undrafted or request.forks:
         return True
     if all(can_copy(state) for state in request.sequence.memory.states):

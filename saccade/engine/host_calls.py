@@ -67,13 +67,11 @@ class RequestRows:
             self._shape = shape = Shape.suffix(heads, kv_heads, rows, stop, device)
         return shape
 
-    def states(self, layer: int, stop: int) -> list[Any]:
-        """The decode states of all layers. A drafted row before ``stop`` sees what it has left in the layers before
-        ``layer``, where later rows have run since, and this layer's; the layers behind have not come to it yet."""
+    def states_seen(self, layer: int) -> list[Any]:
+        """The decode states that a drafted row sees: what it has left in the layers before ``layer``, where later rows
+        have run since, and this layer's; the layers behind have not come to it yet."""
         memory = self.memory
-        if not self.drafted:
-            return memory.states
-        seen = memory.history.at(stop, len(memory.states))
+        seen = memory.history.at(self.scheduled.stop, len(memory.states))
         seen[layer] = memory.states[layer]
         return seen
 
@@ -113,7 +111,7 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         "window": None if window is None else window.at(layer, layers),
         "gone": gone,
         "past": memory.watched[layer],
-        "states": rows.states(layer, stop),
+        "states": rows.states_seen(layer) if rows.drafted else memory.states,
         "offline": None if rows.calibration is None else setting.calibrations.layer(rows.calibration, layer),
     }
     chunk: Chunk

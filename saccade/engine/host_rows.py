@@ -131,7 +131,10 @@ class JoinedRows:
             row = slice(rows.first, rows.first + 1)
             try:
                 chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
-                if joins and _waits(chosen, layer):
+                waits = joins and not chosen.want_weights
+                if rows.drafted and rows.memory.states[layer] is not None:
+                    waits = False  # the next row of its request chooses by what this one learns
+                if waits and cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None:
                     together.append(chosen)
                 else:
                     out[:, row] = finish(setting, chosen, spec, read(setting, chosen))
@@ -169,11 +172,3 @@ def _planned(rows: RequestRows, prepared: Prepared) -> PlannedRow:
     if blocks is not None and length > blocks.dense_upto:
         summaries = kv.summaries(blocks.summary, blocks.size)
     return PlannedRow(rows.first, length - 1, kv.tables, prepared.readings, summaries)
-
-
-def _waits(chosen: Chosen, layer: int) -> bool:
-    """Whether a row can be attended together with others. A drafted one must not wait where there is a state: the next
-    row of its request chooses by what this one has learnt."""
-    if chosen.want_weights or (chosen.rows.drafted and chosen.rows.memory.states[layer] is not None):
-        return False
-    return cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None

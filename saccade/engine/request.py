@@ -51,7 +51,7 @@ class Request:
         self.final_ids: list[int] = []  # the answer, once the request ended
         self.parent: Request | None = None  # whose prompt this one waits for, to share it
         self.forks: list[Request] = []  # who waits for the prompt of this one
-        self.undrafted = False  # whether its next step is to have no drafts: the last one broke
+        self.undrafted = False  # whether its steps are to have no drafts any more: one that had them broke
         self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
 
     def begin(self, sequence: Sequence, max_length: int, decoded: int = 0) -> None:

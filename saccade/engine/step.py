@@ -106,7 +106,7 @@ class StepInput:
 
     def apart(self) -> StepInput:
         """The same rows, those of drafts each as a request of its own."""
-        if not any(one.drafts for one in self.scheduled):
+        if not [one for one in self.scheduled if one.drafts]:
             return self
         scheduled: list[ScheduledRequest] = []
         starts, tables = [0], []
