@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
+from saccade.files import write_text
 
 
 def read_text(path: Path) -> str:
@@ -55,4 +56,4 @@ def gather_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
