@@ -122,6 +122,8 @@ class AsyncEngine:
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End requests and wait until they have ended. Those that have ended already stay as they are."""
+        if self._loop.closed:
+            return  # which ended them all
         self._send(_Letter([CancelRequest(one) for one in request_ids])).result()
 
     def forget(self, session: int) -> None:
