@@ -207,7 +207,7 @@ def checkpoint_folder(model: str | Path) -> Path:
         raise ModelError(
             f"model={shown(model)} is no model; give a checkpoint folder or one of: {', '.join(reference.NAMES)}"
         )
-    return Path(model).expanduser()
+    return Path(model)  # whoever opens it expands a ~user, or says that there is none
 
 
 def _model_length(wanted: int | None, most: int) -> int:

@@ -19,7 +19,7 @@ from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
-from saccade.errors import CapacityError, RequestError
+from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
@@ -68,6 +68,7 @@ class Engine:
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
         self.sessions: dict[int, Sequence] = {}
+        self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 
     def new_sequence(self) -> Sequence:
@@ -203,7 +204,7 @@ class Engine:
             self._driver.release()
 
     def _step(self) -> list[StepOutput]:
-        batch = self.scheduler.schedule()
+        batch = self._apart(self.scheduler.schedule())
         outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
         if not batch:
             return outputs
@@ -215,16 +216,44 @@ class Engine:
                 request.report.started, request.report.queue_seconds = True, began - request.arrived
         try:
             result = self.worker.run(step_input(batch))
-        except BaseException:  # an interrupt, say: some layers hold the new rows and others do not
+        except BaseException as error:  # some layers hold the new rows and others do not
             for request, rows in batch:
                 request.sequence.undo(rows)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            logger.debug("a step of %d requests failed", len(batch), exc_info=True)
+            if len(batch) == 1:
+                return [*outputs, self._failed(batch[0][0], error)]
+            self._suspects |= {request.id for request, _ in batch}
+            return outputs
         for request, rows in batch:
-            outputs += self._settle(request, rows, result.requests[request.id], result.seconds)
+            try:
+                outputs += self._settle(request, rows, result.requests[request.id], result.seconds)
+            except Exception as error:
+                logger.debug("settling a step failed", exc_info=True)
+                outputs.append(self._failed(request, error))
         return outputs
 
+    def _apart(self, batch: list[tuple[Request, ScheduledRequest]]) -> list[tuple[Request, ScheduledRequest]]:
+        """After a step that failed as a whole, its requests run in steps of their own, so that only those are lost
+        that fail alone."""
+        for one in batch if self._suspects else ():
+            if one[0].id in self._suspects:
+                self._suspects.discard(one[0].id)
+                return [one]
+        self._suspects.clear()
+        return batch
+
+    def _failed(self, request: Request, error: Exception) -> StepOutput:
+        """End a request with an error that is none of its attention's or its sampling's."""
+        if not request.finished:
+            request.error = f"{type(error).__name__}: {error}"
+            self._finish(request, "error")
+        return self._last(request, StepOutput(request.id))
+
     def _starved(self, request: Request) -> StepOutput:
-        """A request that the scheduler ended because the pool is full: what it has is its answer."""
+        """A request that the scheduler ended because the pool is full, when what it has is its answer, or because its
+        blocks could not be had."""
         assert request.finish_reason is not None
         reason, request.finish_reason = request.finish_reason, None
         self._finish(request, reason)
@@ -296,7 +325,7 @@ class Engine:
             sequence = fork.sequence
             try:
                 sequence.take_over(request.sequence)
-            except CapacityError:
+            except Exception:  # no block left, mostly
                 self.scheduler.add(fork)
                 continue
             self.worker.memories[sequence.id] = sequence.memory

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import cpu
+from saccade.ops import cpu, debug
 from saccade.ops.cpu_structs import STORAGE, check_length, keys_of, native, pool_of
 from saccade.ops.layout import written as checked
 from saccade.selection import Band, Blocks, Dense, Selection
@@ -62,6 +62,8 @@ def attend(
     kept: list[object] = []  # until the call returns
     calls = []
     for row, view, selection in zip(rows, views, selections):
+        if debug.ON:
+            debug.check(view, selection)
         paged = view.paged()
         shape, table = selection.shape, paged.block_table
         check_length(shape, paged)
