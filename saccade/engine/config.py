@@ -56,7 +56,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not whole_number(value, 1):
                 raise SaccadeError(f"{name}={shown(value)} must be an integer >= 1")
-        if self.device == "auto":
+        if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")

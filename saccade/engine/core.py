@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from itertools import count
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
     from saccade.models.loader import LoadedModel
 
+logger = logging.getLogger(__name__)
 _request_ids = count(1)
 
 

@@ -79,7 +79,7 @@ class AsyncEngine:
             raise
         except BaseException:  # an interrupt of the caller, say: nobody will read these
             if not reply.cancel():
-                self._send(_Letter([CancelRequest(message.request_id) for message in messages]))
+                self.cancel([message.request_id for message in messages])
             raise
         return streams
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jinja2
 
-from saccade.errors import RequestError
 from saccade.eval import figures, plots
 from saccade.eval.results import ENVIRONMENT, MIXED
 from saccade.eval.summary import Cell, Group, Run, load_groups, position_scores
