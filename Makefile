@@ -27,7 +27,7 @@ demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
 
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

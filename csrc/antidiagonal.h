@@ -60,7 +60,7 @@ class AntidiagonalTask : TileTask<Math, T> {
 
   private:
     void carve(Carver& c) {
-        x_.carve(c, 1, units_, d_, kConvert);
+        x_.carve(c, 1, units_, d_, kConvert, Math::tiles);
         q_ = c.take<T>(kTile * d_);
         tail_ = c.take<T>(d_);
         whole_ = c.take<float>(kTile);

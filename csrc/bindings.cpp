@@ -3,6 +3,10 @@
 // and keeps the tensors alive.
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <chrono>
+#include <new>
+#include <thread>
 #include <vector>
 
 #include "bindings.h"
@@ -63,6 +67,32 @@ float gather_pass(const KernelSet& set, int threads, uintptr_t data, uintptr_t r
     return pass.sink[0];
 }
 
+struct Fault {
+    bool in_worker;
+    std::thread::id caller;
+    std::atomic<bool> thrown{false};
+};
+
+// For tests: `count` tasks on `threads` threads, one of which finds no memory: on one of the pool's own threads, or on
+// the caller's while others still work.
+void memory_fault(int64_t count, int threads, bool in_worker) {
+    Fault fault{in_worker, std::this_thread::get_id()};
+    nb::gil_scoped_release release;
+    saccade::parallel_for(
+        count, threads,
+        [](void* context, int64_t) {
+            Fault& f = *static_cast<Fault*>(context);
+            if (f.in_worker == (std::this_thread::get_id() != f.caller)) {
+                f.thrown = true;
+                throw std::bad_alloc();
+            }
+            for (int wait = 0; !f.thrown && wait < 10000; ++wait)
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        },
+        &fault);
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -74,10 +104,13 @@ NB_MODULE(_kernels, m) {
     set.def("gather_pass", &gather_pass, nb::kw_only(), "threads"_a, "data"_a, "rows"_a, "count"_a, "row_bytes"_a);
     m.def("kernel_sets", &kernel_sets, nb::rv_policy::reference,
           "The kernel sets this build holds and this CPU runs, best first.");
+    m.def("memory_fault", &memory_fault, nb::kw_only(), "count"_a, "threads"_a, "in_worker"_a,
+          "For tests: tasks of which one finds no memory, in a worker or in the caller.");
     saccade::bind_attention(m, set);
     saccade::bind_sums(m, set);
     saccade::bind_decode(m, set);
     saccade::bind_blocks(m, set);
+    saccade::bind_choices(m, set);
     saccade::bind_rows(m, set);
     saccade::bind_sharing(m);
     saccade::bind_shares(m);

@@ -31,6 +31,30 @@ inline Attention attention(int threads, const Pool& pool, const BlockTable& tabl
     return a;
 }
 
+inline void check_table(const BlockTable& t) {
+    if (t.table_head_stride && t.table_head_stride < t.table_blocks)
+        throw std::invalid_argument("head_stride must be 0 (one row for all KV heads) or at least blocks");
+}
+
+// The call of row `row` of `queries` and `output`, at position `q_start` of the sequence that `table` finds; `output` is
+// [rows, heads, head_dim] and [rows, heads].
+inline Attention row_of(int threads, const Pool& pool, const Queries& queries, const BlockTable& table, int64_t row,
+                        int64_t q_start, const Output& output) {
+    const int64_t width = pool.storage == Storage::bf16 ? 2 : 4;
+    if (row >= queries.q_len || row >= output.out_rows)
+        throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
+                                    std::to_string(queries.q_len) + " of the call");
+    Queries own = queries;
+    own.q = static_cast<const char*>(queries.q) + row * queries.q_row_stride * width;
+    own.q_len = 1;
+    own.q_start = q_start;
+    Attention a = attention(threads, pool, table, own);
+    a.out = static_cast<char*>(output.out) + row * a.heads * a.head_dim * width;
+    a.lse = output.lse + row * a.heads;
+    a.out_rows = 1;
+    return a;
+}
+
 // Throws std::invalid_argument unless `units` lists can serve the call: none belongs to parts of two KV heads.
 inline void check_units(const Attention& a, int64_t units) {
     if (units < 1 || a.heads % units || (units % a.kv_heads && a.kv_heads % units))
@@ -72,6 +96,7 @@ void bind_attention(nanobind::module_& m, KernelSetClass& set);  // bindings_att
 void bind_sums(nanobind::module_& m, KernelSetClass& set);       // bindings_sums.cpp
 void bind_decode(nanobind::module_& m, KernelSetClass& set);     // bindings_decode.cpp
 void bind_blocks(nanobind::module_& m, KernelSetClass& set);     // bindings_blocks.cpp
+void bind_choices(nanobind::module_& m, KernelSetClass& set);    // bindings_choices.cpp
 void bind_rows(nanobind::module_& m, KernelSetClass& set);       // bindings_rows.cpp
 void bind_sharing(nanobind::module_& m);                         // sharing.cpp
 void bind_shares(nanobind::module_& m);                          // shares.cpp

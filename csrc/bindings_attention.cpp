@@ -16,11 +16,6 @@ void check_pool(const Pool& p) {
     if (p.page & (p.page - 1)) throw std::invalid_argument("block_size must be a power of two");
 }
 
-void check_table(const BlockTable& t) {
-    if (t.table_head_stride && t.table_head_stride < t.table_blocks)
-        throw std::invalid_argument("head_stride must be 0 (one row for all KV heads) or at least blocks");
-}
-
 void check_keys(const ReadKeys& k) {
     const bool blocks = k.keys == Keys::blocks, lines = k.keys == Keys::lines;
     if (blocks && (k.block_size < 1 || k.q_blocks < 1))
@@ -42,24 +37,13 @@ void attend(const KernelSet& set, int threads, const Pool& pool, const BlockTabl
 void attend_rows(const KernelSet& set, int threads, const Pool& pool, const Queries& queries,
                  const std::vector<DecodeRow>& calls, const Output& output) {
     constexpr int64_t kLong = 8192;  // keys from which a row takes all threads by itself
-    const int64_t width = pool.storage == Storage::bf16 ? 2 : 4;
     struct Rows {
         const KernelSet& set;
         std::vector<Attention> some;
     } rows{set, {}}, large{set, {}};
     for (const DecodeRow& call : calls) {
-        if (call.row >= queries.q_len || call.row >= output.out_rows)
-            throw std::invalid_argument("row " + std::to_string(call.row) + " is not among the " +
-                                        std::to_string(queries.q_len) + " of the call");
-        Queries own = queries;
-        own.q = static_cast<const char*>(queries.q) + call.row * queries.q_row_stride * width;
-        own.q_len = 1;
-        own.q_start = call.q_start;
-        Attention a = attention(threads, pool, call, own);
+        Attention a = row_of(threads, pool, queries, call, call.row, call.q_start, output);
         read_keys(a, call.reads);
-        a.out = static_cast<char*>(output.out) + call.row * a.heads * a.head_dim * width;
-        a.lse = output.lse + call.row * a.heads;
-        a.out_rows = 1;
         int64_t keys = a.q_start + 1;
         if (a.keys == Keys::band && a.window + a.sinks < keys) keys = a.window + a.sinks;
         if (a.keys == Keys::blocks) keys = a.offsets[a.units] / a.units * a.block_size;

@@ -2,6 +2,8 @@
 // normally distributed logits (saccade/ops/block_estimates.py). Every summary is read once.
 #pragma once
 
+#include <memory>
+
 #include "block_scores.h"
 #include "math.h"
 #include "threads.h"
@@ -75,14 +77,13 @@ struct EstimatePlan {
 template <class Q, class S>
 void block_estimates_typed(const BlockEstimates& e) {
     EstimatePlan plan{e, e.last - e.first, e.heads / e.kv_heads};
-    float* storage = static_cast<float*>(std::malloc(2 * e.heads * e.head_dim * sizeof(float)));
-    plan.rows = storage;
-    plan.squares = storage + e.heads * e.head_dim;
+    const std::unique_ptr<float[]> storage(new float[2 * e.heads * e.head_dim]);
+    plan.rows = storage.get();
+    plan.squares = storage.get() + e.heads * e.head_dim;
     plan.prepare<Q>();
     parallel_for(
         (plan.blocks + kEstimatedTask - 1) / kEstimatedTask, e.threads,
         [](void* context, int64_t i) { static_cast<EstimatePlan*>(context)->template run<S>(i); }, &plan);
-    std::free(storage);
 }
 
 // Blocks by the largest share of any of a unit's heads that they are guessed to hold, and the guesses in that order.
@@ -118,11 +119,10 @@ struct EstimateOrder {
 };
 
 inline void rank_estimates(const EstimateRanking& r) {
-    float* shares = static_cast<float*>(std::malloc(r.units * r.blocks * sizeof(float)));
-    EstimateOrder order{r, shares};
+    const std::unique_ptr<float[]> shares(new float[r.units * r.blocks]);
+    EstimateOrder order{r, shares.get()};
     parallel_for(
         r.units, r.threads, [](void* context, int64_t unit) { static_cast<EstimateOrder*>(context)->run(unit); }, &order);
-    std::free(shares);
 }
 
 }  // namespace

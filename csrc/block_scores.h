@@ -4,7 +4,7 @@
 // unit. Bound by memory.
 #pragma once
 
-#include <cstdlib>
+#include <memory>
 
 #include "math.h"
 #include "threads.h"
@@ -165,17 +165,16 @@ void rank_blocks_typed(const BlockRanking& r) {
     const int64_t per_kv_head = r.units > r.kv_heads ? r.units / r.kv_heads : 1;
     BlockPlan plan{r, per_kv_head, r.kv_heads * per_kv_head / r.units, r.last - r.first};
     const int64_t queries = r.kv_heads * plan.per_kv_head * r.head_dim;
-    float* storage = static_cast<float*>(std::malloc((2 * queries + r.units * plan.ranked) * sizeof(float)));
-    plan.queries[0] = storage;
-    plan.queries[1] = storage + queries;
-    plan.scores = storage + 2 * queries;
+    const std::unique_ptr<float[]> storage(new float[2 * queries + r.units * plan.ranked]);
+    plan.queries[0] = storage.get();
+    plan.queries[1] = storage.get() + queries;
+    plan.scores = storage.get() + 2 * queries;
     plan.split_queries<Q>();
     parallel_for(
         (plan.ranked + kRankedTask - 1) / kRankedTask, r.threads,
         [](void* context, int64_t i) { static_cast<BlockPlan*>(context)->template score<S>(i); }, &plan);
     parallel_for(
         r.units, r.threads, [](void* context, int64_t i) { static_cast<BlockPlan*>(context)->rank(i); }, &plan);
-    std::free(storage);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 // merge by log-sum-exp.
 #pragma once
 
-#include <cstdlib>
+#include <memory>
 
 #include "decode_task.h"
 
@@ -85,10 +85,10 @@ struct DecodePlan {
                 Simd::store(result + c, s ? Simd::add(Simd::load(result + c), x) : x);
             }
         }
-        F inverse = Simd::set1(total > 0 ? 1 / total : 0);
+        F inverse = Simd::set1(share_of(total));
         T* out = static_cast<T*>(a.out) + head * a.out_rows * d;
         for (int64_t c = 0; c < d; c += W) Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
-        a.lse[head * a.out_rows] = total > 0 ? top * kLn2 + __builtin_logf(total) : -__builtin_inff();
+        a.lse[head * a.out_rows] = lse_of(top, total);
     }
 };
 
@@ -96,9 +96,9 @@ template <class Math, class T>
 void decode_typed(const Attention& a) {
     DecodePlan plan(a);
     int64_t rows = plan.owners * plan.splits * plan.shared;
-    float* storage = static_cast<float*>(std::malloc(rows * (a.head_dim + 2) * sizeof(float)));
-    plan.o = storage;
-    plan.max = storage + rows * a.head_dim;
+    const std::unique_ptr<float[]> storage(new float[rows * (a.head_dim + 2)]);
+    plan.o = storage.get();
+    plan.max = plan.o + rows * a.head_dim;
     plan.sum = plan.max + rows;
     parallel_for(
         plan.tasks(), a.threads,
@@ -106,7 +106,6 @@ void decode_typed(const Attention& a) {
     parallel_for(
         a.heads, plan.splits > 8 ? a.threads : 1,
         [](void* context, int64_t i) { static_cast<DecodePlan*>(context)->template merge<T>(i); }, &plan);
-    std::free(storage);
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 // in one pass per KV head.
 #pragma once
 
-#include <cstdlib>
-
 #include "gather_rows.h"
 #include "key_rows.h"
 #include "threads.h"
@@ -231,8 +229,8 @@ class GatherTask {
             Simd::store_row(p + j, e);
         }
         const float total = own ? Simd::sum(sum) : 0;
-        share_[h] = total > 0 ? 1 / total : 0;
-        a_.lse[head * a_.out_rows] = total > 0 ? top * kLn2 + __builtin_logf(total) : -__builtin_inff();
+        share_[h] = share_of(total);
+        a_.lse[head * a_.out_rows] = lse_of(top, total);
         if (!g_.weights) return;
         float* out = g_.weights + (per_head() ? g_.out_offsets[head] : h * g_.weight_stride + g_.out_offsets[unit]);
         for (int64_t j = 0; j < own; ++j) out[j] = e_[j] * share_[h];

@@ -43,6 +43,8 @@ struct KernelSet {
 extern const KernelSet portable_kernels;
 extern const KernelSet avx2_kernels;
 extern const KernelSet avx512_bf16_kernels;
+const KernelSet& amx_bf16_kernels();  // once ask_for_tiles() has said yes
+bool ask_for_tiles();
 
 // The sets this build holds and this CPU can run, best first; `count` receives their number.
 const KernelSet* const* supported_kernels(int* count);

@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <memory>
 #include <new>
 
 #include "row_sums.h"
@@ -177,8 +178,8 @@ struct Cover {
 
     void run() {
         const int64_t each = LineKind::storage(keys);
-        auto* storage = static_cast<double*>(std::malloc((2 * each + count) * sizeof(double)));
-        double* entries = storage + 2 * each;
+        const std::unique_ptr<double[]> owner(new double[2 * each + count]);
+        double *storage = owner.get(), *entries = storage + 2 * each;
         LineKind vertical(storage, keys, first, columns), slash(storage + each, keys, first, distances);
         sum_up(vertical, slash);
         const double goal = share * pairwise_sum(vertical.gain, keys);
@@ -194,7 +195,6 @@ struct Cover {
         }
         column_count = vertical.count();
         distance_count = slash.count();
-        std::free(storage);
     }
 
   private:
@@ -245,6 +245,7 @@ void cover_head(const RowCovers& s, int64_t head) {
     void* memory = nullptr;
     const size_t bytes = s.k_len * stride * sizeof(float);
     if (posix_memalign(&memory, 1 << 21, bytes) != 0) throw std::bad_alloc();
+    const std::unique_ptr<void, decltype(&std::free)> owner(memory, &std::free);
 #if defined(MADV_HUGEPAGE)
     madvise(memory, bytes, MADV_HUGEPAGE);  // a diagonal touches a page a row
 #endif
@@ -260,7 +261,6 @@ void cover_head(const RowCovers& s, int64_t head) {
     c.run();
     s.counts[2 * head] = c.column_count;
     s.counts[2 * head + 1] = c.distance_count;
-    std::free(w);
 }
 
 template <class Math, class T>

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <new>
 #include <cstring>
 
 #include "key_stream.h"
@@ -73,6 +74,7 @@ class LinePlan {
         const int64_t per_unit = column_bytes + band_bytes;
         char* piece = static_cast<char*>(std::calloc(
             1, a.units * (sizeof(LineUnit) + per_unit) + distances * (sizeof(Stretch) + sizeof(int32_t) + 2) + 64));
+        if (!piece) throw std::bad_alloc();
         units_ = reinterpret_cast<LineUnit*>(piece);
         piece += a.units * sizeof(LineUnit);
         auto* bands = reinterpret_cast<Stretch*>(piece);

@@ -14,12 +14,21 @@ constexpr int W = Simd::W;
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-// Running maximum before any key was seen: finite, so that differences of maxima are never NaN.
-constexpr float kNoMax = -1e30f;
+// Running maximum before any key was seen: finite, so that differences of maxima are never NaN, and the least of all, so
+// that no finite logit counts as absent.
+constexpr float kNoMax = -3.402823466e38f;
+
+// What weights must be multiplied by that add up to `total` (0 where nothing was read), and their natural log-sum-exp,
+// `max` being in base 2. A logit that is NaN or +inf makes the total NaN, and all that follows; one of -inf weighs 0.
+inline float share_of(float total) { return total == 0 ? 0 : 1 / total; }
+inline float lse_of(float max, float total) {
+    return total == 0 ? -__builtin_inff() : max * kLn2 + __builtin_logf(total);
+}
 
 // Any storage, computed in fp32.
 struct Fp32Math {
     static constexpr int per_unit = 1;
+    static constexpr bool tiles = false;  // multiplied by tiles (tile_products.h)
     static SACCADE_INLINE F mac(F acc, F a, F b) { return Simd::fma(a, b, acc); }
     static SACCADE_INLINE F exp2(F x) { return Simd::exp2(x); }
 };
@@ -28,6 +37,7 @@ struct Fp32Math {
 template <class S>
 struct PairMath {
     static constexpr int per_unit = 2;
+    static constexpr bool tiles = false;
     static SACCADE_INLINE F mac(F acc, F a, F b) { return S::dot(acc, a, b); }
     static SACCADE_INLINE F exp2(F x) { return S::exp2_fast(x); }
     static SACCADE_INLINE F pair(F low, F high) { return S::pair(low, high); }

@@ -15,7 +15,7 @@ namespace {
 template <class Math, class T>
 class PrefillTask : TileTask<Math, T> {
     using Base = TileTask<Math, T>;
-    using Base::a_, Base::d_, Base::units_, Base::lanes_, Base::tiles_, Base::x_, Base::kConvert;
+    using Base::a_, Base::d_, Base::units_, Base::lanes_, Base::tiles_, Base::x_, Base::kConvert, Base::span_;
 
   public:
     // With `lines` the task is one head's, and thin distances are its rows' first keys.
@@ -48,7 +48,7 @@ class PrefillTask : TileTask<Math, T> {
     bool thin() const { return lines_ && lines_->thin_count; }
 
     void carve(Carver& c) {
-        x_.carve(c, tiles_, units_, d_, kConvert);
+        x_.carve(c, tiles_, units_, d_, kConvert, Math::tiles);
         if (!thin()) return;
         row_o_ = c.take<float>(tiles_ * kTile * d_);
         decode_ = c.take<char>(DecodeTask<Math, T>::scratch_size(d_, 1));
@@ -155,9 +155,29 @@ class PrefillTask : TileTask<Math, T> {
         }
     }
 
-    // Packs the step's values to [key unit][head_dim].
+    // Packs the step's values to [key unit][head_dim], or for tiles to [head_dim][key unit].
     void pack_values(const KeyStep<kStep>& step) {
         const T* v = static_cast<const T*>(a_.v_pool);
+        if constexpr (Math::tiles) {
+            for (int j = 0; j < step.count; j += kTileKeys)
+                for (int64_t c = 0; c < d_; c += 2 * W) {
+                    F low[W], high[W];
+                    for (int u = 0; u < W; ++u) {
+                        const int key = j + 2 * u;
+                        const T* first = v + step.row[key < step.count ? key : 0] + c;
+                        const T* second = v + step.row[key + 1 < step.count ? key + 1 : 0] + c;
+                        F x[2];
+                        Math::interleave(first, second, key < step.count ? ~0u : 0, key + 1 < step.count ? ~0u : 0, x);
+                        low[u] = x[0], high[u] = x[1];
+                    }
+                    Simd::transpose(low);
+                    Simd::transpose(high);
+                    float* to = x_.v + c * kValueStride + j / 2;
+                    for (int i = 0; i < W; ++i) Simd::store(to + i * kValueStride, low[i]);
+                    for (int i = 0; i < W; ++i) Simd::store(to + (W + i) * kValueStride, high[i]);
+                }
+            return;
+        }
         const int64_t stride = d_ + kPad;
         const int padded = (step.count + kRegKeys - 1) / kRegKeys * kRegKeys;
         // Absent values are 0: their weights are too, but 0 times a stale NaN is not.
@@ -200,6 +220,9 @@ class PrefillTask : TileTask<Math, T> {
             Simd::store(m, max[v]);
             Simd::store(x_.alpha + lane + v * W, alpha);
         }
+        if constexpr (Math::tiles)
+            if (!reach.covers(span_[0], span_[1]))  // tiles multiply what nobody looks at, too
+                std::memset(x_.p + span_[0] / 2 * kTile, 0, (span_[1] - span_[0]) / 2 * kTile * sizeof(float));
         reach.each([&](auto from, auto to, int begin, int end) {
             for (int j = begin; j < end; j += Math::per_unit) {
                 const float* s = x_.s + j * kTile + lane;
@@ -219,9 +242,34 @@ class PrefillTask : TileTask<Math, T> {
         for (int v = 0; v < NV; ++v) Simd::store(x_.sum + tile * kTile + lane + v * W, sum[v]);
     }
 
+    // The same by tiles.
+    void accumulate_tiles(int64_t tile) {
+        float* o = x_.o + tile * d_ * kTile;
+        F alpha[kTile / W];
+        uint32_t shrinks = 0;
+        for (int v = 0; v < kTile / W; ++v) {
+            alpha[v] = Simd::load(x_.alpha + v * W);
+            shrinks |= Simd::greater_bits(Simd::set1(1), alpha[v]);
+        }
+        if (shrinks)
+            for (int64_t c = 0; c < d_; ++c)
+                for (int v = 0; v < kTile / W; ++v)
+                    Simd::store(o + c * kTile + v * W, Simd::mul(Simd::load(o + c * kTile + v * W), alpha[v]));
+        const int64_t stride[2] = {kValueStride, kValueStride};
+        const float* p = x_.p + span_[0] / 2 * kTile;
+        for (int64_t c = 0; c < d_; c += kTileKeys) {
+            const float* values = x_.v + c * kValueStride + span_[0] / 2;
+            const float* rows[2] = {values, values + kTileSide * kValueStride};
+            for (int lane = 0; lane < kTile; lane += kTileKeys)
+                this->registers_.template multiply<true>(rows, stride, p + lane, kTile, (span_[1] - span_[0]) / 2,
+                                                         o + c * kTile + lane, kTile);
+        }
+    }
+
     // O^T = O^T * alpha + V^T P^T.
     template <class R>
     void accumulate(int64_t tile, int lane, const R& reach) {
+        if constexpr (Math::tiles) return accumulate_tiles(tile);
         const int64_t stride = d_ + kPad;
         F alpha[NV];
         for (int v = 0; v < NV; ++v) alpha[v] = Simd::load(x_.alpha + lane + v * W);
@@ -260,13 +308,12 @@ class PrefillTask : TileTask<Math, T> {
                 T* out = static_cast<T*>(a_.out) + c;
                 for (int i = 0; i < present; ++i) Simd::store_row(out + out_row(lane + i) * d_, x[i]);
             }
-            for (int i = 0; i < present; ++i) {
-                float l = x_.sum[lane + i];
-                a_.lse[out_row(lane + i)] = l > 0 ? x_.max[lane + i] * kLn2 + __builtin_logf(l) : -__builtin_inff();
-            }
+            for (int i = 0; i < present; ++i)
+                a_.lse[out_row(lane + i)] = lse_of(x_.max[lane + i], x_.sum[lane + i]);
         }
     }
 
+    static constexpr int64_t kValueStride = kStep / 2 + kPad;  // units of one channel, for tiles
     const int64_t head_, row_, rows_;
     const LineUnit* lines_;
     float* row_o_ = nullptr;  // [lanes][head_dim]

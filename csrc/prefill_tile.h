@@ -2,7 +2,7 @@
 #pragma once
 
 #include "lines.h"
-#include "math.h"
+#include "tile_products.h"
 
 namespace saccade {
 namespace {
@@ -21,8 +21,9 @@ struct PrefillScratch {
     int32_t *position, *first, *last;  // of every lane, and the extremes of every tile
     const float** k_row;
     int32_t *low, *high;
+    float* gathered;  // two sixteens of key rows for tile products
 
-    void carve(Carver& c, int64_t tiles, int64_t units, int64_t head_dim, bool convert) {
+    void carve(Carver& c, int64_t tiles, int64_t units, int64_t head_dim, bool convert, bool tile_products) {
         q = c.take<float>(tiles * units * kTile);
         o = c.take<float>(tiles * head_dim * kTile);
         max = c.take<float>(tiles * kTile);
@@ -39,6 +40,7 @@ struct PrefillScratch {
         k_row = c.take<const float*>(kStep + kRegKeys);
         low = c.take<int32_t>(kStep + kRegKeys);
         high = c.take<int32_t>(kStep + kRegKeys);
+        gathered = c.take<float>(tile_products ? kTileKeys * (units + kPad) : 0);
     }
 };
 
@@ -59,6 +61,12 @@ struct Reach {
             end[v] = masked && reached < all ? reached : all;
         }
     }
+
+    // The keys that some vector looks at.
+    int begin() const { return 0; }
+    int stop() const { return end[NV - 1]; }
+    // Whether all vectors look at all of the keys low .. high - 1.
+    bool covers(int, int high) const { return end[0] >= high; }
 
     // Calls body(First, Last, begin, end) for each run of keys that only the vectors First .. Last - 1 look at.
     template <class Body, int First = 0>
@@ -98,6 +106,10 @@ struct BandReach {
             }
         }
     }
+
+    int begin() const { return count ? run[0].begin : 0; }
+    int stop() const { return count ? run[count - 1].end : 0; }
+    bool covers(int, int) const { return false; }
 
     template <class Body>
     SACCADE_INLINE void each(const Body& body) const {

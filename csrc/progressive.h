@@ -2,7 +2,7 @@
 // the rule is Ranking's in saccade/selection/blocks.py). A unit is one task, so a result does not depend on threads.
 #pragma once
 
-#include <cstdlib>
+#include <memory>
 
 #include "decode_task.h"
 
@@ -201,11 +201,11 @@ struct ProgressivePlan {
     template <class T>
     void finish(int64_t h) const {
         const Attention& a = p.attention;
-        const F inverse = Simd::set1(sum[h] > 0 ? 1 / sum[h] : 0);
+        const F inverse = Simd::set1(share_of(sum[h]));
         T* out = static_cast<T*>(a.out) + h * a.out_rows * a.head_dim;
         for (int64_t c = 0; c < a.head_dim; c += W)
             Simd::store_row(out + c, Simd::mul(Simd::load(o + h * a.head_dim + c), inverse));
-        a.lse[h * a.out_rows] = sum[h] > 0 ? max[h] * kLn2 + __builtin_logf(sum[h]) : -__builtin_inff();
+        a.lse[h * a.out_rows] = lse_of(max[h], sum[h]);
     }
 };
 
@@ -213,11 +213,11 @@ struct ProgressivePlan {
 inline void list_read(const Progressive& p) {
     const Attention& a = p.attention;
     const int64_t blocks = (a.q_start + p.block_size) / p.block_size;
-    uint8_t* taken = static_cast<uint8_t*>(std::malloc(blocks));
+    const std::unique_ptr<uint8_t[]> taken(new uint8_t[blocks]);
     int64_t count = 0;
     p.offsets[0] = 0;
     for (int64_t u = 0; u < p.units; ++u) {
-        std::memset(taken, 0, blocks);
+        std::memset(taken.get(), 0, blocks);
         const auto take = [&](int32_t b) {
             if (b >= 0 && b < blocks) taken[b] = 1;
         };
@@ -229,7 +229,6 @@ inline void list_read(const Progressive& p) {
         }
         p.offsets[u + 1] = count;
     }
-    std::free(taken);
 }
 
 template <class Math, class T>
@@ -238,10 +237,10 @@ void progressive_typed(const Progressive& p) {
     ProgressivePlan plan{p, a.heads / p.units, p.microbatch < p.ranked ? p.microbatch : p.ranked};
     plan.batches = p.estimates && p.ranked ? (p.ranked + plan.microbatch - 1) / plan.microbatch : 0;
     const int64_t floats = a.heads * (a.head_dim + 3 + plan.batches);
-    float* storage = static_cast<float*>(std::malloc(2 * a.heads * sizeof(double) + floats * sizeof(float) +
-                                                     a.heads * plan.microbatch * sizeof(BlockTally::Weight)));
-    plan.excess = reinterpret_cast<double*>(storage);
-    plan.o = storage + 4 * a.heads;
+    const std::unique_ptr<char[]> storage(new char[2 * a.heads * sizeof(double) + floats * sizeof(float) +
+                                                   a.heads * plan.microbatch * sizeof(BlockTally::Weight)]);
+    plan.excess = reinterpret_cast<double*>(storage.get());
+    plan.o = reinterpret_cast<float*>(storage.get()) + 4 * a.heads;
     plan.max = plan.o + a.heads * a.head_dim;
     plan.sum = plan.max + a.heads;
     plan.least = plan.sum + a.heads;
@@ -250,7 +249,6 @@ void progressive_typed(const Progressive& p) {
     parallel_for(
         p.units, a.threads,
         [](void* context, int64_t i) { static_cast<ProgressivePlan*>(context)->template run<Math, T>(i); }, &plan);
-    std::free(storage);
     list_read(p);
 }
 

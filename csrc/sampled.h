@@ -2,8 +2,6 @@
 // enough buckets with a query, what corrects for each one's chance to be among them, and attention over such lists.
 #pragma once
 
-#include <cstdlib>
-
 #include "decode_task.h"
 
 namespace saccade {
@@ -169,11 +167,11 @@ void sampled_typed(const SampledCall& c) {
             ListedKeys keys(a, head / (a.heads / a.kv_heads), call.indices + call.offsets[head],
                             call.indices + call.offsets[head + 1]);
             task.run(keys);
-            const F inverse = Simd::set1(sum > 0 ? 1 / sum : 0);
+            const F inverse = Simd::set1(share_of(sum));
             T* out = static_cast<T*>(a.out) + head * a.out_rows * a.head_dim;
             for (int64_t i = 0; i < a.head_dim; i += W)
                 Simd::store_row(out + i, Simd::mul(Simd::load(o + i), inverse));
-            a.lse[head * a.out_rows] = sum > 0 ? max * kLn2 + __builtin_logf(sum) : -__builtin_inff();
+            a.lse[head * a.out_rows] = lse_of(max, sum);
         },
         const_cast<SampledCall*>(&c));
 }

@@ -47,7 +47,7 @@ struct Simd {
     }
 
     static F exp2(F x) {
-        F y = max(x, set1(-126.0f));
+        F y = max(set1(-126.0f), x);  // NaN where x is
         F n = _mm256_round_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         F r = sub(y, n);
         F p = fma(set1(1.5353362e-4f), r, set1(1.3398874e-3f));
@@ -57,7 +57,7 @@ struct Simd {
         p = fma(p, r, set1(6.9314720e-1f));
         p = fma(p, r, set1(1.0f));
         I bits = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23));
-        return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_cmp_ps(x, set1(-126.0f), _CMP_GE_OQ));
+        return _mm256_and_ps(_mm256_castsi256_ps(bits), _mm256_cmp_ps(x, set1(-126.0f), _CMP_NLT_UQ));
     }
 
     static float max_lane(F x) {

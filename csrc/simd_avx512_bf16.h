@@ -46,7 +46,7 @@ struct Simd {
     static uint32_t greater_bits(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 
     static F exp2(F x) {
-        F y = max(x, set1(-200.0f));
+        F y = max(set1(-200.0f), x);  // NaN where x is
         F n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         F r = sub(y, n);
         F p = fma(set1(1.5353362e-4f), r, set1(1.3398874e-3f));
@@ -134,7 +134,7 @@ struct Simd {
 
     // exp2 with relative error 3e-6, well below bf16's 2^-9; scalef brings in 2^floor(x) by itself.
     static F exp2_fast(F x) {
-        F y = max(x, set1(-200.0f));
+        F y = max(set1(-200.0f), x);  // NaN where x is
         F r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // [0, 1)
         F p = fma(set1(1.3534168e-2f), r, set1(5.2011461e-2f));
         p = fma(p, r, set1(2.4144276e-1f));

@@ -23,6 +23,7 @@ struct Simd {
     static constexpr bool has_bf16_dot = false;
     using F = float __attribute__((vector_size(16)));
     using I = int32_t __attribute__((vector_size(16)));
+    using U = uint32_t __attribute__((vector_size(16)));
 
     static F load(const float* p) {
         F x;
@@ -41,7 +42,7 @@ struct Simd {
     static F mul(F a, F b) { return a * b; }
     static F div(F a, F b) { return a / b; }
     static F fma(F a, F b, F c) { return a * b + c; }
-    static F max(F a, F b) { return a > b ? a : b; }
+    static F max(F a, F b) { return a > b ? a : b; }  // b where one is NaN
     static F abs(F a) { return a < 0.0f ? -a : a; }
     static F less(F a, F b, F yes, F no) { return a < b ? yes : no; }
 
@@ -65,9 +66,9 @@ struct Simd {
         return (m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8);
     }
 
-    // 2^x for x <= 0; 0 for x below -126, -inf included. Relative error below 2e-7.
+    // 2^x for x <= 0; 0 for x below -126, -inf included; NaN stays NaN. Relative error below 2e-7.
     static F exp2(F x) {
-        F y = max(x, set1(-126.0f));
+        F y = max(set1(-126.0f), x);
         const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
         F shifted = y + magic;
         F r = y - (shifted - magic);  // [-0.5, 0.5]
@@ -78,8 +79,8 @@ struct Simd {
         p = fma(p, r, set1(2.4022648e-1f));
         p = fma(p, r, set1(6.9314720e-1f));
         p = fma(p, r, set1(1.0f));
-        I bits = (I)p + ((I)shifted << 23);  // the magic's own bits leave through the top
-        return x < -126.0f ? set1(0.0f) : (F)bits;
+        U bits = (U)p + ((U)shifted << 23);  // the magic's own bits leave through the top
+        return x >= -126.0f ? (F)bits : x < -126.0f ? set1(0.0f) : x;
     }
 
     static float sum(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }

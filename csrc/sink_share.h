@@ -30,7 +30,7 @@ void sink_share_typed(const SinkShare& c) {
                 total = total * __builtin_expf(top - next) + __builtin_expf(s - next);
                 top = next;
             }
-            return total > 0 ? top + __builtin_logf(total) : -__builtin_inff();
+            return total == 0 ? -__builtin_inff() : top + __builtin_logf(total);
         };
         c.lse[h * 3] = lse(0, c.sinks < n ? c.sinks : n);
         F mean = Simd::set1(0), square = Simd::set1(0);

@@ -2,7 +2,7 @@
 // bits, 64 a word, so that to widen one and to cut it are a few passes over 16 KiB for 128K positions.
 #pragma once
 
-#include <cstdlib>
+#include <memory>
 #include <initializer_list>
 
 #if defined(__AVX512F__)
@@ -245,8 +245,8 @@ struct ScanJob {
 
 void scan_tables(const TableScan& c) {
     const int64_t words = (c.length + 63) / 64;
-    uint64_t* bits = static_cast<uint64_t*>(std::malloc(c.tables.units * words * sizeof *bits));
-    ScanJob job{c, bits, words};
+    const std::unique_ptr<uint64_t[]> bits(new uint64_t[c.tables.units * words]);
+    ScanJob job{c, bits.get(), words};
     parallel_for(
         c.tables.units, c.threads,
         [](void* context, int64_t u) {
@@ -267,7 +267,6 @@ void scan_tables(const TableScan& c) {
                           j.call.indices + from, j.call.indices + to);
         },
         &job);
-    std::free(bits);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -17,9 +18,17 @@ struct Job {
     void* context;
     int64_t count;
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;  // the first; for its owner to read once nobody works on the job any more
 
-    void work() {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i);
+    // Never throws: nobody may leave a job while others hold it. After an exception no further task begins.
+    void work() noexcept {
+        try {
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i);
+        } catch (...) {
+            if (!failed.exchange(true)) error = std::current_exception();
+            next.store(count, std::memory_order_relaxed);
+        }
     }
 };
 
@@ -109,6 +118,7 @@ void parallel_for(int64_t count, int threads, Task task, void* context) {
     job.count = count;
     int64_t helpers = (threads < count ? threads : count) - 1;
     if (helpers < 1 || !the_pool().run(job, static_cast<int>(helpers))) job.work();
+    if (job.error) std::rethrow_exception(job.error);
 }
 
 void* thread_scratch(size_t bytes) {

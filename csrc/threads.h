@@ -11,7 +11,8 @@ using Task = void (*)(void* context, int64_t index);
 
 // Runs task(context, 0 .. count - 1) on up to `threads` threads, the caller being one of them; tasks are handed out one
 // at a time in rising order. Returns when all are done. A caller that finds the pool busy runs its tasks alone, and a
-// forked child starts a pool of its own.
+// forked child starts a pool of its own. Where tasks throw, on whatever thread, no further ones begin, and the first
+// exception is thrown here once those that run have ended.
 void parallel_for(int64_t count, int threads, Task task, void* context);
 
 // Scratch of the calling thread, 64-byte aligned, kept and grown between calls; its content is whatever was left there.

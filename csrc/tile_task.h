@@ -66,6 +66,7 @@ class TileTask {
         }
         const int padded = (step.count + kRegKeys - 1) / kRegKeys * kRegKeys;
         for (int j = step.count; j < padded; ++j) x_.k_row[j] = x_.k_row[step.count - 1];
+        key_rows_ = padded;
     }
 
     // S^T of one register tile in base-2 logits, and the step's maximum per lane. What a lane may read: with
@@ -78,22 +79,18 @@ class TileTask {
         const int32_t* position = x_.position + tile * kTile + lane;
         F best[NV];
         for (F& x : best) x = Simd::set1(kNoMax);
+        if constexpr (Math::tiles) multiply_keys(tile, reach);
         reach.each([&](auto from, auto to, int begin, int end) {
             constexpr int First = decltype(from)::value, N = decltype(to)::value - First;
             for (int j = begin; j < end; j += kRegKeys) {
                 if (next)
                     for (int r = j; r < j + kRegKeys && r < next->count; ++r) prefetch(next->row[r], next_values);
-                const float *k0 = x_.k_row[j], *k1 = x_.k_row[j + 1], *k2 = x_.k_row[j + 2], *k3 = x_.k_row[j + 3];
                 F acc[kRegKeys][N];
-                for (auto& row : acc)
-                    for (F& x : row) x = Simd::set1(0);
-                for (int64_t u = 0; u < units_; ++u) {
-                    F x[N];
-                    for (int v = 0; v < N; ++v) x[v] = Simd::load(q + u * kTile + (First + v) * W);
-                    for (int v = 0; v < N; ++v) acc[0][v] = Math::mac(acc[0][v], x[v], Simd::set1(k0[u]));
-                    for (int v = 0; v < N; ++v) acc[1][v] = Math::mac(acc[1][v], x[v], Simd::set1(k1[u]));
-                    for (int v = 0; v < N; ++v) acc[2][v] = Math::mac(acc[2][v], x[v], Simd::set1(k2[u]));
-                    for (int v = 0; v < N; ++v) acc[3][v] = Math::mac(acc[3][v], x[v], Simd::set1(k3[u]));
+                if constexpr (Math::tiles) {
+                    for (int r = 0; r < kRegKeys; ++r)
+                        for (int v = 0; v < N; ++v) acc[r][v] = Simd::load(x_.s + (j + r) * kTile + (First + v) * W);
+                } else {
+                    dot_products<N>(q + First * W, j, acc);
                 }
                 for (int r = 0; r < kRegKeys; ++r)
                     for (int v = 0; v < N; ++v) {
@@ -111,6 +108,57 @@ class TileTask {
         for (int v = 0; v < NV; ++v) Simd::store(x_.best + lane + v * W, best[v]);
     }
 
+    // acc[key][lane] = q . k of four keys from number `j` on and N vectors of lanes.
+    template <int N>
+    SACCADE_INLINE void dot_products(const float* q, int j, F (&acc)[kRegKeys][N]) const {
+        const float *k0 = x_.k_row[j], *k1 = x_.k_row[j + 1], *k2 = x_.k_row[j + 2], *k3 = x_.k_row[j + 3];
+        for (auto& row : acc)
+            for (F& x : row) x = Simd::set1(0);
+        for (int64_t u = 0; u < units_; ++u) {
+            F x[N];
+            for (int v = 0; v < N; ++v) x[v] = Simd::load(q + u * kTile + v * W);
+            for (int v = 0; v < N; ++v) acc[0][v] = Math::mac(acc[0][v], x[v], Simd::set1(k0[u]));
+            for (int v = 0; v < N; ++v) acc[1][v] = Math::mac(acc[1][v], x[v], Simd::set1(k1[u]));
+            for (int v = 0; v < N; ++v) acc[2][v] = Math::mac(acc[2][v], x[v], Simd::set1(k2[u]));
+            for (int v = 0; v < N; ++v) acc[3][v] = Math::mac(acc[3][v], x[v], Simd::set1(k3[u]));
+        }
+    }
+
+    // The same by tiles, into s, for all lanes of a tile and the keys that `reach` spans, in whole tiles of keys.
+    template <class R>
+    void multiply_keys(int64_t tile, const R& reach) {
+        span_[0] = reach.begin() / kTileKeys * kTileKeys;
+        span_[1] = (reach.stop() + kTileKeys - 1) / kTileKeys * kTileKeys;
+        const float* q = x_.q + tile * units_ * kTile;
+        for (int j = span_[0]; j < span_[1]; j += kTileKeys) {
+            const float* rows[2];
+            int64_t stride[2];
+            for (int half = 0; half < 2; ++half) rows[half] = sixteen_keys(j, half, stride[half]);
+            for (int lane = 0; lane < kTile; lane += kTileKeys)
+                registers_.template multiply<false>(rows, stride, q + lane, kTile, units_, x_.s + j * kTile + lane,
+                                                    kTile);
+        }
+    }
+
+    // Sixteen key rows from number j + 16 * half on, `stride` floats apart: where they lie if they do so evenly, else
+    // copied together; rows that there are none of are 0.
+    const float* sixteen_keys(int j, int half, int64_t& stride) {
+        j += half * kTileSide;
+        if (j + kTileSide <= key_rows_) {
+            stride = x_.k_row[j + 1] - x_.k_row[j];
+            int i = 2;
+            while (i < kTileSide && x_.k_row[j + i] - x_.k_row[j] == i * stride) ++i;
+            if (i == kTileSide) return x_.k_row[j];
+        }
+        stride = units_ + kPad;
+        float* to = x_.gathered + half * kTileSide * stride;
+        for (int i = 0; i < kTileSide; ++i) {
+            if (j + i < key_rows_) std::memcpy(to + i * stride, x_.k_row[j + i], units_ * sizeof(float));
+            else std::memset(to + i * stride, 0, units_ * sizeof(float));
+        }
+        return to;
+    }
+
     SACCADE_INLINE void prefetch(int64_t row, bool values) const {
         const T *k = static_cast<const T*>(a_.k_pool) + row, *v = static_cast<const T*>(a_.v_pool) + row;
         for (int64_t c = 0; c < d_; c += 64 / static_cast<int64_t>(sizeof(T))) {
@@ -123,6 +171,9 @@ class TileTask {
     const Logits logits_;
     const int64_t d_, units_, lanes_, tiles_;
     PrefillScratch x_;
+    int key_rows_ = 0;        // of the step
+    int span_[2] = {0, 0};    // with tiles: the keys whose scores there are, in whole tiles
+    TileRegisters<Math::tiles> registers_;
 };
 
 }  // namespace

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 
 class SaccadeError(ValueError):
-    """Base of every error that bad input can cause; the command line prints it as one line and exits with code 2."""
+    """Base of every error that bad input can cause; the command line prints it and exits with code 2. Its message is
+    one line, whatever it quotes."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(message))
 
 
 class ModelError(SaccadeError):
@@ -21,3 +27,32 @@ class RequestError(SaccadeError):
 
 class CapacityError(SaccadeError):
     """A request that can never fit the KV pool."""
+
+
+def one_line(text: object) -> str:
+    """A text without line breaks."""
+    return " ".join(part.strip() for part in str(text).splitlines() if part.strip())
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A bad value as an error may quote it: one line of at most ``most`` characters, whatever it is."""
+    try:
+        text = one_line(repr(value))
+    except Exception:  # a number of too many digits, an object that fails to show itself
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def whole_number(value: object, least: int, most: int = 2**63 - 1) -> bool:
+    """Whether ``value`` is an integer, and none of bool's, from ``least`` to ``most``."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def finite_number(value: object) -> bool:
+    """Whether ``value`` is a number that a float holds, and none of bool's."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer
+        return False

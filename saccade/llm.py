@@ -13,8 +13,8 @@ from saccade.engine.config import EngineConfig
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
-from saccade.engine.params import SamplingParams
-from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
+from saccade.engine.params import SamplingParams, one_params
+from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.machine import available_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
@@ -184,7 +184,7 @@ class LLM:
         return encode(self.tokenizer, prompt, first)
 
     def _message(self, prompt: Prompt, params: SamplingParams | None, policy: PolicyLike, what: str) -> AddRequest:
-        params = params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if params is None else one_params(params)
         if params.n != 1:
             raise RequestError(f"n={params.n} cannot be {what}")
         return AddRequest(new_request_id(), self.encode(prompt), params, self._policy(policy))
@@ -209,8 +209,8 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
         blocks = parse_bytes(config.kv_memory) // per_block
     if blocks < layers:
         raise CapacityError(
-            f"kv_memory={config.kv_memory!r} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers need "
-            f"one each; give at least {layers * per_block} bytes"
+            f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
+            f"need one each; give at least {layers * per_block} bytes"
         )
     return BlockManager(KVStorage(layout, blocks, model.device, triton.row_mover(model.device)), layers)
 
@@ -219,25 +219,25 @@ def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
     """The folder of a model given by name (one that is built in, or of a hub) or by path."""
     from saccade.models import hub, reference
 
-    if str(model) in reference.NAMES:
+    if isinstance(model, (str, Path)) and str(model) in reference.NAMES:
         return reference.checkpoint(str(model))
     if not isinstance(model, (str, Path)) or not str(model):
         raise ModelError(
-            f"model={model!r} is no model; give a checkpoint folder, a hub name such as Qwen/Qwen3-8B, or one of: "
+            f"model={shown(model)} is no model; give a checkpoint folder, a hub name such as Qwen/Qwen3-8B, or one of: "
             f"{', '.join(reference.NAMES)}"
         )
     if hub.is_name(model):
         return hub.fetch(str(model), revision)
     if revision is not None:
-        raise ModelError(f"revision={revision!r} is for models of a hub, but {str(model)!r} is not one")
-    return Path(model).expanduser()
+        raise ModelError(f"revision={shown(revision)} is for models of a hub, but {str(model)!r} is not one")
+    return Path(model)  # whoever opens it expands a ~user, or says that there is none
 
 
 def _model_length(wanted: int | None, most: int) -> int:
     if wanted is None:
         return most
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 2 <= wanted <= most:
-        raise SaccadeError(f"max_model_len={wanted!r} must be an integer from 2 to {most}, the model's own limit")
+    if not whole_number(wanted, 2, most):
+        raise SaccadeError(f"max_model_len={shown(wanted)} must be an integer from 2 to {most}, the model's own limit")
     return wanted
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from saccade.errors import RequestError, SaccadeError
+from saccade.errors import RequestError, SaccadeError, finite_number, shown, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -39,16 +39,18 @@ def parse_bytes(size: int | float | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
         value = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else -1.0
     else:
-        value = float(size) if isinstance(size, (int, float)) and not isinstance(size, bool) else -1.0
+        value = float(size) if finite_number(size) else -1.0
     if not 1 <= value < 2**63:
-        raise SaccadeError(f"kv_memory={size!r} is not a size; write bytes or text such as '4GiB' or '500MB'")
+        raise SaccadeError(
+            f"kv_memory={shown(size)} is not a size; write bytes (1 to 2**63 - 1) or text such as '4GiB' or '500MB'"
+        )
     return int(value)
 
 
 def check_threads(threads: Any) -> None:
     """Raise SaccadeError unless ``threads`` is a number of threads that a machine may run."""
-    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MOST_THREADS:
-        raise SaccadeError(f"threads={threads!r} must be an integer from 1 to {MOST_THREADS}")
+    if not whole_number(threads, 1, MOST_THREADS):
+        raise SaccadeError(f"threads={shown(threads)} must be an integer from 1 to {MOST_THREADS}")
 
 
 def check_writable(path: Path | None, what: str = "report file") -> None:

@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from saccade.engine.core import common, new_request_id
+from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
-from saccade.engine.params import SamplingParams
+from saccade.engine.params import SamplingParams, one_params
+from saccade.engine.sequence import common
 from saccade.engine.stream import Stream
-from saccade.errors import RequestError
+from saccade.errors import RequestError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
 from saccade.prompts import Prompt, text_of
@@ -112,7 +113,7 @@ class Session:
     ) -> tuple[dict[str, Any], Stream]:
         """Begin a turn of a conversation: its message and its outputs."""
         if not isinstance(message, (str, Mapping)):
-            raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {message!r}")
+            raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {shown(message)}")
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn], template_kwargs=template)
         shared = common(self.sequence.tokens, ids[:-1])
@@ -138,7 +139,10 @@ class Session:
         decoded: int = 0,
         whole: bool = False,
     ) -> Stream:
-        params = params or self.llm.get_default_sampling_params()
+        params = self.llm.get_default_sampling_params() if params is None else one_params(params)
+        for name, value in (("keep", 0 if keep is None else keep), ("decoded", decoded)):
+            if not whole_number(value, 0):
+                raise RequestError(f"{name}={shown(value)} must be a number of tokens, an integer >= 0")
         if params.n != 1:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)

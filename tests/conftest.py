@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Tiny models gain nothing from threads, and on a busy machine waiting for them costs minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every selection is looked at before a kernel reads it; set it to 0 to see what that costs.
+os.environ.setdefault("SACCADE_DEBUG", "1")
 
 import pytest
 import torch

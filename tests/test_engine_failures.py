@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -201,3 +203,48 @@ def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, 
     assert "the model's logits are not finite" in broken.error
     assert len(broken.final_ids) == 2
     assert other.final_ids == solo[0]
+
+
+LEAVING = """
+import sys
+from saccade import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", kv_memory="16MiB")
+gone = LLM(sys.argv[1], dtype="float32", kv_memory="16MiB")
+for one in (llm, gone):
+    stream = one.stream([1, 2, 3], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+    next(stream)
+del gone
+print("left", flush=True)
+"""
+
+
+def test_the_interpreter_ends_while_requests_run(tiny_llama):
+    """No thread of the engine's is at work when the interpreter goes: C++ would end the process with SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(tiny_llama)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=4, prompt_logprobs=2)])
+def test_a_token_that_breaks_the_model_ends_its_requests_alone(tiny_llama, prompts, solo, params):
+    """NaN goes through attention as NaN; kernels once took it for an absent key, and answered."""
+    llm = make(tiny_llama)
+    llm.model.runner.model.get_input_embeddings().weight.data[7] = math.nan
+    fine = [token for token in prompts[0] if token != 7]
+    want = tokens(make(tiny_llama).generate(fine, GREEDY)[0])
+    spoilt = [*fine[:40], 7, *fine[40:]]
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        outputs = llm.generate([fine, spoilt], [GREEDY, params])
+    assert tokens(outputs[0]) == want
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "the model's logits are not finite" in outputs[1].error
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_parameters_that_drive_logits_to_infinity_end_their_request_alone(llm, prompts, solo, temperature):
+    """It answered with the last token of the vocabulary."""
+    params = SamplingParams(temperature=temperature, repetition_penalty=1e-39, max_tokens=4)
+    with pytest.warns(RuntimeWarning, match="repetition_penalty=1e-39"):
+        outputs = llm.generate([prompts[0], prompts[1]], [GREEDY, params])
+    assert tokens(outputs[0]) == tokens(llm.generate(prompts[0], GREEDY)[0])
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "choose values nearer to 1" in outputs[1].error

@@ -246,7 +246,7 @@ def test_a_missing_package_names_the_extra(monkeypatch):
 
     key_words.cache_clear()
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(RequestError, match=r"wonderwords 2\.2\.0 \(found: none\).*saccade\[ruler\]"):
+    with pytest.raises(RequestError, match=r"wonderwords 2\.2\.0 \(found: none\).*saccade-llm\[ruler\]"):
         compat("niah_single_1", 25)
     monkeypatch.setattr(metadata, "version", lambda name: "3.0.1")
     with pytest.raises(RequestError, match=r"found: 3\.0\.1"):

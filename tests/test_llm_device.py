@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Once, put_on_device
+from drafters import Seldom, drafting
 from engine_helpers import finish, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
@@ -133,6 +134,24 @@ def test_preemption_and_cancelling(folder):
         assert sum(request.report.preemptions for request in requests) > 0
         assert one.engine.pool.used_blocks == 0
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("policy", ["dense", "arkvale(budget=96)"])
+def test_rows_of_drafts_take_the_own_path(engines, policy):
+    """Steps with drafts and recorded ones take turns: blocks and their summaries come and go between them."""
+    prompts = [random_ids(length, seed=length) for length in (60, 180, 223)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    own = engines[0].generate(prompts, params, policy=policy)
+    knows = [[*ids, *tokens(output)] for ids, output in zip(prompts, own)]
+    with drafting(engines[1], Seldom(knows)):
+        drafted = engines[1].generate(prompts, params, policy=policy)
+    for left, right in zip(own, drafted):
+        assert tokens(left) == tokens(right)
+        same([left.report, right.report])
+        assert right.report["drafted_tokens"] > 0
+        assert "triton" in right.report["decode"]["backends"]
+        assert len(right.report["decode"]["backends"]) == 2
+    assert sum(one.report["accepted_tokens"] for one in drafted) > 0
 
 
 def test_a_step_that_fails_says_so_and_takes_the_own_path(folder, monkeypatch):

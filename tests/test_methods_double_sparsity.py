@@ -175,6 +175,21 @@ def test_a_calibration_of_another_model_is_refused(tmp_path):
     save_calibration(folder, "channels", [{"q": torch.ones(2, 99)} for _ in range(3)])
     with pytest.raises(PolicyError, match=r"another model.*saccade calibrate channels"):
         make(folder).generate(random_ids(20, seed=1), GREEDY, policy="double_sparsity")
+
+    def stored(**odd):
+        """Good tensors, but for those of layer 1."""
+        layers = [{name: torch.ones(2, 12) for name in "qk"} for _ in range(3)]
+        layers[1] = {name: one for name, one in {**layers[1], **odd}.items() if one is not None}
+        save_calibration(folder, "channels", layers)
+
+    for odd in ({"k": None}, {"k": torch.ones(2, 12, 1)}, {"x": torch.ones(2, 12)}, {"q": torch.ones(2)}):
+        stored(**odd)
+        with pytest.raises(PolicyError, match="another model"):
+            make(folder).generate(random_ids(20, seed=1), GREEDY, policy="double_sparsity")
+    for odd in (torch.full((2, 12), torch.nan), torch.ones(2, 12).double()):
+        stored(k=odd)
+        with pytest.raises(PolicyError, match=r"1\.k holds what are no finite float32 numbers; make it again"):
+            make(folder).generate(random_ids(20, seed=1), GREEDY, policy="double_sparsity")
     (folder / "calibration" / "channels.safetensors").write_bytes(b"nothing")
     with pytest.raises(PolicyError, match="cannot be used"):
         make(folder).generate(random_ids(20, seed=1), GREEDY, policy="hshare")

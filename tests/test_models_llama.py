@@ -197,3 +197,28 @@ def test_modules_of_another_shape_are_left_alone(family, change, tmp_path):
 
 def test_another_activation_is_left_to_the_modules(tmp_path):
     assert load_model(make_checkpoint("llama", tmp_path, hidden_act="gelu")).runner.llama is None
+
+
+def test_bfloat16_products_meet_few_numbers_of_rows(monkeypatch):
+    """torch keeps megabytes for each, for good."""
+    from saccade.models import llama_kernels
+    from saccade.ops.layer_weights import Matrix
+
+    met = set()
+
+    def linear(x, weight, bias):
+        met.add(x.shape[0])
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(llama_kernels, "linear", linear)
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = (torch.randn(*size, generator=generator).bfloat16() for size in ((24, 16), (24,)))
+    matrix = Matrix(weight, bias)
+    x = torch.randn(4096, 16, generator=generator).bfloat16()
+    want = torch.nn.functional.linear(x.double(), matrix.weight.double(), matrix.bias.double())
+    for rows in range(1, 4097, 5):
+        out = llama_kernels.product(x[:rows], matrix)
+        assert out.shape == (rows, 24)
+        torch.testing.assert_close(out.double(), want[:rows], atol=5e-2, rtol=2e-2)
+    assert len(met) <= 8 * 12
+    assert all(llama_kernels.padded_rows(rows) <= rows * 1.125 for rows in range(1, 5000))

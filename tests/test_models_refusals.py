@@ -340,3 +340,53 @@ def test_unknown_device(folder):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_where_there_is_none(folder):
     refused(folder, "no GPU", "device='cpu'", device="cuda")
+
+
+# --- sizes that the weights do not have: refused before anything is allocated -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("llama", {"model_type": "llama"}, ("a shape that config.json does not describe",)),  # 23 GB by its defaults
+        ("llama", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000", "42 tensors")),
+        ("qwen2", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000",)),  # a list with an entry a layer
+        ("llama", {"vocab_size": 10**12}, ("a shape that config.json does not describe",)),
+        ("llama", {"intermediate_size": 10**30}, ("no model can be made of config.json",)),
+        ("mixtral", {"num_local_experts": 10**9}, ("describes a model of", "but the checkpoint holds")),
+        ("olmoe", {"intermediate_size": 10**9}, ("describes a model of", "but the checkpoint holds")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_config_of_another_size_allocates_nothing(tmp_path, monkeypatch, family, config, words):
+    folder = make_checkpoint(family, tmp_path)
+    if config == {"model_type": "llama"}:
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        edit_config(folder, **config)
+    monkeypatch.setattr("saccade.models.loader.AutoModelForCausalLM", None)  # who would allocate
+    refused(folder, *words)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../b.safetensors", "", "a\0b", "a\nb"])
+def test_a_weight_index_that_leads_outside_of_the_folder(folder, name):
+    (folder / WEIGHTS).rename(folder.parent / WEIGHTS)
+    index = {"metadata": {}, "weight_map": {LAYER: name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "model.safetensors.index.json", "no file name inside the folder")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deeply(folder, file):
+    if "index" in file:
+        (folder / WEIGHTS).unlink()
+    (folder / file).write_text("[" * 200_000)
+    refused(folder, file, "nested too deeply")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ends", [[1, None], "a", [True], 1.5, [[1]], {"a": 1}, 10**400])
+def test_ends_that_are_no_token_ids(folder, file, ends):
+    config = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**config, "eos_token_id": ends}))
+    refused(folder, file, "eos_token_id must be a token id or a list of them")

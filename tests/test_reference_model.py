@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from saccade.errors import ModelError
 from saccade.eval.facts import Fact, is_correct, make_facts, plant
 from saccade.eval.prose import generate
 from saccade.models import reference
@@ -265,3 +269,78 @@ def test_an_unwritable_cache_falls_back(tmp_path: Path, monkeypatch: pytest.Monk
     folder = reference.checkpoint()
     assert folder.is_relative_to(tmp_path / "spare")
     assert (folder / "config.json").is_file()
+
+
+@pytest.fixture
+def fast_save(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Has the cache write something small; returns where to."""
+    written: list[Path] = []
+
+    def save(path, dtype=torch.float32):
+        path.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (path / name).write_text(name)
+        written.append(path)
+        return path
+
+    monkeypatch.setattr(cache, "save", save)
+    return written
+
+
+def test_a_folder_that_another_user_planted_is_not_taken(tmp_path, monkeypatch, fast_save) -> None:
+    """The temporary directory is everybody's: whoever comes first names the weights that are loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    planted = tmp_path / f"saccade-{cache._user()}"
+    inside = planted / f"{reference.NAME}-{cache.version()}"
+    inside.mkdir(parents=True)
+    (inside / "config.json").write_text("{}")
+    planted.chmod(0o777)  # somebody else may write here
+    with pytest.raises(ModelError, match="another user owns it or may write to it"):
+        reference.checkpoint()
+    planted.chmod(0o700)
+    real = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda self: _of_another(real(self)) if self == planted else real(self))
+    with pytest.raises(ModelError, match="another user owns it"):
+        reference.checkpoint()
+    assert not fast_save
+
+
+def _of_another(found: os.stat_result) -> os.stat_result:
+    return os.stat_result([*found[:4], found.st_uid + 1, *found[5:10]])
+
+
+@pytest.mark.parametrize("harm", ["bytes", "missing", "sums", "empty"])
+def test_a_broken_cache_is_built_anew(tmp_path, monkeypatch, fast_save, harm) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = reference.checkpoint()
+    weights = folder / "model.safetensors"
+    if harm == "bytes":
+        weights.write_text("model.safetensorz")
+    elif harm == "missing":
+        weights.unlink()
+    elif harm == "sums":
+        (folder / cache.SUMS).write_text("[1")
+    else:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    assert reference.checkpoint() == folder
+    assert weights.read_text() == "model.safetensors"
+    assert reference.checkpoint() == folder
+    assert len(fast_save) == 2
+    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path / "spare"))
+
+    def full(path, dtype=torch.float32):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache, "save", full)
+    with pytest.raises(ModelError, match=r"No space left on device.*; free some space") as caught:
+        reference.checkpoint()
+    assert len(str(caught.value).splitlines()) == 1
+    assert not list((tmp_path / "cache" / "saccade").iterdir())

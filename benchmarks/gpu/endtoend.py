@@ -150,16 +150,11 @@ class Bench:
         sequence = Sequence(self.pool)
         ids = torch.randint(0, 128256, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
         self.worker.memories[sequence.id] = sequence.memory
-        return Request(
-            new_request_id(),
-            sequence,
-            ids,
-            GREEDY,
-            Policy.parse(policy),
-            max_length=1 << 18,
-            layers=self.spec.layers,
-            detokenizer=None,
+        request = Request(
+            new_request_id(), ids, GREEDY, Policy.parse(policy), layers=self.spec.layers, detokenizer=None
         )
+        request.begin(sequence, max_length=1 << 18)
+        return request
 
     def step(self, requests: list[Request], chunk: int = CHUNK) -> dict[int, RequestResult]:
         """The next rows of all, as the engine runs them."""

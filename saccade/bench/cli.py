@@ -12,6 +12,7 @@ import typer
 
 from saccade.bench import options
 from saccade.errors import SaccadeError
+from saccade.files import write_text
 from saccade.machine import check_threads, check_writable
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def ttft(
     rows.sort(key=lambda row: row.context)
     _write_facts(json_file, clock, rows)
     if markdown_file is not None:
-        markdown_file.write_text(markdown(rows), encoding="utf-8")
+        write_text(markdown_file, markdown(rows))
     print_ttft(rows)
     _say_missing(len(lengths) * len(wanted), len(rows), limit)
 
@@ -252,7 +253,7 @@ def generate(
     rows.sort(key=lambda row: row.context)
     _write_facts(json_file, clock, rows, limits)
     if markdown_file is not None:
-        markdown_file.write_text(markdown(rows), encoding="utf-8")
+        write_text(markdown_file, markdown(rows))
     print_generate(rows)
     _say_missing(len(lengths) * len(wanted), len(rows), limit)
 
@@ -280,7 +281,7 @@ def _write_facts(
     if limits is not None:
         facts["limits"] = {name: round(value, 3) for name, value in limits.items()}
     facts["rows"] = [row.as_dict() for row in rows]
-    file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(facts, indent=1) + "\n")
 
 
 def _say_missing(wanted: int, measured: int, limit: float) -> None:

@@ -10,21 +10,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, shown
+from saccade.files import write_text
 
 WAIT = 2.0  # seconds before a silent standard input is mentioned
 
 
 def read_text(path: Path) -> str:
     """A UTF-8 file's text (a byte-order mark is dropped). RequestError for anything that is not one."""
-    if not path.exists():
-        raise RequestError(f"prompt file {path} does not exist")
-    if path.is_dir():
-        raise RequestError(f"prompt file {path} is a folder; give a text file")
     try:
+        if not path.exists():
+            raise RequestError(f"prompt file {path} does not exist")
+        if path.is_dir():
+            raise RequestError(f"prompt file {path} is a folder; give a text file")
         return decode(path.read_bytes(), str(path))
     except OSError as error:
-        raise RequestError(f"prompt file {path} cannot be read: {error.strerror}") from error
+        raise RequestError(f"prompt file {shown(str(path))} cannot be read: {error.strerror}") from error
 
 
 def decode(data: bytes, name: str) -> str:
@@ -80,4 +81,4 @@ def _standard_input() -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -11,7 +14,7 @@ import typer
 from saccade.cli import calibrate, chat, demo, doctor, generate, inspect, methods
 from saccade.cli import eval as evaluation
 from saccade.cli.options import HELP_NAMES
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, shown
 
 app = typer.Typer(
     name="saccade",
@@ -59,6 +62,7 @@ def _mount_bench() -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 a request failed while running, 2 bad input, 130 interrupted."""
     warnings.showwarning = _note
+    _prepare_output()
     if len(args := sys.argv[1:] if args is None else args) == 0 or args[0] not in (
         "generate",
         "chat",
@@ -72,6 +76,7 @@ def main(args: list[str] | None = None) -> None:
         _mount_bench()  # imports torch; the other commands need not wait for it
     try:
         code = app(args=args, standalone_mode=False, prog_name="saccade")
+        sys.stdout.flush()  # here, and not at the interpreter's end: a full disk is an error like any other
     except SaccadeError as error:
         _fail(str(error))
     except _UsageError as error:
@@ -80,14 +85,34 @@ def main(args: list[str] | None = None) -> None:
         code = 2
     except (KeyboardInterrupt, EOFError):
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _drop_output()
         sys.exit(0)
+    except OSError as error:
+        _drop_output()
+        name = "" if error.filename is None else f"{shown(str(error.filename))}: "
+        _fail(f"{name}{error.strerror or error}")
     except Exception as error:
         if type(error).__name__ != "Abort":
             raise
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare_output() -> None:
+    """Output that the terminal's encoding has no letters for is spelt out; output that nobody takes goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as this runs)
+        elif isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is still to be written cannot be: the interpreter's end would try once more, and complain."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as above)
+    with contextlib.suppress(OSError):
+        os.dup2(sys.stdout.fileno(), 1)
 
 
 def _command(args: list[str]) -> str:

@@ -12,6 +12,7 @@ import typer
 from saccade.cli.inputs import decode, write_json
 from saccade.cli.options import CHUNK, DEVICE, DTYPE, MEMORY, MODEL, load_model
 from saccade.errors import RequestError, SaccadeError
+from saccade.files import write_text
 from saccade.machine import check_writable
 
 
@@ -54,7 +55,7 @@ def model_card(
         progress=lambda text: print(f"saccade: {text}", file=sys.stderr),
     )
     card = with_causes(card, said)
-    out.write_text(markdown(card), encoding="utf-8")
+    write_text(out, markdown(card))
     write_json(data, card.as_dict())
     print(markdown(card), end="")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from saccade.engine.step import LogprobEntries, RequestResult
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
 
+logger = logging.getLogger(__name__)
+
 
 class Answers:
     """Turns results into the answers of a model's requests."""
@@ -23,7 +26,15 @@ class Answers:
 
     def take_token(self, request: Request, result: RequestResult, output: StepOutput) -> str | None:
         """Choose the next token, add it to the sequence, and to ``output`` what of the text may be shown. Returns why
-        the request ends with it, or None."""
+        the request ends with it, or fails in choosing it, or None."""
+        try:
+            return self._take_token(request, result, output)
+        except Exception as error:  # as in attention: one request's failure must not take the others down
+            logger.debug("choosing a token failed", exc_info=True)
+            request.error = f"choosing a token: {type(error).__name__}: {error}"
+            return "error"
+
+    def _take_token(self, request: Request, result: RequestResult, output: StepOutput) -> str | None:
         params, sequence = request.params, request.sequence
         if result.tokens is not None:
             token = result.tokens[-1]
@@ -53,7 +64,7 @@ class Answers:
             reason = "length"
         if reason is not None and not stopper.stopped:
             stopper.add(request.detokenizer.flush())
-        output.new_text = stopper.release(final=reason is not None)
+        output.new_text += stopper.release(final=reason is not None)
         return reason
 
     def end(self, request: Request, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from saccade.errors import CapacityError, PolicyError, RequestError
+from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
@@ -27,7 +27,7 @@ class Checks:
         vocab = self.model.spec.vocab_size
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise RequestError(f"token id {token!r} is not an integer from 0 to {vocab - 1}")
+                raise RequestError(f"token id {shown(token)} is not an integer from 0 to {vocab - 1}")
         total = before + len(prompt)
         if total >= self.max_model_len:
             most = self.model.spec.max_position

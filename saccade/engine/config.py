@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv import BLOCK_SIZES
 from saccade.machine import best_device, check_threads
 from saccade.methods.policy import Policy, PolicyLike
@@ -30,10 +30,10 @@ class EngineConfig:
     adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++
     kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
     torch's by default. ``exact`` makes a result independent of its batch to the last bit, at the price of one pass over
-    the weights per request; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or
-    ``auto``: the GPU where torch sees one, and from then on its name.
-    ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are launched one by
-    one. ``generation_config``: where requests without sampling parameters take theirs from: ``auto`` (the checkpoint's
+    the weights per request, and per drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``,
+    ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on its name. ``cuda_graphs`` records
+    batched decode steps on a GPU and replays them; without it their kernels are launched one by one.
+    ``generation_config``: where requests without sampling parameters take theirs from: ``auto`` (the checkpoint's
     generation_config.json), ``none`` or another folder that holds such a file.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
@@ -60,23 +60,24 @@ class EngineConfig:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
         for name in ("prefill_chunk", "max_requests", "max_waiting"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SaccadeError(f"{name}={value!r} must be an integer >= 1")
-        if self.generation_config == "vllm":  # its spelling of "none"
+            if not whole_number(value, 1):
+                raise SaccadeError(f"{name}={shown(value)} must be an integer >= 1")
+        source = self.generation_config
+        if isinstance(source, str) and source == "vllm":  # its spelling of "none"
             object.__setattr__(self, "generation_config", "none")
-        if self.generation_config not in ("auto", "none") and not Path(self.generation_config).is_dir():
+        elif not isinstance(source, str | Path) or (source not in ("auto", "none") and not Path(source).is_dir()):
             raise SaccadeError(
-                f"generation_config={str(self.generation_config)!r} must be 'auto', 'none' or a folder that holds "
+                f"generation_config={shown(source)} must be 'auto', 'none' or a folder that holds "
                 "generation_config.json"
             )
-        if self.device == "auto":
+        if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
-        if self.block_size not in BLOCK_SIZES:
-            raise SaccadeError(f"block_size={self.block_size!r} is not one of {BLOCK_SIZES}")
+        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
+            raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.threads is not None:
             check_threads(self.threads)
-        if self.backend not in BACKENDS:
-            raise SaccadeError(f"backend={self.backend!r} is unknown; known: {', '.join(BACKENDS)}")
+        if not isinstance(self.backend, str) or self.backend not in BACKENDS:
+            raise SaccadeError(f"backend={shown(self.backend)} is unknown; known: {', '.join(BACKENDS)}")
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.checks import Checks
+from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
-from saccade.engine.sequence import Sequence
+from saccade.engine.sequence import Sequence, common
 from saccade.engine.steering import Steering
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
-from saccade.errors import CapacityError, RequestError
+from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
@@ -39,15 +40,23 @@ def new_request_id() -> int:
 
 
 class Engine:
-    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided."""
+    """Continuous batching over one model and one KV pool. ``exact`` as in EngineConfig, decided. ``drafter`` guesses
+    tokens ahead; another may take its place between two steps."""
 
     def __init__(
-        self, config: EngineConfig, model: LoadedModel, pool: BlockManager, max_model_len: int, exact: bool
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        pool: BlockManager,
+        max_model_len: int,
+        exact: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.model = model
         self.pool = pool
         self.max_model_len = max_model_len
+        self.drafter = drafter
         self.layers = model.spec.layers
         self.scheduler = Scheduler(
             pool,
@@ -62,6 +71,7 @@ class Engine:
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
         self.sessions: dict[int, Sequence] = {}
+        self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 
     def new_sequence(self) -> Sequence:
@@ -112,7 +122,8 @@ class Engine:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
         decode method. ``shares``: a request of the same prompt and policy, whose blocks this one shares once that
-        prompt is computed. RequestError while an earlier turn of the session is still running."""
+        prompt is computed. RequestError while an earlier turn of the session is still running. Where it
+        raises, nothing has changed."""
         if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
         before = sequence.tokens if sequence is not None else []
@@ -125,6 +136,15 @@ class Engine:
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
                 "least one token of the context to a prefill"
             )
+        request = Request(
+            new_request_id() if request_id is None else request_id,
+            prompt,
+            params,
+            policy,
+            layers=self.layers,
+            detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
+            steering=steering,
+        )
         dropped = before[kept:]
         if sequence is not None:
             sequence.truncate(kept)
@@ -132,18 +152,7 @@ class Engine:
             regime = self.model.runner.rope_regime
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
                 sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
-        request = Request(
-            new_request_id() if request_id is None else request_id,
-            sequence if sequence is not None else self.new_sequence(),
-            prompt,
-            params,
-            policy,
-            max_length=self.max_model_len,
-            layers=self.layers,
-            detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
-            steering=steering,
-            decoded=decoded,
-        )
+        request.begin(sequence if sequence is not None else self.new_sequence(), self.max_model_len, decoded)
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
@@ -200,26 +209,56 @@ class Engine:
             self._driver.release()
 
     def _step(self) -> list[StepOutput]:
-        batch = self.scheduler.schedule()
+        batch = self._apart(self.scheduler.schedule())
         outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
         if not batch:
             return outputs
+        if self.drafter is not None:
+            batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
         began = time.perf_counter()
         for request, _ in batch:
             request.report.schedule(began)
         try:
             result = self.worker.run(step_input(batch))
-        except BaseException:  # an interrupt, say: some layers hold the new rows and others do not
+        except BaseException as error:  # some layers hold the new rows and others do not
             for request, rows in batch:
                 request.sequence.undo(rows)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            logger.debug("a step of %d requests failed", len(batch), exc_info=True)
+            if len(batch) == 1:
+                return [*outputs, self._failed(batch[0][0], error)]
+            self._suspects |= {request.id for request, _ in batch}
+            return outputs
         ended = time.perf_counter()
         for request, rows in batch:
-            outputs += self._settle(request, rows, result.requests[request.id], ended)
+            try:
+                outputs += self._settle(request, rows, result.requests[request.id], ended)
+            except Exception as error:
+                logger.debug("settling a step failed", exc_info=True)
+                outputs.append(self._failed(request, error))
         return outputs
 
+    def _apart(self, batch: list[tuple[Request, ScheduledRequest]]) -> list[tuple[Request, ScheduledRequest]]:
+        """After a step that failed as a whole, its requests run in steps of their own, so that only those are lost
+        that fail alone."""
+        for one in batch if self._suspects else ():
+            if one[0].id in self._suspects:
+                self._suspects.discard(one[0].id)
+                return [one]
+        self._suspects.clear()
+        return batch
+
+    def _failed(self, request: Request, error: Exception) -> StepOutput:
+        """End a request with an error that is none of its attention's or its sampling's."""
+        if not request.finished:
+            request.error = f"{type(error).__name__}: {error}"
+            self._finish(request, "error")
+        return self._last(request, StepOutput(request.id))
+
     def _starved(self, request: Request) -> StepOutput:
-        """A request that the scheduler ended because the pool is full: what it has is its answer."""
+        """A request that the scheduler ended because the pool is full, when what it has is its answer, or because its
+        blocks could not be had."""
         assert request.finish_reason is not None
         reason, request.finish_reason = request.finish_reason, None
         self._finish(request, reason)
@@ -229,21 +268,37 @@ class Engine:
         self, request: Request, rows: ScheduledRequest, result: RequestResult, ended: float
     ) -> list[StepOutput]:
         """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
-        output = request.progress(rows.stop)
+        output, sequence, report = request.progress(rows.stop), request.sequence, request.report
         if result.undone:
-            request.sequence.undo(rows)
+            sequence.undo(rows)
+            if rows.drafts:
+                request.undrafted = True
+                report.note("drafts: a step with them broke; all after it were done without")
             return [output]
-        request.report.take(rows, result, ended)
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
-        if result.error is not None:
-            request.error = result.error
-            self._finish(request, "error")
-        else:
-            request.sequence.advance(rows.stop)
-            if rows.wants_logits:
-                outputs = self._fork(request, result)
-                self._take_token(request, result, output)
+        reason: str | None = None
+        stop = rows.start
+        each = zip(rows.apart(), result.rows) if rows.drafts else ((rows, result),)
+        for row, done in each:  # one after the other, as if none were drafted
+            report.take(row, done, ended)
+            stop = row.stop
+            if done.error is not None:
+                request.error, reason = done.error, "error"
+                break
+            sequence.advance(stop)
+            if row.wants_logits:
+                outputs += self._fork(request, done)
+                reason = self.answers.take_token(request, done, output)
+            accepted = reason != "error" and rows.drafts[stop - 1 - rows.start :][:1] == (sequence.tokens[-1],)
+            report.accepted_tokens += accepted
+            if reason is not None or not accepted or sequence.computed < stop:  # ended, rejected, or begun anew
+                break
+        if rows.drafts:
+            report.drafted_tokens += len(rows.drafts)
+            sequence.keep(stop, rows)
+        if reason is not None:
+            self._finish(request, reason)
         return [self._last(request, output), *outputs]
 
     def _finish(self, request: Request, reason: str) -> None:
@@ -275,7 +330,7 @@ class Engine:
             sequence = fork.sequence
             try:
                 sequence.take_over(request.sequence)
-            except CapacityError:
+            except Exception:  # no block left, mostly
                 self.scheduler.add(fork)
                 continue
             self.worker.memories[sequence.id] = sequence.memory
@@ -283,28 +338,15 @@ class Engine:
             fork.report.share(request.report)
             output = fork.progress(sequence.computed)
             self.scheduler.adopt(fork)
-            self._take_token(fork, result, output)
+            reason = self.answers.take_token(fork, result, output)
+            if reason is not None:
+                self._finish(fork, reason)
             outputs.append(self._last(fork, output))
         request.forks = []
         return outputs
-
-    def _take_token(self, request: Request, result: RequestResult, output: StepOutput) -> None:
-        """The next token, and the end of a request that ends with it or fails in choosing it."""
-        try:
-            reason = self.answers.take_token(request, result, output)
-        except Exception as error:  # as in attention: one request's failure must not take the others down
-            logger.debug("choosing a token failed", exc_info=True)
-            request.error, reason = f"choosing a token: {type(error).__name__}: {error}", "error"
-        if reason is not None:
-            self._finish(request, reason)
 
     def _last(self, request: Request, output: StepOutput) -> StepOutput:
         """``output`` with the outcome, if the request has ended."""
         if request.finished:
             output.outcome = self.answers.outcome(request)
         return output
-
-
-def common(ours: list[int], theirs: list[int]) -> int:
-    """How many tokens both begin with."""
-    return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))

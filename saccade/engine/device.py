@@ -76,6 +76,8 @@ class DeviceBackend:
         one = step.scheduled[index]
         if one.phase != "decode" or one.length != 1:
             return "only single decode rows are batched"
+        if one.row is not None:
+            return "rows of drafts are counted, and taken back, one by one"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
         if one.policy.window is not None:

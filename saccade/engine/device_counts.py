@@ -115,9 +115,12 @@ class LateCounts:
         self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
 
     def _gather(self) -> None:
-        if self._source is None:
-            return
-        fresh, have = self._source(), self._ruled
+        if self._source is not None:
+            self.rule(self._source())
+
+    def rule(self, fresh: RuleCounts) -> None:
+        """Count what stopping rules let a row do: each [layers, units]."""
+        have = self._ruled
         if have is not None:
             fresh = RuleCounts(fresh.keys + have.keys, fresh.covered + have.covered, fresh.least.minimum(have.least))
         self._ruled = fresh

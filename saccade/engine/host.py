@@ -12,7 +12,7 @@ from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_rows import FixedPlans, JoinedRows
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.step import RequestResult, SkipCount, StepInput
+from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, LayerAttention
 from saccade.ops import cpu_rows
 
@@ -32,15 +32,15 @@ class HostBackend:
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
     ) -> HostAttention:
         rows = [
-            RequestRows(one, memories[one.sequence_id], results[one.request_id], first)
+            RequestRows(one, memories[one.sequence_id], results_of(results, one), first)
             for one, first in zip(step.scheduled, step.query_start_loc)
         ]
         setting = self.setting
         frozen = frozen_rows(step.scheduled, setting.spec.layers, all_read=setting.watch.observer is not None)
-        joined = [one for one in rows if one.decodes and one.scheduled.length == 1]
+        joined = [one for one in rows if one.decodes]
         if not joined or frozen is not None or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
             return HostAttention(setting, rows, frozen)
-        others = [one for one in rows if not (one.decodes and one.scheduled.length == 1)]
+        others = [one for one in rows if not one.decodes]
         return HostAttention(setting, rows, frozen, others, JoinedRows(setting, self.fixed, joined))
 
 
@@ -150,16 +150,12 @@ class HostAttention:
     ) -> Tensor:
         """Store and attend for the rows of one request; q, k, v leave out those that are ``skipped`` (bool [rows])."""
         scheduled, kv = rows.scheduled, rows.memory.kv
-        if skipped is not None:
-            kv.append(layer, *interleaved(skipped.to(k.device), self.held.pop(scheduled.request_id), k, v))
-            stretches = runs(~skipped)
-        else:
+        if skipped is None:
             kv.append(layer, k, v)
-            if scheduled.phase == "prefill" or scheduled.length == 1:
-                return self._one(rows, layer, q, scheduled.stop, spec)
-            stretches = [(row, row + 1) for row in range(scheduled.length)]  # drafted rows: a decode step each
+            return self._one(rows, layer, q, scheduled.stop, spec)
+        kv.append(layer, *interleaved(skipped.to(k.device), self.held.pop(scheduled.request_id), k, v))
         parts, done = [], 0
-        for first, last in stretches:
+        for first, last in runs(~skipped):
             parts.append(self._one(rows, layer, q[:, done : done + last - first], scheduled.start + last, spec))
             done += last - first
         return torch.cat(parts, 1)

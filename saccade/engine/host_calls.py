@@ -41,17 +41,20 @@ class Setting:
 
 @dataclass(eq=False)
 class RequestRows:
-    """One request's rows in a planned step: ``first`` of the packed rows on. What holds for all layers is looked up
-    once. ``ahead``: by layer, the queries that a layer will ask, for methods that look ahead."""
+    """One request's rows in a planned step, a decode step's one by one: ``first`` of the packed rows on. What holds for
+    all layers is looked up once. ``results``: where to write down what they did, and behind it the results of the
+    drafted rows after them. ``ahead``: by layer, the queries that a layer will ask, for methods that look ahead."""
 
     scheduled: ScheduledRequest
     memory: SequenceMemory
-    result: RequestResult
+    results: list[RequestResult]
     first: int
     ahead: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         policy = self.scheduled.policy
+        self.result = self.results[0]
+        self.drafted = self.scheduled.row is not None
         self.decodes = self.scheduled.phase == "decode"
         self.method: Method = policy.decode if self.decodes else policy.prefill
         self.calibration = policy.decode.calibration
@@ -64,9 +67,18 @@ class RequestRows:
             self._shape = shape = Shape.suffix(heads, kv_heads, rows, stop, device)
         return shape
 
+    def states_seen(self, layer: int) -> list[Any]:
+        """The decode states that a drafted row sees: what it has left in the layers before ``layer``, where later rows
+        have run since, and this layer's; the layers behind have not come to it yet."""
+        memory = self.memory
+        seen = memory.history.at(self.scheduled.stop, len(memory.states))
+        seen[layer] = memory.states[layer]
+        return seen
+
     def failed(self, layer: int, error: Exception) -> None:
-        """Pass over this request from now on."""
-        self.result.error = f"layer {layer}, {self.scheduled.phase}: {type(error).__name__}: {error}"
+        """Pass over these rows of the request, and those after them, from now on."""
+        for result in self.results:
+            result.error = f"layer {layer}, {self.scheduled.phase}: {type(error).__name__}: {error}"
 
 
 @dataclass(eq=False)
@@ -86,7 +98,7 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
     window, state = scheduled.policy.window, memory.states[layer]
     gone = memory.gone[layer] if rows.decodes else gone_before(scheduled, memory, layer)
     view = memory.kv.view(layer)
-    if scheduled.length > 1:  # rows of one sequence that end before its last key
+    if view.length > stop:  # rows of one sequence that end before its last key
         view = view.upto(stop)
     common: dict[str, Any] = {
         "q": q,
@@ -99,7 +111,7 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         "window": None if window is None else window.at(layer, layers),
         "gone": gone,
         "past": memory.watched[layer],
-        "states": memory.states,
+        "states": rows.states_seen(layer) if rows.drafted else memory.states,
         "offline": None if rows.calibration is None else setting.calibrations.layer(rows.calibration, layer),
     }
     chunk: Chunk
@@ -144,6 +156,8 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
     else:
         with setting.timed("selection"):
             _learn(chosen, ran)
+    if rows.drafted:
+        rows.memory.history.mark_layer(scheduled.stop, chunk.layer, rows.memory.states[chunk.layer])
     for note in chunk.cost.notes:
         result.note(note)
     result.calls.append(CallCount(chunk.layer, ran.used, chunk.cost, ran.backend, ran.coverage))

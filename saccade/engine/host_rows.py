@@ -1,58 +1,74 @@
 """The decode rows of a step on a CPU: stored in one call a layer, and attended in one call where that can be.
 
-A row whose method has a device plan (selection.plan) that asks no key for anything reads what its length alone tells.
-It is planned once a step for all layers, so that a layer costs no Python of its own. All other rows are chosen for one
-by one, and share the call where their selections allow it.
+A row whose method has a device plan (selection.plan) is planned once a step for all layers where the kernels serve its
+readings, so that a layer costs no Python of its own. All other rows are chosen for one by one, and share the call where
+their selections allow it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
 from saccade.engine.device_counts import LateCounts
+from saccade.engine.device_rows import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.report import ran_dense
 from saccade.methods.base import Method
 from saccade.models.interface import LayerAttention
-from saccade.ops import Result, cpu, cpu_rows
-from saccade.selection.plan import DevicePlan, Ends, Everything
+from saccade.ops import Result, cpu, cpu_plans, cpu_rows
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, Ruled
+from saccade.selection.plan import DevicePlan
 
 PLANS = 4096  # of methods used last
 
 
+class Prepared(NamedTuple):
+    plan: DevicePlan
+    readings: Readings
+
+
 class FixedPlans:
-    """The plans of methods whose readings hang on a row's length alone, and what rows under them have counted."""
+    """The plans that the kernels serve without a method's help, and what rows under them have counted."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
 
-    def of(self, rows: RequestRows) -> DevicePlan | None:
-        """The plan of a decode row; None where something else decides, or somebody looks on."""
+    def of(self, rows: RequestRows) -> Prepared | None:
+        """The plan of a decode row; None where something else decides, somebody looks on, or the row may be rejected,
+        which leaves no trace in counts."""
         memory = rows.memory
-        if rows.scheduled.policy.window is not None or not self.setting.watch.idle:
+        if rows.drafted or rows.scheduled.policy.window is not None or not self.setting.watch.idle:
             return None
         if memory.has_state or memory.has_gone:
             return None
         return self._plan(rows.method)
 
-    def count(self, rows: RequestRows, plan: DevicePlan, backend: str) -> None:
-        """Count a row that was attended under ``plan`` in every layer."""
+    def count(self, rows: RequestRows, plan: DevicePlan, backend: str, ruled: Ruled | None) -> None:
+        """Count a row that was attended under ``plan`` in every layer, and what rules let it do."""
         key = rows.scheduled.request_id, plan.name
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = LateCounts(plan, self.setting.spec.heads)
+        if ruled is not None and plan.blocks is not None:
+            covered = ruled.coverage.double()
+            counts.rule(RuleCounts(ruled.used * plan.blocks.size, covered, ruled.coverage.clone()))
         if counts.add(rows.scheduled.stop, backend) and not rows.method.is_dense:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts
 
-    def _planned(self, method: Method) -> DevicePlan | None:
-        plan = method.device_plan(self.setting.spec)
-        return plan if plan is not None and all(isinstance(one, Everything | Ends) for one in plan.layers) else None
+    def _planned(self, method: Method) -> Prepared | None:
+        spec = self.setting.spec
+        plan = method.device_plan(spec)
+        if plan is None or any(cpu_plans.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
+            return None
+        return Prepared(plan, Readings(plan.layers))
 
 
 class JoinedRows:
@@ -61,7 +77,7 @@ class JoinedRows:
     def __init__(self, setting: Setting, plans: FixedPlans, rows: list[RequestRows]) -> None:
         self.setting, self.plans = setting, plans
         self.storage = rows[0].memory.kv.pool.storage
-        self.fixed: list[tuple[RequestRows, DevicePlan]] = []
+        self.fixed: list[tuple[RequestRows, Prepared]] = []
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
         for one in rows:
             plan = plans.of(one)  # None while a clock runs: what it times is told apart
@@ -75,12 +91,7 @@ class JoinedRows:
             [one.memory.kv.tables for one in rows],
             self.storage.format.block_size,
         )
-        self._attended = cpu_rows.PlannedRows(
-            [one.first for one, _ in self.fixed],
-            [one.scheduled.start for one, _ in self.fixed],
-            [one.memory.kv.tables for one, _ in self.fixed],
-            [_reads(plan, one.scheduled.stop) for one, plan in self.fixed],
-        )
+        self._attended = PlannedRows([_planned(*one) for one in self.fixed]) if self.fixed else None
         for one in rows:
             one.memory.kv.stored(1)
 
@@ -91,13 +102,13 @@ class JoinedRows:
         self._stored.store(layer, k, v, storage.k, storage.v)
         if layer == 0:
             self._settle_fixed(q, spec)
-        if self.fixed:
+        if self.fixed and self._attended is not None:
             by_row = out.transpose(0, 1)
             self._attended.attend(layer, q, storage.k, storage.v, by_row, spec.scale, spec.softcap, setting.threads)
             if layer == setting.spec.layers - 1:
                 backend = f"cpu/{cpu.isa()}"
-                for rows, plan in self.fixed:
-                    self.plans.count(rows, plan, backend)
+                for i, (rows, prepared) in enumerate(self.fixed):
+                    self.plans.count(rows, prepared.plan, backend, self._attended.ruled(i))
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
 
@@ -120,8 +131,10 @@ class JoinedRows:
             row = slice(rows.first, rows.first + 1)
             try:
                 chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
-                selection = chosen.selection
-                if joins and not chosen.want_weights and cpu_rows.serves_row(chosen.chunk.kv, selection) is None:
+                waits = joins and not chosen.want_weights
+                if rows.drafted and rows.memory.states[layer] is not None:
+                    waits = False  # the next row of its request chooses by what this one learns
+                if waits and cpu_rows.serves_row(chosen.chunk.kv, chosen.selection) is None:
                     together.append(chosen)
                 else:
                     out[:, row] = finish(setting, chosen, spec, read(setting, chosen))
@@ -152,7 +165,10 @@ class JoinedRows:
                 one.rows.failed(layer, error)
 
 
-def _reads(plan: DevicePlan, length: int) -> list[Ends | None]:
-    """What each layer reads of a row that sees ``length`` keys: None for everything."""
-    bands = {one: one if isinstance(one, Ends) and length > one.longest else None for one in set(plan.layers)}
-    return [bands[one] for one in plan.layers]
+def _planned(rows: RequestRows, prepared: Prepared) -> PlannedRow:
+    """A row's part of the step, its keys not stored yet."""
+    length, kv, blocks = rows.scheduled.stop, rows.memory.kv, prepared.plan.blocks
+    summaries: Sequence[Tensor] = ()
+    if blocks is not None and length > blocks.dense_upto:
+        summaries = kv.summaries(blocks.summary, blocks.size)
+    return PlannedRow(rows.first, length - 1, kv.tables, prepared.readings, summaries)

@@ -44,7 +44,7 @@ class _Letter:
 
 
 _STOP = _Letter()
-_threads: dict[threading.Thread, _Loop] = {}  # those that have not ended
+_threads: dict[threading.Thread, _Loop] = {}  # those that may not have ended
 
 
 @atexit.register
@@ -79,7 +79,7 @@ class AsyncEngine:
             raise
         except BaseException:  # an interrupt of the caller, say: nobody will read these
             if not reply.cancel():
-                self._send(_Letter([CancelRequest(message.request_id) for message in messages]))
+                self.cancel([message.request_id for message in messages])
             raise
         return streams
 
@@ -121,8 +121,10 @@ class AsyncEngine:
                 self._send(_Letter([CancelRequest(message.request_id)]))
 
     def cancel(self, request_ids: Sequence[int]) -> None:
-        """End requests and wait until they have ended. Those that have ended already stay as they are."""
-        self._send(_Letter([CancelRequest(one) for one in request_ids])).result()
+        """End requests and wait until they have ended. Those that have ended already stay as they are, as all have in a
+        closed engine."""
+        if not self._loop.closed:
+            self._send(_Letter([CancelRequest(one) for one in request_ids])).result()
 
     def forget(self, session: int) -> None:
         """Drop a session and wait until its blocks are back."""
@@ -152,6 +154,9 @@ class AsyncEngine:
                     self._thread = threading.Thread(
                         target=_drive, args=(self._loop,), name="saccade-engine", daemon=True
                     )
+                    for ended in [one for one in list(_threads) if not one.is_alive()]:
+                        _threads.pop(ended, None)
+                    _threads[self._thread] = self._loop
                     self._thread.start()
         self._loop.inbox.put(letter)
         return letter.reply
@@ -259,8 +264,6 @@ def _drive(loop: _Loop) -> None:
     except BaseException:  # a mistake of ours: nobody may wait for ever
         logger.exception("the engine's loop broke")
         loop.end()
-    finally:
-        _threads.pop(threading.current_thread(), None)
 
 
 def _work(loop: _Loop) -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting
+from saccade.methods.history import StateHistory
 from saccade.methods.state import fork
 
 
 class SequenceMemory:
     """One sequence's ``kv``, and for each layer: ``states``, the decode method's; ``tails``, the last prefill queries
     that its ``begin`` will see; ``gone``, the keys that earlier turns evicted (see methods.Evicting); ``watched``, what
-    it noted of the running prefill."""
+    it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows."""
 
     def __init__(self, pool: BlockManager) -> None:
         self.kv = SequenceKV(pool)
@@ -24,6 +25,7 @@ class SequenceMemory:
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
         self.watched: list[Any] = []
+        self.history = StateHistory()
         self.forget_method()
 
     @property
@@ -59,13 +61,20 @@ class SequenceMemory:
         made.kv = self.kv.fork()
         for name in ("states", "tails", "gone", "watched"):
             setattr(made, name, fork(getattr(self, name)))
+        made.history = StateHistory()
         return made
+
+    def take_back(self, length: int) -> None:
+        """Go back to the first ``length`` tokens, which end with a row of the step with drafts that ran last."""
+        self.states = self.history.rollback(length, self.kv.layers)
+        self.kv.truncate(length)
 
     def forget_method(self) -> None:
         """Drop all that decode methods know."""
         layers = self.kv.layers
         self.states, self.tails = [None] * layers, [None] * layers
         self.gone, self.watched = [None] * layers, [None] * layers
+        self.history.clear()
 
     def drop(self) -> None:
         """Give all blocks back and forget everything."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, finite_number, shown, whole_number
+
+LARGEST = 2**63 - 1  # of whole numbers without a bound of their own
 
 MOST_BIAS = 1e9  # of logit_bias: far beyond any logit, and finite in float32
 
@@ -59,7 +61,7 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1, None)
         _number("temperature", self.temperature, 0.0, None)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        if self.top_k == -1:  # vLLM's spelling of "all"
+        if isinstance(self.top_k, int) and self.top_k == -1:  # vLLM's spelling of "all"
             object.__setattr__(self, "top_k", 0)
         _whole("top_k", self.top_k, 0, None)
         _number("min_p", self.min_p, 0.0, 1.0)
@@ -74,24 +76,24 @@ class SamplingParams:
         _whole("prompt_logprobs_start", self.prompt_logprobs_start, 0, None)
         stops = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         if not _is_list(stops) or any(not isinstance(stop, str) or not stop for stop in stops):
-            raise RequestError(f"stop={self.stop!r} must be one or more non-empty strings")
+            raise RequestError(f"stop={shown(self.stop)} must be one or more non-empty strings")
         object.__setattr__(self, "stop", tuple(stops))
         ends = () if self.stop_token_ids is None else self.stop_token_ids
         if not _is_list(ends) or any(not isinstance(token, int) or isinstance(token, bool) for token in ends):
-            raise RequestError(f"stop_token_ids={ends!r} must be a list of token ids")
+            raise RequestError(f"stop_token_ids={shown(ends)} must be a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(ends))
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         words = [] if self.bad_words is None else self.bad_words
         if not _is_list(words) or any(not isinstance(word, str) or not word.strip() for word in words):
-            raise RequestError(f"bad_words={self.bad_words!r} must be a list of strings that are not blank")
+            raise RequestError(f"bad_words={shown(self.bad_words)} must be a list of strings that are not blank")
         object.__setattr__(self, "bad_words", tuple(words))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name in ("include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise RequestError(f"{name}={shown(getattr(self, name))} must be True or False")
 
     @property
     def greedy(self) -> bool:
@@ -107,7 +109,7 @@ class SamplingParams:
 def _biases(value: object) -> dict[int, float]:
     """``logit_bias`` by token id; ids may be text, as JSON has them."""
     wrong = (
-        f"logit_bias={value!r:.200} must map token ids (integers >= 0) to numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+        f"logit_bias={shown(value)} must map token ids (integers >= 0) to numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
     )
     if not isinstance(value, Mapping):
         raise RequestError(wrong)
@@ -122,25 +124,27 @@ def _biases(value: object) -> dict[int, float]:
     return biases
 
 
+def one_params(value: object) -> SamplingParams:
+    """The sampling parameters of one request, the defaults for None. RequestError for anything else."""
+    if value is not None and not isinstance(value, SamplingParams):
+        raise RequestError(f"sampling_params={shown(value)} must be a SamplingParams")
+    return SamplingParams() if value is None else value
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple, set, frozenset))
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not fits:
-        allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        raise RequestError(f"{name}={value!r} must be {allowed}")
+    if not whole_number(value, low, LARGEST if high is None else high):
+        allowed = f"an integer >= {low} and below 2**63" if high is None else f"an integer from {low} to {high}"
+        raise RequestError(f"{name}={shown(value)} must be {allowed}")
 
 
 def _number(name: str, value: object, low: float, high: float | None, open_low: bool = False) -> None:
-    fits = (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and (value > low if open_low else value >= low)
-    )
-    if fits and high is not None:
-        fits = value <= high  # type: ignore[operator]
-    if not fits or value != value or value == float("inf"):
+    fits = finite_number(value) and (value > low if open_low else value >= low)  # type: ignore[operator]
+    if not fits or (high is not None and value > high):  # type: ignore[operator]
         left = f"above {low:g}" if open_low else f"at least {low:g}"
         raise RequestError(
-            f"{name}={value!r} must be a number {left}" + ("" if high is None else f" and at most {high:g}")
+            f"{name}={shown(value)} must be a number {left}" + ("" if high is None else f" and at most {high:g}")
         )

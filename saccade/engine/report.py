@@ -206,6 +206,8 @@ class Report:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
         self.preemptions = 0
         self.notes: list[str] = []
         self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
@@ -265,6 +267,8 @@ class Report:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "preemptions": self.preemptions,
             "queue_seconds": 0.0 if started is None else round(started - self._arrived, 6),
             "first_token_seconds": None if self._first_token is None else round(self._first_token - self._arrived, 6),

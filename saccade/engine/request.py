@@ -21,37 +21,22 @@ class Request:
     def __init__(
         self,
         request_id: int,
-        sequence: Sequence,
         prompt: list[int],
         params: SamplingParams,
         policy: Policy,
         *,
-        max_length: int,
         layers: int,
         detokenizer: Any,
         steering: Steering | None = None,
-        decoded: int = 0,
     ) -> None:
         self.id = request_id
-        self.sequence = sequence
         self.prompt = prompt
         self.params = params
         self.policy = policy
-        self.kept = len(sequence.tokens)  # tokens of a session that came before
-        self.rollback = (self.kept, sequence.reached)  # where a cancelled turn leaves its session
-        self.first_row = sequence.reached  # of those this turn computes
-        sequence.begin_turn(prompt, policy, decoded)
-        self.output_start = len(sequence.tokens)
-        limit = max_length - self.output_start
-        self.max_tokens = limit if params.max_tokens is None else min(params.max_tokens, limit)
         self.report = Report(policy.text, layers)
-        self.report.prompt_tokens = self.output_start
-        self.report.cached_tokens = sequence.computed
         for part in (policy.window, policy.freeze):
             if part is not None and not part.acts(layers):
                 self.report.note(f"'{part.text}' leaves a model of {layers} layers as it is")
-        steering = Steering(params) if steering is None else steering
-        steering.answer_start = self.output_start
         self.sampler = Sampler(params, steering)
         self.detokenizer = detokenizer
         self.stopper = StopText(params.stop or (), params.include_stop_str_in_output)
@@ -67,7 +52,22 @@ class Request:
         self.final_ids: list[int] = []  # the answer, once the request ended
         self.parent: Request | None = None  # whose prompt this one waits for, to share it
         self.forks: list[Request] = []  # who waits for the prompt of this one
+        self.undrafted = False  # whether its steps are to have no drafts any more: one that had them broke
         self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
+
+    def begin(self, sequence: Sequence, max_length: int, decoded: int = 0) -> None:
+        """Append the prompt to ``sequence``. Until now it was untouched, so that a request that cannot be made leaves
+        nothing behind."""
+        self.sequence = sequence
+        self.kept = len(sequence.tokens)  # tokens of a session that came before
+        self.rollback = (self.kept, sequence.reached)  # where a cancelled turn leaves its session
+        self.first_row = sequence.reached  # of those this turn computes
+        sequence.begin_turn(self.prompt, self.policy, decoded)
+        self.output_start = self.sampler.steering.answer_start = len(sequence.tokens)
+        limit = max_length - self.output_start
+        self.max_tokens = limit if self.params.max_tokens is None else min(self.params.max_tokens, limit)
+        self.report.prompt_tokens = self.output_start
+        self.report.cached_tokens = sequence.computed
 
     @property
     def output_ids(self) -> list[int]:

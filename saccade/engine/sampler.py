@@ -13,6 +13,11 @@ from saccade.errors import ModelError, RequestError
 from saccade.models.warpers import Warpers
 from saccade.randomness import fresh_seed, uniform
 
+NOT_FINITE = (
+    "the model's logits are not finite: its weights are broken, or its activations overflow in this dtype; "
+    "try dtype='float32'"
+)
+
 
 class Sampler:
     """How one request chooses tokens. It keeps a seed and no generator: a token's draw depends on the seed, the sample
@@ -35,14 +40,16 @@ class Sampler:
 
     def sample(self, ids: list[int], logits: Tensor, position: int) -> int:
         """The token at ``position`` of the sequence: ``ids`` the tokens so far, ``logits`` fp32 [vocab] -> token id.
-        Greedy ties go to the lower id. ModelError where the greatest logit is no finite number: some token would come
-        out of it, and mean nothing."""
+        Greedy ties go to the lower id. ModelError where the greatest logit is no finite number, RequestError where the
+        sampling parameters make it so: some token would come out of it, and mean nothing."""
         if not math.isfinite(logits.max()):
-            raise ModelError(
-                "the model's logits are not finite: its weights are broken, or its activations overflow in this dtype; "
-                "try dtype='float32'"
-            )
+            raise ModelError(NOT_FINITE)
         scores = self.processed(ids, logits)
+        if scores is not logits and not math.isfinite(scores.max()):
+            raise RequestError(
+                f"the logits are not finite once repetition_penalty={self.params.repetition_penalty!r} and "
+                f"temperature={self.params.temperature!r} are applied; choose values nearer to 1"
+            )
         if self.params.greedy:
             return int(torch.argmax(scores))
         weights = torch.softmax(scores.double(), -1)
@@ -55,7 +62,7 @@ class Sampler:
         RequestError where every token is forbidden."""
         scores = self.warpers.repeat(ids, self.steering.restrict(ids, logits))
         scores = self.steering.penalise(ids, scores)
-        if not self.steering.neutral and not torch.isfinite(scores.max()):
+        if not self.steering.neutral and float(scores.max()) == -math.inf:
             raise RequestError("bad_words and min_tokens forbid every token that the model knows; allow some")
         return self.warpers.warp(scores)
 

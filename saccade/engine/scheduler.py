@@ -74,6 +74,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(request)
+            if request.finished:  # its blocks could not be had
+                continue
             batch.append((request, work))
             rows += work.length
         return batch
@@ -93,7 +95,7 @@ class Scheduler:
         self._make_room(missing, request)
         if missing > self.pool.free_blocks:
             return False
-        sequence.memory.kv.reserve(len(sequence.tokens))
+        self._allocate(request, len(sequence.tokens))
         return True
 
     def _reserve(self, request: Request, tokens: int, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
@@ -102,8 +104,7 @@ class Scheduler:
             missing = request.sequence.memory.kv.missing_blocks(tokens)
             self._make_room(missing, request)
             if missing <= self.pool.free_blocks:
-                request.sequence.memory.kv.reserve(tokens)
-                return True
+                return self._allocate(request, tokens)
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
                 request.finish_reason = "length"
@@ -115,6 +116,16 @@ class Scheduler:
             batch[:] = [(other, work) for other, work in batch if other is not victim]
             if victim is request:
                 return False
+
+    def _allocate(self, request: Request, tokens: int) -> bool:
+        """Take the blocks for which there is room; False, with the request's end, where that fails: the others need not
+        suffer for it."""
+        try:
+            request.sequence.memory.kv.reserve(tokens)
+        except Exception as error:
+            request.error, request.finish_reason = f"allocating KV blocks: {type(error).__name__}: {error}", "error"
+            return False
+        return True
 
     def _make_room(self, missing: int, request: Request) -> None:
         """Take blocks from sessions that do not run: idle ones first, then turns that wait, the last of them first."""
@@ -161,6 +172,7 @@ def step_input(batch: list[tuple[Request, ScheduledRequest]]) -> StepInput:
         sequence, (start, stop) = request.sequence, (rows.start, rows.stop)
         kv = sequence.memory.kv
         ids.extend(sequence.tokens[start:stop])
+        ids.extend(rows.drafts)
         positions.extend(range(start, stop))
         slots.extend(kv.logical_slots(start, stop))
         starts.append(starts[-1] + stop - start)

@@ -135,6 +135,13 @@ class Sequence:
         elif lost or self.reached < known or begun or not all(state.holds(self.reached) for state in evicting):
             self.drop_kv()
 
+    def keep(self, stop: int, rows: ScheduledRequest) -> None:
+        """Of a step with drafts keep the rows before ``stop``. Nothing is taken back where the last of these failed, or
+        where everything is to be computed again."""
+        if self.computed == stop < rows.stop:
+            self.memory.take_back(stop)
+        self.memory.history.clear()
+
     def _trim_spans(self, stop: int) -> None:
         for span in self.spans:
             span.stop = min(span.stop, stop)
@@ -148,6 +155,7 @@ class Sequence:
         else:
             self.computed = rows.start
             memory.kv.truncate(rows.start)
+            memory.history.clear()
 
     def drop_kv(self) -> None:
         """Give all blocks back; the next steps compute them again."""
@@ -180,6 +188,11 @@ class Sequence:
                     return self.computed, self.computed + 1, span
                 return self.computed, min(self.computed + chunk, span.stop), span
         return None
+
+
+def common(ours: list[int], theirs: list[int]) -> int:
+    """How many tokens both begin with."""
+    return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))
 
 
 def _merged_if_dense(spans: list[Span]) -> list[Span]:

@@ -24,9 +24,11 @@ class ScheduledRequest(NamedTuple):
     """Rows ``start .. stop - 1`` of one sequence, for one request.
 
     A prefill runs rows of the span ``span_start .. span_stop - 1``; ``span_length`` is the context's length when that
-    span was begun, which freezing counts from and which stays when the span is cut short. A decode step has one row, or
-    several when rows are drafted: each sees the keys up to its own. ``after_cut``: the prefill goes on where tokens
-    were cut off, so older method states saw what is gone.
+    span was begun, which freezing counts from and which stays when the span is cut short. ``after_cut``: the prefill
+    goes on where tokens were cut off, so older method states saw what is gone.
+
+    A decode step has one row, and one more for each of ``drafts``, the tokens that may follow: each row sees the keys
+    up to its own. Whoever runs them takes them row by row (:meth:`apart`); ``row`` is then the row's number among them.
 
     ``wants_logits``: the last row's logits choose the next token; ``all_logits``: so do those of all rows. ``greedy``:
     of these only the likeliest token is wanted. ``scored``: pairs (row, token) whose log-probability is wanted, with
@@ -48,6 +50,16 @@ class ScheduledRequest(NamedTuple):
     greedy: bool = False
     scored: tuple[tuple[int, int], ...] = ()
     top: int = 0
+    drafts: tuple[int, ...] = ()
+    row: int | None = None
+
+    def apart(self) -> list[ScheduledRequest]:
+        """Each row of a step with drafts by itself; else these rows as they are."""
+        if not self.drafts:
+            return [self]
+        return [
+            self._replace(start=at, stop=at + 1, drafts=(), row=at - self.start) for at in range(self.start, self.stop)
+        ]
 
     @property
     def length(self) -> int:
@@ -91,6 +103,21 @@ class StepInput:
 
     def __len__(self) -> int:
         return len(self.scheduled)
+
+    def apart(self) -> StepInput:
+        """The same rows, those of drafts each as a request of its own."""
+        if not [one for one in self.scheduled if one.drafts]:
+            return self
+        scheduled: list[ScheduledRequest] = []
+        starts, tables = [0], []
+        for one, table in zip(self.scheduled, self.block_tables):
+            for rows in one.apart():
+                scheduled.append(rows)
+                starts.append(starts[-1] + rows.length)
+                tables.append(table)
+        return StepInput(
+            tuple(scheduled), self.input_ids, self.positions, tuple(starts), tuple(tables), self.slot_mapping
+        )
 
     def part(self, which: Sequence[int]) -> StepInput:
         """The requests ``which`` (rising numbers) as a step of their own."""
@@ -139,7 +166,10 @@ class RequestResult:
     """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the likeliest of
     each row wanted, where that was asked for and the device found it. ``late``: counts that stay on a device until a
     report is asked for. ``undone``: the step broke for reasons that need not be this request's; its rows are to be
-    taken back and scheduled again."""
+    taken back and scheduled again.
+
+    ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
+    ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
@@ -150,11 +180,18 @@ class RequestResult:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     undone: bool = False
+    rows: list[RequestResult] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         """Add a sentence to the request's report, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+def results_of(results: dict[int, RequestResult], one: ScheduledRequest) -> list[RequestResult]:
+    """Where to write down what ``one`` did, and behind it the results of the drafted rows after it."""
+    result = results[one.request_id]
+    return [result] if one.row is None else result.rows[one.row :]
 
 
 @dataclass

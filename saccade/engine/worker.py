@@ -13,8 +13,8 @@ from torch import Tensor
 from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.sampler import row_logprobs
-from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult
+from saccade.engine.sampler import NOT_FINITE, row_logprobs
+from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult, results_of
 from saccade.models.interface import Runner, ScoredRows, Segment
 from saccade.ops import triton
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Runs steps of a model for the sequences that it remembers (``memories``, by sequence id).
 
-    ``exact`` runs the rows of each request by themselves. Matrix products round differently for different numbers of
-    rows, so only then is a result the same to the last bit whatever else is in the batch; packed, all rows share
-    one pass over the weights.
+    ``exact`` runs the rows of each request by themselves, and each row of drafts. Matrix products round differently for
+    different numbers of rows, so only then is a result the same to the last bit whatever else is in the batch, and
+    whatever was drafted; packed, all rows share one pass over the weights.
     """
 
     def __init__(self, runner: Runner, setting: Setting, exact: bool = False, cuda_graphs: bool = True) -> None:
@@ -48,8 +48,11 @@ class Worker:
         is the caller's to undo.
         """
         began = time.perf_counter()
-        result = StepResult({one.request_id: RequestResult() for one in step.scheduled})
+        result = StepResult({one.request_id: _result(one) for one in step.scheduled})
+        step, whole = step.apart(), step
         for part in self._parts(step):
+            if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
+                part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
             left = self._run_on_device(step, part, result)
             if left:
                 self._run_packed(step.part(left), result)
@@ -96,11 +99,13 @@ class Worker:
             text = f"{type(error).__name__}: {error}"
             for one in step.scheduled:
                 if len(step) == 1:
-                    result.requests[one.request_id].error = f"{one.phase}: {text}"
+                    for failed in results_of(result.requests, one):
+                        failed.error = f"{one.phase}: {text}"
                 else:
                     result.requests[one.request_id].undone = True
                     self._alone.add(one.request_id)
 
+    @torch.inference_mode()  # planning makes summaries, too
     def _pass(self, step: StepInput, result: StepResult) -> None:
         context = self.host.plan(step, self.memories, result.requests)
         segments: list[Segment] = []
@@ -126,9 +131,15 @@ class Worker:
         done = 0
         for one in step.scheduled:
             rows = one.length if one.all_logits else int(one.wants_logits)
-            if rows and result.requests[one.request_id].error is None:
-                result.requests[one.request_id].logits = logits[done : done + rows]
+            own = results_of(result.requests, one)[0]
+            if rows and own.error is None:
+                own.logits = logits[done : done + rows]
             done += rows
+
+
+def _result(one: ScheduledRequest) -> RequestResult:
+    """Where to write down what the rows of a request do."""
+    return RequestResult(rows=[RequestResult() for _ in range(one.length)] if one.drafts else [])
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:
@@ -137,7 +148,10 @@ def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result:
     def visit(first: int, logits: Tensor) -> None:
         part = scored[first : first + len(logits)]
         entries_of = row_logprobs(logits, [token for _, _, token, _ in part], max(one.top for _, _, _, one in part))
-        for (_, place, chosen, one), entries in zip(part, entries_of):
+        finite = logits.amax(-1).isfinite().tolist()
+        for (_, place, chosen, one), entries, sound in zip(part, entries_of, finite):
+            if not sound:
+                result.requests[one.request_id].error = f"scoring the prompt: {NOT_FINITE}"
             result.requests[one.request_id].prompt_scores[place] = {
                 token: entry for token, entry in entries.items() if entry[1] <= one.top or token == chosen
             }

@@ -17,6 +17,7 @@ from saccade.engine.observe import AttentionCall
 from saccade.errors import SaccadeError
 from saccade.eval.capture import check_layers, selected_rows, token_ids, true_rows, watch
 from saccade.eval.figures import MISSING, available, new_figure
+from saccade.files import written_whole
 from saccade.llm import LLM, Prompt
 from saccade.methods.policy import PolicyLike
 
@@ -218,7 +219,8 @@ def draw(seen: Inspection, layers: Sequence[int], path: Path, title: str) -> Non
             last = index + columns >= len(panels) and (row == 1 or not steps)
             _panel(axes, seen, phase, layer, head, first=column == 0, last=last)
     _key(figure, size)
-    figure.savefig(path)
+    with written_whole(path) as aside:
+        figure.savefig(aside, format=path.suffix.removeprefix("."))
 
 
 def _panel(axes: Any, seen: Inspection, phase: str, layer: int, head: int, first: bool, last: bool) -> None:

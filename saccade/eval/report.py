@@ -13,11 +13,11 @@ from typing import Any
 
 import jinja2
 
-from saccade.errors import RequestError
 from saccade.eval import figures, plots
 from saccade.eval.results import ENVIRONMENT, MIXED
 from saccade.eval.summary import Cell, Group, Run, load_groups, position_scores
 from saccade.eval.tables import OVERALL, PER_TASK, Line, to_csv, to_markdown
+from saccade.files import write_text
 
 NAMES = ("task", "length", "policy", "protocol")
 _PROTOCOLS = (
@@ -42,12 +42,8 @@ def write_report(folders: Iterable[Path], out: Path) -> list[Path]:
         "report.md": _markdown(groups),
         "report.csv": to_csv(("model", "data", "history", *NAMES), [line for group in groups for line in _flat(group)]),
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{out} cannot be written: {error.strerror}; choose another folder") from None
+    for name, text in files.items():
+        write_text(out / name, text)
     return [out / name for name in files]
 
 

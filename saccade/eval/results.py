@@ -19,6 +19,7 @@ from typing import Any
 
 from saccade import __version__
 from saccade.errors import RequestError
+from saccade.files import write_text
 from saccade.machine import processor, show_bytes, total_bytes
 
 CONFIG, PREDICTIONS, TIMINGS, SCORES = "config.json", "predictions.jsonl", "timings.jsonl", "scores.jsonl"
@@ -42,13 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Whole or not at all. RequestError if the folder cannot be written."""
-    aside = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def open_folder(path: Path, config: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
+from saccade.files import written_whole
 
 POSITIONS = ("begin", "middle", "end")
 
@@ -82,13 +83,10 @@ class Sample:
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """One record a line, whole or not at all (written aside, then renamed)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".part")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
+    """One record a line, whole or not at all (see files.written_whole)."""
+    with written_whole(path) as aside, aside.open("w", encoding="utf-8", newline="\n") as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    aside.replace(path)
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

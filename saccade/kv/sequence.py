@@ -35,6 +35,7 @@ class SequenceKV:
         self._numbers = np.zeros(0, dtype=np.int64)  # the same
         self._lengths = [0] * pool.layers
         self._summaries: dict[tuple[int, str, int], KeptSummaries] = {}
+        self._kept: dict[tuple[str, int], list[KeptSummaries]] = {}  # the same, by layer
         self._residency = pool.version
         self._tables = torch.zeros(pool.layers, pool.rows, 16, dtype=torch.int32, device="cpu")
         self._publish()
@@ -153,6 +154,17 @@ class SequenceKV:
         """Count ``count`` rows that the host stores in every layer of this step, past the sequence itself."""
         self.appended(count)
         self.version += 1
+
+    def summaries(self, kind: str, block_size: int) -> list[Tensor]:
+        """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
+        head_dim]."""
+        kept = self._kept.get((kind, block_size))
+        if kept is None or min([one.filled for one in kept]) < self.length // block_size:
+            for layer in range(self.layers):
+                self._summaries_of(layer, kind, block_size)
+            kept = [self._summary(layer, kind, block_size) for layer in range(self.layers)]
+            self._kept[kind, block_size] = kept
+        return [one.buffer for one in kept]
 
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from saccade.errors import PolicyError
+from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
 from saccade.methods.state import MethodState
 from saccade.selection import Cone, Dense, Selection, Shape
@@ -224,20 +224,20 @@ def _literal(value: Any) -> str:
 def require(ok: bool, name: str, value: Any, allowed: str) -> None:
     """Raise PolicyError naming the option, its value and the allowed range unless ``ok``."""
     if not ok:
-        raise PolicyError(f"{name}={value} is out of range: {allowed}")
+        raise PolicyError(f"{name}={value if isinstance(value, str) else shown(value)} is out of range: {allowed}")
 
 
 def require_whole(name: str, value: Any, least: int, most: int = LARGEST) -> None:
     """Raise PolicyError unless ``value`` is an integer from ``least`` to ``most``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    allowed = f"an integer >= {least}" if not whole or value < least else f"an integer from {least} to {most}"
-    require(whole and least <= value <= most, name, value, allowed)
+    small = not isinstance(value, int) or isinstance(value, bool) or value < least
+    allowed = f"an integer >= {least}" if small else f"an integer from {least} to {most}"
+    require(whole_number(value, least, most), name, value, allowed)
 
 
 def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """Raise PolicyError unless ``value`` is one of ``allowed``, in type too (64.0 is no block size, 1 is not true)."""
     require(
-        any(value == one and type(value) is type(one) for one in allowed),
+        any(type(value) is type(one) and value == one for one in allowed),
         name,
         value,
         "one of " + ", ".join(map(str, allowed)),
@@ -246,7 +246,7 @@ def require_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def require_budget(name: str, value: Any) -> None:
     """Raise PolicyError unless ``value`` is a number of keys, or a fraction of the visible ones."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+    whole = whole_number(value, 1, LARGEST)
     fraction = isinstance(value, float) and 0 < value < 1
     allowed = f"an integer from 1 to {LARGEST} (keys), or a fraction between 0 and 1 of the visible keys"
     require(whole or fraction, name, value, allowed)
@@ -259,5 +259,4 @@ def budget_keys(budget: float, visible: int) -> int:
 
 def require_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise PolicyError unless ``low <= value <= high`` and value is a number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    require(is_number and low <= value <= high, name, value, f"a number from {low} to {high}")
+    require(finite_number(value) and low <= value <= high, name, value, f"a number from {low} to {high}")

@@ -6,7 +6,7 @@ head_dim], post-RoPE, and ends in tensors [kv_heads, head_dim, ...] by name.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Statistics(Protocol):
 class ChannelMeans:
     """Mean |q| (over rows and the group's heads) and mean |k| of every channel: fp32 [kv_heads, head_dim]. Their
     product is the mean |q k| over all pairs (Double Sparsity, docs/algorithms.md 6.10)."""
+
+    ranks: ClassVar[dict[str, int]] = {"q": 2, "k": 2}  # axes of the result's tensors: KV heads, then channels
 
     def __init__(self) -> None:
         self.rows = 0
@@ -43,6 +45,8 @@ class Skew:
     head_dim, head_dim] whose first columns carry most of the queries' weight (InfiniGen,
     docs/algorithms.md 6.13). The order
     of its columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
+
+    ranks: ClassVar[dict[str, int]] = {"skew": 3}
 
     def __init__(self) -> None:
         self.gram: Tensor | float = 0.0

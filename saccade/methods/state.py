@@ -90,6 +90,11 @@ class MethodState:
         return made
 
 
+def can_copy(value: Any) -> bool:
+    """Whether it is a state as a method is to keep it, or none: what the functions below work on."""
+    return isinstance(value, (*_PLAIN, MethodState, Tensor, list, tuple, dict))
+
+
 def fork(value: Any) -> Any:
     """A copy that goes its own way."""
     return _mapped(value, torch.clone, MethodState.fork)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from saccade.errors import ModelError, PolicyError
+from saccade.errors import PolicyError
+from saccade.files import written_whole
+from saccade.methods.offline import KINDS
 from saccade.models.interface import ModelSpec
 
 FOLDER = "calibration"
@@ -20,14 +23,11 @@ def calibration_file(folder: Path, kind: str) -> Path:
 
 
 def save_calibration(folder: Path, kind: str, layers: Sequence[Mapping[str, Tensor]]) -> Path:
-    """Store tensors of each layer; returns the file. ModelError where the folder cannot be written."""
+    """Store tensors of each layer; returns the file. RequestError where the folder cannot be written."""
     file = calibration_file(folder, kind)
     flat = {f"{index}.{name}": tensor.contiguous() for index, one in enumerate(layers) for name, tensor in one.items()}
-    try:
-        file.parent.mkdir(exist_ok=True)
-        save_file(flat, file)
-    except OSError as error:
-        raise ModelError(f"calibration {file} cannot be written: {error.strerror or error}") from error
+    with written_whole(file, "calibration") as aside:
+        aside.write_bytes(save(flat))
     return file
 
 
@@ -50,15 +50,18 @@ class Calibrations:
         command = f"saccade calibrate {kind} --model {self.folder or 'FOLDER'}"
         if self.folder is None or not (file := calibration_file(self.folder, kind)).is_file():
             raise PolicyError(f"the model has no '{kind}' calibration; make it once with: {command}")
-        layers: list[dict[str, Tensor]] = [{} for _ in range(self.spec.layers)]
         try:
-            for key, tensor in load_file(file).items():
-                index, _, name = key.partition(".")
-                layers[int(index)][name] = tensor
-        except (SafetensorError, OSError, ValueError, IndexError) as error:
+            stored = load_file(file)
+        except (SafetensorError, OSError, ValueError) as error:
             raise PolicyError(f"calibration {file} cannot be used ({error}); make it again with: {command}") from None
-        for one in layers:
-            fits = all(t.shape[0] == self.spec.kv_heads and t.shape[1] == self.spec.head_dim for t in one.values())
-            if not one or not fits:
-                raise PolicyError(f"calibration {file} belongs to another model; make it again with: {command}")
-        return layers
+        spec, ranks = self.spec, KINDS[kind].ranks
+        shapes = {name: (spec.kv_heads, *[spec.head_dim] * (rank - 1)) for name, rank in ranks.items()}
+        wanted = {f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes.items()}
+        if {key: tuple(tensor.shape) for key, tensor in stored.items()} != wanted:
+            raise PolicyError(f"calibration {file} belongs to another model; make it again with: {command}")
+        odd = [key for key, tensor in stored.items() if tensor.dtype != torch.float32 or not tensor.isfinite().all()]
+        if odd:
+            raise PolicyError(
+                f"calibration {file}: {odd[0]} holds what are no finite float32 numbers; make it again with: {command}"
+            )
+        return [{name: stored[f"{layer}.{name}"] for name in shapes} for layer in range(spec.layers)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from saccade.errors import ModelError
+from saccade.errors import ModelError, shown, whole_number
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,11 +30,13 @@ _FLOAT_STORAGE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in."""
+    """A checked folder: ``config`` is config.json as written, ``stored_dtype`` what most parameters are stored in,
+    ``shapes`` those of all stored tensors by name."""
 
     path: Path
     config: dict[str, Any]
     stored_dtype: torch.dtype
+    shapes: dict[str, torch.Size]
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -42,7 +44,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     folder = check_folder(path)
     config = read_config(folder)
     check_generation_config(folder)
-    return Checkpoint(folder, config, stored_dtype(weight_files(folder)))
+    return Checkpoint(folder, config, *read_headers(weight_files(folder)))
 
 
 def check_folder(path: str | Path) -> Path:
@@ -74,6 +76,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} is not a JSON object")
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise ModelError(f"{file} names no model_type, so the model's family is unknown")
+    _check_ends(file, config)
     return config
 
 
@@ -85,9 +88,13 @@ def check_generation_config(folder: Path) -> None:
     config = _read_json(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} is not a JSON object")
+    _check_ends(file, config)
+
+
+def _check_ends(file: Path, config: dict[str, Any]) -> None:
     eos = config.get("eos_token_id")
-    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]) if token is not None):
-        raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, got {eos!r:.80}")
+    if eos is not None and not all(whole_number(token, -1) for token in (eos if isinstance(eos, list) else [eos])):
+        raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, got {shown(eos, 80)}")
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
@@ -123,9 +130,11 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}; there are no weights to load")
 
 
-def stored_dtype(files: list[Path]) -> torch.dtype:
-    """The dtype most stored parameters have. ModelError for an unreadable file or one that holds quantised storage."""
+def read_headers(files: list[Path]) -> tuple[torch.dtype, dict[str, torch.Size]]:
+    """The dtype most stored parameters have, and all shapes by name. ModelError for an unreadable file or one that
+    holds quantised storage."""
     sizes: Counter[torch.dtype] = Counter()
+    shapes: dict[str, torch.Size] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -137,7 +146,8 @@ def stored_dtype(files: list[Path]) -> torch.dtype:
                             f"{file}: {name} is stored as {kind}; quantised weights are not supported, give a "
                             "float32, bfloat16 or float16 checkpoint"
                         )
-                    sizes[_FLOAT_STORAGE[kind]] += torch.Size(part.get_shape()).numel()
+                    shapes[name] = torch.Size(part.get_shape())
+                    sizes[_FLOAT_STORAGE[kind]] += shapes[name].numel()
         except ModelError:
             raise
         except Exception as error:  # safetensors raises its own type, OSError or ValueError
@@ -146,7 +156,7 @@ def stored_dtype(files: list[Path]) -> torch.dtype:
             ) from error
     if not sizes:
         raise ModelError(f"{files[0].parent} holds no tensors")
-    return sizes.most_common(1)[0][0]
+    return sizes.most_common(1)[0][0], shapes
 
 
 def first_line(error: BaseException) -> str:
@@ -159,12 +169,23 @@ def _shards(index: Path) -> list[str]:
     weights = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
         raise ModelError(f"{index} has no weight_map")
+    outside = sorted(name for name in set(weights.values()) if not _is_inside(name))
+    if outside:
+        raise ModelError(f"{index} lists {shown(outside[0], 80)}, which is no file name inside the folder")
     return sorted(set(weights.values()))
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name stays in its folder. What the file is a link to is the user's own affair."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and name.isprintable()
 
 
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ModelError(f"{file} cannot be read as JSON: it is nested too deeply") from None
     except (OSError, ValueError) as error:  # ValueError covers broken JSON and broken UTF-8
         raise ModelError(f"{file} cannot be read as JSON: {first_line(error)}") from error
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from saccade.errors import ModelError
+from saccade.errors import ModelError, shown
 from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
+from saccade.models.headers import refuse_more_layers, refuse_other_shapes
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.probe import probe_layers
@@ -58,6 +59,7 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     """
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
+    refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
     target = _device(device)
     run_dtype, notes = _run_dtype(checkpoint, dtype, target)
     with quiet_transformers():
@@ -89,8 +91,8 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
 def _device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ModelError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N") from error
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"unknown device {shown(device)}; use auto, cpu, cuda or cuda:N") from error
     if target.type not in ("cpu", "cuda"):
         raise ModelError(f"device {str(target)!r} is not supported; use auto, cpu, cuda or cuda:N")
     if target.type == "cuda" and not torch.cuda.is_available():
@@ -104,13 +106,13 @@ def _run_dtype(checkpoint: Checkpoint, asked: torch.dtype | str, device: torch.d
     allowed = f"'auto', {', '.join(repr(name) for name in DTYPES)}"
     if isinstance(asked, torch.dtype):
         dtype = asked
-    elif asked == "auto":
+    elif isinstance(asked, str) and asked == "auto":
         dtype = _own_dtype(checkpoint)
-    elif asked in DTYPES:
+    elif isinstance(asked, str) and asked in DTYPES:
         dtype = DTYPES[asked]
     else:
-        raise ModelError(f"unknown dtype {asked!r}; use one of {allowed}")
-    if dtype == torch.float64 and asked == "auto":
+        raise ModelError(f"unknown dtype {shown(asked)}; use one of {allowed}")
+    if dtype == torch.float64 and isinstance(asked, str):
         return torch.float32, ["the checkpoint is float64; it runs in float32"]
     if dtype not in DTYPES.values():
         raise ModelError(f"dtype {dtype} is not supported; use one of {allowed}")
@@ -179,6 +181,7 @@ def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:
 
 def _load_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
     attention.register()
+    refuse_other_shapes(checkpoint, config, attention.ATTENTION_NAME)
     loaded: Any  # (model, loading info); the stubs know only the call without the info
     try:
         loaded = AutoModelForCausalLM.from_pretrained(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
+from saccade.ops import debug
 from saccade.ops.backends import CPU, NAMED, REFERENCE, TRITON
 from saccade.ops.call import Backend, Call, KVLike, Result, pair
 from saccade.ops.merge import merge_state
@@ -53,6 +54,8 @@ def run(call: Call, backend: str = "auto") -> Result:
     Raises SaccadeError for a call that does not fit together, and for a backend that cannot serve it, with its reason.
     """
     call.check()
+    if debug.ON:
+        debug.check(call.kv, call.selection)
     result = _chosen(call, backend).attend(call)
     if call.want_weights and result.weights is None:
         used = result.used.to(call.q.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def attend(
         k = torch.full((selection.units,), shape.k_len)
     lists = selection.units if idle is None else shape.heads
     ends = offsets.tolist()
-    longest = shape.k_len if full is not None else max(end - start for start, end in pairwise(ends))
+    longest = shape.k_len if full is not None else max(map(sub, ends[1:], ends))
     longest = sinks + local + min(longest, int(k.max()))
     room = lists * longest + 1
     chosen, out_offsets = torch.empty(room, dtype=torch.int32), torch.empty(lists + 1, dtype=torch.int64)

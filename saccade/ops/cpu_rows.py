@@ -11,11 +11,10 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
-from saccade.ops import cpu
-from saccade.ops.cpu_structs import ALL_KEYS, STORAGE, band_keys, check_length, keys_of, native, pool_of
+from saccade.ops import cpu, debug
+from saccade.ops.cpu_structs import STORAGE, check_length, keys_of, native, pool_of
 from saccade.ops.layout import written as checked
 from saccade.selection import Band, Blocks, Dense, Selection
-from saccade.selection.plan import Ends
 
 # A row, its slot (or a tuple of one for each KV head) and its offset in the slot.
 Place = tuple[int, int | tuple[int, ...], int]
@@ -63,6 +62,8 @@ def attend(
     kept: list[object] = []  # until the call returns
     calls = []
     for row, view, selection in zip(rows, views, selections):
+        if debug.ON:
+            debug.check(view, selection)
         paged = view.paged()
         shape, table = selection.shape, paged.block_table
         check_length(shape, paged)
@@ -79,10 +80,10 @@ def attend(
                 keys=keys,
             )
         )
-    return _attend(q, first.k, first.v, calls, out, scale, softcap, threads)
+    return attend_calls(q, first.k, first.v, calls, out, scale, softcap, threads)
 
 
-def _attend(
+def attend_calls(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -91,7 +92,10 @@ def _attend(
     scale: float,
     softcap: float | None,
     threads: int | None,
+    chooses: bool = False,
 ) -> Tensor:
+    """:func:`attend` of rows that are structs already: DecodeRow, or with ``chooses`` ChoosingRow. Their log-sum-exps,
+    fp32 [n, heads]."""
     head_stride, row_stride, _ = q.stride()
     heads, count, _ = q.shape
     lse = torch.empty(out.shape[0], out.shape[1])
@@ -107,65 +111,9 @@ def _attend(
     )
     written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[0])
     threads = max(1, torch.get_num_threads() if threads is None else threads)
-    cpu.kernels().attend_rows(threads, pool_of(k_pool, v_pool), queries, calls, written)
+    kernels = cpu.kernels()
+    (kernels.choose_rows if chooses else kernels.attend_rows)(threads, pool_of(k_pool, v_pool), queries, calls, written)
     return lse
-
-
-class PlannedRows:
-    """Decode rows whose keys are known for all layers before a step runs.
-
-    Row i of the step is ``rows[i]`` of q, stands at ``positions[i]``, finds its blocks in ``tables[i]`` int32 [layers,
-    kv_heads or 1, blocks], contiguous rows, and reads ``reads[i][layer]``: a band, or everything where that is None.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[int],
-        positions: Sequence[int],
-        tables: Sequence[Tensor],
-        reads: Sequence[Sequence[Ends | None]],
-    ) -> None:
-        self._tables = tables  # the calls hold addresses
-        bands = {one for row in reads for one in row if one is not None}
-        keys = {one: band_keys(one.window, one.sinks) for one in bands}
-        self._rows = [
-            (
-                row,
-                position,
-                table.data_ptr(),
-                table.stride(0) * table.element_size(),
-                0 if table.shape[1] == 1 else table.stride(1),
-                table.shape[2],
-                [ALL_KEYS if one is None else keys[one] for one in read],
-            )
-            for row, position, table, read in zip(rows, positions, tables, reads)
-        ]
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        out: Tensor,
-        scale: float,
-        softcap: float | None,
-        threads: int | None,
-    ) -> None:
-        """The rows' attention at ``layer``, to their rows of ``out`` [n, heads, head_dim] (see :func:`attend`)."""
-        checked("out", out, q.dtype)
-        calls = [
-            native.DecodeRow(
-                row=row,
-                q_start=position,
-                slots=address + layer * layer_bytes,
-                head_stride=head_stride,
-                blocks=blocks,
-                keys=keys[layer],
-            )
-            for row, position, address, layer_bytes, head_stride, blocks, keys in self._rows
-        ]
-        _attend(q, k_pool, v_pool, calls, out, scale, softcap, threads)
 
 
 class StoredRows:

@@ -23,8 +23,9 @@ def attend(
     """``q`` [heads, q_len, head_dim] over the selected keys of ``kv``.
 
     Returns ``out`` [heads, q_len, head_dim] in q's dtype and ``lse`` float32 [heads, q_len], the natural log-sum-exp of
-    the scaled, soft-capped logits. A row without keys gives ``(0, -inf)``. Arithmetic is float32 whatever the storage
-    (float64 when q is float64).
+    the scaled, soft-capped logits. A row without keys gives ``(0, -inf)``. A logit that is NaN or +inf makes its row
+    NaN, and the lse no finite number; one of -inf weighs nothing. Arithmetic is float32 whatever the storage (float64
+    when q is float64).
     """
     shape = selection.shape
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -72,5 +73,5 @@ def _masked(
     scores = logits(q, k, scale, softcap)
     scores = (scores if bias is None else scores + bias).masked_fill(~mask, -torch.inf)
     lse = torch.logsumexp(scores, -1)
-    anchor = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
-    return torch.exp(scores - anchor.unsqueeze(-1)) @ v, lse
+    weights = torch.softmax(scores, -1)  # not exp(scores - lse): a float cannot hold the lse of huge logits well enough
+    return weights.masked_fill_(torch.isneginf(lse).unsqueeze(-1), 0.0) @ v, lse

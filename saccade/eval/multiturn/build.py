@@ -18,6 +18,7 @@ from saccade.eval.multiturn.rng import Stream
 from saccade.eval.multiturn.segments import words
 from saccade.eval.multiturn.sets import FEW_SHOT, INSTANCES, NOISE, TURNS, MultiTurnSet, find_set
 from saccade.eval.samples import write_jsonl
+from saccade.files import write_text
 
 VERSION = "mtlb-1"
 TEMPLATE_TOKENS = 32  # allowed for one turn's chat markers
@@ -206,7 +207,7 @@ def _merge(path: Path, manifest: dict[str, Any]) -> None:
     sets = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.is_file() else {}
     sets[manifest["set"]] = manifest
     text = json.dumps({"version": VERSION, "sets": sets}, indent=1, sort_keys=True, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8", newline="\n")
+    write_text(path, text + "\n")
 
 
 def _check(chosen: MultiTurnSet, instances: int | None, seed: int, share: float, window: int | None) -> None:

@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
 from saccade.methods.state import MethodState
@@ -72,7 +73,7 @@ class CIS(Method):
     def __post_init__(self) -> None:
         require_number("tau", self.tau, -1.0, 1.0)
         require_whole("s", self.s, 1)
-        whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
+        whole = whole_number(self.k, 1)
         fraction = isinstance(self.k, float) and 0 < self.k < 1
         require(whole or fraction, "k", self.k, "an integer >= 1 (keys), or a fraction between 0 and 1 of the context")
         require_whole("sinks", self.sinks, 0)

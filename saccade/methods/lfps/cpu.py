@@ -52,7 +52,7 @@ def candidates(
         gate=gate,
         before=before,
         after=after,
-        base=address(base),
+        base=base.data_ptr(),
         skip=address(skip),
         offsets=out_offsets.data_ptr(),
         indices=indices.data_ptr(),
@@ -72,8 +72,8 @@ def join_blocks(
     native.join_blocks(
         native.JoinBlocks(
             units=units,
-            offsets=address(offsets),
-            indices=address(indices),
+            offsets=offsets.data_ptr(),
+            indices=indices.data_ptr(),
             count=count,
             blocks=blocks.data_ptr(),
             size=size,
@@ -108,9 +108,9 @@ def learn(
         weights=weights.data_ptr(),
         weight_stride=weights.stride(0),
         idle=address(idle),
-        refresh=address(refresh),
+        refresh=refresh.data_ptr(),
         decay=decay,
-        row=address(tables.row),
+        row=tables.row.data_ptr(),
     )
     cpu.kernels().learn_tables(_tables(tables), gain)
 
@@ -134,8 +134,8 @@ def sink_share(
     share = native.SinkShare(
         sinks=sinks,
         local=local,
-        mean_key=address(mean_key),
-        spread=address(spread),
+        mean_key=mean_key.data_ptr(),
+        spread=spread.data_ptr(),
         log_count=log_count,
         lse=lse.data_ptr(),
     )
@@ -160,9 +160,9 @@ def probe(
     probes = native.Probes(
         units=offsets.numel() - 1,
         count=at.numel(),
-        offsets=address(offsets),
-        indices=address(indices),
-        at=address(at),
+        offsets=offsets.data_ptr(),
+        indices=indices.data_ptr(),
+        at=at.data_ptr(),
         keys=keys,
         lse=lse.data_ptr(),
     )
@@ -171,15 +171,15 @@ def probe(
 
 
 def _tables(tables: ScoreTables) -> Any:
-    tables.check()
+    tables.check()  # all of them contiguous
     return native.ScoreTables(
         units=tables.units,
         capacity=tables.capacity,
         first=tables.first,
-        vertical=address(tables.vertical),
-        slash=address(tables.slash),
-        vertical_max=address(tables.vertical_max),
-        slash_max=address(tables.slash_max),
-        sums=address(tables.sums),
-        scale=address(tables.scale),
+        vertical=tables.vertical.data_ptr(),
+        slash=tables.slash.data_ptr(),
+        vertical_max=tables.vertical_max.data_ptr(),
+        slash_max=tables.slash_max.data_ptr(),
+        sums=tables.sums.data_ptr(),
+        scale=tables.scale.data_ptr(),
     )

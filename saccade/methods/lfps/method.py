@@ -38,6 +38,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
 from saccade.methods.lfps import device
 from saccade.methods.lfps.prompt import last_rows, last_spread
@@ -113,7 +114,7 @@ class LFPS(Method):
     running_means: bool = False
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.k, int) and not isinstance(self.k, bool) and self.k >= 1
+        whole = whole_number(self.k, 1)
         require(
             whole or (isinstance(self.k, float) and 0 < self.k < 1),
             "k",

@@ -1,0 +1,58 @@
+#include "kernels.h"
+#include "simd_avx512_bf16.h"
+// clang-format off: the kernels see the Simd above
+#include "antidiagonal.h"
+#include "line_cover.h"
+#include "prefill.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace saccade {
+namespace {
+
+// What tiles multiply: bf16 in whole tiles of channels. Everything else is the vector kernels'.
+bool serves(const Attention& a) { return a.storage == Storage::bf16 && a.head_dim % kTileKeys == 0; }
+
+void prefill(const Attention& a) {
+    if (serves(a)) prefill_typed<TileMath, uint16_t>(a);
+    else avx512_bf16_kernels.prefill(a);
+}
+
+void line_sums(const LineSums& s) {
+    if (serves(s.attention)) line_sums_typed<TileMath, uint16_t>(s);
+    else avx512_bf16_kernels.line_sums(s);
+}
+
+void cover_rows(const RowCovers& s) {
+    if (serves(s.attention)) cover_rows_typed<TileMath, uint16_t>(s);
+    else avx512_bf16_kernels.cover_rows(s);
+}
+
+void antidiagonals(const Antidiagonals& s) {
+    if (serves(s.attention)) antidiagonals_typed<TileMath, uint16_t>(s);
+    else avx512_bf16_kernels.antidiagonals(s);
+}
+
+}  // namespace
+
+// The operating system keeps no tile registers for a process that has not asked for them.
+bool ask_for_tiles() {
+    constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+
+const KernelSet& amx_bf16_kernels() {
+    static const KernelSet set = [] {
+        KernelSet made = avx512_bf16_kernels;
+        made.name = "amx_bf16";
+        made.prefill = prefill;
+        made.line_sums = line_sums;
+        made.cover_rows = cover_rows;
+        made.antidiagonals = antidiagonals;
+        return made;
+    }();
+    return set;
+}
+
+}  // namespace saccade

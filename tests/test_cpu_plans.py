@@ -1,0 +1,176 @@
+"""Decode rows under device plans on the C++ kernels: to the last bit what each method's own selection reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_helpers import tokens
+from helpers import generator
+from kv_helpers import poisoned_pool
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.engine.host_rows import FixedPlans
+from saccade.errors import SaccadeError
+from saccade.kv.sequence import SequenceKV
+from saccade.methods.arkvale import ArkVale
+from saccade.methods.base import Query
+from saccade.methods.psa import PSA
+from saccade.methods.quest import Quest
+from saccade.methods.streaming import Streaming
+from saccade.ops import Call, cpu, cpu_plans, run
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings
+from saccade.ops.cpu_structs import native
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+LAYERS, HEADS, KV_HEADS, DIM = 2, 6, 2, 32
+METHODS = [
+    Quest(budget=64, dense_layers=1),
+    Quest(budget=8, block_size=8, dense_layers=0, unit="q_head"),
+    Quest(budget=16, dense_layers=0, unit="layer"),
+    ArkVale(budget=160),
+    ArkVale(budget=96, block_size=8, sinks=0, window=3, unit="q_head"),
+    ArkVale(budget=128, sinks=2, window=2),  # nothing beside the ends
+    PSA(epsilon=0.5, block_size=16, microbatch=1),
+    PSA(epsilon=0.9, block_size=8, microbatch=3, rest="min", stop="mean"),
+    PSA(epsilon=0.7, block_size=32, microbatch=2, unit="layer"),
+    PSA(epsilon=0.0, block_size=64, microbatch=1),
+    PSA(epsilon=1.0, block_size=16),
+    Streaming(sinks=3, window=40),
+]
+
+
+class Spec:
+    layers, heads, kv_heads, windows = LAYERS, HEADS, KV_HEADS, (None,) * LAYERS
+
+
+@pytest.fixture(autouse=True)
+def _default_isa():
+    yield
+    cpu.set_isa(None)
+
+
+def lengths_of(method) -> list[int]:
+    """Around what a method reads in full, and around the borders of its blocks; drawn anew at each run."""
+    size, upto = getattr(method, "block_size", 16), 400
+    plan = method.device_plan(Spec)
+    if plan.blocks is not None:
+        upto = plan.blocks.dense_upto
+    drawn = torch.randint(upto + 1, upto + 700, (2,)).tolist()
+    return [1, upto, upto + 1, (upto // size + 2) * size, (upto // size + 3) * size + 1, *drawn]
+
+
+def sequences(lengths, dtype, rows: int):
+    """Sequences of one pool, blocks interleaved, that hold all keys but the last, and queries of a packed step."""
+    rng = generator(sum(lengths))
+    blocks = sum(-(-length // 32) for length in lengths)
+    pool = poisoned_pool(LAYERS * blocks + 8, KV_HEADS, DIM, layers=LAYERS, dtype=dtype, heads_apart=rows > 1)
+    every = [SequenceKV(pool) for _ in lengths]
+    keys = [torch.randn(LAYERS, 2, KV_HEADS, length, DIM, generator=rng).to(dtype) for length in lengths]
+    for start in range(0, max(lengths), 100):
+        for kv, length, own in zip(every, lengths, keys):
+            stop = min(length - 1, start + 100)
+            kv.reserve(max(stop, 0) + 1 if start == 0 else max(stop, kv.length) + 1)
+            for layer in range(LAYERS):
+                if stop > start:
+                    kv.append(layer, *own[layer, :, :, start:stop])
+    wide = torch.randn(len(lengths) + 2, LAYERS, HEADS, 2 * DIM, generator=rng).to(dtype)
+    return every, keys, wide[1:-1, :, :, :DIM].permute(1, 2, 0, 3)  # [layers, heads, rows, head_dim], offset, strided
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: one.text)
+@pytest.mark.parametrize(("dtype", "table_rows"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, KV_HEADS)])
+def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table_rows):
+    lengths = lengths_of(method)
+    plan = method.device_plan(Spec)
+    assert all(cpu_plans.serves(one, KV_HEADS) is None for one in plan.layers)
+    order = torch.randperm(len(lengths)).tolist()
+    for threads, isa in ((1, None), (3, None), (50, cpu.supported_isas()[-1])):
+        cpu.set_isa(isa)
+        every, keys, q = sequences(lengths, dtype, table_rows)
+        readings = Readings(plan.layers)
+        rows = []
+        for i in order:
+            kv, blocks = every[i], plan.blocks
+            sparse = blocks is not None and lengths[i] > blocks.dense_upto
+            summaries = kv.summaries(blocks.summary, blocks.size) if sparse else ()
+            rows.append(PlannedRow(i, lengths[i] - 1, kv.tables, readings, summaries))
+        planned = PlannedRows(rows)
+        got = []
+        for layer in range(LAYERS):
+            for kv, own in zip(every, keys):
+                kv.append(layer, *own[layer, :, :, -1:])
+            storage = every[0].pool.storage
+            out = torch.full((len(lengths), HEADS, DIM), float("nan"), dtype=dtype)
+            planned.attend(layer, q[layer], storage.k, storage.v, out, 0.2, 9.0, threads)
+            got.append(out)
+        for at, i in enumerate(order):
+            for layer in range(LAYERS):
+                query = Query.of(
+                    q[layer][:, i : i + 1], every[i].view(layer), layer=layer, layers=LAYERS, scale=0.2, softcap=9.0
+                )
+                selection = method.select_decode(query, None)
+                ran = run(Call(query.q, query.kv, selection, 0.2, 9.0, threads), "cpu")
+                assert torch.equal(got[layer][i], ran.out[:, 0])
+                if ran.coverage is not None:
+                    ruled = planned.ruled(at)
+                    assert torch.equal(ruled.coverage[layer], ran.coverage)
+                    sure = plan.layers[layer].cost(lengths[i]).keys
+                    pairs = ran.used.pairs().view(ruled.used.shape[1], -1)[:, 0]
+                    assert (ruled.used[layer] * plan.blocks.size + sure).tolist() == pairs.tolist()
+
+
+def test_what_is_not_served_says_so():
+    best = Quest(dense_layers=0).device_plan(Spec).blocks
+    for reading, why in (
+        (PSA(rank="moments").device_plan(Spec).blocks, "not by moments"),
+        (replace(best, last=0, dense_upto=2048), "no summary yet"),
+        (replace(best, units=3), "3"),
+    ):
+        assert why in cpu_plans.serves(reading, KV_HEADS)
+
+
+def test_a_row_without_enough_blocks_or_summaries_is_refused():
+    (kv,), _, q = sequences([200], torch.float32, 1)
+    storage, out = kv.pool.storage, torch.zeros(1, HEADS, DIM)
+    readings = Readings(Quest(budget=64, dense_layers=0).device_plan(Spec).layers)
+    short = [one[:3] for one in kv.summaries("minmax", 16)]
+    planned = PlannedRows([PlannedRow(0, 199, kv.tables, readings, short)])
+    with pytest.raises(ValueError, match="summaries of 3 blocks do not reach 12"):
+        planned.attend(0, q[0], storage.k, storage.v, out, 0.2, None, 1)
+    with pytest.raises(ValueError, match="last=0 must be at least 1"):
+        native.BlockChoice(size=16, units=1, parts=2, first=0, last=0)
+    with pytest.raises(SaccadeError, match="contiguous"):
+        planned.attend(0, q[0], storage.k, storage.v, torch.zeros(HEADS, 1, DIM).transpose(0, 1)[:, ::2], 0.2, None, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=512, head_dim=32)
+
+
+def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeypatch):
+    """A packed batch of all these methods, planned and not; a session whose second turn finds kept summaries."""
+    policies = [method.text for method in METHODS]
+    ids = [random_ids(100 + 17 * i, seed=i) for i in range(len(policies))]
+    few = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def answers():
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
+        outputs = llm.generate(ids, few, policy=policies)
+        with llm.session("psa(epsilon=0.6, block_size=8, microbatch=1)") as session:
+            outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
+        assert llm.engine.pool.used_blocks == 0
+        return outputs
+
+    planned = answers()
+    monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
+    for left, right in zip(planned, answers()):
+        assert tokens(left) == tokens(right)
+        reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
+        for name in ("coverage", "coverage_least"):
+            assert reports[0].pop(name) == pytest.approx(reports[1].pop(name), abs=1e-6)
+        assert reports[0] == reports[1]
+        assert left.report["notes"] == right.report["notes"]
