@@ -67,13 +67,13 @@ def in_joined_rows(patch, llm: LLM, plant: Plant) -> None:
 
 
 def in_joined_attention(patch, llm: LLM, plant: Plant) -> None:
-    real = host_rows.cpu_rows.PlannedRows.attend
+    real = host_rows.PlannedRows.attend
 
     def attend(self, *rest):
-        plant(any(position >= LAST for _, position, *_ in self._rows))
+        plant(any(row.position >= LAST for row in self._rows))
         return real(self, *rest)
 
-    patch.setattr(host_rows.cpu_rows.PlannedRows, "attend", attend)
+    patch.setattr(host_rows.PlannedRows, "attend", attend)
 
 
 def in_allocation(patch, llm: LLM, plant: Plant) -> None:
