@@ -204,40 +204,37 @@ class Engine:
         if not self._driver.acquire(blocking=False):
             raise RuntimeError("two threads drive one engine; go through AsyncEngine")
         try:
-            return self._step()
+            batch = self._apart(self.scheduler.schedule())
+            outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
+            if not batch:
+                return outputs
+            if self.drafter is not None:
+                batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
+            began = time.perf_counter()
+            for request, _ in batch:
+                request.report.schedule(began)
+            try:
+                result = self.worker.run(step_input(batch))
+            except BaseException as error:  # some layers hold the new rows and others do not
+                for request, rows in batch:
+                    request.sequence.undo(rows)
+                if not isinstance(error, Exception):
+                    raise
+                logger.debug("a step of %d requests failed", len(batch), exc_info=True)
+                if len(batch) == 1:
+                    return [*outputs, self._failed(batch[0][0], error)]
+                self._suspects |= {request.id for request, _ in batch}
+                return outputs
+            ended = time.perf_counter()
+            for request, rows in batch:
+                try:
+                    outputs += self._settle(request, rows, result.requests[request.id], ended)
+                except Exception as error:
+                    logger.debug("settling a step failed", exc_info=True)
+                    outputs.append(self._failed(request, error))
+            return outputs
         finally:
             self._driver.release()
-
-    def _step(self) -> list[StepOutput]:
-        batch = self._apart(self.scheduler.schedule())
-        outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
-        if not batch:
-            return outputs
-        if self.drafter is not None:
-            batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
-        began = time.perf_counter()
-        for request, _ in batch:
-            request.report.schedule(began)
-        try:
-            result = self.worker.run(step_input(batch))
-        except BaseException as error:  # some layers hold the new rows and others do not
-            for request, rows in batch:
-                request.sequence.undo(rows)
-            if not isinstance(error, Exception):
-                raise
-            logger.debug("a step of %d requests failed", len(batch), exc_info=True)
-            if len(batch) == 1:
-                return [*outputs, self._failed(batch[0][0], error)]
-            self._suspects |= {request.id for request, _ in batch}
-            return outputs
-        ended = time.perf_counter()
-        for request, rows in batch:
-            try:
-                outputs += self._settle(request, rows, result.requests[request.id], ended)
-            except Exception as error:
-                logger.debug("settling a step failed", exc_info=True)
-                outputs.append(self._failed(request, error))
-        return outputs
 
     def _apart(self, batch: list[tuple[Request, ScheduledRequest]]) -> list[tuple[Request, ScheduledRequest]]:
         """After a step that failed as a whole, its requests run in steps of their own, so that only those are lost

@@ -218,9 +218,6 @@ class Report:
         self._last_token: float | None = None
         self._finished: float | None = None
 
-    def phase(self, name: str) -> PhaseStats:
-        return self.prefill if name == "prefill" else self.decode
-
     def schedule(self, now: float) -> None:
         """A step begins with this request in it: the first one ends its wait in the queue."""
         if self._scheduled is None:
@@ -235,7 +232,10 @@ class Report:
     def take(self, rows: ScheduledRequest, result: RequestResult, ended: float) -> None:
         """Count what a step did for ``rows`` until ``ended`` (time.perf_counter)."""
         seconds, self._counted = ended - self._counted, ended
-        self.phase(rows.phase).take(result, getattr(rows.policy, rows.phase).text, rows.length, seconds)
+        stats, method = (
+            (self.prefill, rows.policy.prefill) if rows.phase == "prefill" else (self.decode, rows.policy.decode)
+        )
+        stats.take(result, method.text, rows.stop - rows.start, seconds)
         for note in result.notes:
             self.note(note)
 

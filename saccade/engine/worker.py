@@ -55,7 +55,11 @@ class Worker:
                 part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
             left = self._run_on_device(step, part, result)
             if left:
-                self._run_packed(step.part(left), result)
+                packed = step.part(left)
+                try:
+                    self._pass(packed, result)
+                except Exception as error:
+                    self._broke(packed, result, error)
         result.seconds = time.perf_counter() - began
         return result
 
@@ -89,24 +93,21 @@ class Worker:
                 left += part
         return sorted(left)
 
-    def _run_packed(self, step: StepInput, result: StepResult) -> None:
-        """One pass of the layers over all rows of ``step``. Where it breaks, its requests are to be tried again, each
-        in a pass of its own, so that only those fail that cannot run alone."""
-        try:
-            self._pass(step, result)
-        except Exception as error:
-            logger.debug("a pass over %d requests failed", len(step), exc_info=True)
-            text = f"{type(error).__name__}: {error}"
-            for one in step.scheduled:
-                if len(step) == 1:
-                    for failed in results_of(result.requests, one):
-                        failed.error = f"{one.phase}: {text}"
-                else:
-                    result.requests[one.request_id].undone = True
-                    self._alone.add(one.request_id)
+    def _broke(self, step: StepInput, result: StepResult, error: Exception) -> None:
+        """After a pass that broke its requests are to be tried again, each in a pass of its own, so that only those
+        fail that cannot run alone."""
+        logger.debug("a pass over %d requests failed", len(step), exc_info=error)
+        for one in step.scheduled:
+            if len(step) == 1:
+                for failed in results_of(result.requests, one):
+                    failed.error = f"{one.phase}: {type(error).__name__}: {error}"
+            else:
+                result.requests[one.request_id].undone = True
+                self._alone.add(one.request_id)
 
     @torch.inference_mode()  # planning makes summaries, too
     def _pass(self, step: StepInput, result: StepResult) -> None:
+        """The layers over all rows of ``step`` in one pass."""
         context = self.host.plan(step, self.memories, result.requests)
         segments: list[Segment] = []
         wanted: list[int] = []  # packed rows whose logits choose tokens

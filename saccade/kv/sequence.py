@@ -74,7 +74,8 @@ class SequenceKV:
     def tables(self) -> Tensor:
         """int32 [layers, kv_heads or 1, >= blocks] on the storage's device: the slots of every block, -1 where one is
         not resident."""
-        self._refresh()
+        if self._residency != self.pool.version:
+            self._refresh()
         return self._stored_tables
 
     def slot_mapping(self, start: int, stop: int) -> Tensor:
@@ -152,7 +153,7 @@ class SequenceKV:
 
     def stored(self, count: int) -> None:
         """Count ``count`` rows that the host stores in every layer of this step, past the sequence itself."""
-        self.appended(count)
+        self._lengths = [length + count for length in self._lengths]
         self.version += 1
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:

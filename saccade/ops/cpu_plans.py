@@ -54,6 +54,8 @@ class Readings:
 
     def of(self, length: int) -> list[Any]:
         """By layer, what a row that sees ``length`` keys reads: a struct Keys or BlockChoice."""
+        if len(self._calls) == 1:
+            return [self._calls[0] if length > self._dense_upto[0] else ALL_KEYS] * len(self._layers)
         calls = [call if length > upto else ALL_KEYS for call, upto in zip(self._calls, self._dense_upto)]
         return [calls[i] for i in self._layers]
 
