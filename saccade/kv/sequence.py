@@ -153,7 +153,7 @@ class SequenceKV:
 
     def stored(self, count: int) -> None:
         """Count ``count`` rows that the host stores in every layer of this step, past the sequence itself."""
-        self._lengths = [length + count for length in self._lengths]
+        self.appended(count)
         self.version += 1
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
