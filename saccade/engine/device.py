@@ -8,9 +8,10 @@ is the same on both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -18,17 +19,20 @@ from saccade.engine.attention import Watch
 from saccade.engine.device_attention import DeviceAttention, Group, why_not
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
-from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_rows import RowBuffers, RuleCounts
 from saccade.engine.device_watch import PlacedRow, StepWatch
+from saccade.engine.device_words import ReadCounts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
 from saccade.kv.blocks import BlockManager
-from saccade.methods.base import Method
+from saccade.methods.base import Method, WindowMethod
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
-from saccade.selection.plan import DevicePlan, Reading
+from saccade.selection import Cone
+from saccade.selection.plan import DevicePlan, OwnReading, Reading
 
 MOST_ROWS = 64
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
@@ -46,6 +50,7 @@ class _Planned:
     plan: DevicePlan | None
     form: int = 0
     why_not: str | None = None
+    cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
 
 
 class DeviceBackend:
@@ -80,13 +85,15 @@ class DeviceBackend:
             return "rows of drafts are counted, and taken back, one by one"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
-        if one.policy.window is not None:
-            return "the policy has a window"
-        if memory.has_state or memory.has_gone:
-            return "the decode method keeps a state, or keys were evicted"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
-        return self._plan(one.policy.decode).why_not
+        planned = self._plan(one.policy.decode, one.policy.window)
+        if planned.plan is not None:
+            if memory.has_state and not planned.plan.keeps:
+                return "the decode method keeps a state that its device plan does not know"
+            if memory.has_gone and not one.policy.decode.evicts:
+                return "an earlier turn evicted keys"
+        return planned.why_not
 
     def parts(self, which: Sequence[int]) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need."""
@@ -127,15 +134,19 @@ class DeviceBackend:
                     row.result.logits = logits[number]
         return results
 
-    def _planned(self, method: Method) -> _Planned:
+    def _planned(self, method: Method, window: WindowMethod | None) -> _Planned:
         spec = self.runner.spec
         plan = method.device_plan(spec)
         if plan is None:
             return _Planned(None, why_not=f"'{method.text}' has no device plan for this model")
-        reason = why_not(plan, spec.kv_heads)
+        cones = tuple(None if window is None else window.at(layer, spec.layers) for layer in range(spec.layers))
+        for reading, cone in zip(plan.layers, cones):
+            if cone is not None and not (isinstance(reading, OwnReading) and reading.windows):
+                return _Planned(None, why_not=f"the kernels of '{method.text}' know no windows")
+        reason = why_not(plan, spec)
         if reason is not None:
             return _Planned(None, why_not=f"'{method.text}': {reason}")
-        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)))
+        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)), cones=cones)
 
     def _arranged(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
@@ -143,9 +154,10 @@ class DeviceBackend:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
         for one in step.scheduled:
-            planned = self._plan(one.policy.decode)
+            planned = self._plan(one.policy.decode, one.policy.window)
             assert planned.plan is not None
-            row = PlacedRow(one, memories[one.sequence_id].kv, planned.plan, results[one.request_id])
+            memory = memories[one.sequence_id]
+            row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
             grouped.setdefault(planned.form, []).append(row)
         placed: list[PlacedRow | None] = []
         groups, sizes = [], []
@@ -189,7 +201,9 @@ class DeviceBackend:
                 rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
             del have
             spec = self.runner.spec
-            self._buffers = RowBuffers(spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, self.runner.device)
+            self._buffers = RowBuffers(
+                spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device
+            )
             return self._buffers
         return have
 
@@ -203,9 +217,19 @@ class DeviceBackend:
                 continue
             one = row.scheduled
             buffers.hold(number, row.kv, row.plan, one.stop)
+            if row.plan.keeps:
+                state = row.memory.on_device(partial(self._opened, row))
+                buffers.own.hold(number, state, row.cones, one.stop)
+                for note in state.notes(one.stop):
+                    row.result.note(note)
             inputs.append((tokens[one.request_id], one.start, one.stop))
             self._attach(number, one, row.plan, buffers)
         buffers.load(inputs)
+
+    @torch.inference_mode()  # in which the host path's states were made
+    def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
+        one = row.scheduled
+        return one.policy.decode.device_state(Opening(states, row.kv, self.runner.spec, one.span_start, one.stop))
 
     def _attach(self, row: int, one: ScheduledRequest, plan: DevicePlan, buffers: RowBuffers) -> None:
         """Let ``row`` count for a request under its plan from now on."""
@@ -218,7 +242,12 @@ class DeviceBackend:
         for other in (row, counts.row):
             self._detach(other)
         self._rows[row] = counts
-        counts.attach(row, (lambda: buffers.take_rules(row)) if plan.ruled else None)
+        source: Callable[[], RuleCounts | ReadCounts] | None = None
+        if plan.ruled:
+            source = partial(buffers.take_rules, row)
+        elif plan.keeps:
+            source = partial(buffers.own.take, row)
+        counts.attach(row, source)
 
     def _detach(self, row: int | None) -> None:
         counts = None if row is None else self._rows.pop(row, None)
@@ -231,7 +260,9 @@ class DeviceBackend:
         row.kv.appended(1)
         if choice is not None and one.stop % choice.size == 0:
             row.kv.summarized(choice.summary, choice.size)
-        everything = counts.add(one.stop, "triton" if self.watch.idle else "triton (eager)")
+        backend = "triton" if self.watch.idle else "triton (eager)"
+        whole = row.plan.keeps and row.memory.on_device(partial(self._opened, row)).reads_all(one.stop)
+        everything = counts.add(one.stop, backend, one.start - one.span_start, whole)
         if everything and not one.policy.decode.is_dense:
             row.result.note(ran_dense("decode", row.plan.method))
         if self.kinds.note is not None:

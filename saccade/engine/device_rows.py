@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.device_words import RowWords
 from saccade.kv.sequence import SequenceKV
 from saccade.selection.plan import DevicePlan
 
@@ -40,11 +41,11 @@ class RowBuffers:
     int32 [layers, rows, table_rows, blocks]: the slots of each block, ``table_rows`` a sequence. ``pointers`` int64
     [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``, ``second`` int32 and
     ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers). ``rules``: what
-    stopping rules did since this was last taken.
+    stopping rules did since this was last taken. ``own``: of rows whose methods bring readings of their own.
     """
 
     def __init__(
-        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, device: torch.device
+        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, heads: int, device: torch.device
     ) -> None:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
@@ -60,6 +61,7 @@ class RowBuffers:
             torch.zeros(every, dtype=torch.float64, device=device),
             torch.ones(every, dtype=torch.float32, device=device),
         )
+        self.own = RowWords(layers, rows, heads, device)
         self._held = [_Row() for _ in range(rows)]
 
     def fits(self, rows: int, blocks: int) -> bool:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.state import MethodState
 from saccade.selection import Cone, Dense, Selection, Shape
 from saccade.selection.plan import DevicePlan, PlanSpec
@@ -171,6 +172,10 @@ class Method(PolicyPart):
         """What each layer of a model reads in decode, for steps that a device runs on its own (see selection.plan): the
         same keys as ``select_decode`` chooses. None where there is no such plan; the host path serves it then."""
         return None
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        """What recorded steps of one sequence know, for plans with readings of the method's own."""
+        return DeviceState(opening)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
         """Called after the step with what was really read.

@@ -1,0 +1,67 @@
+"""Methods that bring readings of their own, served by the device backend: what they get is what the host path gives.
+CPU tensors, Triton's interpreter, no graphs."""
+
+from __future__ import annotations
+
+import pytest
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from device_helpers import put_on_device
+from engine_helpers import tokens
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+
+FEW = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+EVICTING = [
+    "snapkv(capacity=40, window=8)",
+    "snapkv(capacity=40, window=8, unit=q_head)",
+    "adakv(capacity=50, window=8)",
+]
+EVICTING += ["h2o(budget=40)", "h2o(budget=40, unit=q_head, heavy=0.8)", "h2o(budget=300)"]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    folder = make_checkpoint(
+        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
+    )
+    own, batched = (LLM(folder, kv_memory="32MiB", prefill_chunk=256, exact=False) for _ in range(2))
+    put_on_device(batched)
+    return own, batched
+
+
+def same(own, batched) -> None:
+    """Tokens and what was read are the same, and recorded steps did it."""
+    assert batched.error is None
+    assert tokens(own) == tokens(batched)
+    left, right = own.report["decode"], batched.report["decode"]
+    assert set(right["backends"]) == {"triton"}
+    for name in (
+        "keys_attended",
+        "keys_causal",
+        "keys_scored",
+        "keys_estimated",
+        "density_per_head",
+        "searches",
+        "selections",
+    ):
+        assert left[name] == right[name], name
+    assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_tokens_and_reports(engines, policy):
+    prompts = [random_ids(length, seed=length) for length in (30, 190, 223)]
+    own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+
+
+@pytest.mark.parametrize("policy", EVICTING[::3])
+def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
+    answers = []
+    for one in engines:
+        with one.session(policy=policy) as session:
+            answers.append([session.generate(random_ids(length, seed=length), FEW) for length in (90, 15)])
+    for left, right in zip(*answers):
+        same(left, right)
