@@ -18,6 +18,7 @@ EVICTING = [
     "adakv(capacity=50, window=8)",
 ]
 EVICTING += ["h2o(budget=40)", "h2o(budget=40, unit=q_head, heavy=0.8)", "h2o(budget=300)"]
+CHOOSING = ["topk(k=24)", "topk(k=0.2, sinks=3, local=5)", "topk(k=24, unit=kv_head, sinks=2, local=4)"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 190, 223)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)

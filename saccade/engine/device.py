@@ -134,7 +134,7 @@ class DeviceBackend:
                     row.result.logits = logits[number]
         return results
 
-    def _planned(self, method: Method, window: WindowMethod | None) -> _Planned:
+    def _planned(self, method: Method, window: WindowMethod | None = None) -> _Planned:
         spec = self.runner.spec
         plan = method.device_plan(spec)
         if plan is None:

@@ -93,8 +93,8 @@ class DeviceAttention:
         rules, words = self.buffers.rules, self.buffers.own
         for group, read in zip(self.groups, self._read):
             for layers in _stretches(sorted(read)):
-                done = tally([read[layer] for layer in layers], self.lengths[group.slice], words.heads)
-                words.tallies[layers[0] : layers[-1] + 1, group.slice] += done
+                counts = tally([read[layer] for layer in layers], self.lengths[group.slice], words.heads)
+                words.tallies[layers[0] : layers[-1] + 1, group.slice] += counts
         for group, choice, ruled in zip(self.groups, self._blocks, self._ruled):
             if not isinstance(choice, RankedBlocks):
                 continue

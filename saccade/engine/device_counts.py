@@ -18,8 +18,8 @@ class LayerCounts:
 
     ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [units], on the
     CPU, is what those of each unit read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
-    ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum of ``estimates`` stopping rules' estimates of what they had covered, ``least`` the
-    least of them.
+    ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum
+    of ``estimates`` stopping rules' estimates of what they had covered, ``least`` the least of them.
     """
 
     layer: int

@@ -25,7 +25,8 @@ class KeptKeys(OwnReading):
         from saccade.ops.triton.batched_rows import LayerRead, kept_lists
 
         lists = kept_lists(rows, self.units)
-        return LayerRead(*rows.attend(lists), lists)
+        out, lse = rows.attend(lists)
+        return LayerRead(out, lse, lists)
 
 
 class KeptLists(DeviceState):

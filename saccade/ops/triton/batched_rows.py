@@ -40,9 +40,9 @@ class LayerRead(NamedTuple):
 @dataclass(eq=False)
 class LayerRows:
     """Rows that decode under readings of one form: ``q`` [rows, heads, head_dim] over ``pages``. ``words`` int64 [rows,
-    w] and ``reals`` float64 [rows, r] are those of the rows' device states, ``cones`` float64 [rows, 4] share, sinks, local
-    and grid of their windows (selection.Cone; all 0: none). Words of a padding row (length 0) mean nothing. ``shared`` is kept from layer to layer
-    of a step."""
+    w] and ``reals`` float64 [rows, r] are those of the rows' device states, ``cones`` float64 [rows, 4] share, sinks,
+    local and grid of their windows (selection.Cone; all 0: none). What is said of a padding row (length 0) means
+    nothing. ``shared`` is kept from layer to layer of a step."""
 
     layer: int
     q: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,8 +25,8 @@ def weigh_lists(
 ) -> None:
     """Softmax weights over ``lists`` of keys, whose log-sum-exp is ``lse`` [rows, heads]. The weight of entry ``e`` of
     list ``l``, meaned over its query heads, goes to place ``starts[l] + e`` of 4-byte entries from ``out`` on, by
-    default to ``out`` float32 [lists, longest]. With ``each`` every head's weight goes to ``out`` float32 [rows * heads,
-    longest] instead. Of lists that are not ``active`` (int8 [lists]) nothing is written."""
+    default to ``out`` float32 [lists, longest]. With ``each`` every head's weight goes to ``out`` float32 [rows *
+    heads, longest] instead. Of lists that are not ``active`` (int8 [lists]) nothing is written."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
     units, kv_heads = lists.units, rows.kv_heads
