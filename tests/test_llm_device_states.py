@@ -33,6 +33,17 @@ SHARING += [
     "cis(k=220)",
 ]
 SHARING += [f"{CIS})+psaw(start_layer=1, block_size=32)", f"{CIS}, follow=1, s=4)+psaw(start_layer=1, block_size=1)"]
+LFPS = "lfps(k=30, least=1"
+FORESEEN = [
+    f"{LFPS}, blocks=4)",
+    f"{LFPS}, blocks=4, epsilon=0.1)",
+    f"{LFPS}, blocks=4, epsilon=0.1, unit=kv_head, bypass=sink)",
+    f"{LFPS}, blocks=0, rest=none, slash_shift_on_read=false, bypass=mean, bypass_shift=false, read_local=false)",
+    f"{LFPS}, blocks=0, gate=off_for_c0, epsilon=1, running_means=true, unit=kv_head)",
+    f"{LFPS}, a=none, gate=off, epsilon=0.1, slash_shift_on_read=true, bypass_shift=false)",
+    "lfps(k=0.1, least=1, blocks=3, block_size=16, epsilon=0.2)",
+    "lfps",
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +62,14 @@ def same(own, batched) -> None:
     assert tokens(own) == tokens(batched)
     left, right = own.report["decode"], batched.report["decode"]
     assert set(right["backends"]) == {"triton"}
-    assert left["keys_scored"] == pytest.approx(right["keys_scored"], abs=2 * len(tokens(own)))  # rounded step by step
+    # Rounded step by step on the host, where heads that rest have candidates too.
+    assert left["keys_scored"] == pytest.approx(right["keys_scored"], abs=2 * len(tokens(own)), rel=0.04)
     for name in ("keys_attended", "keys_causal", "density_per_head", "searches", "searchable", "selections"):
         assert left[name] == right[name], name
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING])
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 191)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)

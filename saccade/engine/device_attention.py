@@ -30,7 +30,7 @@ def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
         if isinstance(reading, OwnReading) and (reason := reading.why_not(spec)) is not None:
             return reason
     choice, kv_heads = plan.blocks, spec.kv_heads
-    if choice is None:
+    if not isinstance(choice, BestBlocks | RankedBlocks):
         return None
     if choice.size not in BLOCK_SIZES:
         return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"

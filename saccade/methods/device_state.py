@@ -17,7 +17,7 @@ import torch
 from saccade.kv.sequence import SequenceKV
 from saccade.selection.plan import MOST, PlanSpec
 
-WORDS = 24  # int64 a row and layer, at most
+WORDS = 32  # int64 a row and layer, at most
 REALS = 8  # float64
 
 

@@ -70,11 +70,24 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Summarized:
+    """Blocks of ``size`` keys with their ``summary`` (see kv.summaries)."""
+
+    size: int
+    summary: str
+
+
+@dataclass(frozen=True)
 class OwnReading:
     """Base of readings whose kernels their method brings. Its fields are its form; its numbers are the words of the
     rows' device states (methods/device_state.py). What it reads is counted on the device."""
 
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
+
+    @property
+    def blocks(self) -> Summarized | None:
+        """The block summaries that its kernels read, if any."""
+        return None
 
     @property
     def form(self) -> OwnReading:
@@ -258,7 +271,8 @@ class DevicePlan:
     layers: tuple[Reading, ...]
 
     def __post_init__(self) -> None:
-        summaries = {(one.summary, one.size) for one in self.layers if isinstance(one, BestBlocks | RankedBlocks)}
+        kinds = [blocks_of([one]) for one in self.layers]
+        summaries = {(one.summary, one.size) for one in kinds if one is not None}
         if len(summaries) > 1:
             raise SaccadeError(f"the layers of a device plan share one kind of block summary, got {sorted(summaries)}")
 
@@ -282,8 +296,8 @@ class DevicePlan:
         return tuple(forms[one] for one in self.layers)
 
     @cached_property
-    def blocks(self) -> BestBlocks | RankedBlocks | None:
-        """The kind of block choice that there is, if any."""
+    def blocks(self) -> BestBlocks | RankedBlocks | Summarized | None:
+        """The kind of block choice that there is, or what a method's own readings know of blocks, if any."""
         return blocks_of(self.layers)
 
     @cached_property
@@ -297,9 +311,14 @@ class DevicePlan:
         return isinstance(self.blocks, RankedBlocks)
 
 
-def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | None:
-    """The first layer's that chooses blocks."""
-    return next((one for one in layers if isinstance(one, BestBlocks | RankedBlocks)), None)
+def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | Summarized | None:
+    """The first layer's that chooses blocks, or knows something of them."""
+    for one in layers:
+        if isinstance(one, BestBlocks | RankedBlocks):
+            return one
+        if isinstance(one, OwnReading) and one.blocks is not None:
+            return one.blocks
+    return None
 
 
 def bucket(count: int) -> int:

@@ -18,11 +18,21 @@ KEYS = 64  # scored in one go
 BOUNDS = 5  # int32 a row: see choose_keys
 
 
-def score_keys(rows: LayerRows, units: int, hidden: Tensor | None = None, active: Tensor | None = None) -> Tensor:
+def score_keys(
+    rows: LayerRows,
+    units: int,
+    hidden: Tensor | None = None,
+    active: Tensor | None = None,
+    lists: KeyLists | None = None,
+    idle: Tensor | None = None,
+) -> Tensor:
     """Float32 [rows, units, n] for ``n`` = ``rows.pages.longest``: what ranks the keys of each unit, the logit of one
     query head or the mean of several heads' softmax weights over all keys but the ``hidden`` ones (int32 [rows, 2],
     from, to). Only what is said of keys below a row's length counts, and of units that are ``active`` (int8 [rows *
-    units], all by default)."""
+    units], all by default).
+
+    With ``lists`` (a row of ``indices`` for each unit) only their keys are scored, each at its place in its list.
+    Heads that are ``idle`` (int8 [rows * heads]) have no say."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
     kv_heads, width, device = rows.kv_heads, rows.pages.longest, q.device
@@ -37,6 +47,8 @@ def score_keys(rows: LayerRows, units: int, hidden: Tensor | None = None, active
         rows.pages.tables,
         rows.pages.lengths,
         none if active is None else active,
+        none if lists is None else lists.counts,
+        none if lists is None else lists.indices,
         scores,
         q.stride(0),
         q.stride(1),
@@ -54,6 +66,7 @@ def score_keys(rows: LayerRows, units: int, hidden: Tensor | None = None, active
         PAGE=rows.pages.k.shape[2],
         KEYS=KEYS,
         CHOSEN=active is not None,
+        LISTED=lists is not None,
         CAPPED=rows.softcap is not None,
         PRECISION=precision(q.dtype),
         num_warps=4,
@@ -66,11 +79,15 @@ def score_keys(rows: LayerRows, units: int, hidden: Tensor | None = None, active
             rows.pages.lengths,
             none if hidden is None else hidden,
             none if active is None else active,
+            none if lists is None else lists.counts,
+            none if idle is None else idle,
             width,
             UNITS=units,
             EACH=each,
             HIDES=hidden is not None,
             CHOSEN=active is not None,
+            LISTED=lists is not None,
+            IDLE=idle is not None,
             SPAN=2048,
             num_warps=8,
             **launched(device),
@@ -123,49 +140,58 @@ def new_lists(rows: LayerRows, units: int, room: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "width"],
-    do_not_specialize_on_alignment=["tables", "lengths", "active"],
+    do_not_specialize_on_alignment=["tables", "lengths", "active", "counts", "indices"],
 )
 def _score(
-    q_ptr, k_pool, tables, lengths, active, scores, q_row, q_head, table_stride, table_head, width, scale_log2, softcap,
+    q_ptr, k_pool, tables, lengths, active, counts, indices, scores, q_row, q_head, table_stride, table_head, width,
+    scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CHOSEN: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     program, row = tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + row)
-    count = length
+    unit = row * UNITS + program * PER // (HEADS // UNITS)
+    count = tl.load(lengths + row)
+    if LISTED:
+        count = tl.load(counts + unit)
     if CHOSEN:
-        count = tl.where(tl.load(active + row * UNITS + program * PER // (HEADS // UNITS)) != 0, length, 0)
+        count = tl.where(tl.load(active + unit) != 0, count, 0)
     table = tables + row.to(tl.int64) * table_stride + (program * PER // (HEADS // KV_HEADS)).to(tl.int64) * table_head
     mine = tl.arange(0, PER_PAD)
     out = scores + (row.to(tl.int64) * HEADS + program * PER + mine)[:, None] * width
     for tile in tl.range(tl.program_id(0), tl.cdiv(count, KEYS), tl.num_programs(0)):
-        key = tile * KEYS + tl.arange(0, KEYS)
-        valid = key < count
+        number = tile * KEYS + tl.arange(0, KEYS)
+        valid = number < count
+        key = number
+        if LISTED:
+            key = tl.load(indices + unit.to(tl.int64) * width + number, mask=valid, other=0)
         found = logits(
             q_ptr + row.to(tl.int64) * q_row, k_pool, table, program, key, valid, q_head, scale_log2, softcap, HEADS,
             KV_HEADS, PER, PER_PAD, D, D_PAD, PAGE, CAPPED, PRECISION,
         )  # fmt: skip
-        tl.store(out + key[None, :], found, mask=(mine < PER)[:, None] & valid[None, :])
+        tl.store(out + number[None, :], found, mask=(mine < PER)[:, None] & valid[None, :])
 
 
-@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["lengths", "hidden", "active"])
+@triton.jit(
+    do_not_specialize=["width"], do_not_specialize_on_alignment=["lengths", "hidden", "active", "counts", "idle"]
+)
 def _vote(
-    scores, lengths, hidden, active, width,
-    UNITS: tl.constexpr, EACH: tl.constexpr, HIDES: tl.constexpr, CHOSEN: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    scores, lengths, hidden, active, counts, idle, width,
+    UNITS: tl.constexpr, EACH: tl.constexpr, HIDES: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr,
+    IDLE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The mean of the softmax weights of a unit's heads, in the place of its first head's logits."""
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    count = length
+    count = tl.load(lengths + row)
     low, high = 0, 0
     if HIDES:
         low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
+    if LISTED:
+        count = tl.load(counts + row * UNITS + unit)
     if CHOSEN:
-        count = tl.where(tl.load(active + row * UNITS + unit) != 0, length, 0)
+        count = tl.where(tl.load(active + row * UNITS + unit) != 0, count, 0)
     at = tl.arange(0, SPAN)
     line = scores + (row * UNITS + unit).to(tl.int64) * EACH * width
     for number in tl.static_range(EACH):
@@ -183,6 +209,9 @@ def _vote(
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         total = tl.sum(weight * tl.exp2(top - peak), 0)
         total = tl.where(total == 0.0, 1.0, total)
+        if IDLE:
+            votes = tl.load(idle + (row * UNITS + unit) * EACH + number) == 0
+            total = tl.where(votes, total, float("inf"))
         for start in tl.range(0, count, SPAN):
             key = start + at
             inside = key < count
