@@ -86,6 +86,8 @@ class DeviceBackend:
             return "the decode method keeps a state, or keys were evicted"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
+        if memory.kv.pool.absent and not memory.kv.resident:
+            return "some of its KV blocks are not resident"
         return self._plan(one.policy.decode).why_not
 
     def parts(self, which: Sequence[int]) -> list[list[int]]:
@@ -166,7 +168,7 @@ class DeviceBackend:
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            context = DeviceAttention(kind.groups, buffers, pool.storage, kind.longest, watch)
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch)
             tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
