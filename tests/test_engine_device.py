@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Once, Sequences, reference
+from kv_helpers import move_blocks
 from tiny_models import make_checkpoint
 
 from saccade.engine import device_attention
@@ -89,6 +90,27 @@ def test_rows_of_all_methods_in_one_step_give_what_each_gives_alone(runner):
             assert stats.least_covered == pytest.approx(min(part.least_covered for part in parts), abs=1e-4)
         assert results[number + 100].late  # what was taken is not counted again
         assert not counted(results[number + 100])[1].layers
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_blocks_may_move_between_two_steps(runner, heads_apart):
+    """A step looks its blocks up in the pool's map as it runs. Who moves them tells no sequence and no row."""
+    ours, theirs = (Sequences(runner, MIXED, LENGTHS, heads_apart=heads_apart) for _ in range(2))
+    device = DeviceBackend(runner)
+    for _ in range(3):
+        results = device.run(ours.step(), ours.memories)
+        torch.testing.assert_close(logits_of(results), reference(theirs)[0], atol=2e-4, rtol=1e-4)
+        for number in (1, 4, 8):
+            move_blocks(ours.pool, ours.memories[number].kv)
+
+
+def test_rows_whose_blocks_are_not_resident_are_not_served(runner):
+    sequences = Sequences(runner, ["dense", "dense"], [70, 70])
+    device, step = DeviceBackend(runner), sequences.step()
+    sequences.pool.evict(1, [sequences.memories[1].kv.block_table[0].item()])
+    assert [device.serves(step, number, sequences.memories[number]) for number in (0, 1)] == [
+        None, "some of its KV blocks are not resident",
+    ]  # fmt: skip
 
 
 def test_numbers_are_no_part_of_a_kind_of_step(runner):

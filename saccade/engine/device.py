@@ -87,6 +87,8 @@ class DeviceBackend:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
+        if memory.kv.pool.absent and not memory.kv.resident:
+            return "some of its KV blocks are not resident"
         planned = self._plan(one.policy.decode, one.policy.window)
         if planned.plan is not None:
             if memory.has_state and not planned.plan.keeps:
@@ -178,7 +180,7 @@ class DeviceBackend:
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            context = DeviceAttention(kind.groups, buffers, pool.storage, kind.longest, watch)
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch)
             tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
