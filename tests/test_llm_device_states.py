@@ -44,6 +44,8 @@ FORESEEN = [
     "lfps(k=0.1, least=1, blocks=3, block_size=16, epsilon=0.2)",
     "lfps",
 ]
+LOOP = "loopserve(alpha=1, budget=40, first=2, n_d=3"
+LINES = [f"{LOOP})", f"{LOOP}, unit=q_head, observed=2, force=true)", f"{LOOP}, slashes=false, at_start=true)"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN])
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 191)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)

@@ -19,9 +19,9 @@ from saccade.engine.attention import Watch
 from saccade.engine.device_attention import DeviceAttention, Group, why_not
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
-from saccade.engine.device_rows import RowBuffers, RuleCounts
+from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_watch import PlacedRow, StepWatch
-from saccade.engine.device_words import ReadCounts
+from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput

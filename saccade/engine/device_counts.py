@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from saccade.engine.device_rows import RuleCounts
-from saccade.engine.device_words import ReadCounts
+from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.selection.plan import DevicePlan, OwnReading, RankedBlocks, Reading
 
 

@@ -14,6 +14,15 @@ from saccade.methods.device_state import REALS, WORDS, DeviceState
 from saccade.selection import Cone
 
 
+class RuleCounts(NamedTuple):
+    """What stopping rules let rows do, each [layers, rows, kv_heads]: keys read beyond those known for certain, int64;
+    the sum of the estimates of what was covered, float64; and the least of them, float32, 1 where there is none."""
+
+    keys: Tensor
+    covered: Tensor
+    least: Tensor
+
+
 class ReadCounts(NamedTuple):
     """What a row's own readings did, each a layer: ``keys`` int64 [layers, heads] that were read; float64 [layers]
     keys ``scored`` exactly, per query head, and query heads that ``searches`` counts."""

@@ -135,7 +135,7 @@ class RecordedAnchors(DeviceState):
     def _opened(self, anchors: Anchors | None, channels: int) -> Anchors:
         """Anchors with a place for each step of a block, of which ``anchors`` take the first."""
         one = Anchors.empty(self._units, channels, self._capacity, self._most, self._device)
-        own = Anchors(*(part.repeat_interleave(self._method.s, 0) for part in _parts(one)))
+        own = _joined([part.repeat_interleave(self._method.s, 0) for part in _parts(one)])
         if anchors is not None:
             count = anchors.count
             for mine, theirs in zip(_parts(own), _parts(anchors)):
@@ -148,9 +148,14 @@ class RecordedAnchors(DeviceState):
 
     def _settled(self, state: CISState, own: Anchors, block: int, place: int) -> CISState:
         count = place + 1
-        parts = [part.clone() for part in _parts(own)]
-        left = Anchors(*parts, count=count, first=int(own.positions[:count].min()))
+        left = _joined([part.clone() for part in _parts(own)])
+        left.count, left.first = count, int(own.positions[:count].min())
         return type(state)(block, left, None)
+
+
+def _joined(parts: Sequence[Tensor]) -> Anchors:
+    directions, has, counts, keys, positions, moving = parts
+    return Anchors(directions, has, counts, keys, positions, moving)
 
 
 def _parts(anchors: Anchors) -> tuple[Tensor, ...]:

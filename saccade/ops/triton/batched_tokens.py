@@ -220,6 +220,7 @@ def _vote(
                 tl.store(line + key, share, mask=inside)
             else:
                 tl.store(line + key, tl.load(line + key, mask=inside, other=0.0) + share, mask=inside)
+        tl.debug_barrier()  # other threads may go on with what these have stored
     for start in tl.range(0, count, SPAN):
         key = start + at
         tl.store(line + key, tl.load(line + key, mask=key < count, other=0.0) / EACH, mask=key < count)
