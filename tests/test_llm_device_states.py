@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
-from device_helpers import put_on_device
+from device_helpers import Once, device_of, put_on_device
+from drafters import Seldom, drafting
 from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.ops.triton import batched_rows
 
 FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 EVICTING = [
@@ -46,6 +48,14 @@ FORESEEN = [
 ]
 LOOP = "loopserve(alpha=1, budget=40, first=2, n_d=3"
 LINES = [f"{LOOP})", f"{LOOP}, unit=q_head, observed=2, force=true)", f"{LOOP}, slashes=false, at_start=true)"]
+SPARSE = "double_sparsity(source=prompt, dense_layers=1"
+LABELLED = [
+    f"{SPARSE}, k=24, channels=0.5)",
+    f"{SPARSE}, k=0.2, bits=8, unit=q_head, sinks=2, local=5)",
+    f"{SPARSE}, k=24, bits=16)",
+    "hshare(source=prompt, heavy=20, sinks=3, local=5, every=3)",
+    "hshare(source=prompt, heavy=20, sinks=3, local=5, head_share=0.5, layer_share=0.5, unit=q_head, channels=0.3)",
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +75,13 @@ def same(own, batched) -> None:
     left, right = own.report["decode"], batched.report["decode"]
     assert set(right["backends"]) == {"triton"}
     # Rounded step by step on the host, where heads that rest have candidates too.
-    assert left["keys_scored"] == pytest.approx(right["keys_scored"], abs=2 * len(tokens(own)), rel=0.04)
+    assert left["keys_scored"] == pytest.approx(right["keys_scored"], abs=2 * len(tokens(own)), rel=0.12)
     for name in ("keys_attended", "keys_causal", "density_per_head", "searches", "searchable", "selections"):
         assert left[name] == right[name], name
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES])
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 191)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
@@ -79,7 +89,7 @@ def test_tokens_and_reports(engines, policy):
         same(left, right)
 
 
-@pytest.mark.parametrize("policy", EVICTING[::3])
+@pytest.mark.parametrize("policy", ["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})"])
 def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
     answers = []
     for one in engines:
@@ -87,3 +97,63 @@ def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
             answers.append([session.generate(random_ids(length, seed=length), FEW) for length in (90, 15)])
     for left, right in zip(*answers):
         same(left, right)
+
+
+LEARNING = ["h2o(budget=40)", f"{CIS}, follow=1)", f"{LFPS}, blocks=4, running_means=true)", f"{LOOP})"]
+
+
+@pytest.mark.parametrize("policy", LEARNING)
+@pytest.mark.parametrize("host", [False, True], ids=["tried again", "served by the host"])
+def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, policy, host):
+    """The second layer of the third step fails: what its first layer has written is written again."""
+    prompt, device = random_ids(180, seed=4), device_of(engines[1])
+    (expected,) = engines[0].generate(prompt, FEW, policy=policy)
+    with monkeypatch.context() as patched:
+        fails = Once(batched_rows.attend_decode, ZeroDivisionError("it broke"), at=6 if "loop" not in policy else 12)
+        patched.setattr(batched_rows, "attend_decode", fails)
+        if not host:
+            run = device.run
+
+            def twice(step, memories):
+                try:
+                    return run(step, memories)
+                except device.Failed:
+                    return run(step, memories)
+
+            patched.setattr(device, "run", twice)
+        (got,) = engines[1].generate(prompt, FEW, policy=policy)
+    assert fails.left <= 0
+    assert tokens(got) == tokens(expected)
+    assert got.report["decode"]["keys_attended"] == expected.report["decode"]["keys_attended"]
+    assert any("failed" in note for note in got.report["notes"]) == host
+
+
+def test_rows_of_all_methods_join_and_leave_one_step(engines):
+    """One batch of every kind, of unequal prompts and answers, beside stateless ones."""
+    policies = [*EVICTING[2:4], CHOOSING[2], SHARING[4], SHARING[8], *FORESEEN[1:3], LINES[0], "arkvale(budget=64)"]
+    prompts = [random_ids(60 + 13 * at, seed=at) for at in range(len(policies))]
+    params = [SamplingParams(temperature=0, max_tokens=2 + at % 4, ignore_eos=True) for at in range(len(policies))]
+    own, batched = (one.generate(prompts, params, policy=policies) for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+
+
+@pytest.mark.parametrize("policy", LEARNING[1:3])
+def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
+    params = SamplingParams(temperature=1.5, max_tokens=5, ignore_eos=True, n=3, seed=7)
+    (own,), (batched,) = (one.generate(random_ids(150, seed=2), params, policy=policy) for one in engines)
+    assert [one.token_ids for one in own.outputs] == [one.token_ids for one in batched.outputs]
+    assert len({tuple(one.token_ids) for one in own.outputs}) > 1
+
+
+@pytest.mark.parametrize("policy", LEARNING)
+def test_drafts_take_turns_with_recorded_steps(engines, policy):
+    """Steps with drafts are the host path's: states go there and come back."""
+    prompt = random_ids(120, seed=6)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (own,) = engines[0].generate(prompt, params, policy=policy)
+    with drafting(engines[1], Seldom([[*prompt, *tokens(own)]])):
+        (drafted,) = engines[1].generate(prompt, params, policy=policy)
+    assert tokens(drafted) == tokens(own)
+    assert drafted.report["drafted_tokens"] > 0
+    assert len(drafted.report["decode"]["backends"]) >= 2

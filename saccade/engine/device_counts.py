@@ -119,6 +119,7 @@ class LateCounts:
                     counts.extra = self._read.keys[layer]
                     counts.scored += round(float(self._read.scored[layer]))
                     counts.searches = round(float(self._read.searches[layer]))
+                    counts.estimated += round(float(self._read.estimated[layer]))
             done.layers.append(counts)
             for kind, calls in sums.kinds.items():
                 done.kinds[kind] = done.kinds.get(kind, 0) + calls

@@ -25,11 +25,13 @@ class RuleCounts(NamedTuple):
 
 class ReadCounts(NamedTuple):
     """What a row's own readings did, each a layer: ``keys`` int64 [layers, heads] that were read; float64 [layers]
-    keys ``scored`` exactly, per query head, and query heads that ``searches`` counts."""
+    keys ``scored`` exactly, per query head, query heads that ``searches`` counts, and stand-ins that were scored beside
+    those that are known (``estimated``)."""
 
     keys: Tensor
     scored: Tensor
     searches: Tensor
+    estimated: Tensor
 
     def plus(self, other: ReadCounts) -> ReadCounts:
         return ReadCounts(*(one + more for one, more in zip(self, other)))
@@ -47,15 +49,14 @@ class _Row:
 class RowWords:
     """Of ``rows`` rows, at addresses that stay: ``words`` int64 [layers, rows, WORDS], ``reals`` float64 [layers, rows,
     REALS], and ``cones`` float64 [layers, rows, 4], share, sinks, local and grid of each row's window, all 0 where it
-    has none. ``tallies`` float64 [layers, rows, heads + 2]: keys read, keys scored and searches since they were
-    taken."""
+    has none. ``tallies`` float64 [layers, rows, heads + 3]: what ReadCounts counts, since it was taken."""
 
     def __init__(self, layers: int, rows: int, heads: int, device: torch.device) -> None:
         self.layers, self.heads, self.device = layers, heads, device
         self.words = torch.zeros(layers, rows, WORDS, dtype=torch.int64, device=device)
         self.reals = torch.zeros(layers, rows, REALS, dtype=torch.float64, device=device)
         self.cones = torch.zeros(layers, rows, 4, dtype=torch.float64, device=device)
-        self.tallies = torch.zeros(layers, rows, heads + 2, dtype=torch.float64, device=device)
+        self.tallies = torch.zeros(layers, rows, heads + 3, dtype=torch.float64, device=device)
         self._held = [_Row() for _ in range(rows)]
 
     def hold(self, row: int, state: DeviceState, cones: tuple[Cone | None, ...], length: int) -> None:
@@ -80,7 +81,7 @@ class RowWords:
         """What was counted in ``row`` since the last time; counting begins anew."""
         taken = self.tallies[:, row].cpu().clone()
         self.tallies[:, row] = 0.0
-        return ReadCounts(taken[:, : self.heads].round().long(), taken[:, -2], taken[:, -1])
+        return ReadCounts(taken[:, : self.heads].round().long(), *taken[:, self.heads :].unbind(1))
 
 
 def _numbers(cone: Cone | None) -> list[float]:

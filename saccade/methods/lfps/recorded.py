@@ -65,11 +65,10 @@ class ForeseenKeys(OwnReading):
             return Known("dense", 0, 0)
         bypasses = method.epsilon < 1 and first > 0
         local = min(method.local if method.read_local else 1, keys)
-        exact = (first + method.local) * bypasses
+        exact = (first + method.local) * bypasses + local + first
         estimated = int(bypasses)
-        if method.a is None and method.gate == "off":
-            return Known("tokens", 0, estimated, exact + length)
-        exact += local + first
+        if method.a is None and method.gate == "off":  # every key is a candidate: nothing is left to estimate
+            return Known("tokens", 0, estimated, exact, chooses=True)
         if method.rest is not None:
             exact += min(method.probes, keys - local)
         if method.blocks:

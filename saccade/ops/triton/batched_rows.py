@@ -27,7 +27,8 @@ class Stretches(Protocol):
 class LayerRead(NamedTuple):
     """``out`` [rows, heads, head_dim] and ``lse`` float32 [rows, heads] of what was read, ``lists``. Where
     ``everything`` (bool [rows]) is given, its rows read all keys and their lists are empty. Float [rows]: ``scored``,
-    keys whose logits were computed to choose, per query head; ``searches``, query heads that looked for keys anew."""
+    keys whose logits were computed to choose, per query head; ``searches``, query heads that looked for keys anew;
+    ``estimated``, stand-ins for keys that were scored beside those that the reading's cost knows of."""
 
     out: Tensor
     lse: Tensor
@@ -35,6 +36,7 @@ class LayerRead(NamedTuple):
     everything: Tensor | None = None
     scored: Tensor | None = None
     searches: Tensor | None = None
+    estimated: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -94,16 +96,16 @@ def hidden_keys(cones: Tensor, lengths: Tensor) -> Tensor:
 
 
 def tally(reads: Sequence[LayerRead], lengths: Tensor, heads: int) -> Tensor:
-    """float64 [layers, rows, heads + 2]: keys that each query head read, keys scored, searches. ``reads`` are of layers
-    with one form."""
+    """float64 [layers, rows, heads + 3]: keys that each query head read, scored, searches, estimated. ``reads`` are of
+    layers with one form."""
     layers, rows, units = len(reads), len(lengths), reads[0].lists.units
-    done = torch.zeros(layers, rows, heads + 2, dtype=torch.float64, device=lengths.device)
+    done = torch.zeros(layers, rows, heads + 3, dtype=torch.float64, device=lengths.device)
     keys = torch.stack([_counts(read) for read in reads]).view(layers, rows, units, 1)
     whole = [read.everything for read in reads if read.everything is not None]
     if whole:
         keys = torch.where(torch.stack(whole)[:, :, None, None], lengths[:, None, None], keys)
     done[..., :heads].unflatten(2, (units, -1)).copy_(keys.expand(-1, -1, -1, heads // units))
-    for at, name in ((heads, "scored"), (heads + 1, "searches")):
+    for at, name in ((heads, "scored"), (heads + 1, "searches"), (heads + 2, "estimated")):
         parts = [part for read in reads if (part := getattr(read, name)) is not None]
         if parts:
             done[..., at] = torch.stack(parts)
