@@ -263,7 +263,11 @@ class DeviceBackend:
         if choice is not None and one.stop % choice.size == 0:
             row.kv.summarized(choice.summary, choice.size)
         backend = "triton" if self.watch.idle else "triton (eager)"
-        whole = row.plan.keeps and row.memory.on_device(partial(self._opened, row)).reads_all(one.stop)
+        whole = False
+        if row.plan.keeps:
+            state = row.memory.on_device(partial(self._opened, row))
+            state.length = one.stop
+            whole = state.reads_all(one.stop)
         everything = counts.add(one.stop, backend, one.start - one.span_start, whole)
         if everything and not one.policy.decode.is_dense:
             row.result.note(ran_dense("decode", row.plan.method))

@@ -38,7 +38,7 @@ class SequenceMemory:
     def states(self) -> list[Any]:
         held, self._on_device = self._on_device, None
         if held is not None:
-            self._states = held.settle(self.kv.length)
+            self._states = held.settle(held.length)
         return self._states
 
     @states.setter

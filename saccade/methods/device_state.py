@@ -39,12 +39,13 @@ class Opening:
 
 
 class DeviceState:
-    """Base: without numbers and memory. ``room``: rows of up to so many keys need no :meth:`grow`."""
+    """Base: without numbers and memory. ``room``: rows of up to so many keys need no :meth:`grow`. ``length``: the
+    tokens that steps have stored, told by whoever runs them once a step has ended well."""
 
     room: int = MOST
 
     def __init__(self, opening: Opening) -> None:
-        self.states = list(opening.states)
+        self.states, self.length = list(opening.states), opening.length - 1
 
     def words(self, layer: int) -> Sequence[int]:
         """Whole numbers and addresses, at most ``WORDS``."""
@@ -67,5 +68,6 @@ class DeviceState:
         return ()
 
     def settle(self, length: int) -> list[Any]:
-        """The states of all layers as the host path has them when ``length`` tokens are stored; this one is done."""
+        """The states of all layers as the host path has them when ``length`` tokens are stored, whatever a step that
+        broke off has written since; this one is done."""
         return self.states
