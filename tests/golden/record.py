@@ -143,7 +143,7 @@ def main() -> None:
     recorded: list[Case] = []
     for family in MODELS:
         cases = [] if options.model not in (None, family) else cases_of(family)
-        asked = {case["policy"] for case in cases} if again is None else again & {case["policy"] for case in cases}
+        asked = {case["policy"] for case in cases if again is None or Policy.parse(case["policy"]).text in again}
         kept = [case for case in before if case["model"] == family and case["policy"] not in asked]
         if options.model not in (None, family) or not asked:
             recorded += kept
