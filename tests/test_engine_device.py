@@ -225,6 +225,26 @@ def test_a_step_that_fails_is_taken_back_alone(runner, monkeypatch, error):
             assert stats.covered == pytest.approx(context.stats[row, layer].covered, abs=1e-4)
 
 
+def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
+    """Rows are counted while the device works; where waiting for it fails, they are not counted, nor is a block that
+    this step filled."""
+    policies, lengths = ["quest(budget=64, dense_layers=1)", "streaming(sinks=2, window=40)"], [191, 70]
+    ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
+    device, step = DeviceBackend(runner), ours.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "_fetched", Once(None, ZeroDivisionError("lost"), at=1))
+        with pytest.raises(device.Failed, match="lost"):
+            device.run(step, ours.memories)
+    assert [memory.kv.length for memory in ours.memories.values()] == lengths
+    for taken in (device.run(step, ours.memories), device.run(ours.step(), ours.memories)):
+        torch.testing.assert_close(logits_of(taken), reference(theirs)[0], atol=2e-4, rtol=1e-4)
+    for row in range(2):
+        layers, late = counted(taken[100 + row])
+        assert late.backends == {"triton": 2 * runner.spec.layers}
+        assert {stats.calls for stats in layers.values()} == {2}
+        assert {stats.causal for stats in layers.values()} == {2 * lengths[row] + 3}
+
+
 def test_a_kind_of_step_that_fails_three_times_is_not_tried_again(runner, monkeypatch):
     sequences = Sequences(runner, ["dense", "streaming(sinks=2, window=30)"], [40, 50])
     device, step, calls = DeviceBackend(runner), sequences.step(), []

@@ -15,6 +15,7 @@ from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
+from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
@@ -58,11 +59,15 @@ class Engine:
         self.max_model_len = max_model_len
         self.drafter = drafter
         self.layers = model.spec.layers
+        self.prefixes: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.prefixes = PrefixCache(pool, config.prefill_chunk, model.runner.rope_regime)
         self.scheduler = Scheduler(
             pool,
             chunk=config.prefill_chunk,
             max_batch_rows=config.prefill_chunk + config.max_requests,
             max_requests=config.max_requests,
+            prefixes=self.prefixes,
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
@@ -97,6 +102,7 @@ class Engine:
                 decoded=message.decoded,
                 request_id=message.request_id,
                 shares=shares,
+                cache_salt=message.cache_salt,
             )
         sequence = self.sessions.get(message.session)
         if sequence is None:
@@ -106,7 +112,16 @@ class Engine:
             most = len(prompt) - 1 if keep is None else min(keep, len(prompt) - 1)
             keep = sequence.border(common(sequence.tokens, prompt[: max(0, most)]))
             prompt, decoded = prompt[keep:], min(decoded, len(prompt) - keep)
-        return self.add(prompt, message.params, message.policy, sequence, keep, decoded, message.request_id)
+        return self.add(
+            prompt,
+            message.params,
+            message.policy,
+            sequence,
+            keep,
+            decoded,
+            message.request_id,
+            cache_salt=message.cache_salt,
+        )
 
     def add(
         self,
@@ -118,6 +133,7 @@ class Engine:
         decoded: int = 0,
         request_id: int | None = None,
         shares: Request | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
@@ -156,6 +172,7 @@ class Engine:
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
+        request.sequence.salt = cache_salt
         if shares is not None and not shares.finished and not shares.output_ids:
             request.parent = shares
             shares.forks.append(request)
@@ -177,6 +194,8 @@ class Engine:
         if sequence.turn is not None:
             self.cancel(sequence.turn)
         self.scheduler.idle.pop(id(sequence), None)
+        if self.prefixes is not None:
+            self.prefixes.leave(sequence, keep=True)
         sequence.truncate(0)
         self.sessions.pop(sequence.id, None)
         self.worker.memories.pop(sequence.id, None)
@@ -310,6 +329,8 @@ class Engine:
         sequence = request.sequence
         sequence.turn = None
         if not request.keep_kv:
+            if self.prefixes is not None:
+                self.prefixes.leave(sequence, keep=reason != "error")
             sequence.memory.drop()
             self.worker.memories.pop(sequence.id, None)
             return

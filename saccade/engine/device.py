@@ -28,6 +28,7 @@ from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
 from saccade.kv.blocks import BlockManager
 from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.policy import Policy
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
@@ -66,6 +67,7 @@ class DeviceBackend:
         self._forward = DecodeStep(runner)
         self._forms: dict[tuple[Reading, ...], int] = {}
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._same: dict[tuple[int, int], tuple[Method, WindowMethod | None, _Planned]] = {}
         self._buffers: RowBuffers | None = None
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
         self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
@@ -89,7 +91,7 @@ class DeviceBackend:
             return "log-probabilities of its tokens are wanted"
         if memory.kv.pool.absent and not memory.kv.resident:
             return "some of its KV blocks are not resident"
-        planned = self._plan(one.policy.decode, one.policy.window)
+        planned = self._plan_of(one.policy)
         if planned.plan is not None:
             if memory.has_state and not planned.plan.keeps:
                 return "the decode method keeps a state that its device plan does not know"
@@ -112,29 +114,43 @@ class DeviceBackend:
         placed, key, groups = self._arranged(step, memories, results)
         if (reason := self.kinds.why_not(key)) is not None:
             raise StepFailedError(reason)
+        counted: list[tuple[int, PlacedRow]] = []
         try:
             kind = self._run(step, placed, key, groups)
+            for number, row in enumerate(placed):  # while the device works
+                if row is not None and row.result.error is None:
+                    self._count(number, row)
+                    counted.append((number, row))
             best, logits = self._fetched(kind, placed)
         except torch.cuda.OutOfMemoryError as error:
-            self._clean_up()
+            self._clean_up(counted)
             self.kinds.free()
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         except Exception as error:
-            self._clean_up()
+            self._clean_up(counted)
             self.kinds.failed(key, error)
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         except BaseException:  # an interrupt
-            self._clean_up()
+            self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
-        for number, row in enumerate(placed):
-            if row is not None and row.result.error is None:
-                self._count(number, row)
-                if number in best:
-                    row.result.tokens = [best[number]]
-                elif number in logits:
-                    row.result.logits = logits[number]
+        for number, row in counted:
+            if number in best:
+                row.result.tokens = [best[number]]
+            elif number in logits:
+                row.result.logits = logits[number]
         return results
+
+    def _plan_of(self, policy: Policy) -> _Planned:
+        """``_plan``, without asking every number of the method for its hash twice a step."""
+        method, window = policy.decode, policy.window
+        key = id(method), id(window)
+        known = self._same.get(key)
+        if known is None or known[0] is not method or known[1] is not window:
+            if len(self._same) >= PLANS:
+                self._same.clear()
+            known = self._same[key] = method, window, self._plan(method, window)
+        return known[2]
 
     def _planned(self, method: Method, window: WindowMethod | None = None) -> _Planned:
         spec = self.runner.spec
@@ -156,7 +172,7 @@ class DeviceBackend:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
         for one in step.scheduled:
-            planned = self._plan(one.policy.decode, one.policy.window)
+            planned = self._plan_of(one.policy)
             assert planned.plan is not None
             memory = memories[one.sequence_id]
             row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
@@ -256,19 +272,19 @@ class DeviceBackend:
         if counts is not None:
             counts.detach()
 
-    def _count(self, number: int, row: PlacedRow) -> None:
-        """The row is stored; its counts are added up by the request and its plan."""
+    def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
+        """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
         one, choice, counts = row.scheduled, row.plan.blocks, self._rows[number]
-        row.kv.appended(1)
+        row.kv.appended(times)
         if choice is not None and one.stop % choice.size == 0:
             row.kv.summarized(choice.summary, choice.size)
-        backend = "triton" if self.watch.idle else "triton (eager)"
         whole = False
         if row.plan.keeps:
             state = row.memory.on_device(partial(self._opened, row))
-            state.length = one.stop
+            state.length = one.stop if times > 0 else one.start
             whole = state.reads_all(one.stop)
-        everything = counts.add(one.stop, backend, one.start - one.span_start, whole)
+        backend = "triton" if self.watch.idle else "triton (eager)"
+        everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
         if everything and not one.policy.decode.is_dense:
             row.result.note(ran_dense("decode", row.plan.method))
         if self.kinds.note is not None:
@@ -292,6 +308,9 @@ class DeviceBackend:
             logits = {number: chosen[at : at + 1] for at, number in enumerate(others)}
         return {number: tokens[number] for number in greedy if tokens[number] >= 0}, logits
 
-    def _clean_up(self) -> None:
-        """After a step that stopped halfway: kernels that did not run have left words of those before them."""
+    def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
+        """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of
+        those before them."""
+        for number, row in counted:
+            self._count(number, row, -1)
         clear_kept(self.runner.device)

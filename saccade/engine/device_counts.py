@@ -71,22 +71,22 @@ class LateCounts:
         self._read: ReadCounts | None = None
         self._start_anew()
 
-    def add(self, length: int, backend: str, step: int = 0, whole: bool = False) -> bool:
-        """Count one row that sees ``length`` keys, the turn's decode step ``step``; ``whole`` says that a method's own
-        readings leave nothing out. Returns whether a layer read them all."""
-        self._causal += length
-        self._backends[backend] = self._backends.get(backend, 0) + len(self.plan.layers)
+    def add(self, length: int, backend: str, times: int = 1, step: int = 0, whole: bool = False) -> bool:
+        """Count one row that sees ``length`` keys, the turn's decode step ``step``; with ``times=-1`` take that back.
+        ``whole`` says that a method's own readings leave nothing out. Returns whether a layer read them all."""
+        self._causal += times * length
+        self._backends[backend] = self._backends.get(backend, 0) + times * len(self.plan.layers)
         everything = False
         for reading, sums in self._sums.items():
             known = reading.cost(length, step) if isinstance(reading, OwnReading) else reading.cost(length)
             kind = "dense" if whole and isinstance(reading, OwnReading) else known.kind
-            sums.calls += 1
-            sums.keys += known.keys
-            sums.estimated += known.scored
-            sums.scored += known.exact
-            sums.searchable += known.searchable
-            sums.retrievals += known.scored > 0 or known.exact > 0 or known.chooses
-            sums.kinds[kind] = sums.kinds.get(kind, 0) + 1
+            sums.calls += times
+            sums.keys += times * known.keys
+            sums.estimated += times * known.scored
+            sums.scored += times * known.exact
+            sums.searchable += times * known.searchable
+            sums.retrievals += times * (known.scored > 0 or known.exact > 0 or known.chooses)
+            sums.kinds[kind] = sums.kinds.get(kind, 0) + times
             everything |= kind == "dense"
         return everything
 

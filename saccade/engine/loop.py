@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from saccade.engine.core import Engine
-from saccade.engine.messages import AddRequest, CancelRequest, ForgetSession, StepOutput
+from saccade.engine.messages import AddRequest, CancelRequest, ClearPrefixes, ForgetSession, StepOutput
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
 from saccade.errors import SaccadeError
@@ -29,7 +29,7 @@ from saccade.errors import SaccadeError
 logger = logging.getLogger(__name__)
 
 
-Message = AddRequest | CancelRequest | ForgetSession
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes
 
 
 @dataclass
@@ -131,6 +131,11 @@ class AsyncEngine:
         if not self._loop.closed:
             self._send(_Letter([ForgetSession(session)])).result()
 
+    def clear_prefixes(self) -> None:
+        """Give up what is kept of ended requests, and wait until its blocks are back."""
+        if not self._loop.closed:
+            self._send(_Letter([ClearPrefixes()])).result()
+
     def forget_soon(self, session: int) -> None:
         """Like :meth:`forget`, without waiting: for finalizers, which may run anywhere."""
         if not self._loop.closed:
@@ -213,6 +218,9 @@ class _Loop:
             turn = engine.forget_session(message.session)
             if turn is not None:
                 self._ended(turn.id)
+        elif isinstance(message, ClearPrefixes):
+            if engine.prefixes is not None:
+                engine.prefixes.clear()
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)

@@ -16,7 +16,7 @@ class AddRequest:
     (all by default). ``whole``: the prompt is to be the whole context of the session, and what it shares with what is
     stored is kept, as far as ``keep`` allows. The last ``decoded`` tokens of the prompt run as decode steps.
     ``shares``: the id of a request in the same letter with the same prompt and policy, from whose prompt this one goes
-    on."""
+    on. ``cache_salt``: requests with unequal ones share no prefixes."""
 
     request_id: int
     prompt: list[int]
@@ -27,6 +27,7 @@ class AddRequest:
     whole: bool = False
     decoded: int = 0
     shares: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class ForgetSession:
     """Drop a session and give its blocks back; a turn that still runs is cancelled."""
 
     session: int
+
+
+@dataclass(frozen=True)
+class ClearPrefixes:
+    """Give up what is kept of ended requests for others to go on from."""
 
 
 @dataclass

@@ -180,11 +180,14 @@ class SequenceKV:
         """Let go of every block."""
         self.truncate(0)
 
-    def fork(self) -> SequenceKV:
-        """A second sequence with the same tokens: full blocks are shared, a partial last one and the summaries are
-        copied. Raises CapacityError, taking nothing, when there is no room for the copy; SaccadeError within a step,
-        when layers are of unequal length."""
-        length = self._between_steps("forked")
+    def fork(self, length: int | None = None) -> SequenceKV:
+        """A second sequence with the same tokens, or the first ``length`` of them: full blocks are shared, a partial
+        last one and the summaries are copied. Raises CapacityError, taking nothing, when there is no room for the copy;
+        SaccadeError for more tokens than there are, and within a step, when layers are of unequal length."""
+        stored = self._between_steps("forked")
+        length = stored if length is None else length
+        if not 0 <= length <= stored:
+            raise SaccadeError(f"{length} tokens cannot be shared: {stored} are stored")
         other = SequenceKV(self.pool)
         ids, (full, rest) = self._table.ids, divmod(length, self._size)
         last: list[int] = []
@@ -195,7 +198,7 @@ class SequenceKV:
         self.pool.share(ids[:full], other.id)
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
-        other._summaries = {key: [one.fork() for one in kept] for key, kept in self._summaries.items()}
+        other._summaries = {key: [one.fork(length) for one in kept] for key, kept in self._summaries.items()}
         return other
 
     def save(self) -> SavedKV:

@@ -26,6 +26,7 @@ class BlockTable:
         self._residency = pool.version
         self._slots = torch.zeros(pool.layers, pool.rows, 16, dtype=torch.int32, device="cpu")
         self._layers: tuple[Tensor, ...] = ()
+        self._blocks = torch.from_numpy(self._numbers)
         self._changed()
 
     def __len__(self) -> int:
@@ -39,7 +40,7 @@ class BlockTable:
     @property
     def blocks(self) -> Tensor:
         """The ids as int64 [blocks], on the host. Good until the table changes; not to be written to."""
-        return torch.from_numpy(self._numbers)
+        return self._blocks
 
     @property
     def resident(self) -> bool:
@@ -107,7 +108,7 @@ class BlockTable:
         """Let go of all but the first ``keep`` blocks."""
         self.pool.release(self.ids[keep:], self.owner)
         del self.ids[keep:]
-        self._numbers = self._numbers[:keep]
+        self._numbers, self._blocks = self._numbers[:keep], self._blocks[:keep]
         self.version += 1
 
     def _require_room(self, start: int, stop: int) -> None:
@@ -127,6 +128,7 @@ class BlockTable:
 
     def _changed(self) -> None:
         self._numbers = np.array(self.ids, dtype=np.int64)
+        self._blocks = torch.from_numpy(self._numbers)
         self._host = list(self._slots.numpy()[:, 0])
         self._layers = ()
         self.version += 1

@@ -61,7 +61,7 @@ class ForeseenKeys(OwnReading):
         assert method is not None
         first = min(method.sinks, length)
         keys = length - first
-        if keys <= method.budget(keys):
+        if keys - (not method.read_local) <= method.budget(keys):
             return Known("dense", 0, 0)
         bypasses = method.epsilon < 1 and first > 0
         local = min(method.local if method.read_local else 1, keys)
@@ -135,7 +135,8 @@ class RecordedTables(DeviceState):
         return (
             tables.first, method.local if method.read_local else 1, int(method.k) if method.k >= 1 else 0,
             method.least, method.before, method.after, method.blocks, probes, BYPASSES.index(method.bypass),
-            method.slash_shift_on_read + 2 * method.bypass_shift, GATES.index(method.gate), method.running_means,
+            method.slash_shift_on_read + 2 * method.bypass_shift + 4 * method.read_local,
+            GATES.index(method.gate), method.running_means,
             tables.capacity, own.pending.shape[1], *(one.data_ptr() for one in tensors), method.local,
         )  # fmt: skip
 
@@ -181,9 +182,11 @@ class RecordedTables(DeviceState):
         """Take in what the last step has left."""
         tables = state.tables
         state.seen, state.idle, state.counted = length - 1, None, int(own.counted[0])
-        for unit, (pending, done, count, row) in enumerate(own.marks.tolist()):
+        tables.row.fill_(length - 1)
+        for unit, (pending, done, count, stays) in enumerate(own.marks.tolist()):
             if pending == length and done < pending:
-                tables.row[unit] = row
+                if stays:
+                    tables.stay(torch.arange(tables.units, device=self._device) == unit, length - tables.first)
                 if count >= 0:
                     learnt(tables, unit, own.pending[unit, :count].long(), own.gains[unit, :count], self._method.r)
         tables.refresh(slice(None))

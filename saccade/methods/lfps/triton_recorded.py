@@ -23,10 +23,11 @@ MOST_PROBES = 128
 
 # Words of a row: numbers, then addresses.
 (FIRST, LOCAL, K, LEAST, BEFORE, AFTER, BLOCKS, PROBES, BYPASS, SHIFTS, GATE, MEANS, CAPACITY, ROOM) = range(14)
-(VERTICAL, SLASH, SUMS, SCALE, ROWS, KEY, VALUE, SPREAD, PENDING, GAINS, MARKS, COUNTED, SINK_LOCAL) = range(14, 27)
+(VERTICAL, SLASH, SUMS, SCALE, UNUSED, KEY, VALUE, SPREAD, PENDING, GAINS, MARKS, COUNTED, SINK_LOCAL) = range(14, 27)
 SHARE, DECAY, A, EPSILON = range(4)  # reals; A is negative where every entry is a candidate
-# marks int64 [units, 4]: the length that what is pending belongs to, the length learnt up to, entries, the new row
-SINK, SINK_MEAN, MEAN = range(3)  # BYPASS; SHIFTS: 1 slash_shift_on_read, 2 bypass_shift
+# marks int64 [units, 4]: the length that what is pending belongs to, the length learnt up to, entries, -1 where the
+# unit learns nothing, and whether its slash table is to stay where it is.
+SINK, SINK_MEAN, MEAN = range(3)  # BYPASS; SHIFTS: 1 slash_shift_on_read, 2 bypass_shift, 4 read_local
 
 
 def _launch(rows: LayerRows, **more: object) -> dict[str, object]:
@@ -159,12 +160,15 @@ def leave(rows: LayerRows, lists: KeyLists, weights: Tensor, idle: Tensor, units
 
 @triton.jit
 def _budget(own, reals, length, first):
-    """Keys that are no sinks, how many of them a row reads, and how many last ones are forced."""
+    """Keys that are no sinks, whether all are read, how many candidates are, and how many last keys are forced."""
     n = length - first
     whole = tl.minimum(tl.load(own + 2), 1 << 30).to(tl.int32)
     budget = budget_of(whole, tl.load(reals), n)
     budget = tl.where(whole > 0, budget, tl.maximum(budget, tl.minimum(tl.load(own + 3), 1 << 30).to(tl.int32)))
-    return n, budget, tl.minimum(tl.load(own + 1).to(tl.int32), n)
+    reads_local = (tl.load(own + 9) & 4) != 0
+    local = tl.minimum(tl.load(own + 1).to(tl.int32), n)
+    dense = n - tl.where(reads_local, 0, 1) <= budget
+    return n, dense, tl.where(reads_local, tl.maximum(budget - local, 0), budget), local
 
 
 @triton.jit
@@ -185,16 +189,24 @@ def _take_in(
         decay = tl.load(reals + row.to(tl.int64) * real_row + 1)
         marks = _pointer(own, 24, tl.int64) + unit * 4
         pending, learnt, count = tl.load(marks), tl.load(marks + 1), tl.load(marks + 2).to(tl.int32)
-        place = tl.load(marks + 3)
-        rows_at = _pointer(own, 18, tl.int64) + unit
+        place = pending - 1
         if (pending == length - 1) & (learnt < pending):
             tl.store(marks + 1, pending)
-            tl.store(rows_at, place)
+            capacity, room = tl.load(own + 12), tl.load(own + 13)
+            first = tl.load(own).to(tl.int32)
+            vertical = _pointer(own, 14, tl.float32) + unit * capacity
+            slash = _pointer(own, 15, tl.float32) + unit * capacity
+            if tl.load(marks + 3) != 0:  # all its distances grow by one
+                cells = tl.arange(0, TABLE)
+                last = length - first
+                for number in tl.range(0, tl.cdiv(last, TABLE)):
+                    start = (tl.cdiv(last, TABLE) - 1 - number) * TABLE
+                    inside = start + cells < last
+                    moved = tl.load(slash + start + cells - 1, mask=inside & (start + cells > 0), other=0.0)
+                    tl.debug_barrier()  # other threads have yet to read what these write
+                    tl.store(slash + start + cells, moved, mask=inside)
+                    tl.debug_barrier()
             if count >= 0:
-                capacity, room = tl.load(own + 12), tl.load(own + 13)
-                first = tl.load(own).to(tl.int32)
-                vertical = _pointer(own, 14, tl.float32) + unit * capacity
-                slash = _pointer(own, 15, tl.float32) + unit * capacity
                 sums = _pointer(own, 16, tl.float64) + unit * 8
                 scales = _pointer(own, 17, tl.float64) + unit
                 keys = _pointer(own, 22, tl.int32) + unit * room
@@ -289,9 +301,9 @@ def _bypass(
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
         first = tl.load(own).to(tl.int32)
-        n, budget, _ = _budget(own, reals, length, first)
+        _n, dense, _, _ = _budget(own, reals, length, first)
         epsilon = tl.load(reals + 3).to(tl.float32)
-        if (n > budget) & (first > 0) & (epsilon < 1.0):
+        if (dense == 0) & (first > 0) & (epsilon < 1.0):
             table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
             q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
             sinks = tl.minimum(first, length)
@@ -391,9 +403,9 @@ def _scan(
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
         first = tl.load(own).to(tl.int32)
-        n, budget, local = _budget(own, reals, length, first)
+        n, dense, _take, local = _budget(own, reals, length, first)
         stop = n - local
-        if (n > budget) & (chunk * SPAN < stop):
+        if (dense == 0) & (chunk * SPAN < stop):
             at = chunk * SPAN + tl.arange(0, SPAN)
             votes = 0
             for head in tl.static_range(EACH):
@@ -402,10 +414,7 @@ def _scan(
             sums = _pointer(own, 16, tl.float64) + unit * 8
             mean_v, tau_v = _threshold(sums, n.to(tl.float64), a)
             mean_s, tau_s = _threshold(sums + 4, n.to(tl.float64), a)
-            place = tl.load(_pointer(own, 18, tl.int64) + unit).to(tl.int32)
-            shifts = tl.load(own + 9)
-            place = tl.where(shifts == 3, length - 1, place + (shifts & 1).to(tl.int32))
-            base = place - first
+            base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
             capacity = tl.load(own + 12).to(tl.int32)
             vertical = _pointer(own, 14, tl.float32) + unit.to(tl.int64) * capacity
             slash = _pointer(own, 15, tl.float32) + unit.to(tl.int64) * capacity
@@ -458,27 +467,26 @@ def _list(
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
         first = tl.load(own).to(tl.int32)
-        n, budget, local = _budget(own, reals, length, first)
+        n, dense, take, local = _budget(own, reals, length, first)
         number = tl.arange(0, CHUNKS)
         here = tl.load(counts + entry * tl.num_programs(0) + number, mask=number < tl.num_programs(0), other=0)
         total = tl.sum(here, 0)
-        dense = n <= budget
         start = first + tl.sum(tl.where(number < chunk, here, 0), 0)
         at = chunk * SPAN + tl.arange(0, SPAN)
         out = indices + entry * width
         if chunk == 0:
             tl.store(listed + entry, total)
             # What is scored is only needed where not all are read.
-            few = dense | (total <= budget - local)
+            few = dense | (total <= take)
             tl.store(sizes + entry, tl.where(few, 0, first + total + local))
             behind = tl.arange(0, 64)
             for begins in tl.range(0, first, 64):
                 tl.store(out + begins + behind, begins + behind, mask=begins + behind < first)
-            if not dense:
+            if dense == 0:
                 for begins in tl.range(0, local, 64):
                     to = out + first + total + begins + behind
                     tl.store(to, length - local + begins + behind, mask=begins + behind < local)
-        if (not dense) & (chunk * SPAN < n - local):
+        if (dense == 0) & (chunk * SPAN < n - local):
             marked = tl.load(marks + entry * width + at, mask=at < n - local, other=0).to(tl.int32)
             tl.store(out + start + tl.cumsum(marked, 0) - 1, first + at, mask=marked > 0)
 
@@ -501,7 +509,7 @@ def _choose(
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
         first = tl.load(own).to(tl.int32)
-        n, budget, local = _budget(own, reals, length, first)
+        _n, dense, take, local = _budget(own, reals, length, first)
         unit = one // (LISTS // UNITS)
         listed_here = tl.load(listed + row * UNITS + unit)
         rests = 0
@@ -513,14 +521,14 @@ def _choose(
             placed = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(first, length))
             for start in tl.range(0, placed, SPAN):
                 tl.store(out + start + at, start + at, mask=start + at < placed)
-        elif n <= budget:
+        elif dense:
             placed = length
             for start in tl.range(0, length, SPAN):
                 tl.store(out + start + at, start + at, mask=start + at < length)
         else:
             ids = found + (row * UNITS + unit).to(tl.int64) * width
             line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-            wanted = tl.minimum(tl.maximum(budget - local, 0), listed_here)
+            wanted = tl.minimum(take, listed_here)
             for start in tl.range(0, first, SPAN):
                 tl.store(out + start + at, start + at, mask=start + at < first)
             placed = first
@@ -570,8 +578,8 @@ def _join(
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
         first = tl.load(own).to(tl.int32)
-        n, budget, local = _budget(own, reals, length, first)
-        if n > budget:
+        n, dense, _take, local = _budget(own, reals, length, first)
+        if dense == 0:
             value = _row(_pointer(own, 20, tl.float32), kv_head, D, D, D_PAD)
             count = tl.load(own + 7).to(tl.int32)
             if tl.load(idle + entry) != 0:
@@ -630,10 +638,8 @@ def _leave(
         voters = tl.sum(votes.to(tl.int32), 0)
         marks = _pointer(own, 24, tl.int64) + unit * 4
         shifts = tl.load(own + 9)
-        place = tl.load(_pointer(own, 18, tl.int64) + unit)
-        # Where the slash table stands when the step has ended: bypasses may leave it a row behind.
         stays = (voters == 0) & ((shifts & 2) == 0)
-        place = tl.where(shifts == 3, length.to(tl.int64) - 1, place + tl.where(stays, 0, 1))
+        stop = length - 1 + ((shifts & 4) != 0).to(tl.int32)  # the paper does not learn from the row's own key
         written = -1
         if voters > 0:
             lead = tl.min(tl.where(votes, mine, EACH_PAD), 0)
@@ -646,7 +652,8 @@ def _leave(
             learnt_keys = 0
             for start in tl.range(0, count, SPAN):
                 number = start + at
-                learnt = (number < count) & (tl.load(ids + number, mask=number < count, other=-1) >= first)
+                key = tl.load(ids + number, mask=number < count, other=-1)
+                learnt = (number < count) & (key >= first) & (key < stop)
                 own_weight = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
                 total += tl.sum(own_weight, 1)
                 learnt_keys += tl.sum(learnt.to(tl.int32), 0)
@@ -658,7 +665,7 @@ def _leave(
             for start in tl.range(0, count, SPAN):
                 number = start + at
                 key = tl.load(ids + number, mask=number < count, other=-1)
-                learnt = (number < count) & (key >= first)
+                learnt = (number < count) & (key >= first) & (key < stop)
                 own_weight = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
                 gain = tl.sum(own_weight / total[:, None], 0) / voters - even
                 to = written + tl.cumsum(learnt.to(tl.int32), 0) - 1
@@ -667,4 +674,4 @@ def _leave(
                 written += tl.sum(learnt.to(tl.int32), 0)
         tl.store(marks, length.to(tl.int64))
         tl.store(marks + 2, tl.zeros([], tl.int64) + written)
-        tl.store(marks + 3, place)
+        tl.store(marks + 3, stays.to(tl.int64))
