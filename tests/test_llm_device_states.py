@@ -34,7 +34,10 @@ SHARING += [
     "cis(k=20, sinks=3, local=6, tau=1)",
     "cis(k=220)",
 ]
-SHARING += [f"{CIS})+psaw(start_layer=1, block_size=32)", f"{CIS}, follow=1, s=4)+psaw(start_layer=1, block_size=1)"]
+SHARING += [
+    f"{CIS})+psaw(start_layer=1, block_size=16, local=8)",
+    f"{CIS}, follow=1, s=4)+psaw(start_layer=1, block_size=1)",
+]
 LFPS = "lfps(k=30, least=1"
 FORESEEN = [
     f"{LFPS}, blocks=4)",
@@ -56,6 +59,8 @@ LABELLED = [
     "hshare(source=prompt, heavy=20, sinks=3, local=5, every=3)",
     "hshare(source=prompt, heavy=20, sinks=3, local=5, head_share=0.5, layer_share=0.5, unit=q_head, channels=0.3)",
 ]
+WINDOW = "psaw(start_layer=1, block_size=1, sinks=3, local=8)"
+WINDOWS = [f"dense+{WINDOW}", f"streaming(sinks=6, window=150)+{WINDOW}", f"streaming(sinks=2, window=20)+{WINDOW}"]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +86,7 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED])
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 191)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)

@@ -33,7 +33,7 @@ from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 from saccade.selection import Cone
-from saccade.selection.plan import DevicePlan, OwnReading, Reading
+from saccade.selection.plan import DevicePlan, Reading
 
 MOST_ROWS = 64
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
@@ -158,8 +158,9 @@ class DeviceBackend:
         if plan is None:
             return _Planned(None, why_not=f"'{method.text}' has no device plan for this model")
         cones = tuple(None if window is None else window.at(layer, spec.layers) for layer in range(spec.layers))
-        for reading, cone in zip(plan.layers, cones):
-            if cone is not None and not (isinstance(reading, OwnReading) and reading.windows):
+        if window is not None:
+            plan = window.narrowed(plan)
+            if plan is None:
                 return _Planned(None, why_not=f"the kernels of '{method.text}' know no windows")
         reason = why_not(plan, spec)
         if reason is not None:

@@ -178,6 +178,8 @@ class DeviceAttention:
                 words.words[layer, rows],
                 words.reals[layer, rows],
                 words.cones[layer, rows],
+                self.buffers.first[layer, rows],
+                self.buffers.second[layer, rows],
                 spec.scale,
                 spec.softcap,
                 summaries,

@@ -32,6 +32,7 @@ from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.state import MethodState
+from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
 from saccade.selection.plan import DevicePlan, PlanSpec
 
@@ -198,6 +199,11 @@ class WindowMethod(PolicyPart):
     def at(self, layer: int, layers: int) -> Cone | None:
         """What rows see at ``layer`` (from 0) of ``layers``; None is everything."""
         return None
+
+    def narrowed(self, plan: DevicePlan) -> DevicePlan | None:
+        """``plan`` within this window; None where a reading of it knows no windows."""
+        layers = len(plan.layers)
+        return windowed(plan, tuple(self.at(layer, layers) for layer in range(layers)))
 
 
 @dataclass(frozen=True)

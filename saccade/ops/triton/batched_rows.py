@@ -43,7 +43,8 @@ class LayerRead(NamedTuple):
 class LayerRows:
     """Rows that decode under readings of one form: ``q`` [rows, heads, head_dim] over ``pages``. ``words`` int64 [rows,
     w] and ``reals`` float64 [rows, r] are those of the rows' device states, ``cones`` float64 [rows, 4] share, sinks,
-    local and grid of their windows (selection.Cone; all 0: none). What is said of a padding row (length 0) means
+    local and grid of their windows (selection.Cone; all 0: none), ``first`` and ``second`` int32 [rows] the numbers of
+    the reading itself (selection.plan.Numbers). What is said of a padding row (length 0) means
     nothing. ``shared`` is kept from layer to layer of a step."""
 
     layer: int
@@ -52,6 +53,8 @@ class LayerRows:
     words: Tensor
     reals: Tensor
     cones: Tensor
+    first: Tensor
+    second: Tensor
     scale: float
     softcap: float | None = None
     summaries: Summaries | None = None
@@ -147,6 +150,48 @@ def kept_lists(rows: LayerRows, units: int) -> KeyLists:
     )
     # Lists lie anywhere: their starts count from some tensor of the device.
     return KeyLists(starts, counts, rows.pages.lengths, units, 1, rows.pages.longest)
+
+
+def seen_lists(rows: LayerRows) -> KeyLists:
+    """One list a row: its first ``rows.first`` and last ``rows.second`` keys that its window does not hide."""
+    device, longest = rows.q.device, rows.pages.longest
+    counts = torch.empty(rows.count, dtype=torch.int32, device=device)
+    indices = torch.empty(rows.count, longest, dtype=torch.int32, device=device)
+    _seen[(rows.count,)](
+        rows.pages.lengths,
+        rows.hidden(),
+        rows.first,
+        rows.second,
+        counts,
+        indices,
+        longest,
+        SPAN=4096,
+        num_warps=8,
+        **launched(device),
+    )
+    return KeyLists(None, counts, indices, 1, 1, longest)
+
+
+@triton.jit(
+    do_not_specialize=["longest"],
+    do_not_specialize_on_alignment=["lengths", "hidden", "all_sinks", "windows", "counts"],
+)
+def _seen(
+    lengths, hidden, all_sinks, windows, counts, indices, longest, SPAN: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    begin(EARLY)
+    row = tl.program_id(0)
+    length = tl.load(lengths + row)
+    low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
+    sinks, near = tl.load(all_sinks + row), length - tl.load(windows + row)
+    out = indices + row.to(tl.int64) * longest
+    placed = 0
+    for start in tl.range(0, length, SPAN):
+        key = start + tl.arange(0, SPAN)
+        seen = (key < length) & ((key < sinks) | (key >= near)) & ((key < low) | (key >= high))
+        tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+        placed += tl.sum(seen.to(tl.int32), 0)
+    tl.store(counts + row, placed)
 
 
 @triton.jit
