@@ -11,6 +11,7 @@ from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.methods.registry import METHODS
 from saccade.ops.triton import batched_rows
 
 FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -162,3 +163,10 @@ def test_drafts_take_turns_with_recorded_steps(engines, policy):
     assert tokens(drafted) == tokens(own)
     assert drafted.report["drafted_tokens"] > 0
     assert len(drafted.report["decode"]["backends"]) >= 2
+
+
+def test_every_decode_method_has_a_device_plan_or_says_why_not(engines):
+    spec = engines[1].model.runner.spec
+    for method in METHODS.values():
+        if "decode" in method.phases:
+            assert (method().device_plan(spec) is None) == (method.host_only is not None), method.name

@@ -136,6 +136,7 @@ class Method(PolicyPart):
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
+    host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
 
     @property
     def calibration(self) -> str | None:
