@@ -18,7 +18,7 @@ from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
-from saccade.engine.steering import Steering
+from saccade.engine.steering import Constraint, Steering
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
@@ -97,6 +97,7 @@ class Engine:
                 decoded=message.decoded,
                 request_id=message.request_id,
                 shares=shares,
+                constraint=message.constraint,
             )
         sequence = self.sessions.get(message.session)
         if sequence is None:
@@ -106,7 +107,16 @@ class Engine:
             most = len(prompt) - 1 if keep is None else min(keep, len(prompt) - 1)
             keep = sequence.border(common(sequence.tokens, prompt[: max(0, most)]))
             prompt, decoded = prompt[keep:], min(decoded, len(prompt) - keep)
-        return self.add(prompt, message.params, message.policy, sequence, keep, decoded, message.request_id)
+        return self.add(
+            prompt,
+            message.params,
+            message.policy,
+            sequence,
+            keep,
+            decoded,
+            message.request_id,
+            constraint=message.constraint,
+        )
 
     def add(
         self,
@@ -118,19 +128,20 @@ class Engine:
         decoded: int = 0,
         request_id: int | None = None,
         shares: Request | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
         decode method. ``shares``: a request of the same prompt and policy, whose blocks this one shares once that
-        prompt is computed. RequestError while an earlier turn of the session is still running. Where it
-        raises, nothing has changed."""
+        prompt is computed. ``constraint``: what the answer must follow. RequestError while an earlier turn of the
+        session is still running. Where it raises, nothing has changed."""
         if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
-        steering = Steering.of(params, self.model)
+        steering = Steering.of(params, self.model, constraint)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
