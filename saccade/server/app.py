@@ -68,6 +68,10 @@ def _errors(app: FastAPI) -> None:
     async def saccade_error(request: Request, error: SaccadeError) -> Response:
         return await api_error(request, from_saccade(error))
 
+    @app.exception_handler(Exception)
+    async def mistake(request: Request, error: Exception) -> Response:  # it is raised on, to the gate, which logs it
+        return await api_error(request, ApiError(500, "the server failed to answer", "internal_error"))
+
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         return await api_error(request, from_validation(error.errors()))
