@@ -50,9 +50,9 @@ def test_greedy_answers_are_those_of_the_library(server, policy):
 
 
 def test_samples_seeds_and_penalties_are_those_of_the_library(server):
-    asked = dict(
-        n=3, seed=7, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.25
-    ) | dict(repetition_penalty=1.1, logit_bias={"70": 2.0}, min_tokens=4, max_tokens=12, ignore_eos=False)
+    asked = {"n": 3, "seed": 7, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
+    asked |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"70": 2.0}}
+    asked |= {"min_tokens": 4, "max_tokens": 12, "ignore_eos": False}
     want = library(server, server.llm.encode("some text"), **asked)
     got = server.complete("some text", **asked).json()
     assert [choice["text"] for choice in got["choices"]] == [one.text for one in want.outputs]
