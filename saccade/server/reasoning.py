@@ -27,7 +27,7 @@ class ReasoningReader:
 
     def __init__(self, format: ReasoningFormat) -> None:
         self._format, self._held = format, ""
-        self._state = "before"  # the thoughts, "inside" or "after" them
+        self._state = "before"  # the thoughts; then "begun", "inside", "between" and "after" them
 
     def feed(self, text: str, final: bool = False) -> tuple[str, str]:
         """(thoughts, rest) of what may be told now; what may still become a marker is held back."""
@@ -36,11 +36,14 @@ class ReasoningReader:
         if self._state == "before":
             bare = self._held.lstrip()
             if bare.startswith(format.begin):
-                self._held, self._state = bare[len(format.begin) :].lstrip("\n"), "inside"
+                self._held, self._state = bare[len(format.begin) :], "begun"
             elif format.begin.startswith(bare) and not final:
                 return "", ""
             else:
                 self._state = "inside" if format.inside else "after"
+        if self._state == "begun":
+            self._held = self._held.lstrip("\n")
+            self._state = "inside" if self._held else "begun"
         if self._state == "inside":
             thoughts, marker, rest = self._held.partition(format.end)
             if marker:
