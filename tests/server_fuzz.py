@@ -17,6 +17,7 @@ from typing import Any
 
 ODD: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 1e308, -1e-320, 0.5, "", " ", "\x00"]
 ODD += ["\ud800", "\udfff\ud83d", "é", "😀" * 50, "x" * 3000, "${jndi:x}", "../../etc/passwd", "a\r\nset-cookie: b=c"]
+ODD += [{"a": "\ud800"}, {"a": float("inf")}, [{"type": "message", "role": "user", "content": "\ud800"}]]
 ODD += [[], {}, [[]], [None], [0, -1], {"": None}, [{}], {"$ref": "#"}, {"a": {"b": [1, {"c": None}]}}, ["x", 5]]
 FIELDS = [
     "model prompt messages max_tokens temperature top_p top_k min_p n stop seed logprobs top_logprobs echo stream",

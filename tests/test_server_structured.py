@@ -37,13 +37,17 @@ TOOL = {
 }
 
 
+def template_with_tools(folder) -> None:
+    """Have a tiny checkpoint's template show tools and read what they gave."""
+    roles = CHAT_TEMPLATE.replace("'assistant']", "'assistant', 'tool']")
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + roles
+    (folder / "chat_template.jinja").write_text(template)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("m") / "tools", max_position_embeddings=2048)
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE.replace(
-        "'assistant']", "'assistant', 'tool']"
-    )
-    (folder / "chat_template.jinja").write_text(template)
+    template_with_tools(folder)
     with serving(make(folder), tool_parser="hermes", reasoning_parser="qwen3") as running:
         yield running
         running.idle()

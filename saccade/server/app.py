@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from saccade import __version__
@@ -20,11 +20,13 @@ from saccade.server.admission import Caller
 from saccade.server.chat import Chat
 from saccade.server.completions import Completion
 from saccade.server.errors import ApiError, from_saccade, from_validation
-from saccade.server.events import EventStream, attend
+from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
 from saccade.server.generation import Generation
 from saccade.server.logs import logger
 from saccade.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from saccade.server.responses import Responses
+from saccade.server.responses_protocol import ResponsesRequest
 from saccade.server.serving import Serving
 
 _SAID = {404: "there is no such path", 405: "this path does not know that method"}
@@ -84,7 +86,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _completions(app: FastAPI, serving: Serving) -> None:
-    async def respond(request: Request, body: Sampling, job: Chat | Completion) -> Response:
+    async def respond(request: Request, body: Sampling, job: Chat | Completion | Responses) -> Response:
         """Check, admit, and answer at once or as a stream. A client that goes away ends what it asked for."""
         caller: Caller = request.state.caller
         header = request.headers.get("x-session-id")
@@ -108,7 +110,7 @@ def _completions(app: FastAPI, serving: Serving) -> None:
         if serving.config.log_prompts:
             logger.info("asked", extra={"fields": {"request_id": caller.request_id, "body": body.model_dump()}})
         if not body.stream:
-            return JSONResponse(result)
+            return JSONAnswer(result)
         return EventStream(job.stream(generation, result), serving.config.ping_seconds, generation.close)
 
     @app.post("/v1/chat/completions")
@@ -119,12 +121,31 @@ def _completions(app: FastAPI, serving: Serving) -> None:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await respond(request, body, Completion(serving, request.state.caller, body))
 
+    @app.post("/v1/responses")
+    async def respond_to(request: Request, body: ResponsesRequest) -> Response:
+        return await respond(request, body, Responses(serving, request.state.caller, body))
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(request: Request, response_id: str) -> Response:
+        return JSONAnswer(serving.responses.get(request.state.caller, response_id).response)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        items = serving.responses.get(request.state.caller, response_id).input
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+        return JSONAnswer({"object": "list", "data": items, "has_more": False, **ends})
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(request: Request, response_id: str) -> Response:
+        serving.responses.forget(request.state.caller, response_id)
+        return JSONAnswer({"id": response_id, "object": "response", "deleted": True})
+
     @app.delete("/v1/sessions/{name}")
     async def forget(request: Request, name: str) -> Response:
         serving.sessions.check(name)
         if not serving.sessions.forget(request.state.caller, name):
             raise ApiError(404, "there is no such session", "session_not_found", "session_id")
-        return JSONResponse({"id": name, "object": "session", "deleted": True})
+        return JSONAnswer({"id": name, "object": "session", "deleted": True})
 
 
 def _models(app: FastAPI, serving: Serving) -> None:
@@ -142,19 +163,19 @@ def _models(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [card(name) for name in serving.names]})
+        return JSONAnswer({"object": "list", "data": [card(name) for name in serving.names]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        return JSONResponse(card(serving.model(name)))
+        return JSONAnswer(card(serving.model(name)))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        return JSONResponse(await tokens.tokenize(serving, body))
+        return JSONAnswer(await tokens.tokenize(serving, body))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        return JSONResponse(await tokens.detokenize(serving, body))
+        return JSONAnswer(await tokens.detokenize(serving, body))
 
 
 def _state(app: FastAPI, serving: Serving) -> None:
@@ -172,4 +193,4 @@ def _state(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": __version__})
+        return JSONAnswer({"version": __version__})

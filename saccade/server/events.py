@@ -19,19 +19,37 @@ from saccade.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # ASCII, so half of a surrogate pair cannot break it
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 T = TypeVar("T")
 
 
+def encoded(data: Any) -> bytes:
+    """JSON in ASCII, whatever a client sent that is told again: half of a surrogate pair passes, and a number that is
+    none becomes null."""
+    try:
+        return _encode(data).encode()
+    except ValueError:
+        return _encode(json.loads(json.dumps(data), parse_constant=lambda _: None)).encode()
+
+
+class JSONAnswer(Response):
+    """``encoded`` data as a response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encoded(content)
+
+
 def event(data: Any) -> bytes:
     """One event of JSON."""
-    return b"data: " + _encode(data).encode() + b"\n\n"
+    return b"data: " + encoded(data) + b"\n\n"
 
 
 def named_event(name: str, data: Any) -> bytes:
     """One event with a name."""
-    return b"event: " + name.encode() + b"\ndata: " + _encode(data).encode() + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + encoded(data) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:

@@ -16,6 +16,7 @@ from saccade.server.admission import Admission, Caller
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammar import Grammars
 from saccade.server.metrics import Metrics
+from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
 from saccade.server.settings import ServerConfig
 
@@ -42,6 +43,7 @@ class Serving:
         self.defaults = llm.get_default_sampling_params()
         self.admission = Admission(llm.config.max_requests + config.max_queue)
         self.sessions = Sessions(llm, config.max_sessions, config.session_seconds)
+        self.responses = ResponseStore(config.max_responses)
         self.metrics = Metrics(llm, self.names[0])
         self.running: set[Running] = set()
         self.grammars = Grammars(llm)
