@@ -30,11 +30,12 @@ ODD = (
     1j,
     True,
 )
-NUMBERS = [one.name for one in dataclasses.fields(SamplingParams) if one.name not in ("stop", "ignore_eos")]
+NUMBERS = [one.name for one in dataclasses.fields(SamplingParams) if one.name != "stop"]
 FINE = {
     "stop_token_ids": list,
     "bad_words": list,
     "logit_bias": dict,
+    "ignore_eos": bool,
     "include_stop_str_in_output": bool,
     "skip_special_tokens": bool,
 }
@@ -92,9 +93,11 @@ def test_policy_texts_with_line_breaks_are_refused_in_one_line():
         "prefill_chunk",
         "max_requests",
         "max_waiting",
+        "generation_config",
+        "cuda_graphs",
     ],
 )
-@pytest.mark.parametrize("value", [*ODD, 32.0, "x\ny"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [*ODD[:-1], 32.0, "x\ny", "x" * 5000], ids=lambda value: type(value).__name__)
 def test_settings_that_are_none_are_refused(tiny_llama, setting, value):
     with pytest.raises(SaccadeError) as caught:
         LLM(tiny_llama, **{setting: value})

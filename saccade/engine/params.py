@@ -91,7 +91,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(words))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={shown(getattr(self, name))} must be True or False")
 

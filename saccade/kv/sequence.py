@@ -111,6 +111,7 @@ class SequenceKV:
         if wanted or copied:
             fresh = self.pool.allocate(wanted + copied, self.id)
             if copied:
+                self._copy_of(self._ids[tail], fresh)
                 self._replace(tail, fresh.pop())
             self._ids += fresh
             self._derive(tail if copied else have)
@@ -214,7 +215,7 @@ class SequenceKV:
         if rest:
             self.pool.require_resident(self._ids[full])
             last = self.pool.allocate(1, other.id)
-            self.pool.copy(self._ids[full], last[0])
+            other._copy_of(self._ids[full], last)
         self.pool.share(self._ids[:full], other.id)
         other._ids, other._lengths = self._ids[:full] + last, [length] * self.layers
         other._derive(0)
@@ -278,12 +279,22 @@ class SequenceKV:
         block, offset = divmod(start, self._size)
         if offset and count and self.pool.references(self._ids[block]) > 1:
             self.pool.require_resident(self._ids[block])
-            self._replace(block, self.pool.allocate(1, self.id)[0])
+            fresh = self.pool.allocate(1, self.id)
+            self._copy_of(self._ids[block], fresh)
+            self._replace(block, fresh[0])
             self._derive(block)
 
+    def _copy_of(self, source: int, fresh: list[int]) -> None:
+        """Copy block ``source`` to the last of ``fresh``, which were just allocated: all of them go back if that
+        fails."""
+        try:
+            self.pool.copy(source, fresh[-1])
+        except BaseException:
+            self.pool.release(fresh, self.id)
+            raise
+
     def _replace(self, block: int, new: int) -> None:
-        """Let ``new`` stand for a shared block of the table, with its content."""
-        self.pool.copy(self._ids[block], new)
+        """Let ``new``, a copy, stand for a shared block of the table."""
         self.pool.release([self._ids[block]], self.id)
         self._ids[block] = new
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from saccade.errors import ModelError, RequestError
+from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
 
 # Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
@@ -97,7 +97,7 @@ class Tokenizer:
         extra = {} if template_kwargs is None else template_kwargs
         if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
             raise RequestError(
-                f"chat_template_kwargs={extra!r:.80} must map names to values, as the template knows them"
+                f"chat_template_kwargs={shown(extra, 80)} must map names to values, as the template knows them"
             )
         if own := sorted(_OWN_ARGUMENTS & set(extra)):
             raise RequestError(
@@ -148,7 +148,7 @@ def _checked_list(messages: Any) -> list[Any]:
 def _checked_message(index: int, message: Any) -> dict[str, Any]:
     """``message`` with its content as one text; a tool call may go without content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"message {index} must be a dict with a role and a content, got {message!r:.80}")
+        raise RequestError(f"message {index} must be a dict with a role and a content, got {shown(message, 80)}")
     content = message.get("content")
     if isinstance(content, list):
         parts = [
