@@ -104,6 +104,16 @@ def test_settings_that_are_none_are_refused(tiny_llama, setting, value):
     assert one_line(caught.value)
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_stop_strings_are_bounded(name):
+    """A million of them, or one of a gigabyte, was looked for at every token."""
+    for texts in ([str(number) for number in range(257)], ["a" * 1025]):
+        with pytest.raises(RequestError, match=f"{name} holds .* at most 256 strings of up to 1024") as caught:
+            SamplingParams(**{name: texts})
+        assert one_line(caught.value)
+    SamplingParams(**{name: ["a" * 1024, *map(str, range(255))]})
+
+
 def test_an_add_that_fails_changes_nothing(tiny_llama, prompts, monkeypatch):
     """A session went on answering for ever, the prompts before it ran as orphans, and close() broke."""
     llm = make(tiny_llama)

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
+from saccade.models.templates import render
 
 # Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -108,9 +109,14 @@ class Tokenizer:
             raise RequestError("this model has no chat template; give a plain prompt instead of messages")
         conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
         try:
-            text = hf.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+            text = render(
+                lambda: hf.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+                ),
+                hf.chat_template,
             )
+        except RequestError:
+            raise
         except Exception as error:  # jinja's own, or whatever the template raises
             raise RequestError(f"the chat template rejects these messages: {first_line(error)}") from error
         return self.encode(text, add_special_tokens=False)  # templates write their own special tokens

@@ -43,8 +43,11 @@ class TooLong(BaseException):
     """A try that does not come to an end."""
 
 
-def fuzz(count: int, seed: int = 0, only: str | None = None) -> tuple[Counter[str], dict[str, str]]:
-    """``count`` tries; how many of each kind gave a result or an error, and what went wrong: by place, one example."""
+def fuzz(
+    count: int, seed: int = 0, only: str | None = None, say: Callable[[str], None] = lambda text: None
+) -> tuple[Counter[str], dict[str, str]]:
+    """``count`` tries; how many of each kind gave a result or an error, and what went wrong: by place, one example,
+    which ``say`` is told at once."""
     outcomes: Counter[str] = Counter()
     wrong: dict[str, str] = {}
     torch.set_num_threads(1)
@@ -67,7 +70,9 @@ def fuzz(count: int, seed: int = 0, only: str | None = None) -> tuple[Counter[st
             ] += 1
             if isinstance(found, str):
                 place, _, text = found.partition("\n")
-                wrong.setdefault(f"{name}: {place}", f"--only {name} --seed {number} 1\n{text}")
+                if f"{name}: {place}" not in wrong:
+                    wrong[f"{name}: {place}"] = f"--only {name} --seed {number} 1\n{text}"
+                    say(f"== {name}: {place}\n{wrong[f'{name}: {place}']}\n")
         kinds.close()
     return outcomes, wrong
 
@@ -115,9 +120,7 @@ def main() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))  # a MemoryError, and not the machine's end
     began = time.perf_counter()
-    outcomes, wrong = fuzz(chosen.count, chosen.seed, chosen.only)
-    for place, example in wrong.items():
-        print(f"== {place}\n{example}\n")
+    outcomes, wrong = fuzz(chosen.count, chosen.seed, chosen.only, lambda text: print(text, flush=True))
     print(f"{dict(sorted(outcomes.items()))} in {time.perf_counter() - began:.0f} s; {len(wrong)} kinds of failure")
     sys.exit(1 if wrong else 0)
 
