@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from saccade.errors import SaccadeError, shown, whole_number
+from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.machine import best_device, check_threads
 from saccade.methods.policy import Policy, PolicyLike
@@ -68,7 +69,7 @@ class EngineConfig:
         source = self.generation_config
         if isinstance(source, str) and source == "vllm":  # its spelling of "none"
             object.__setattr__(self, "generation_config", "none")
-        elif not isinstance(source, str | Path) or (source not in ("auto", "none") and not Path(source).is_dir()):
+        elif not isinstance(source, str | Path) or (source not in ("auto", "none") and not is_folder(source)):
             raise SaccadeError(
                 f"generation_config={shown(source)} must be 'auto', 'none' or a folder that holds "
                 "generation_config.json"
@@ -77,6 +78,10 @@ class EngineConfig:
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
+        for name in ("exact", "cuda_graphs"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "exact" and value is None):
+                raise SaccadeError(f"{name}={shown(value)} must be True or False")
         if self.threads is not None:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:

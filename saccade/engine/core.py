@@ -19,7 +19,7 @@ from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
-from saccade.engine.steering import Steering
+from saccade.engine.steering import Constraint, Steering
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
@@ -102,6 +102,7 @@ class Engine:
                 decoded=message.decoded,
                 request_id=message.request_id,
                 shares=shares,
+                constraint=message.constraint,
                 cache_salt=message.cache_salt,
             )
         sequence = self.sessions.get(message.session)
@@ -120,6 +121,7 @@ class Engine:
             keep,
             decoded,
             message.request_id,
+            constraint=message.constraint,
             cache_salt=message.cache_salt,
         )
 
@@ -133,20 +135,21 @@ class Engine:
         decoded: int = 0,
         request_id: int | None = None,
         shares: Request | None = None,
+        constraint: Constraint | None = None,
         cache_salt: str = "",
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
         decode method. ``shares``: a request of the same prompt and policy, whose blocks this one shares once that
-        prompt is computed. RequestError while an earlier turn of the session is still running. Where it
-        raises, nothing has changed."""
+        prompt is computed. ``constraint``: what the answer must follow. RequestError while an earlier turn of the
+        session is still running. Where it raises, nothing has changed."""
         if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
-        steering = Steering.of(params, self.model)
+        steering = Steering.of(params, self.model, constraint)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "

@@ -152,7 +152,8 @@ class Sequence:
     def undo(self, rows: ScheduledRequest) -> None:
         """Take back a step that broke off between layers, so that it can run again."""
         memory = self.memory
-        if (rows.phase == "decode" and memory.has_state) or memory.evicts or memory.is_learning:
+        told = rows.phase == "decode" or rows.ends_span  # what a method has begun with, or learnt from
+        if (told and memory.has_state) or memory.evicts or memory.is_learning:
             self.drop_kv()  # state may have seen the step already; it is built again with the keys
         else:
             self.computed = rows.start

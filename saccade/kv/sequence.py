@@ -96,7 +96,8 @@ class SequenceKV:
         if wanted or copied:
             fresh = self.pool.allocate(wanted + copied, self.id)
             if copied:
-                self._table.replace(tail, fresh.pop())
+                self._table.replace(tail, fresh)
+                fresh.pop()
             self._table.extend(fresh)
         self._table.touch()
 
@@ -194,7 +195,7 @@ class SequenceKV:
         if rest:
             self.pool.require_resident(ids[full])
             last = self.pool.allocate(1, other.id)
-            self.pool.copy(ids[full], last[0])
+            other._table.copy(ids[full], last)
         self.pool.share(ids[:full], other.id)
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
@@ -259,7 +260,7 @@ class SequenceKV:
         block, offset = divmod(start, self._size)
         if offset and count and self.pool.references(self._table.ids[block]) > 1:
             self.pool.require_resident(self._table.ids[block])
-            self._table.replace(block, self.pool.allocate(1, self.id)[0])
+            self._table.replace(block, self.pool.allocate(1, self.id))
 
     def _kept(self, kind: str, block_size: int) -> list[KeptSummaries]:
         """Each layer's, as far as they are made."""
