@@ -62,6 +62,8 @@ LABELLED = [
 ]
 WINDOW = "psaw(start_layer=1, block_size=1, sinks=3, local=8)"
 WINDOWS = [f"dense+{WINDOW}", f"streaming(sinks=6, window=150)+{WINDOW}", f"streaming(sinks=2, window=20)+{WINDOW}"]
+GUESSED = ["psa(epsilon=0.4, rank=moments, microbatch=1, block_size=16)"]
+GUESSED += ["psa(epsilon=0.6, rank=moments, microbatch=2, block_size=16, rest=min, stop=mean)"]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS])
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 191)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)

@@ -77,10 +77,8 @@ def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
     assert summaries is not None
     blocks = max(1, rows.pages.longest // size)
     scores = torch.empty(rows.count * units, blocks, dtype=torch.float32, device=q.device)
-    programs = min(units, rows.kv_heads)
-    _mean_scores[(triton.cdiv(blocks, 64), programs, rows.count)](
-        q, summaries.pointers, rows.pages.lengths, rows.words, scores, q.stride(0), q.stride(1), rows.words.stride(0),
-        blocks, EACH=rows.heads // programs, UNITS=units // programs, SIZE=size,
+    _mean_scores[(triton.cdiv(blocks, 64), units, rows.count)](
+        q, summaries.pointers, rows.pages.lengths, scores, q.stride(0), q.stride(1), blocks, UNITS=units, SIZE=size,
         **_launch(rows, num_warps=4),
     )  # fmt: skip
     marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=q.device)
@@ -322,35 +320,29 @@ def _bypass(
     tl.store(instead + entry, left)
 
 
-@triton.jit(
-    do_not_specialize=["blocks", "word_row"],
-    do_not_specialize_on_alignment=["pointers", "lengths", "words", "scores"],
-)
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["pointers", "lengths", "scores"])
 def _mean_scores(
-    q_ptr, pointers, lengths, words, scores, q_row, q_head, word_row, blocks,
-    EACH: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, pointers, lengths, scores, q_row, q_head, blocks,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``EACH`` query heads, which make ``UNITS`` units."""
     begin(EARLY)
-    program, row = tl.program_id(1), tl.program_id(2)
+    unit, row = tl.program_id(1), tl.program_id(2)
+    EACH: tl.constexpr = HEADS // UNITS
     full = tl.load(lengths + row) // SIZE
     block = tl.program_id(0) * 64 + tl.arange(0, 64)
     if tl.program_id(0) * 64 < full:
         means = tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty))
         channel = tl.arange(0, D_PAD)
         total = tl.zeros([64], tl.float32)
-        for number in tl.static_range(EACH):
-            head = program * EACH + number
+        for number in tl.range(0, EACH):
+            head = unit * EACH + number
             q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
             at = (block.to(tl.int64)[:, None] * KV_HEADS + head // (HEADS // KV_HEADS)) * D + channel[None, :]
             mean = tl.load(means + at, mask=(block < full)[:, None] & (channel < D)[None, :], other=0.0)
             total += tl.sum(mean.to(tl.float32) * q[None, :], 1)
-            if (number + 1) % (EACH // UNITS) == 0:
-                unit = (row * tl.num_programs(1) + program) * UNITS + number // (EACH // UNITS)
-                to = scores + unit.to(tl.int64) * blocks + block
-                tl.store(to, total / (EACH // UNITS), mask=(block < blocks) & (block < full))
-                total = tl.zeros([64], tl.float32)
+        to = scores + (row * UNITS + unit).to(tl.int64) * blocks + block
+        tl.store(to, total / EACH, mask=(block < blocks) & (block < full))
 
 
 @triton.jit(
