@@ -167,6 +167,18 @@ def test_drafts_take_turns_with_recorded_steps(engines, policy):
     assert len(drafted.report["decode"]["backends"]) >= 2
 
 
+def test_numbers_are_no_part_of_a_kind_of_step(engines):
+    """Requests that differ in numbers alone are one group of one step, which one graph would serve."""
+    device, params = device_of(engines[1]), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for form in ("cis(tau={0}, k=2{1}, s={2}, r={2}, sinks={1})", "lfps(r={0}, a={0}, k=3{1}, local={2}, before={1})"):
+        device.kinds.clear()
+        policies = [form.format(*numbers) for numbers in ((0.1, 1, 3), (0.5, 2, 4), (0.9, 3, 9))]
+        results = engines[1].generate([random_ids(90, seed=4)] * 3, params, policy=policies)
+        assert all(result.error is None for result in results)
+        (kind,) = device.kinds._kinds.values()
+        assert [group.rows for group in kind.groups] == [4]
+
+
 def test_every_decode_method_has_a_device_plan_or_says_why_not(engines):
     spec = engines[1].model.runner.spec
     for method in METHODS.values():
