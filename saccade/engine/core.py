@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
+from saccade.engine.saved import SavedSession, fingerprint, restore_sequence, save_sequence
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
 from saccade.engine.settling import Settling
@@ -86,6 +88,31 @@ class Engine:
         sequence = Sequence(self.pool, self.model.runner.rope_regime)
         self.worker.memories[sequence.id] = sequence.memory
         return sequence
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model: sessions of another one are refused."""
+        return fingerprint(self.model.runner.model)
+
+    def save_session(self, session: int) -> SavedSession:
+        """A copy of a session between two turns. RequestError where there is none, or while a turn runs."""
+        sequence = self.sessions.get(session)
+        if sequence is None:
+            raise RequestError(f"there is no session {session}; it was closed")
+        return save_sequence(sequence, self.fingerprint, self.config.prefill_chunk)
+
+    def restore_session(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
+        """A new session of what was saved: its id, and what is to be said. See engine.saved.restore_sequence."""
+        sequence = self.new_sequence()
+        try:
+            note = restore_sequence(sequence, saved, self.fingerprint, self.config.prefill_chunk, damaged, recompute)
+        except BaseException:
+            sequence.memory.drop()
+            self.worker.memories.pop(sequence.id, None)
+            raise
+        self.sessions[sequence.id] = sequence
+        self.scheduler.park(sequence)
+        return sequence.id, note
 
     def open_session(self) -> int:
         """A new session's id."""
