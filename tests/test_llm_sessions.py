@@ -228,7 +228,7 @@ def test_chat_computes_only_what_is_new(llm):
     ["flexprefill(gamma=0.3,block_size=64,min_budget=0)", "loopserve(alpha=0.5)", "snapkv(capacity=40,window=8)"],
 )
 def test_a_chat_that_goes_on_elsewhere_keeps_no_part_of_a_sparse_prefill(llm, policy):
-    """A first message whose end was edited: what a sparse prefill chose for its beginning saw the rows that are gone."""
+    """A message whose end was edited: what a sparse prefill chose for its beginning saw the rows that are gone."""
     long = " ".join(f"word{number % 37}" for number in range(60))
     with llm.session(policy) as session, llm.session(policy) as fresh:
         session.chat(long + " and then this ending, which is long enough to matter", GREEDY)

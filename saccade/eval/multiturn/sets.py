@@ -18,8 +18,8 @@ INSTANCES = {QA: 500, SUMMARY: 500, FEW_SHOT: None}  # None: every item that par
 
 SCORED = (
     "Multi-turn sets are scored as LoopServe's section 6.1.3 says: questions by F1, summaries by LCS/|R|, types of "
-    "questions by accuracy. samsum is the exception: Table 3 names accuracy, but its answers are summaries and scored as "
-    "such."
+    "questions by accuracy. samsum is the exception: Table 3 names accuracy, but its answers are summaries, and scored "
+    "so."
 )
 
 _BRIEF = "Answer from the texts given so far, in as few words as possible."
