@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
-from saccade.engine.stream import Stream
 from saccade.errors import RequestError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
@@ -50,13 +49,14 @@ class Session:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> RequestOutput:
         """Append ``prompt`` (text or token ids) to the context and complete it."""
-        return self._finished(self._start(prompt, sampling_params, policy), prompt)
+        return self._finished(self._turn(prompt, sampling_params, policy), prompt)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
         """Like ``generate``, step by step; leaving the loop early cancels the turn."""
-        yield from self.llm.loop.outputs(self._start(prompt, sampling_params, policy))
+        with self.llm.loop.asked([self._turn(prompt, sampling_params, policy)]) as (stream,):
+            yield from self.llm.loop.outputs(stream)
 
     def complete(
         self,
@@ -71,7 +71,7 @@ class Session:
         computed again, but at most its first ``keep`` tokens are kept. A stretch that a sparse prefill computed is kept
         whole or not at all. The last ``decoded`` tokens, a question say, run one by one as decode steps under the
         policy's decode method, so that they read as sparsely as the answer's."""
-        return self._finished(self._start(token_ids, sampling_params, policy, keep, decoded, whole=True))
+        return self._finished(self._turn(token_ids, sampling_params, policy, keep, decoded, whole=True))
 
     def chat(
         self,
@@ -87,8 +87,8 @@ class Session:
 
         RequestError where the context holds what no message says, from ``generate``, ``stream`` or ``complete``: it
         would be lost."""
-        turn, stream = self._say(message, sampling_params, policy, chat_template_kwargs)
-        output = self._finished(stream)
+        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
+        output = self._finished(request)
         if output.error is None:
             self._answered(turn, output.outputs[0].text)
         return output
@@ -102,11 +102,12 @@ class Session:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[StepOutput]:
         """Like ``chat``, step by step; leaving the loop early cancels the turn, which then was never said."""
-        turn, stream = self._say(message, sampling_params, policy, chat_template_kwargs)
-        for output in self.llm.loop.outputs(stream):
-            if output.outcome is not None and output.outcome.error is None:
-                self._answered(turn, output.outcome.text)
-            yield output
+        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
+        with self.llm.loop.asked([request]) as (stream,):
+            for output in self.llm.loop.outputs(stream):
+                if output.outcome is not None and output.outcome.error is None:
+                    self._answered(turn, output.outcome.text)
+                yield output
 
     def _answered(self, turn: dict[str, Any], text: str) -> None:
         self.messages += [turn, {"role": "assistant", "content": text}]
@@ -118,8 +119,8 @@ class Session:
         params: SamplingParams | None,
         policy: PolicyLike,
         template: Mapping[str, Any] | None,
-    ) -> tuple[dict[str, Any], Stream]:
-        """Begin a turn of a conversation: its message and its outputs."""
+    ) -> tuple[dict[str, Any], AddRequest]:
+        """A turn of a conversation: its message, and the request for its answer."""
         if not isinstance(message, (str, Mapping)):
             raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {shown(message)}")
         if self.sequence.turn is None and self.sequence.tokens != self._said:
@@ -130,7 +131,7 @@ class Session:
             )
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn], template_kwargs=template)
-        return turn, self._start(ids, params, policy, whole=True)
+        return turn, self._turn(ids, params, policy, whole=True)
 
     def close(self) -> None:
         """Give the session's blocks back. A turn after that begins a new context."""
@@ -144,7 +145,7 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(
+    def _turn(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
@@ -152,7 +153,7 @@ class Session:
         keep: int | None = None,
         decoded: int = 0,
         whole: bool = False,
-    ) -> Stream:
+    ) -> AddRequest:
         params = self.llm.get_default_sampling_params() if params is None else one_params(params)
         for name, value in (("keep", 0 if keep is None else keep), ("decoded", decoded)):
             if not whole_number(value, 0):
@@ -163,8 +164,8 @@ class Session:
         if not self._finalizer.alive:
             self._open()
         ids = self.llm.encode(prompt, first=not self.sequence.tokens)
-        message = AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
-        return self.llm.loop.add([message])[0]
+        return AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
 
-    def _finished(self, stream: Stream, prompt: Prompt | None = None) -> RequestOutput:
-        return request_output(None if prompt is None else text_of(prompt), finished(self.llm.loop, [stream]))
+    def _finished(self, request: AddRequest, prompt: Prompt | None = None) -> RequestOutput:
+        with self.llm.loop.asked([request]) as streams:
+            return request_output(None if prompt is None else text_of(prompt), finished(streams))

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from engine_helpers import FIVE, GREEDY, finish, interrupt, make, start, tokens
+from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
+from saccade.engine.worker import Worker
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.selection import Dense
@@ -151,6 +152,30 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
     outputs = packed.generate(prompts[:3], GREEDY, policy="topk(k=24)")
     assert [tokens(output) for output in outputs] == want
     assert packed.engine.pool.used_blocks == 0
+
+
+def test_a_step_that_breaks_when_all_its_rows_are_done_is_taken_back_whole(llm, prompts, monkeypatch):
+    """infinigen began its state anew from the last chunk alone: what it had seen of the others was gone."""
+    real, steps = Worker.run, []
+    few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def run(self, step):
+        steps.append(real(self, step))
+        if len(steps) == 2:  # the last chunk of the prompt
+            raise RuntimeError("planted")
+        return steps[-1]
+
+    ids = prompts[2][:100]
+    for policy in EVERY:
+        (want,) = llm.generate(ids, few, policy=policy)
+        one, other = start(llm, ids, few, policy), start(llm, prompts[2][:80], few)
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "run", run)
+            finish(llm.engine)
+        assert len(steps) > 2
+        steps.clear()
+        assert (one.error, other.error) == (None, None)
+        assert one.final_ids == tokens(want), policy.text
 
 
 def test_interleaved_streams_lose_nothing(llm, prompts, solo):

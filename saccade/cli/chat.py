@@ -23,7 +23,7 @@ from saccade.cli.options import (
     load_model,
 )
 from saccade.cli.streaming import hint, show_stream
-from saccade.errors import SaccadeError
+from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
     from saccade.cli.conversation import Conversation
@@ -136,7 +136,10 @@ def terminal_reader(commands: list[str]) -> Callable[[], str | None]:
 
 
 def _read_line() -> str | None:
-    return sys.stdin.readline() or None
+    try:
+        return sys.stdin.readline() or None
+    except UnicodeDecodeError as error:
+        raise RequestError("standard input is not UTF-8 text; convert it first, for example with iconv") from error
 
 
 def _note(text: str) -> None:

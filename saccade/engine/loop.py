@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -21,15 +22,15 @@ from queue import Empty, SimpleQueue
 import torch
 
 from saccade.engine.core import Engine
-from saccade.engine.messages import AddRequest, CancelRequest, ForgetSession, StepOutput
+from saccade.engine.messages import AddRequest, CancelRequest, ClearPrefixes, ForgetSession, StepOutput
 from saccade.engine.request import Request
-from saccade.engine.stream import Stream
+from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
 
-Message = AddRequest | CancelRequest | ForgetSession
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes
 
 
 @dataclass
@@ -45,6 +46,10 @@ class _Letter:
 
 _STOP = _Letter()
 _threads: dict[threading.Thread, _Loop] = {}  # those that may not have ended
+_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
+
+CLOSED = "this engine is closed; make a new LLM"
+FORKED = "this LLM was made before its process was forked, and runs in the parent; make a new LLM in the forked process"
 
 
 @atexit.register
@@ -53,6 +58,46 @@ def _end_all() -> None:
     for thread, loop in list(_threads.items()):
         loop.inbox.put(_STOP)
         thread.join()
+
+
+def _orphaned() -> None:
+    """In a forked process: all threads but one stayed in the parent."""
+    _threads.clear()
+    if len(_loops):
+        torch.set_num_threads(1)  # torch's own threads too: it would wait for them for ever, or crash
+    for loop in list(_loops):
+        loop.orphaned()
+
+
+os.register_at_fork(after_in_child=_orphaned)
+
+
+class Asked:
+    """Queues requests where a ``with`` begins, and gives their streams; what has not ended where it is left, an
+    interrupt say, is cancelled. There is no moment in between that could leave a request running."""
+
+    def __init__(self, engine: AsyncEngine, messages: Sequence[AddRequest]) -> None:
+        self.engine = engine
+        self.letter = _Letter(messages, [Stream(message.request_id) for message in messages])
+
+    def __enter__(self) -> list[Stream]:
+        try:
+            self.engine._send(self.letter).result()
+            return list(self.letter.streams)
+        except BaseException:
+            self.end()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Cancel what has not ended."""
+        reply = self.letter.reply
+        if not reply.cancel() and (not reply.done() or reply.exception() is None):
+            left = [stream.request_id for stream in self.letter.streams if not stream.ended]
+            if left:
+                self.engine.cancel(left)
 
 
 class AsyncEngine:
@@ -70,18 +115,12 @@ class AsyncEngine:
 
     def add(self, messages: Sequence[AddRequest]) -> list[Stream]:
         """Queue requests, all of them before the next step; waits while the queue is full. Raises what Engine.add
-        raises, and then none is queued."""
-        streams = [Stream(message.request_id) for message in messages]
-        reply = self._send(_Letter(messages, streams))
-        try:
-            reply.result()
-        except Exception:
-            raise
-        except BaseException:  # an interrupt of the caller, say: nobody will read these
-            if not reply.cancel():
-                self.cancel([message.request_id for message in messages])
-            raise
-        return streams
+        raises, and then none is queued. The caller sees to it that they end: :meth:`asked` does so by itself."""
+        return Asked(self, messages).__enter__()
+
+    def asked(self, messages: Sequence[AddRequest]) -> Asked:
+        """:meth:`add` for a ``with`` statement, which cancels what has not ended when it is left."""
+        return Asked(self, messages)
 
     def outputs(self, stream: Stream) -> Iterator[StepOutput]:
         """The outputs of a request until it has ended. Leaving early cancels it."""
@@ -95,30 +134,27 @@ class AsyncEngine:
             if not finished:
                 self.cancel([stream.request_id])
 
+    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
+        """:meth:`add` for asyncio: while the queue is full this waits without blocking the event loop. Cancelling the
+        task until then leaves nothing behind; afterwards ``AsyncOutputs.close`` ends what runs."""
+        outputs = AsyncOutputs([message.request_id for message in messages], self.cancel_soon)
+        try:
+            await asyncio.wrap_future(self._send(_Letter(messages, outputs.streams)))
+        except asyncio.CancelledError:
+            outputs.close()
+            raise
+        return outputs
+
     async def stream(self, message: AddRequest) -> AsyncIterator[StepOutput]:
         """Queue a request and give its outputs until it has ended. Leaving early, or cancelling the task, cancels it.
         While the queue is full this waits without blocking the event loop."""
-        arrived, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.set)
-
-        stream = Stream(message.request_id, wake)
-        finished = False
+        outputs = await self.submit([message])
         try:
-            await asyncio.wrap_future(self._send(_Letter([message], [stream])))
-            while not finished:
-                output = stream.take()
-                if output is None:
-                    await arrived.wait()
-                    arrived.clear()
-                    continue
-                finished = output.finished
-                yield output
+            while not outputs.finished:
+                for output in await outputs.take():
+                    yield output
         finally:
-            if not finished:
-                self._send(_Letter([CancelRequest(message.request_id)]))
+            outputs.close()
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End requests and wait until they have ended. Those that have ended already stay as they are, as all have in a
@@ -126,10 +162,36 @@ class AsyncEngine:
         if not self._loop.closed:
             self._send(_Letter([CancelRequest(one) for one in request_ids])).result()
 
+    def cancel_soon(self, request_ids: Sequence[int]) -> None:
+        """Like :meth:`cancel`, without waiting."""
+        if not self._loop.closed:
+            self._send(_Letter([CancelRequest(one) for one in request_ids]))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that queue for the engine, those among them that it has not let in yet."""
+        held = sum(len(letter.streams) for letter in list(self._loop.held))
+        return len(self.engine.scheduler.waiting) + held
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine works on."""
+        return len(self.engine.scheduler.running)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be added: not after :meth:`close`, or once the thread has broken."""
+        return not self._loop.closed
+
     def forget(self, session: int) -> None:
         """Drop a session and wait until its blocks are back."""
         if not self._loop.closed:
             self._send(_Letter([ForgetSession(session)])).result()
+
+    def clear_prefixes(self) -> None:
+        """Give up what is kept of ended requests, and wait until its blocks are back."""
+        if not self._loop.closed:
+            self._send(_Letter([ClearPrefixes()])).result()
 
     def forget_soon(self, session: int) -> None:
         """Like :meth:`forget`, without waiting: for finalizers, which may run anywhere."""
@@ -138,6 +200,8 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Cancel everything, end the loop and wait for it. Later calls raise SaccadeError."""
+        if self._loop.why_closed == FORKED:
+            return
         with self._starting:
             thread, self._thread = self._thread, None
             self._loop.closed = True
@@ -147,10 +211,10 @@ class AsyncEngine:
 
     def _send(self, letter: _Letter) -> Future[None]:
         if self._loop.closed:
-            raise SaccadeError("this engine is closed; make a new LLM")
-        if self._thread is None:
+            raise SaccadeError(self._loop.why_closed)
+        if self._thread is None or self._thread.ident is None:  # an interrupt can come before its start
             with self._starting:
-                if self._thread is None and not self._loop.closed:
+                if (self._thread is None or self._thread.ident is None) and not self._loop.closed:
                     self._thread = threading.Thread(
                         target=_drive, args=(self._loop,), name="saccade-engine", daemon=True
                     )
@@ -162,7 +226,7 @@ class AsyncEngine:
         return letter.reply
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loop:
     """What the loop's thread works on. It refers to the engine weakly while it sleeps."""
 
@@ -172,6 +236,16 @@ class _Loop:
     held: deque[_Letter] = field(default_factory=deque)  # letters that wait until the queue is shorter, in order
     live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
     closed: bool = False
+    why_closed: str = CLOSED
+
+    def __post_init__(self) -> None:
+        _loops.add(self)
+
+    def orphaned(self) -> None:
+        """Nothing comes any more."""
+        self.closed, self.why_closed, self.inbox = True, FORKED, SimpleQueue()
+        for _, stream in self.live.values():
+            stream.lose(FORKED)
 
     @property
     def engine(self) -> Engine:
@@ -213,6 +287,9 @@ class _Loop:
             turn = engine.forget_session(message.session)
             if turn is not None:
                 self._ended(turn.id)
+        elif isinstance(message, ClearPrefixes):
+            if engine.prefixes is not None:
+                engine.prefixes.clear()
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)

@@ -222,8 +222,8 @@ class SaccadeLM(TemplateLM):
         return AddRequest(new_request_id(), self.tok_encode(context)[-room:], params, self.llm.policy)
 
     def _run(self, messages: list[AddRequest]) -> list[RequestOutcome]:
-        loop = self.llm.loop
-        outcomes = finished(loop, loop.add(messages)) if messages else []
+        with self.llm.loop.asked(messages) as streams:
+            outcomes = finished(streams)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise RequestError(f"a request of {len(outcome.prompt)} tokens failed: {outcome.error}")
