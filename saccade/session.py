@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
-from saccade.engine.sequence import common
 from saccade.errors import RequestError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
@@ -36,6 +35,7 @@ class Session:
         llm = self.llm
         self.id = llm.engine.open_session()
         self.sequence: TokenSequence = llm.engine.sessions[self.id]  # the engine's own: to look at between turns
+        self._said: list[int] = []  # the context as the last message left it
         # A session that is dropped without close() gives its blocks back before the engine's next step.
         self._finalizer = weakref.finalize(self, llm.loop.forget_soon, self.id)
         self._finalizer.atexit = False
@@ -82,11 +82,15 @@ class Session:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
-        shares with the stored context is not computed again."""
+        shares with the stored context is not computed again; a stretch that a sparse prefill computed is kept whole or
+        not at all.
+
+        RequestError where the context holds what no message says, from ``generate``, ``stream`` or ``complete``: it
+        would be lost."""
         turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
         output = self._finished(request)
         if output.error is None:
-            self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
+            self._answered(turn, output.outputs[0].text)
         return output
 
     def stream_chat(
@@ -102,8 +106,12 @@ class Session:
         with self.llm.loop.asked([request]) as (stream,):
             for output in self.llm.loop.outputs(stream):
                 if output.outcome is not None and output.outcome.error is None:
-                    self.messages += [turn, {"role": "assistant", "content": output.outcome.text}]
+                    self._answered(turn, output.outcome.text)
                 yield output
+
+    def _answered(self, turn: dict[str, Any], text: str) -> None:
+        self.messages += [turn, {"role": "assistant", "content": text}]
+        self._said = self.token_ids
 
     def _say(
         self,
@@ -115,15 +123,21 @@ class Session:
         """A turn of a conversation: its message, and the request for its answer."""
         if not isinstance(message, (str, Mapping)):
             raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {shown(message)}")
+        if self.sequence.turn is None and self.sequence.tokens != self._said:
+            raise RequestError(
+                "the context holds text that is none of the session's messages, from generate(), stream() or "
+                "complete(), and chat() would drop it: say that text as a message, chat in another session, or close() "
+                "this one"
+            )
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn], template_kwargs=template)
-        shared = common(self.sequence.tokens, ids[:-1])
-        return turn, self._turn(ids[shared:], params, policy, keep=shared)
+        return turn, self._turn(ids, params, policy, whole=True)
 
     def close(self) -> None:
         """Give the session's blocks back. A turn after that begins a new context."""
         self._finalizer.detach()
         self.llm.loop.forget(self.id)
+        self._said = []
 
     def __enter__(self) -> Session:
         return self
