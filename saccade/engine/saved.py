@@ -109,8 +109,8 @@ def restore_sequence(
     ]
     if data["chunk"] != chunk and not all(span.policy.prefill.is_dense for span in spans):
         raise RequestError(
-            f"the session was saved with prefill_chunk={data['chunk']}, on which its sparse prefills hang, not {chunk}; "
-            "use that, or give recompute=True"
+            f"the session was saved with prefill_chunk={data['chunk']}, on which its sparse prefills hang, not "
+            f"{chunk}; use that, or give recompute=True"
         )
     sequence.tokens, sequence.spans = saved.token_ids, spans
     sequence.reached, sequence.seen, sequence.salt = data["reached"], data["seen"], data["salt"]
