@@ -178,6 +178,8 @@ class Engine:
             self.cancel(sequence.turn)
         self.scheduler.idle.pop(id(sequence), None)
         sequence.truncate(0)
+        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
+        sequence.turn_start = None
         self.sessions.pop(sequence.id, None)
         self.worker.memories.pop(sequence.id, None)
 
