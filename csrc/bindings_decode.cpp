@@ -161,7 +161,8 @@ void bind_decode(nb::module_& m, KernelSetClass& set) {
          field<&TableGain::lists>("lists").at_least(1), field<&TableGain::offsets>("offsets"),
          field<&TableGain::indices>("indices").or_null(), field<&TableGain::weights>("weights").or_null(),
          field<&TableGain::weight_stride>("weight_stride"), field<&TableGain::idle>("idle").optional(),
-         field<&TableGain::refresh>("refresh"), field<&TableGain::decay>("decay"), field<&TableGain::row>("row")});
+         field<&TableGain::refresh>("refresh"), field<&TableGain::decay>("decay"),
+         field<&TableGain::stop>("stop"), field<&TableGain::row>("row")});
     bind_struct<JoinBlocks>(
         m, "JoinBlocks",
         {field<&JoinBlocks::units>("units").at_least(1), field<&JoinBlocks::offsets>("offsets"),

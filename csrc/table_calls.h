@@ -36,6 +36,7 @@ struct TableGain {
     int64_t weight_stride;
     const uint8_t *idle, *refresh;  // [heads], null: none; [units]
     double decay;
+    int64_t stop;  // positions from here on teach nothing
     const int64_t* row;  // [units]: the position at distance 0
     int threads;
 };

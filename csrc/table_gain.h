@@ -91,6 +91,7 @@ inline void learn_unit(const TableGain& c, int64_t u) {
     while (skipped < count && index[skipped] < t.first) ++skipped;
     index += skipped;
     count -= skipped;
+    while (count > 0 && index[count - 1] >= c.stop) --count;
     char* scratch = static_cast<char*>(thread_scratch(count * (2 * sizeof(int32_t) + sizeof(float)) + 256));
     Carver carver(scratch);
     int32_t* places = carver.take<int32_t>(count);

@@ -77,6 +77,10 @@ class LLM:
             return SamplingParams()
         return SamplingParams(**sampling_defaults(self.model.path if chosen == "auto" else Path(chosen)))
 
+    def reset_prefix_cache(self) -> None:
+        """Give up what ``enable_prefix_caching`` keeps of ended requests."""
+        self.loop.clear_prefixes()
+
     @property
     def pool(self) -> BlockManager:
         """Where keys and values lie."""

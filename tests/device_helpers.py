@@ -28,6 +28,7 @@ class Sequences:
     policies: list[str]
     lengths: list[int]
     seed: int = 0
+    heads_apart: bool = False
 
     def __post_init__(self) -> None:
         spec, rng = self.runner.spec, generator(self.seed)
@@ -35,7 +36,7 @@ class Sequences:
         storage = KVStorage(KVFormat(torch.float32, spec.kv_heads, spec.head_dim, 32), 300)
         storage.k.fill_(float("nan"))
         storage.v.fill_(float("nan"))
-        self.pool = BlockManager(storage, spec.layers)
+        self.pool = BlockManager(storage, spec.layers, heads_apart=self.heads_apart)
         self.memories = {}
         for number, length in enumerate(self.lengths):
             memory = self.memories[number] = SequenceMemory(self.pool)

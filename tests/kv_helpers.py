@@ -76,3 +76,23 @@ def check_blocks(pool: BlockManager, sequences: Sequence[SequenceKV]) -> None:
     for kv in sequences:
         blocks = kv.block_table.tolist()
         assert torch.equal(kv.tables[:, :, : len(blocks)].cpu(), pool.host_slots[:, :, blocks])
+
+
+def move_blocks(pool: BlockManager, kv: SequenceKV) -> None:
+    """Give every part of ``kv``'s blocks another slot, with its content. The sequence is told nothing."""
+    blocks = kv.block_table.tolist()
+    for layer in range(pool.layers):
+        for row in range(pool.rows):
+            heads = slice(None) if pool.rows == 1 else slice(row, row + 1)
+            head = None if pool.rows == 1 else row
+            before = torch.from_numpy(pool.lookup(blocks)[layer, row]).long().to(pool.storage.device)
+            content = [pages[before, heads].clone() for pages in (pool.storage.k, pool.storage.v)]
+            pool.evict(layer, blocks, head)
+            for pages in (pool.storage.k, pool.storage.v):
+                pages[before, heads] = float("nan")
+            pool._free_slots[row].reverse()  # those just freed come back last
+            pool.admit(layer, blocks, head)
+            after = torch.from_numpy(pool.lookup(blocks)[layer, row]).long().to(pool.storage.device)
+            assert not torch.equal(before, after)
+            for pages, rows in zip((pool.storage.k, pool.storage.v), content):
+                pages[after, heads] = rows

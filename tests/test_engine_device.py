@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Once, Sequences, reference
+from kv_helpers import move_blocks
 from tiny_models import make_checkpoint
 
 from saccade.engine import device_attention
@@ -89,6 +90,27 @@ def test_rows_of_all_methods_in_one_step_give_what_each_gives_alone(runner):
             assert stats.least_covered == pytest.approx(min(part.least_covered for part in parts), abs=1e-4)
         assert results[number + 100].late  # what was taken is not counted again
         assert not counted(results[number + 100])[1].layers
+
+
+@pytest.mark.parametrize("heads_apart", [False, True])
+def test_blocks_may_move_between_two_steps(runner, heads_apart):
+    """A step looks its blocks up in the pool's map as it runs. Who moves them tells no sequence and no row."""
+    ours, theirs = (Sequences(runner, MIXED, LENGTHS, heads_apart=heads_apart) for _ in range(2))
+    device = DeviceBackend(runner)
+    for _ in range(3):
+        results = device.run(ours.step(), ours.memories)
+        torch.testing.assert_close(logits_of(results), reference(theirs)[0], atol=2e-4, rtol=1e-4)
+        for number in (1, 4, 8):
+            move_blocks(ours.pool, ours.memories[number].kv)
+
+
+def test_rows_whose_blocks_are_not_resident_are_not_served(runner):
+    sequences = Sequences(runner, ["dense", "dense"], [70, 70])
+    device, step = DeviceBackend(runner), sequences.step()
+    sequences.pool.evict(1, [sequences.memories[1].kv.block_table[0].item()])
+    assert [device.serves(step, number, sequences.memories[number]) for number in (0, 1)] == [
+        None, "some of its KV blocks are not resident",
+    ]  # fmt: skip
 
 
 def test_numbers_are_no_part_of_a_kind_of_step(runner):
@@ -201,6 +223,26 @@ def test_a_step_that_fails_is_taken_back_alone(runner, monkeypatch, error):
         for layer, stats in layers.items():
             assert stats.pairs().tolist() == context.stats[row, layer].pairs().tolist()
             assert stats.covered == pytest.approx(context.stats[row, layer].covered, abs=1e-4)
+
+
+def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
+    """Rows are counted while the device works; where waiting for it fails, they are not counted, nor is a block that
+    this step filled."""
+    policies, lengths = ["quest(budget=64, dense_layers=1)", "streaming(sinks=2, window=40)"], [191, 70]
+    ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
+    device, step = DeviceBackend(runner), ours.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "_fetched", Once(None, ZeroDivisionError("lost"), at=1))
+        with pytest.raises(device.Failed, match="lost"):
+            device.run(step, ours.memories)
+    assert [memory.kv.length for memory in ours.memories.values()] == lengths
+    for taken in (device.run(step, ours.memories), device.run(ours.step(), ours.memories)):
+        torch.testing.assert_close(logits_of(taken), reference(theirs)[0], atol=2e-4, rtol=1e-4)
+    for row in range(2):
+        layers, late = counted(taken[100 + row])
+        assert late.backends == {"triton": 2 * runner.spec.layers}
+        assert {stats.calls for stats in layers.values()} == {2}
+        assert {stats.causal for stats in layers.values()} == {2 * lengths[row] + 3}
 
 
 def test_a_kind_of_step_that_fails_three_times_is_not_tried_again(runner, monkeypatch):

@@ -179,7 +179,7 @@ def test_what_a_method_knew_is_freed_with_its_request(llm, prompts, monkeypatch,
             else:
                 request = start(llm, prompts[2][:80], few, policy)
                 finish(llm.engine)
-                assert (request.error is not None) == (end == "failed")
+                assert (request.error is not None) == (end == "failed"), (policy.text, request.error)
             knew += bool(seen)
             left = [one() for one in seen.values() if one() is not None]
             assert not left, f"{policy.text}: {len(left)} tensors"

@@ -11,8 +11,10 @@ from engine_helpers import GREEDY, LAYERS, make, tokens
 from helpers import Planted, generator, planted_heads
 from tiny_models import random_ids
 
-from saccade import SamplingParams
+from saccade import LLM, SamplingParams
 from saccade.errors import PolicyError
+from saccade.eval.facts import is_correct, make_facts, plant
+from saccade.eval.prose import generate
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import CIS
@@ -182,6 +184,21 @@ def test_identical_queries_keep_the_anchors_mass():
         assert all(a <= b for a, b in zip(first, lists))
 
 
+def test_the_default_answers_every_fact():
+    """The built-in retriever copies: with the paper's sets, which stay where they are, answers break off."""
+    facts = make_facts(6, 3)
+    llm = LLM("retriever", dtype="float32", max_model_len=2048)
+    greedy = SamplingParams(temperature=0, max_tokens=24, stop=["."])
+    text, right = plant(generate(1200, 3), facts, 3), {}
+    for policy in ("cis", "cpe", "cis(follow=none)"):
+        with llm.session(policy) as session:
+            session.generate(text, SamplingParams(temperature=0, max_tokens=1))
+            answers = [session.generate(f"\n{fact.question}", greedy).outputs[0].text for fact in facts]
+        right[policy] = sum(map(is_correct, answers, facts))
+    assert right["cis"] == right["cpe"] == 6
+    assert right["cis(follow=none)"] < 5
+
+
 def test_a_copy_is_followed():
     """Each query looks for the key after the one before it, 60 steps on: the first one's set, moved along, has it."""
     rng, start = generator(5), 40
@@ -225,7 +242,7 @@ def test_no_dilation_shares_the_set_itself():
     q, _, view = stream(140, 130, drift=0.0)
     q[:, 131:] = q[:, 130:131]
     for options in ({"r": 0}, {"m": 0}):
-        runs = list(steps(CIS(k=20, sinks=4, local=6, **options), q, view, 130))
+        runs = list(steps(CIS(k=20, sinks=4, local=6, follow=None, **options), q, view, 130))
         middles = [[set(c.tolist()) & set(range(4, 125)) for c in used.lists()] for _, _, _, used in runs]
         assert all(middle == middles[0] for middle in middles)
 
@@ -317,16 +334,18 @@ def test_the_report_says_how_often_it_retrieved(llm):
 
 
 @pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
-def test_cpe_decodes_on_the_kernels():
+@pytest.mark.parametrize("follow", [None, 2])
+def test_cpe_decodes_on_the_kernels(follow):
     """Searching and sharing steps alike, below a window of whole pages: four layers with heads of 32."""
-    method, cone = CIS(k=20, sinks=4, local=6), PSAW(phi=0.5, start_layer=1, block_size=16).at(3, 4)
+    method, cone = CIS(k=20, sinks=4, local=6, follow=follow), PSAW(phi=0.5, start_layer=1, block_size=16).at(3, 4)
     q, _, view = stream(330, 300)
     state = method.begin(Chunk.of(q[:, :300], view.upto(300)))
     backends, searched = set(), set()
     for position in range(300, 330):
         query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - 300, window=cone)
         chosen = method.select_decode(query, state)
-        if cone.start(position) == cone.start(position - 16):  # what is shared lies within the window already
+        # What is shared lies within the window already; what moves may come from its sinks, and is cut.
+        if follow is None and cone.start(position) == cone.start(position - 16):
             hidden = torch.arange(cone.sink_keys, cone.start(position))
             assert not bool(torch.isin(chosen.indices, hidden).any())
         selection = cut(chosen, cone)

@@ -41,13 +41,16 @@ def top(scores: list[float], count: int, forced: set[int] = frozenset()) -> list
     return sorted([*forced, *rest[: max(0, count - len(forced))]])
 
 
-def label_scores(q, k, channels: list[int], heads: list[int], bits: int) -> list[float]:
+def label_scores(q, k, channels: list[int], heads: list[int], bits: int, both: bool = False) -> list[float]:
     kv_head = heads[0] // 2
     scores = []
+    asked = {h: [float(q[h, -1, c]) for c in channels] for h in heads}
+    if both and bits < 16:
+        asked = {h: quantized(values, bits) for h, values in asked.items()}
     for i in range(k.shape[1]):
         label = [float(k[kv_head, i, c]) for c in channels]
         label = quantized(label, bits) if bits < 16 else label
-        scores.append(sum(float(q[h, -1, c]) * x for h in heads for c, x in zip(channels, label)) / len(heads))
+        scores.append(sum(a * x for h in heads for a, x in zip(asked[h], label)) / len(heads))
     return scores
 
 
@@ -56,20 +59,34 @@ def label_scores(q, k, channels: list[int], heads: list[int], bits: int) -> list
 
 @pytest.mark.parametrize("unit", list(UNITS))
 @pytest.mark.parametrize(
-    ("by", "bits", "sinks", "local"), [("qk", 4, 0, 0), ("q", 2, 2, 3), ("k", 8, 0, 1), ("qk", 16, 0, 0)]
+    ("by", "bits", "sinks", "local", "both"),
+    [
+        ("qk", 4, 0, 0, False),
+        ("qk", 4, 0, 0, True),
+        ("q", 2, 2, 3, False),
+        ("q", 2, 2, 3, True),
+        ("k", 8, 0, 1, False),
+        ("qk", 16, 0, 0, True),
+    ],
 )
-def test_double_sparsity_scores_a_few_channels_in_a_few_bits(unit, by, bits, sinks, local):
+def test_double_sparsity_scores_a_few_channels_in_a_few_bits(unit, by, bits, sinks, local, both):
     q, k, view, segment = problem()
-    method = DoubleSparsity(k=20, by=by, bits=bits, source="prompt", unit=unit, sinks=sinks, local=local)
+    method = DoubleSparsity(
+        k=20, by=by, bits=bits, source="prompt", unit=unit, sinks=sinks, local=local, quantize_query=both
+    )
     selection = method.select_decode(Query.of(q[:, -1:], view, layer=5), method.begin(segment))
+    otherwise = 0
     for heads, got in zip(UNITS[unit], selection.lists()):
         g = heads[0] // 2
         means_q = [sum(float(q[h, r, c].abs()) for h in (2 * g, 2 * g + 1) for r in range(80, 120)) for c in range(32)]
         means_k = [float(k[g, :, c].abs().sum()) for c in range(32)]
         weight = {"q": means_q, "k": means_k, "qk": [a * b for a, b in zip(means_q, means_k)]}[by]
         channels = sorted(range(32), key=lambda c: (-weight[c], c))[:8]
-        scores = label_scores(q, k, channels, heads, bits)
-        assert got.tolist() == top(scores, 20, {*range(sinks), *range(120 - local, 120)})
+        scores = label_scores(q, k, channels, heads, bits, both)
+        forced = {*range(sinks), *range(120 - local, 120)}
+        assert got.tolist() == top(scores, 20, forced)
+        otherwise += got.tolist() != top(label_scores(q, k, channels, heads, bits), 20, forced)
+    assert (otherwise > 0) == (both and bits < 8)
 
 
 def test_all_channels_unquantized_are_exact_top_k():

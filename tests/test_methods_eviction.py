@@ -71,18 +71,20 @@ def test_snapkv_keeps_the_window_and_what_it_looks_at(unit, capacity, window, ke
         assert got.tolist() == sorted(chosen | set(range(n - window, n)))
 
 
+@pytest.mark.parametrize("floor", ["beside", "within"])
 @pytest.mark.parametrize("safeguard", [0.0, 0.2, 0.7, 1.0])
 @pytest.mark.parametrize("unit", list(UNITS))
-def test_adakv_shares_one_budget_between_the_heads_of_a_layer(unit, safeguard):
+def test_adakv_shares_one_budget_between_the_heads_of_a_layer(unit, safeguard, floor):
     n, window, capacity = 90, 8, 30
     q, k, view = problem(n, seed=2)
-    method = AdaKV(capacity=capacity, window=window, unit=unit, safeguard=safeguard)
+    method = AdaKV(capacity=capacity, window=window, unit=unit, safeguard=safeguard, floor=floor)
     state = method.begin(Chunk.of(q[:, -window:], view))
     got = {(u, i) for u, kept in enumerate(state.positions) for i in kept.tolist()}
     scores = {
         (u, i): s for u, heads in enumerate(UNITS[unit]) for i, s in enumerate(snap_scores(q, k, heads, window, 5))
     }
-    least = math.floor(safeguard * (capacity - window) + 1e-9)
+    beside, within = math.floor(safeguard * (capacity - window) + 1e-9), math.floor(safeguard * capacity + 1e-9)
+    least = beside if floor == "beside" else max(0, within - window)
     sure = {key for u in range(len(UNITS[unit])) for key in best({x: s for x, s in scores.items() if x[0] == u}, least)}
     free = best({x: s for x, s in scores.items() if x not in sure}, len(UNITS[unit]) * (capacity - window) - len(sure))
     assert got == sure | free | {(u, i) for u in range(len(UNITS[unit])) for i in range(n - window, n)}

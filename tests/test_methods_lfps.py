@@ -115,7 +115,7 @@ class Definition:
 
     def learn(self, position: int, read: list[int]) -> None:
         first, n = self.m.sinks, position + 1 - self.m.sinks
-        c2 = [i for i in read if i >= first]
+        c2 = [i for i in read if i >= first and (self.m.read_local or i < position)]
         gain = torch.zeros(n).double()
         for head in self.heads:
             w = self.softmax(head, position)[torch.tensor(c2) - first]
@@ -123,6 +123,12 @@ class Definition:
         gain[torch.tensor(c2) - first] -= 1 / (2 * len(c2))
         self.ver = self.m.r * torch.cat([self.ver, torch.zeros(n - self.ver.numel())]) + gain
         self.sla = self.m.r * torch.cat([torch.zeros(1), self.sla, torch.zeros(n)])[:n] + gain
+
+    def rest(self) -> None:
+        """A bypassed step: nothing is learnt or decays; in the paper the slash table does not shift either."""
+        none = torch.zeros(1)
+        self.sla = torch.cat([none, self.sla] if self.m.bypass_shift else [self.sla, none])
+        self.ver = torch.cat([self.ver, none])
 
 
 OPTIONS = [
@@ -132,6 +138,7 @@ OPTIONS = [
     {"a": None, "before": 0, "after": 0},
     {"slash_shift_on_read": False, "a": 0.4},
     {"read_local": False, "sinks": 0, "r": 0.5},
+    {"read_local": False, "k": 150, "gate": "off", "a": 0.05},
     {"r": 0.0, "s": 7, "sinks": 9},
     {"k": 70, "s": 300},
 ]
@@ -328,6 +335,48 @@ def test_a_diagonal_survives_bypasses():
         rates[shift] = hits / len(on_line)
     assert rates[True] == 1.0
     assert rates[False] < 0.8
+
+
+@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
+@pytest.mark.parametrize("shift", [{"slash_shift_on_read": False}, {}, {"bypass_shift": True}], ids=str)
+def test_tables_after_bypasses_are_those_kept_by_position(kernels, unit, shift):
+    """The paper's form: a bypassed step leaves both tables where they are, and newer keys go on gaining."""
+    stream = Stream.make(260, 210, seed=8, pattern=SINKY)
+    stream.q[1] *= 0.2
+    for head in (0, 2, 3):
+        stream.q[head, 210 + 3 * head :: 3] *= 0.2  # heads rest at some steps and not at others
+    form = {"bypass": "mean", "bypass_shift": False, "read_local": False, "unit": unit, "a": 0.05} | shift
+    method, share = plain(k=20, **form), 1 if unit == "q_head" else 2
+    units = [Definition(method, stream, list(range(u * share, (u + 1) * share))) for u in range(4 // share)]
+    rested = learnt = 0
+    for position, selection, state, _, used in stream.run(method, kernels):  # noqa: B007
+        for unit_id, definition in enumerate(units):
+            mine = range(unit_id * share, (unit_id + 1) * share)
+            definition.heads = [head for head in mine if selection.idle is None or not selection.idle[head]]
+            if definition.heads:
+                expected = definition.candidates(position)
+                assert len(set(selection.listed(unit_id).tolist()) ^ expected) <= 1
+                lists = used.lists()
+                read = lists[definition.heads[0] if len(lists) == 4 else unit_id].tolist()
+                definition.learn(position, read)
+                learnt += 1
+            else:
+                definition.rest()
+                rested += 1
+    assert min(rested, learnt) > 20
+    for unit_id, definition in enumerate(units):
+        for table, expected in ((state.tables.vertical, definition.ver), (state.tables.slash, definition.sla.flip(0))):
+            true = table[unit_id, : expected.numel()].double() * state.tables.scale[unit_id]
+            torch.testing.assert_close(true, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_papers_rows_own_key_is_beside_k_and_teaches_nothing(kernels):
+    stream = Stream.make(240, 200, seed=2)
+    for position, selection, _, _, used in stream.run(plain(k=20, epsilon=1.0, read_local=False, a=None, gate="off")):
+        assert selection.k.tolist() == [20] * 4
+        assert all(len(chosen) == 4 + 20 + 1 and chosen[-1] == position for chosen in used.lists())
+    for steps, (_, selection, _, _, _) in enumerate(stream.run(plain(k=200, epsilon=1.0, read_local=False))):
+        assert isinstance(selection, Dense) == (196 + steps <= 200)
 
 
 def test_epsilon_1_never_bypasses():

@@ -87,16 +87,14 @@ def test_exact_overlap_recovers_the_mass_of_the_union(count, share):
 
 
 def paper_by_hand(weights, positions, first: int, share: float) -> tuple[list[int], list[int], float]:
-    """Alg. 2 with chosen lines removed and denominators of at least 1; diagonal 0 and column 0 first."""
+    """Alg. 2 with chosen lines removed and denominators of at least 1; diagonal 0 where the first row has no key."""
     n = weights.shape[1]
     entries = {("s", o): [0.0] for o in range(n)} | {("v", c): [0.0] for c in range(n)}
     for j, p in enumerate(positions.tolist()):
         for c in range(p + 1):
             entries["s", p - c].append(float(weights[j, c]))
             entries["v", c].append(float(weights[j, c]))
-    queues = {
-        kind: sorted(range(n), key=lambda line: (line != 0, -sum(entries[kind, line]), line)) for kind in ("s", "v")
-    }
+    queues = {kind: sorted(range(n), key=lambda line: (-sum(entries[kind, line]), line)) for kind in ("s", "v")}
     chosen: dict[str, list[int]] = {"s": [], "v": []}
     overlap, recovered = {"s": 0.0, "v": 0.0}, 0.0
     total = float(weights.double().sum())
@@ -106,10 +104,10 @@ def paper_by_hand(weights, positions, first: int, share: float) -> tuple[list[in
         new = sum(entries[kind, line]) - overlap[other]
         return new, new / max(1, min(n - first, n - line) - len(chosen[other]))
 
-    while (recovered < share * total or not chosen["s"] or not chosen["v"]) and (queues["s"] or queues["v"]):
-        if not chosen["s"] or not queues["v"]:
+    while recovered < share * total and (queues["s"] or queues["v"]):
+        if not queues["v"]:
             kind, other = "s", "v"
-        elif not chosen["v"] or not queues["s"] or gain("s", "v")[1] < gain("v", "s")[1]:
+        elif not queues["s"] or gain("s", "v")[1] < gain("v", "s")[1]:
             kind, other = "v", "s"
         else:
             kind, other = "s", "v"
@@ -117,6 +115,8 @@ def paper_by_hand(weights, positions, first: int, share: float) -> tuple[list[in
         line = queues[kind].pop(0)
         overlap[kind] += max(entries[kind, line])
         chosen[kind].append(line)
+    if min(chosen["s"] + chosen["v"], default=n) > first:
+        chosen["s"].append(0)
     return chosen["v"], chosen["s"], recovered
 
 
@@ -129,6 +129,22 @@ def test_the_papers_bookkeeping_by_hand(n, first, count, share):
     assert cover.columns.tolist() == columns
     assert cover.distances.tolist() == distances
     assert cover.recovered == pytest.approx(recovered, abs=1e-5)
+
+
+def test_the_paper_forces_no_line():
+    """Weight on two columns that every row sees: they are all that Alg. 2 takes. The exact cover takes the first column
+    and the diagonal too. Without them a row that sees no chosen column would be left with nothing."""
+    n = 60
+    for first, column, distances in ((40, 20, []), (0, 20, [0])):
+        positions = torch.arange(max(first, column + 1), n)
+        weights = torch.zeros(positions.numel(), n)
+        weights[:, column], weights[:, column - 9] = 0.7, 0.3
+        cover = cover_lines(weights, positions, first, 0.99, "paper")
+        assert sorted(cover.columns.tolist()) == [column - 9, column]
+        assert cover.distances.tolist() == distances
+        exact = cover_lines(weights, positions, first, 0.99)
+        assert 0 in exact.columns.tolist()
+        assert 0 in exact.distances.tolist()
 
 
 @pytest.mark.parametrize("count", [1, 30, 200])
@@ -208,7 +224,7 @@ def test_tiny_turns_have_keys_in_every_row(overlap, rows, n):
     used = run_method(method, "prefill", q, KVView.from_tensors(k, v), rows)[2]
     assert isinstance(used, Lines)
     for head in range(4):
-        assert [part.tolist() for part in used.unit_lines(head)] == [[0], [0]]
+        assert [part.tolist() for part in used.unit_lines(head)] == [[0] if overlap == "exact" else [], [0]]
 
 
 def test_monotone_in_alpha():
@@ -218,6 +234,8 @@ def test_monotone_in_alpha():
             run_method(LoopServe(alpha=alpha, overlap=overlap), "prefill", q, KVView.from_tensors(k, v), 200)[2].mask()
             for alpha in (0.0, 0.3, 0.6, 0.9, 0.99, 1.0)
         ]
+        if overlap == "paper":  # the diagonal joins only while a row has no key
+            masks = [mask.tril(299) for mask in masks]  # rows 300 .. 499
         assert all(not (small & ~large).any() for small, large in pairwise(masks))
 
 

@@ -10,6 +10,7 @@ from helpers import Planted, planted_heads, run_method
 
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
+from saccade.methods import xattention
 from saccade.methods.base import Chunk
 from saccade.methods.xattention import XAttention
 from saccade.ops.scores import antidiagonal_shares
@@ -99,6 +100,41 @@ def test_the_shares_reach_the_threshold_with_no_block_too_many(rows, threshold):
                 assert not left or row[left].max() <= row[others].min()
 
 
+def published_blocks(row: list[float], diagonal: int, threshold: float, first_chunk: bool) -> set[int]:
+    """The published code's selection for one query block, as the sums it keeps say it: what is forced is listed first,
+    the sums lead with two zeros and what is forced, and what is not chosen stands for block 0. In the first chunk the
+    diagonal overwrites the mark of block 0."""
+    forced = {diagonal} if first_chunk else {0, diagonal}
+    others = sorted((b for b in range(len(row)) if b not in forced), key=lambda b: (-row[b], b))
+    listed = [*sorted(forced), *others]
+    parts = [0.0, 0.0, sum(row[b] for b in forced), *(row[b] for b in others)]
+    chosen = {b for j, b in enumerate(listed) if sum(parts[: j + 1]) < threshold * sum(row)}
+    return {b for b in chosen | forced | {0} if b <= diagonal}
+
+
+@pytest.mark.parametrize("rows", [700, 260])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.9])
+def test_blocks_are_those_of_the_published_code_where_asked_for(rows, threshold, monkeypatch):
+    """Its first chunk ends at row 512 here; behind it both forms are alike, and so is the printed rule."""
+    monkeypatch.setattr(xattention, "PUBLISHED_ROWS", 512)
+    q, _, view = chunk_of(rows, 700, seed=2)
+    masks = {}
+    for sink in ("counted", "published"):
+        method = XAttention(threshold=threshold, block_size=64, sink=sink)
+        used = run_method(method, "prefill", q, view, rows)[2]
+        masks[sink] = used.block_mask()
+    shares = antidiagonal_shares(q[:, -rows:], view, used.shape, 8, 64, 32**-0.5).double().tolist()
+    for head in range(4):
+        for j in range(used.q_blocks):
+            diagonal, row = used.first_q_block + j, shares[head][j]
+            chosen = set(masks["published"][head, j].nonzero()[:, 0].tolist())
+            assert chosen == published_blocks(row, diagonal, threshold, diagonal < 8)
+    behind = max(0, 8 - used.first_q_block)
+    assert torch.equal(masks["published"][:, behind:], masks["counted"][:, behind:])
+    more = int(masks["published"].sum() - masks["counted"].sum())
+    assert more == 0 if threshold == 0 else more > 0 or threshold == 0.9  # at 0.9 nearly all are read
+
+
 def test_monotone_in_the_threshold_and_one_is_dense():
     for rows in (700, 130):
         q, _, view = chunk_of(rows, 700, seed=3)
@@ -125,6 +161,7 @@ def test_two_blocks_are_dense(n, dense):
         {"stride": 0},
         {"stride": 24},
         {"stride": 128, "block_size": 64},
+        {"sink": "free"},
     ],
 )
 def test_bad_options_are_refused(options):

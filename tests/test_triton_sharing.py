@@ -9,7 +9,7 @@ from helpers import generator
 from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.sharing import Anchors
+from saccade.methods.cis.sharing import Anchors, keep, share
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,32 @@ def test_the_most_recent_of_several_counts():
     for unit, keys_read in enumerate(read.lists()):
         wanted = [key for key in keys_read.tolist() if SINKS <= key < 100 - LOCAL]
         assert keys[offsets[unit] : offsets[unit + 1]].tolist() == wanted
+
+
+@pytest.mark.parametrize(("best", "reach", "follow", "cover"), [(7, 1, 2, True), (1, 0, 0, False), (40, 2, 30, True)])
+def test_the_best_keys_move_along_as_on_a_cpu(best, reach, follow, cover):
+    """Three anchors with room for more best keys than there are; what each later query shares, and its room."""
+    host, device = (Anchors.empty(UNITS, 2 * DIM, capacity=200, most=best + 3) for _ in range(2))
+    for number in range(3):
+        length = 200 + 3 * number
+        q = torch.zeros(HEADS, DIM)
+        q[:, number] = 1.0
+        share(host, q, 0.8, LOCAL, length, cover, (follow, SINKS))
+        device.reserve()
+        triton_sharing.share(device, q, 0.8, LOCAL, length, cover, (follow, SINKS))
+        has = torch.tensor([True, number > 0, number < 2, True])
+        read, weights = retrieved(length, (40, 3, 60, 9), seed=number)
+        keep(host, read, weights, has, length - 1, (SINKS, length - LOCAL), best, reach)
+        device.has[number], device.positions[number] = has, length - 1
+        device.first, device.count = host.first, number + 1
+        triton_sharing.keep(device, number, read, weights, (SINKS, length - LOCAL), best, reach)
+        assert torch.equal(device.moving[number][has], host.moving[number][has])
+    for axis, length in ((0, 206), (1, 209), (2, 230), (5, 230)):
+        q = torch.zeros(HEADS, DIM)
+        q[:, axis] = 1.0
+        wanted = share(host, q, 0.8, LOCAL, length, cover, (follow, SINKS))
+        device.reserve()
+        offsets, keys, searching = triton_sharing.share(device, q, 0.8, LOCAL, length, cover, (follow, SINKS))
+        assert torch.equal(searching, wanted[2])
+        assert torch.equal(offsets, wanted[0])
+        assert torch.equal(keys[: int(offsets[-1])], wanted[1])

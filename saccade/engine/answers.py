@@ -49,6 +49,8 @@ class Answers:
             sequence.restart(request.policy)
             request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")
         output.new_tokens.append(token)
+        if params.logprobs is not None:
+            output.new_logprobs.append(request.logprobs[-1])
         request.report.token()
         made = len(sequence.tokens) - request.output_start
         ended = not params.ignore_eos and token in self.model.eos_token_ids

@@ -15,10 +15,11 @@ from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
+from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
-from saccade.engine.steering import Steering
+from saccade.engine.steering import Constraint, Steering
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
@@ -58,11 +59,15 @@ class Engine:
         self.max_model_len = max_model_len
         self.drafter = drafter
         self.layers = model.spec.layers
+        self.prefixes: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.prefixes = PrefixCache(pool, config.prefill_chunk, model.runner.rope_regime)
         self.scheduler = Scheduler(
             pool,
             chunk=config.prefill_chunk,
             max_batch_rows=config.prefill_chunk + config.max_requests,
             max_requests=config.max_requests,
+            prefixes=self.prefixes,
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
@@ -97,6 +102,8 @@ class Engine:
                 decoded=message.decoded,
                 request_id=message.request_id,
                 shares=shares,
+                constraint=message.constraint,
+                cache_salt=message.cache_salt,
             )
         sequence = self.sessions.get(message.session)
         if sequence is None:
@@ -106,7 +113,17 @@ class Engine:
             most = len(prompt) - 1 if keep is None else min(keep, len(prompt) - 1)
             keep = sequence.border(common(sequence.tokens, prompt[: max(0, most)]))
             prompt, decoded = prompt[keep:], min(decoded, len(prompt) - keep)
-        return self.add(prompt, message.params, message.policy, sequence, keep, decoded, message.request_id)
+        return self.add(
+            prompt,
+            message.params,
+            message.policy,
+            sequence,
+            keep,
+            decoded,
+            message.request_id,
+            constraint=message.constraint,
+            cache_salt=message.cache_salt,
+        )
 
     def add(
         self,
@@ -118,19 +135,21 @@ class Engine:
         decoded: int = 0,
         request_id: int | None = None,
         shares: Request | None = None,
+        constraint: Constraint | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
         decode method. ``shares``: a request of the same prompt and policy, whose blocks this one shares once that
-        prompt is computed. RequestError while an earlier turn of the session is still running. Where it
-        raises, nothing has changed."""
+        prompt is computed. ``constraint``: what the answer must follow. RequestError while an earlier turn of the
+        session is still running. Where it raises, nothing has changed."""
         if sequence is not None and sequence.turn is not None:
             raise RequestError("this session is still answering; finish or cancel that turn first")
         before = sequence.tokens if sequence is not None else []
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
-        steering = Steering.of(params, self.model)
+        steering = Steering.of(params, self.model, constraint)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
@@ -156,6 +175,7 @@ class Engine:
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
+        request.sequence.salt = cache_salt
         if shares is not None and not shares.finished and not shares.output_ids:
             request.parent = shares
             shares.forks.append(request)
@@ -177,6 +197,8 @@ class Engine:
         if sequence.turn is not None:
             self.cancel(sequence.turn)
         self.scheduler.idle.pop(id(sequence), None)
+        if self.prefixes is not None:
+            self.prefixes.leave(sequence, keep=True)
         sequence.truncate(0)
         sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
         sequence.turn_start = None
@@ -312,6 +334,8 @@ class Engine:
         sequence = request.sequence
         sequence.turn = None
         if not request.keep_kv:
+            if self.prefixes is not None:
+                self.prefixes.leave(sequence, keep=reason != "error")
             sequence.memory.drop()
             self.worker.memories.pop(sequence.id, None)
             return

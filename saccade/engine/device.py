@@ -61,6 +61,7 @@ class DeviceBackend:
         self._forward = DecodeStep(runner)
         self._forms: dict[tuple[Reading, ...], int] = {}
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._same: dict[int, tuple[Method, _Planned]] = {}
         self._buffers: RowBuffers | None = None
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
         self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
@@ -86,7 +87,9 @@ class DeviceBackend:
             return "the decode method keeps a state, or keys were evicted"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
-        return self._plan(one.policy.decode).why_not
+        if memory.kv.pool.absent and not memory.kv.resident:
+            return "some of its KV blocks are not resident"
+        return self._plan_of(one.policy.decode).why_not
 
     def parts(self, which: Sequence[int]) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need."""
@@ -103,29 +106,41 @@ class DeviceBackend:
         placed, key, groups = self._arranged(step, memories, results)
         if (reason := self.kinds.why_not(key)) is not None:
             raise StepFailedError(reason)
+        counted: list[tuple[int, PlacedRow]] = []
         try:
             kind = self._run(step, placed, key, groups)
+            for number, row in enumerate(placed):  # while the device works
+                if row is not None and row.result.error is None:
+                    self._count(number, row)
+                    counted.append((number, row))
             best, logits = self._fetched(kind, placed)
         except torch.cuda.OutOfMemoryError as error:
-            self._clean_up()
+            self._clean_up(counted)
             self.kinds.free()
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         except Exception as error:
-            self._clean_up()
+            self._clean_up(counted)
             self.kinds.failed(key, error)
             raise StepFailedError(f"{type(error).__name__}: {error}") from error
         except BaseException:  # an interrupt
-            self._clean_up()
+            self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
-        for number, row in enumerate(placed):
-            if row is not None and row.result.error is None:
-                self._count(number, row)
-                if number in best:
-                    row.result.tokens = [best[number]]
-                elif number in logits:
-                    row.result.logits = logits[number]
+        for number, row in counted:
+            if number in best:
+                row.result.tokens = [best[number]]
+            elif number in logits:
+                row.result.logits = logits[number]
         return results
+
+    def _plan_of(self, method: Method) -> _Planned:
+        """``_plan``, without asking every number of the method for its hash twice a step."""
+        known = self._same.get(id(method))
+        if known is None or known[0] is not method:
+            if len(self._same) >= PLANS:
+                self._same.clear()
+            known = self._same[id(method)] = method, self._plan(method)
+        return known[1]
 
     def _planned(self, method: Method) -> _Planned:
         spec = self.runner.spec
@@ -143,7 +158,7 @@ class DeviceBackend:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
         for one in step.scheduled:
-            planned = self._plan(one.policy.decode)
+            planned = self._plan_of(one.policy.decode)
             assert planned.plan is not None
             row = PlacedRow(one, memories[one.sequence_id].kv, planned.plan, results[one.request_id])
             grouped.setdefault(planned.form, []).append(row)
@@ -166,7 +181,7 @@ class DeviceBackend:
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            context = DeviceAttention(kind.groups, buffers, pool.storage, kind.longest, watch)
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch)
             tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
@@ -225,13 +240,13 @@ class DeviceBackend:
         if counts is not None:
             counts.detach()
 
-    def _count(self, number: int, row: PlacedRow) -> None:
-        """The row is stored; its counts are added up by the request and its plan."""
+    def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
+        """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
         one, choice, counts = row.scheduled, row.plan.blocks, self._rows[number]
-        row.kv.appended(1)
+        row.kv.appended(times)
         if choice is not None and one.stop % choice.size == 0:
             row.kv.summarized(choice.summary, choice.size)
-        everything = counts.add(one.stop, "triton" if self.watch.idle else "triton (eager)")
+        everything = counts.add(one.stop, "triton" if self.watch.idle else "triton (eager)", times)
         if everything and not one.policy.decode.is_dense:
             row.result.note(ran_dense("decode", row.plan.method))
         if self.kinds.note is not None:
@@ -255,6 +270,9 @@ class DeviceBackend:
             logits = {number: chosen[at : at + 1] for at, number in enumerate(others)}
         return {number: tokens[number] for number in greedy if tokens[number] >= 0}, logits
 
-    def _clean_up(self) -> None:
-        """After a step that stopped halfway: kernels that did not run have left words of those before them."""
+    def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
+        """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of
+        those before them."""
+        for number, row in counted:
+            self._count(number, row, -1)
         clear_kept(self.runner.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_watch import StepWatch
-from saccade.kv.storage import KVStorage
+from saccade.kv.blocks import BlockManager
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
@@ -62,12 +62,13 @@ class DeviceAttention:
         self,
         groups: tuple[Group, ...],
         buffers: RowBuffers,
-        storage: KVStorage,
+        pool: BlockManager,
         longest: int,
         watch: StepWatch | None = None,
     ) -> None:
-        self.groups, self.buffers, self.storage, self.longest, self.watch = groups, buffers, storage, longest, watch
-        self.lengths = buffers.inputs[2].to(torch.int32)
+        self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
+        self.storage = pool.storage
+        self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
 

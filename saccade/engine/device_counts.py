@@ -65,18 +65,19 @@ class LateCounts:
         self._ruled: RuleCounts | None = None
         self._start_anew()
 
-    def add(self, length: int, backend: str) -> bool:
-        """Count one row that sees ``length`` keys. Returns whether a layer read them all."""
-        self._causal += length
-        self._backends[backend] = self._backends.get(backend, 0) + len(self.plan.layers)
+    def add(self, length: int, backend: str, times: int = 1) -> bool:
+        """Count one row that sees ``length`` keys; with ``times=-1`` take that back. Returns whether a layer read them
+        all."""
+        self._causal += times * length
+        self._backends[backend] = self._backends.get(backend, 0) + times * len(self.plan.layers)
         everything = False
         for reading, sums in self._sums.items():
             kind, keys, estimated = reading.cost(length)
-            sums.calls += 1
-            sums.keys += keys
-            sums.estimated += estimated
-            sums.retrievals += estimated > 0
-            sums.kinds[kind] = sums.kinds.get(kind, 0) + 1
+            sums.calls += times
+            sums.keys += times * keys
+            sums.estimated += times * estimated
+            sums.retrievals += times * (estimated > 0)
+            sums.kinds[kind] = sums.kinds.get(kind, 0) + times
             everything |= kind == "dense"
         return everything
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
 
 
@@ -36,11 +38,12 @@ class RuleCounts(NamedTuple):
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
-    ``inputs`` int64 [3, rows]: token, position and number of keys, the row's own among them; 0 for padding. ``tables``
-    int32 [layers, rows, table_rows, blocks]: the slots of each block, ``table_rows`` a sequence. ``pointers`` int64
-    [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``, ``second`` int32 and
-    ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers). ``rules``: what
-    stopping rules did since this was last taken.
+    ``inputs`` int64 [3, rows]: token, position and number of keys, the row's own among them; 0 for padding.
+    ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
+    ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
+    ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
+    ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
+    ``rules``: what stopping rules did since this was last taken.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class RowBuffers:
         pinned = device.type == "cuda"
         self._staging = torch.zeros(3, rows, dtype=torch.int64, pin_memory=pinned, device="cpu")
         self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
         self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
         self.first, self.second = torch.zeros(2, layers, rows, dtype=torch.int32, device=device)
@@ -79,7 +83,7 @@ class RowBuffers:
             summaries = kv.summary_buffers(choice.summary, choice.size, wanted)
             room = min(len(one) for one in summaries)
             self.pointers[:, row].copy_(torch.tensor([one.data_ptr() for one in summaries], device="cpu"))
-        self._write_tables(row, kv)
+        self._write_blocks(row, kv)
         self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room)
 
     def load(self, inputs: list[tuple[int, int, int]]) -> None:
@@ -97,10 +101,18 @@ class RowBuffers:
         self.rules.least[:, row] = 1.0
         return taken
 
-    def _write_tables(self, row: int, kv: SequenceKV) -> None:
-        """Resolve all blocks that ``kv`` has to the slots that hold them, those that it will fill later among them."""
-        count = min(self.blocks, kv.tables.shape[2])
-        self.tables[:, row, :, :count].copy_(kv.tables[:, :, :count])
+    def resolve(self, pool: BlockManager, rows: int, longest: int) -> Tensor:
+        """Where the blocks of the first ``rows`` rows lie as this runs: their number of keys as int32 [rows], and
+        ``tables`` filled up to there. A recorded step does so each time it is replayed, so a block may have moved
+        since."""
+        lengths = self.inputs[2, :rows].to(torch.int32)
+        pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables)
+        return lengths
+
+    def _write_blocks(self, row: int, kv: SequenceKV) -> None:
+        """All blocks that ``kv`` has, those that it will fill later among them."""
+        blocks = kv.block_table[: self.blocks].to(torch.int32)
+        self.logical[row, : len(blocks)].copy_(blocks)
 
     def _write_numbers(self, row: int, plan: DevicePlan) -> None:
         numbers = [reading.numbers for reading in plan.layers]

@@ -22,15 +22,15 @@ from queue import Empty, SimpleQueue
 import torch
 
 from saccade.engine.core import Engine
-from saccade.engine.messages import AddRequest, CancelRequest, ForgetSession, StepOutput
+from saccade.engine.messages import AddRequest, CancelRequest, ClearPrefixes, ForgetSession, StepOutput
 from saccade.engine.request import Request
-from saccade.engine.stream import Stream
+from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
 
-Message = AddRequest | CancelRequest | ForgetSession
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes
 
 
 @dataclass
@@ -134,30 +134,27 @@ class AsyncEngine:
             if not finished:
                 self.cancel([stream.request_id])
 
+    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
+        """:meth:`add` for asyncio: while the queue is full this waits without blocking the event loop. Cancelling the
+        task until then leaves nothing behind; afterwards ``AsyncOutputs.close`` ends what runs."""
+        outputs = AsyncOutputs([message.request_id for message in messages], self.cancel_soon)
+        try:
+            await asyncio.wrap_future(self._send(_Letter(messages, outputs.streams)))
+        except asyncio.CancelledError:
+            outputs.close()
+            raise
+        return outputs
+
     async def stream(self, message: AddRequest) -> AsyncIterator[StepOutput]:
         """Queue a request and give its outputs until it has ended. Leaving early, or cancelling the task, cancels it.
         While the queue is full this waits without blocking the event loop."""
-        arrived, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def wake() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrived.set)
-
-        stream = Stream(message.request_id, wake)
-        finished = False
+        outputs = await self.submit([message])
         try:
-            await asyncio.wrap_future(self._send(_Letter([message], [stream])))
-            while not finished:
-                output = stream.take()
-                if output is None:
-                    await arrived.wait()
-                    arrived.clear()
-                    continue
-                finished = output.finished
-                yield output
+            while not outputs.finished:
+                for output in await outputs.take():
+                    yield output
         finally:
-            if not finished:
-                self._send(_Letter([CancelRequest(message.request_id)]))
+            outputs.close()
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """End requests and wait until they have ended. Those that have ended already stay as they are, as all have in a
@@ -165,10 +162,36 @@ class AsyncEngine:
         if not self._loop.closed:
             self._send(_Letter([CancelRequest(one) for one in request_ids])).result()
 
+    def cancel_soon(self, request_ids: Sequence[int]) -> None:
+        """Like :meth:`cancel`, without waiting."""
+        if not self._loop.closed:
+            self._send(_Letter([CancelRequest(one) for one in request_ids]))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that queue for the engine, those among them that it has not let in yet."""
+        held = sum(len(letter.streams) for letter in list(self._loop.held))
+        return len(self.engine.scheduler.waiting) + held
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine works on."""
+        return len(self.engine.scheduler.running)
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be added: not after :meth:`close`, or once the thread has broken."""
+        return not self._loop.closed
+
     def forget(self, session: int) -> None:
         """Drop a session and wait until its blocks are back."""
         if not self._loop.closed:
             self._send(_Letter([ForgetSession(session)])).result()
+
+    def clear_prefixes(self) -> None:
+        """Give up what is kept of ended requests, and wait until its blocks are back."""
+        if not self._loop.closed:
+            self._send(_Letter([ClearPrefixes()])).result()
 
     def forget_soon(self, session: int) -> None:
         """Like :meth:`forget`, without waiting: for finalizers, which may run anywhere."""
@@ -264,6 +287,9 @@ class _Loop:
             turn = engine.forget_session(message.session)
             if turn is not None:
                 self._ended(turn.id)
+        elif isinstance(message, ClearPrefixes):
+            if engine.prefixes is not None:
+                engine.prefixes.clear()
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)

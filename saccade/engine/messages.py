@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engine.params import SamplingParams
+from saccade.engine.steering import Constraint
 from saccade.methods.policy import Policy
 
 
@@ -16,7 +17,8 @@ class AddRequest:
     (all by default). ``whole``: the prompt is to be the whole context of the session, and what it shares with what is
     stored is kept, as far as ``keep`` allows. The last ``decoded`` tokens of the prompt run as decode steps.
     ``shares``: the id of a request in the same letter with the same prompt and policy, from whose prompt this one goes
-    on."""
+    on. ``constraint``: what the answer must follow, a grammar say. ``cache_salt``: requests with unequal ones share no
+    prefixes."""
 
     request_id: int
     prompt: list[int]
@@ -27,6 +29,8 @@ class AddRequest:
     whole: bool = False
     decoded: int = 0
     shares: int | None = None
+    constraint: Constraint | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class ForgetSession:
     """Drop a session and give its blocks back; a turn that still runs is cancelled."""
 
     session: int
+
+
+@dataclass(frozen=True)
+class ClearPrefixes:
+    """Give up what is kept of ended requests for others to go on from."""
 
 
 @dataclass
@@ -96,7 +105,8 @@ class RequestOutcome:
 @dataclass
 class StepOutput:
     """What one or more engine steps did for one request. ``prefilled`` of ``prefill_total`` prompt tokens are computed.
-    ``finished``: it is the request's last, and has its ``outcome``."""
+    ``new_logprobs``: one entry for each of ``new_tokens``, if they were asked for. ``finished``: it is the request's
+    last, and has its ``outcome``."""
 
     request_id: int
     new_text: str = ""
@@ -104,6 +114,7 @@ class StepOutput:
     prefilled: int = 0
     prefill_total: int = 0
     outcome: RequestOutcome | None = None
+    new_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -118,4 +129,5 @@ class StepOutput:
             max(self.prefilled, later.prefilled),
             later.prefill_total or self.prefill_total,
             later.outcome,
+            self.new_logprobs + later.new_logprobs,
         )

@@ -63,7 +63,9 @@ class Sampler:
         scores = self.warpers.repeat(ids, self.steering.restrict(ids, logits))
         scores = self.steering.penalise(ids, scores)
         if not self.steering.neutral and float(scores.max()) == -math.inf:
-            raise RequestError("bad_words and min_tokens forbid every token that the model knows; allow some")
+            raise RequestError(
+                "bad_words, min_tokens and the constraint forbid every token that the model knows; allow some"
+            )
         return self.warpers.warp(scores)
 
 

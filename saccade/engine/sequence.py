@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import ScheduledRequest
 from saccade.kv.blocks import BlockManager
+from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting
 from saccade.methods.policy import Policy
 
@@ -55,6 +56,7 @@ class Sequence:
 
     def __init__(self, pool: BlockManager, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
         self.id = next(_ids)
+        self.salt = ""  # sequences of unequal salt share no blocks
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
         self.memory = SequenceMemory(pool)
@@ -171,6 +173,13 @@ class Sequence:
         its method knows. CapacityError, changing nothing, where no block is left for what is this one's own."""
         self.memory = other.memory.fork()
         self.computed, self.reached, self.seen = other.computed, other.reached, other.seen
+
+    def go_on_from(self, kv: SequenceKV, length: int) -> None:
+        """Share the first ``length`` tokens of ``kv``, whole blocks, in place of computing them."""
+        self.memory.kv.free()
+        self.memory.kv = kv.fork(length)
+        self.computed = length
+        self.reached, self.seen = max(self.reached, length), max(self.seen, length)
 
     def restart(self, policy: Policy | None = None) -> None:
         """Forget all that was computed: the next turn prefills every token, or with ``policy`` the next steps do."""

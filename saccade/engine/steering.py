@@ -4,7 +4,7 @@ tokens that are pushed up or down. The order is vLLM's."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,9 +16,27 @@ if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
 
 
+class Matcher(Protocol):
+    """Follows one answer along its constraint. It runs on the engine's thread."""
+
+    def allowed(self, answer: Sequence[int]) -> Tensor:
+        """Which tokens may come after ``answer``, the tokens of the answer so far: bool [vocab], of the model's own
+        vocabulary. What it raises ends the request with that error."""
+        ...
+
+
+class Constraint(Protocol):
+    """What an answer must follow, a grammar say. Many requests may have the same one."""
+
+    def begin(self) -> Matcher:
+        """A matcher for one answer that begins."""
+        ...
+
+
 class Steering:
     """``answer_start``: where in the sequence the answer begins. ``ends``: tokens that may not come before
-    ``min_tokens``. ``words``: each a list of tokens whose last one may not follow the others."""
+    ``min_tokens``. ``words``: each a list of tokens whose last one may not follow the others. ``matcher``: which tokens
+    may come at all."""
 
     def __init__(
         self,
@@ -26,15 +44,17 @@ class Steering:
         answer_start: int = 0,
         ends: Sequence[int] = (),
         words: Sequence[Sequence[int]] = (),
+        matcher: Matcher | None = None,
     ) -> None:
-        self.params, self.answer_start, self.words = params, answer_start, words
+        self.params, self.answer_start, self.words, self.matcher = params, answer_start, words, matcher
         self.ends = list(ends)
         self.biases = params.logit_bias or {}
         self.counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        self.neutral = not (self.words or params.min_tokens or self.biases or self.counts)
+        steered = self.words or params.min_tokens or self.biases or self.counts
+        self.neutral = not steered and matcher is None
 
     @classmethod
-    def of(cls, params: SamplingParams, model: LoadedModel) -> Steering:
+    def of(cls, params: SamplingParams, model: LoadedModel, constraint: Constraint | None = None) -> Steering:
         """For one request of a model, which sets ``answer_start``. RequestError for tokens that the model lacks."""
         vocab = model.spec.vocab_size
         for token in params.logit_bias or ():
@@ -42,15 +62,17 @@ class Steering:
                 raise RequestError(f"logit_bias names token {token}; this model has tokens 0 to {vocab - 1}")
         ends = [end for end in {*model.eos_token_ids, *params.stop_token_ids} if 0 <= end < vocab]
         words = model.tokenizer.words(params.bad_words) if params.bad_words else []
-        return cls(params, 0, ends, words)
+        return cls(params, 0, ends, words, None if constraint is None else constraint.begin())
 
     def restrict(self, ids: list[int], logits: Tensor) -> Tensor:
-        """Before the repetition penalty: bad words, end tokens that come too early, biases. ``ids`` the whole sequence,
-        ``logits`` fp32 [vocab]."""
+        """Before the repetition penalty: the constraint, bad words, end tokens that come too early, biases. ``ids`` the
+        whole sequence, ``logits`` fp32 [vocab]."""
         if self.neutral:
             return logits
         logits = logits.clone()
         answer = ids[self.answer_start :]
+        if self.matcher is not None:
+            logits[~self.matcher.allowed(answer)] = -torch.inf
         for word in self.words:
             before = list(word[:-1])
             if answer[len(answer) - len(before) :] == before:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from saccade.engine.messages import StepOutput
 from saccade.errors import SaccadeError
@@ -11,8 +12,8 @@ from saccade.errors import SaccadeError
 
 class Stream:
     """The outputs of one request. What its reader has not taken yet is joined, so a slow reader costs no memory.
-    ``arrived`` is set when something came; ``wake`` is called then too, by the loop's thread. ``ended``: the last
-    output has come."""
+    ``arrived`` is set when something came. ``wake`` is called then too, by the loop's thread, unless what came before
+    still waits to be taken. ``ended``: the last output has come."""
 
     def __init__(self, request_id: int, wake: Callable[[], None] | None = None) -> None:
         self.request_id = request_id
@@ -26,10 +27,11 @@ class Stream:
     def put(self, output: StepOutput) -> None:
         """Hand over an output; called by the loop."""
         with self._lock:
+            first = self._pending is None
             self._pending = output if self._pending is None else self._pending.joined(output)
             self.ended = output.finished
         self.arrived.set()
-        if self._wake is not None:
+        if first and self._wake is not None:
             self._wake()
 
     def lose(self, why: str) -> None:
@@ -51,3 +53,45 @@ class Stream:
             self.arrived.wait()
             self.arrived.clear()
         return output
+
+
+class AsyncOutputs:
+    """The outputs of some requests for one asyncio task. ``cancel`` ends requests by their ids, without waiting.
+
+    Whoever is done early calls :meth:`close`; what was not taken by then is lost.
+    """
+
+    def __init__(self, request_ids: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
+        self._arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._arrived.set)
+
+        self.streams = [Stream(request_id, wake) for request_id in request_ids]
+        self._live = {stream.request_id: stream for stream in self.streams}
+        self._cancel = cancel
+
+    @property
+    def finished(self) -> bool:
+        """Whether every request has ended and its last output was taken."""
+        return not self._live
+
+    async def take(self) -> list[StepOutput]:
+        """What came since the last time, or what comes next: at least one output, and one for a request at most; none
+        once all have ended."""
+        while self._live:
+            outputs = [output for stream in list(self._live.values()) if (output := stream.take()) is not None]
+            if outputs:
+                for output in outputs:
+                    if output.finished:
+                        del self._live[output.request_id]
+                return outputs
+            await self._arrived.wait()
+            self._arrived.clear()
+        return []
+
+    def close(self) -> None:
+        """Cancel what has not ended. Its last outputs can still be taken."""
+        if self._live:
+            self._cancel(list(self._live))

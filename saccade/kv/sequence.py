@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +12,8 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.saved import SavedKV, described
+from saccade.kv.table import BlockTable
 from saccade.kv.view import KVView
-
-ALIGNED = 4  # table entries: kernels are compiled anew for a table that does not begin at 16 bytes
 
 
 class SequenceKV:
@@ -28,17 +26,16 @@ class SequenceKV:
     def __init__(self, pool: BlockManager) -> None:
         self.pool = pool
         self.id = pool.new_owner()
-        self.version = 0
+        self._version = 0
         self._format = pool.format
         self._size = pool.format.block_size
-        self._ids: list[int] = []
-        self._numbers = np.zeros(0, dtype=np.int64)  # the same
+        self._table = BlockTable(pool, self.id)
         self._lengths = [0] * pool.layers
-        self._summaries: dict[tuple[int, str, int], KeptSummaries] = {}
-        self._kept: dict[tuple[str, int], list[KeptSummaries]] = {}  # the same, by layer
-        self._residency = pool.version
-        self._tables = torch.zeros(pool.layers, pool.rows, 16, dtype=torch.int32, device="cpu")
-        self._publish()
+        self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
+
+    @property
+    def version(self) -> int:
+        return self._version + self._table.version
 
     @property
     def layers(self) -> int:
@@ -52,70 +49,56 @@ class SequenceKV:
     @property
     def blocks(self) -> int:
         """Slots that its blocks take when resident, all layers together, shared blocks among them."""
-        return self.layers * len(self._ids)
+        return self.layers * len(self._table)
 
     @property
     def block_table(self) -> Tensor:
         """Logical block ids: int64 [blocks], on the host. Token i is in block ``block_table[i // block_size]``, in
         every layer, wherever that block lies. Good until the sequence changes; not to be written to."""
-        return torch.from_numpy(self._numbers)
+        return self._table.blocks
+
+    @property
+    def resident(self) -> bool:
+        """Whether every part of every block has a slot."""
+        return self._table.resident
 
     def logical_slots(self, start: int, stop: int) -> list[int]:
         """Where the rows of tokens ``start .. stop - 1`` go in every layer: logical block * block_size + offset each.
         Room for them must be reserved: SaccadeError otherwise."""
-        self._require_room(start, stop)
-        size, ids = self._size, self._ids
-        if stop - start == 1:
-            return [ids[start // size] * size + start % size]
-        positions = np.arange(start, stop)
-        return (self._numbers[positions // size] * size + positions % size).tolist()
+        return self._table.logical_slots(start, stop)
 
     @property
     def tables(self) -> Tensor:
         """int32 [layers, kv_heads or 1, >= blocks] on the storage's device: the slots of every block, -1 where one is
         not resident."""
-        if self._residency != self.pool.version:
-            self._refresh()
-        return self._stored_tables
+        return self._table.tables
 
     def slot_mapping(self, start: int, stop: int) -> Tensor:
         """Where the rows of tokens ``start .. stop - 1`` go: int64 [layers, kv_heads or 1, stop - start] on the
         storage's device, each slot * block_size + offset, -1 where the block is not resident. Room for them must be
         reserved: SaccadeError otherwise."""
-        self._require_room(start, stop)
-        tables = self.tables
-        positions = torch.arange(start, stop, device=tables.device)
-        slots = tables[:, :, positions // self._size].long()
-        return torch.where(slots < 0, -1, slots * self._size + positions % self._size)
-
-    def _require_room(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= len(self._ids) * self._size:
-            raise SaccadeError(
-                f"no slots for tokens {start}..{stop}: room is reserved for {len(self._ids) * self._size}"
-            )
+        return self._table.slot_mapping(start, stop)
 
     def missing_blocks(self, tokens: int) -> int:
         """Slots that must still be allocated before ``tokens`` tokens fit: for new blocks, and for the copy of a shared
         block that would be written to."""
-        wanted = max(0, -(-tokens // self._size) - len(self._ids))
+        wanted = max(0, -(-tokens // self._size) - len(self._table))
         return self.layers * (wanted + self._shared_tail(tokens))
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens in every layer, in blocks that may be written to, and note the use of all
         blocks in this step. Raises CapacityError, taking nothing, when the pool is short."""
-        have, copied = len(self._ids), self._shared_tail(tokens)
-        wanted = max(0, -(-tokens // self._size) - have)
+        copied = self._shared_tail(tokens)
+        wanted = max(0, -(-tokens // self._size) - len(self._table))
         tail = self.length // self._size
         if copied:
-            self.pool.require_resident(self._ids[tail])
+            self.pool.require_resident(self._table.ids[tail])
         if wanted or copied:
             fresh = self.pool.allocate(wanted + copied, self.id)
             if copied:
-                self._copy_of(self._ids[tail], fresh)
-                self._replace(tail, fresh.pop())
-            self._ids += fresh
-            self._derive(tail if copied else have)
-        self.pool.touch(self._numbers)
+                self._replace(tail, fresh)
+            self._table.extend(fresh)
+        self._table.touch()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
@@ -128,24 +111,22 @@ class SequenceKV:
         self._make_writable(layer, count)
         self._plain_view(layer, start).write(start, k, v)
         self._lengths[layer] = start + count
-        self.version += 1
+        self._version += 1
 
     def place(self, layer: int) -> tuple[int, int]:
         """Where the next row of one layer goes, slot and offset in it. It counts as stored: the caller writes it.
         SaccadeError where KV heads do not share slots, or the block is not resident."""
         start = self._lengths[layer]
         block, offset = divmod(start, self._size)
-        if block >= len(self._ids) or (offset and self.pool.references(self._ids[block]) > 1):
+        if block >= len(self._table) or (offset and self.pool.references(self._table.ids[block]) > 1):
             self._make_writable(layer, 1)
-        if self._residency != self.pool.version:
-            self._refresh()
-        slot = self._host[layer].item(block) if self.pool.rows == 1 else -1
+        slot = self._table.slot(layer, block) if self.pool.rows == 1 else -1
         if slot < 0:
             raise SaccadeError(
                 f"the next row of layer {layer} has no one slot: its block is not resident, or KV heads lie apart"
             )
         self._lengths[layer] = start + 1
-        self.version += 1
+        self._version += 1
         return slot, offset
 
     def appended(self, count: int) -> None:
@@ -155,31 +136,28 @@ class SequenceKV:
     def stored(self, count: int) -> None:
         """Count ``count`` rows that the host stores in every layer of this step, past the sequence itself."""
         self.appended(count)
-        self.version += 1
+        self._version += 1
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        kept = self._kept.get((kind, block_size))
-        if kept is None or min([one.filled for one in kept]) < self.length // block_size:
+        kept = self._kept(kind, block_size)
+        if kept[0].buffer.dim() == 1 or min([one.filled for one in kept]) < self.length // block_size:
             for layer in range(self.layers):
                 self._summaries_of(layer, kind, block_size)
-            kept = [self._summary(layer, kind, block_size) for layer in range(self.layers)]
-            self._kept[kind, block_size] = kept
         return [one.buffer for one in kept]
 
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
         parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
-        self.version += 1
-        return [
-            self._summary(layer, kind, block_size).room(blocks, self._plain_view(layer)) for layer in range(self.layers)
-        ]
+        self._version += 1
+        kept = self._kept(kind, block_size)
+        return [one.room(blocks, self._plain_view(layer)) for layer, one in enumerate(kept)]
 
     def summarized(self, kind: str, block_size: int) -> None:
         """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
-        for layer in range(self.layers):
-            self._summary(layer, kind, block_size).filled = self._lengths[layer] // block_size
+        for length, one in zip(self._lengths, self._kept(kind, block_size)):
+            one.filled = length // block_size
 
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
@@ -191,35 +169,36 @@ class SequenceKV:
         sequence."""
         if length < 0:
             raise SaccadeError(f"a sequence cannot be cut to {length} tokens; give 0 or more")
-        keep = -(-length // self._size)
-        self.version += 1
+        self._version += 1
         self._lengths = [min(own, length) for own in self._lengths]
-        self.pool.release(self._ids[keep:], self.id)
-        del self._ids[keep:]
-        self._numbers = self._numbers[:keep]
-        for summary in self._summaries.values():
-            summary.truncate(length)
+        self._table.cut(-(-length // self._size))
+        for kept in self._summaries.values():
+            for one in kept:
+                one.truncate(length)
 
     def free(self) -> None:
         """Let go of every block."""
         self.truncate(0)
 
-    def fork(self) -> SequenceKV:
-        """A second sequence with the same tokens: full blocks are shared, a partial last one and the summaries are
-        copied. Raises CapacityError, taking nothing, when there is no room for the copy; SaccadeError within a step,
-        when layers are of unequal length."""
-        length = self._between_steps("forked")
+    def fork(self, length: int | None = None) -> SequenceKV:
+        """A second sequence with the same tokens, or the first ``length`` of them: full blocks are shared, a partial
+        last one and the summaries are copied. Raises CapacityError, taking nothing, when there is no room for the copy;
+        SaccadeError for more tokens than there are, and within a step, when layers are of unequal length."""
+        stored = self._between_steps("forked")
+        length = stored if length is None else length
+        if not 0 <= length <= stored:
+            raise SaccadeError(f"{length} tokens cannot be shared: {stored} are stored")
         other = SequenceKV(self.pool)
-        full, rest = divmod(length, self._size)
-        last = []
+        ids, (full, rest) = self._table.ids, divmod(length, self._size)
+        last: list[int] = []
         if rest:
-            self.pool.require_resident(self._ids[full])
+            self.pool.require_resident(ids[full])
             last = self.pool.allocate(1, other.id)
-            other._copy_of(self._ids[full], last)
-        self.pool.share(self._ids[:full], other.id)
-        other._ids, other._lengths = self._ids[:full] + last, [length] * self.layers
-        other._derive(0)
-        other._summaries = {key: summary.fork() for key, summary in self._summaries.items()}
+            other._copy_of(ids[full], last)
+        self.pool.share(ids[:full], other.id)
+        other._lengths = [length] * self.layers
+        other._table.extend(ids[:full] + last)
+        other._summaries = {key: [one.fork(length) for one in kept] for key, kept in self._summaries.items()}
         return other
 
     def save(self) -> SavedKV:
@@ -231,9 +210,10 @@ class SequenceKV:
             "k": torch.stack([view.keys() for view in views]),
             "v": torch.stack([view.values() for view in views]),
         }
-        for (layer, kind, block_size), summary in self._summaries.items():
-            if summary.buffer.dim() > 1:
-                tensors[f"summary/{layer}/{kind}/{block_size}"] = summary.made.clone()
+        for (kind, block_size), kept in self._summaries.items():
+            for layer, one in enumerate(kept):
+                if one.buffer.dim() > 1:
+                    tensors[f"summary/{layer}/{kind}/{block_size}"] = one.made.clone()
         return SavedKV(tensors, described(self._format, self.layers) | {"length": length})
 
     @classmethod
@@ -249,8 +229,8 @@ class SequenceKV:
         for name, made in saved.tensors.items():
             if name.startswith("summary/"):
                 _, of, kind, block_size = name.split("/")
-                kept = KeptSummaries(kind, int(block_size), made.to(device, copy=True), len(made))
-                own._summaries[int(of), kind, int(block_size)] = kept
+                one = KeptSummaries(kind, int(block_size), made.to(device, copy=True), len(made))
+                own._kept(kind, int(block_size))[int(of)] = one
         return own
 
     def to(self, pool: BlockManager) -> SequenceKV:
@@ -269,69 +249,41 @@ class SequenceKV:
         """Whether a block that growing to ``tokens`` tokens writes to is another sequence's too: only a cut into a full
         block leaves one so."""
         block, offset = divmod(self.length, self._size)
-        return bool(offset) and tokens > self.length and self.pool.references(self._ids[block]) > 1
+        return bool(offset) and tokens > self.length and self.pool.references(self._table.ids[block]) > 1
 
     def _make_writable(self, layer: int, count: int) -> None:
         """Check that ``count`` more rows of a layer have room, and copy a shared block that they begin in."""
         start = self._lengths[layer]
-        if start + count > len(self._ids) * self._size:
+        if start + count > self._table.room:
             raise SaccadeError(f"layer {layer} has no room for {count} tokens after {start}: reserve() first")
         block, offset = divmod(start, self._size)
-        if offset and count and self.pool.references(self._ids[block]) > 1:
-            self.pool.require_resident(self._ids[block])
-            fresh = self.pool.allocate(1, self.id)
-            self._copy_of(self._ids[block], fresh)
-            self._replace(block, fresh[0])
-            self._derive(block)
+        if offset and count and self.pool.references(self._table.ids[block]) > 1:
+            self._replace(block, self.pool.allocate(1, self.id))
+
+    def _replace(self, at: int, fresh: list[int]) -> None:
+        """Let the last of ``fresh`` stand for a shared block of the table, with its content, and take it out."""
+        self._copy_of(self._table.ids[at], fresh)
+        self._table.replace(at, fresh.pop())
 
     def _copy_of(self, source: int, fresh: list[int]) -> None:
-        """Copy block ``source`` to the last of ``fresh``, which were just allocated: all of them go back if that
-        fails."""
+        """Copy a block to the last of ``fresh``, which were just allocated: all of them go back if that fails."""
         try:
             self.pool.copy(source, fresh[-1])
         except BaseException:
             self.pool.release(fresh, self.id)
             raise
 
-    def _replace(self, block: int, new: int) -> None:
-        """Let ``new``, a copy, stand for a shared block of the table."""
-        self.pool.release([self._ids[block]], self.id)
-        self._ids[block] = new
-
-    def _derive(self, first: int) -> None:
-        """Look up the slots of the blocks from ``first`` on."""
-        blocks = len(self._ids)
-        if blocks > self._tables.shape[2]:
-            width = max(-(-blocks // ALIGNED) * ALIGNED, 2 * self._tables.shape[2])
-            grown = torch.zeros(*self._tables.shape[:2], width, dtype=torch.int32, device="cpu")
-            grown[:, :, : self._tables.shape[2]] = self._tables
-            self._tables = grown
-        self._tables.numpy()[:, :, first:blocks] = self.pool.lookup(self._ids[first:])
-        self._publish()
-        self.version += 1
-
-    def _publish(self) -> None:
-        self._numbers = np.array(self._ids, dtype=np.int64)
-        self._host = list(self._tables.numpy()[:, 0])
-        self._stored_tables = self._tables.to(self.pool.storage.device)  # the same tensor on a CPU
-        self._layer_tables = self._stored_tables.unbind()
-
-    def _refresh(self) -> None:
-        """Look up all slots anew where some block has moved."""
-        if self._residency != self.pool.version:
-            self._residency = self.pool.version
-            self._derive(0)
-
-    def _summary(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
-        key = (layer, kind, block_size)
+    def _kept(self, kind: str, block_size: int) -> list[KeptSummaries]:
+        """Each layer's, as far as they are made."""
+        key = (kind, block_size)
         if key not in self._summaries:
-            self._summaries[key] = KeptSummaries(kind, block_size)
+            self._summaries[key] = [KeptSummaries(kind, block_size) for _ in range(self.layers)]
         return self._summaries[key]
 
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> Tensor:
-        summary = self._summary(layer, kind, block_size)
+        summary = self._kept(kind, block_size)[layer]
         before, kept = summary.buffer, summary.upto(self._plain_view(layer))
-        self.version += summary.buffer is not before
+        self._version += summary.buffer is not before
         return kept
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
@@ -339,7 +291,5 @@ class SequenceKV:
         return KVView(paged, None, self.pool.storage.mover, self.pool.absent > 0)
 
     def _paged(self, layer: int, length: int) -> Paged:
-        if self._residency != self.pool.version:
-            self._refresh()
         storage = self.pool.storage
-        return Paged(storage.k, storage.v, self._layer_tables[layer], length, self._format)
+        return Paged(storage.k, storage.v, self._table.of(layer), length, self._format)

@@ -32,6 +32,7 @@ from saccade.selection import Dense, Selection
 class DoubleSparsity(Method):
     """The ``k`` keys (a number, or a fraction of the visible ones) of highest label score, ties to the lower index. A
     label is the share ``channels`` of a key's channels, quantized to ``bits`` per token; 16 leaves them as they are.
+    ``quantize_query`` does the same to each head's query, as the published code does; the paper speaks of keys.
 
     Channels are those of greatest mean |q k| (``by``; ``q`` or ``k`` alone) over a calibration text, once per model:
     ``saccade calibrate channels``. ``source=prompt`` takes them from each prompt instead. Labels are shared by a group;
@@ -52,6 +53,7 @@ class DoubleSparsity(Method):
     dense_layers: int = 2
     sinks: int = 0
     local: int = 0
+    quantize_query: bool = False
 
     def __post_init__(self) -> None:
         require_budget("k", self.k)
@@ -60,6 +62,7 @@ class DoubleSparsity(Method):
         require_choice("by", self.by, CHANNELS_BY)
         require_choice("source", self.source, SOURCES)
         require_choice("unit", self.unit, ("q_head", "kv_head"))
+        require_choice("quantize_query", self.quantize_query, (False, True))
         for name in ("dense_layers", "sinks", "local"):
             require_whole(name, getattr(self, name), 0)
         if self.source == "prompt":
@@ -87,5 +90,6 @@ class DoubleSparsity(Method):
             return Dense(shape)
         query.cost.estimated += shape.k_len
         last = shape.k_len - self.local
-        best = state.top(query.q[:, 0], self.unit, count - self.sinks - self.local, self.sinks, last)
+        bits = self.bits if self.quantize_query else WHOLE_BITS
+        best = state.top(query.q[:, 0], self.unit, count - self.sinks - self.local, self.sinks, last, bits)
         return around(shape, best, self.sinks, last)

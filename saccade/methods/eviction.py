@@ -143,16 +143,20 @@ class SnapKV(Method):
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
     """SnapKV's weights with one budget for all units of a layer, ``capacity`` each on average: the heaviest keys
-    wherever they are, but at least ``safeguard`` of its even share (beside the window) for each unit."""
+    wherever they are, but at least ``safeguard`` of its even share for each unit: of ``capacity - window``, beside the
+    window, as in the authors' code (``floor="beside"``), or of ``capacity``, the window's keys among them, as in
+    kvpress (``"within"``)."""
 
     name: ClassVar[str] = "adakv"
     paper: ClassVar[str] = "Ada-KV, arXiv:2407.11550"
 
     safeguard: float = 0.2
+    floor: str = "beside"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_number("safeguard", self.safeguard, 0.0, 1.0)
+        require_choice("floor", self.floor, ("beside", "within"))
 
     def _overfull(self, left: Tensor) -> bool:
         return False  # a unit may keep more than its share
@@ -160,7 +164,10 @@ class AdaKV(SnapKV):
     def choose(self, scores: Tensor, candidates: Sequence[int], left: Sequence[int]) -> list[Tensor]:
         units, places = scores.shape
         budget = sum(max(0, self.capacity - (total - count)) for count, total in zip(candidates, left))
-        least = int(self.safeguard * (self.capacity - self.window) + 1e-9)
+        if self.floor == "beside":
+            least = int(self.safeguard * (self.capacity - self.window) + 1e-9)
+        else:
+            least = max(0, int(self.safeguard * self.capacity + 1e-9) - self.window)
         raised = scores.clone()
         for unit, count in enumerate(candidates):
             raised[unit, heaviest(scores[unit], min(least, count))] = torch.inf

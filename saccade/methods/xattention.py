@@ -8,6 +8,10 @@ pads with zeros, which flattens the softmax of such rows).
 
 An antidiagonal crosses every column, but of the slashes only those at odd distances (an even stride leaves row - key =
 stride - 1 mod 2): a slash is found by the neighbours it has, as in the paper, and one of a single even distance is not.
+
+The first block counts towards the threshold like any other that is read. In the first 16,384 rows, which the published
+code takes in one go, its sum lets go of that block and of the block before last, so that it reads one block more:
+``sink="published"``.
 """
 
 from __future__ import annotations
@@ -22,11 +26,15 @@ from saccade.methods.base import Chunk, Method, require, require_choice, require
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Blocks, Dense, Selection
 
+PUBLISHED_ROWS = 16384  # rows that the published code scores at once
+
 
 @dataclass(frozen=True)
 class XAttention(Method):
     """Per query head and query block of ``block_size``: the first and the diagonal key block, then others in descending
-    share until all together reach ``threshold``. ``stride`` divides ``block_size``. ``threshold=1`` is dense."""
+    share until all together reach ``threshold``. ``stride`` divides ``block_size``. ``threshold=1`` is dense.
+    ``sink="published"`` counts as the published code does: for the rows below 16384 the first block's share counts only
+    in its turn, and a block is read if those before the one ahead of it fall short."""
 
     name: ClassVar[str] = "xattention"
     paper: ClassVar[str] = "XAttention, arXiv:2503.16428"
@@ -35,10 +43,12 @@ class XAttention(Method):
     threshold: float = 0.9
     stride: int = 8
     block_size: int = 128
+    sink: str = "counted"
 
     def __post_init__(self) -> None:
         require_number("threshold", self.threshold, 0.0, 1.0)
         require_choice("block_size", self.block_size, (32, 64, 128))
+        require_choice("sink", self.sink, ("counted", "published"))
         require_whole("stride", self.stride, 1)
         require(
             self.stride <= self.block_size and self.block_size % self.stride == 0,
@@ -54,18 +64,23 @@ class XAttention(Method):
             return Dense(shape)
         chunk.cost.estimated += shape.q_len * -(-shape.k_len // self.stride)
         shares = antidiagonal_shares(chunk.q, chunk.kv, shape, self.stride, size, chunk.scale, chunk.softcap)
-        return Blocks.from_block_mask(shape, size, _reach(shares, first, self.threshold))
+        lagging = PUBLISHED_ROWS // size if self.sink == "published" else 0
+        return Blocks.from_block_mask(shape, size, _reach(shares, first, self.threshold, lagging))
 
 
-def _reach(shares: Tensor, first: int, threshold: float) -> Tensor:
+def _reach(shares: Tensor, first: int, threshold: float, lagging: int = 0) -> Tensor:
     """bool [h, q_blocks, k_blocks]: block 0 and the diagonal, then the heaviest others (ties to the lower one) while
-    what is there is short of ``threshold``."""
+    what is there is short of ``threshold``. In query blocks below ``lagging`` block 0 is ranked like the others, and
+    the sum lags a block behind."""
     q_blocks, k_blocks = shares.shape[1:]
     block = torch.arange(k_blocks, device=shares.device)
     diagonal = first + torch.arange(q_blocks, device=shares.device)[:, None]
-    forced = (block == 0) | (block == diagonal)
-    ranked = shares.double().masked_fill(forced, torch.inf).masked_fill(block > diagonal, -torch.inf)
+    lags = diagonal < lagging
+    first_ranked = ((block == 0) & ~lags) | (block == diagonal)
+    ranked = shares.double().masked_fill(first_ranked, torch.inf).masked_fill(block > diagonal, -torch.inf)
     order = torch.sort(ranked, dim=-1, descending=True, stable=True).indices
     sorted_shares = shares.double().gather(-1, order)
-    before = torch.zeros_like(sorted_shares).scatter_(-1, order, sorted_shares.cumsum(-1) - sorted_shares)
-    return ((before < threshold) | forced) & (block <= diagonal)
+    sums = sorted_shares.cumsum(-1) - sorted_shares
+    sums = torch.where(lags, torch.nn.functional.pad(sums[..., :-1], (1, 0)), sums)
+    before = torch.zeros_like(sorted_shares).scatter_(-1, order, sums)
+    return ((before < threshold) | (block == 0) | (block == diagonal)) & (block <= diagonal)

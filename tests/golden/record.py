@@ -4,6 +4,8 @@ Run it in a checkout whose answers are to be kept, with this folder's parent on 
 
     PYTHONPATH=/path/to/tests python -m golden.record --commit $(git rev-parse HEAD)
 
+With ``--policy`` only the cases of these policies are recorded anew; the others stay as they are.
+
 A prompt is kept if its answers hold on any machine: the two greatest logits of every step lie at least ``MARGIN``
 apart, and tokens and counts stay the same when each weight moves by about 2e-6 of itself, in several ways and on the
 reference backend too. Otherwise the next seed is tried; a length at which none holds is left out.
@@ -48,7 +50,7 @@ FORMS = (
     "lfps(k=40, blocks=4, rest=none)",
     "cis(k=30, sinks=4, local=8, tau=0.0)",
     "cis(k=30, sinks=4, local=8, tau=0.0, unit=kv_head)",
-    "cis(k=30, sinks=4, local=8, tau=0.0, follow=2)",
+    "cis(k=30, sinks=4, local=8, tau=0.0, follow=none)",
     "cis(k=30, sinks=4, local=8, tau=0.0, follow=1, unit=kv_head, align=position)",
     "cis(k=30, sinks=4, local=8, tau=1)",
     "cpe",
@@ -118,17 +120,33 @@ def record(case: Case, plain: Any, variants: list[Any]) -> tuple[Case | None, in
     return None, SEEDS
 
 
+def _in_order(cases: list[Case], rows: list[Case]) -> list[Case]:
+    """``rows`` as ``cases`` asks for them; those that it does not ask for are left out."""
+
+    def key(case: Case) -> tuple[Any, ...]:
+        return case["policy"], case["kind"], *(prompt[0] for prompt in case["prompts"])
+
+    by_key = {key(row): row for row in rows}
+    return [by_key[key(case)] for case in cases if key(case) in by_key]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True, help="the commit of the code that runs")
     parser.add_argument("--output", type=Path, default=FILE)
     parser.add_argument("--model", choices=list(MODELS), help="record one model's cases anew and keep the others'")
+    parser.add_argument("--policy", action="append", help="record this policy's cases anew and keep the others'")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    again = None if options.policy is None else {Policy.parse(policy).text for policy in options.policy}
+    before: list[Case] = json.loads(FILE.read_text())["cases"] if options.model or again is not None else []
     recorded: list[Case] = []
     for family in MODELS:
-        if options.model not in (None, family):
-            recorded += [case for case in json.loads(FILE.read_text())["cases"] if case["model"] == family]
+        cases = [] if options.model not in (None, family) else cases_of(family)
+        asked = {case["policy"] for case in cases if again is None or Policy.parse(case["policy"]).text in again}
+        kept = [case for case in before if case["model"] == family and case["policy"] not in asked]
+        if options.model not in (None, family) or not asked:
+            recorded += kept
             continue
         with tempfile.TemporaryDirectory() as folder:
             plain = load(checkpoint(family, Path(folder, "plain")))
@@ -137,7 +155,9 @@ def main() -> None:
                 for seed, backend in ((1, "auto"), (2, "auto"), (3, "reference"), (4, "reference"))
             ]
             rows = []
-            for case in cases_of(family):
+            for case in cases:
+                if case["policy"] not in asked:
+                    continue
                 row, refused = record(case, plain, variants)
                 if row is None:
                     print(f"{family} {case['kind']} {case['policy']}: no seed holds for {case['prompts']}", flush=True)
@@ -150,7 +170,7 @@ def main() -> None:
             for output, row in zip(mixed(plain, single), single):
                 if answer(output) != row["answers"][0]:
                     raise SystemExit(f"a batch changes the answer of {row}")
-            recorded += rows
+            recorded += _in_order(cases, kept + rows)
     policies = [Policy.parse(row["policy"]) for row in recorded]
     methods = {part.name for policy in policies for part in (policy.prefill, policy.decode)}
     if missing := set(METHODS) - methods:

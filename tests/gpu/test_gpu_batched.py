@@ -6,6 +6,7 @@ import pytest
 import torch
 from device_helpers import Once, device_of, put_on_device, take_off_device
 from engine_helpers import tokens
+from kv_helpers import move_blocks
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
@@ -56,6 +57,26 @@ def test_tokens_and_counts_equal_those_of_the_own_path(engines, policy):
     assert 0 < graphs.recorded <= graphs.kinds <= graphs.most
     assert graphs.bytes > 0
     assert device_of(engines[1]).graphs.recorded == 0
+
+
+def test_recorded_steps_find_blocks_that_have_moved(engines, monkeypatch):
+    """A graph reads the pool's map as it is replayed: blocks change their slots before every step."""
+    expected = [tokens(one) for one in engines[1].generate(PROMPTS, PARAMS, policy=list(POLICIES))]
+    device, moved = device_of(engines[2]), 0
+    run = device.run
+
+    def moving(step, memories):
+        nonlocal moved
+        for one in step.scheduled:
+            kv = memories[one.sequence_id].kv
+            move_blocks(kv.pool, kv)
+            moved += 1
+        return run(step, memories)
+
+    monkeypatch.setattr(device, "run", moving)
+    assert [tokens(one) for one in engines[2].generate(PROMPTS, PARAMS, policy=list(POLICIES))] == expected
+    assert moved > 100
+    assert device.graphs.recorded
 
 
 def test_methods_side_by_side(engines):

@@ -8,7 +8,11 @@ that one's keys and their neighbours; any other retrieves, by exact top-k. With 
 * the retrieving query itself reads its exact top-k; those who share read the dilated set;
 * ``cover_gap``: keys that were local when the set was retrieved and have left the window since are read as well;
   without it, as printed, they are in neither set;
-* blocks count decode steps of the turn (``align="step"``) or positions in the context (``"position"``).
+* blocks count decode steps of the turn (``align="step"``) or positions in the context (``"position"``);
+* ``follow``: whoever copies a text looks one key further at every step, with queries that resemble each other. The
+  paper's sets stay where they are, so such a head loses its place until it retrieves again, and an answer breaks off
+  after a token or two. Here those who share also read where the steps since would have moved the best keys, and what is
+  near; ``follow=none`` is the paper.
 
 At least every ``s``-th step of a head retrieves: retrieval ratios below 1 / s, as in the paper's Table VI, cannot be.
 """
@@ -48,9 +52,10 @@ class CIS(Method):
 
     ``k`` is a number of keys, or a fraction of the context below 1; the first ``sinks`` and the last ``local`` keys are
     read beside it. The ``m`` best keys (default: a third of k) bring their neighbours up to ``r`` away into the shared
-    set. With ``follow`` who shares also reads where the steps since would have moved those best keys, and up to
-    ``follow`` away: a copy looks one key further at every step. ``unit="kv_head"`` decides for whole groups, by the
-    cosine of their concatenated queries and their mean weights. ``s=1`` or ``tau=1`` retrieves at every step.
+    set. Who shares also reads where the steps since would have moved those best keys, and up to ``follow`` away: a copy
+    looks one key further at every step (none: the paper, whose sets stay where they are). Cosines are those of rotated
+    queries. ``unit="kv_head"`` decides for whole groups, by the cosine of their concatenated queries, and ranks keys by
+    the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves at every step.
     """
 
     name: ClassVar[str] = "cis"
@@ -68,7 +73,7 @@ class CIS(Method):
     unit: str = "q_head"
     cover_gap: bool = True
     align: str = "step"
-    follow: int | None = None
+    follow: int | None = 2
 
     def __post_init__(self) -> None:
         require_number("tau", self.tau, -1.0, 1.0)
@@ -116,7 +121,8 @@ class CIS(Method):
             state.fresh = searching if searches else None
         k_of = torch.where(searching, k, n)
         gap = n - 1 - anchors.first if anchors.count else 0
-        most = max(k, anchors.capacity + anchors.most + gap) + self.sinks + self.local
+        moved = anchors.most * (2 * min(moves[0], n) + 1)
+        most = min(n, max(k, anchors.capacity + moved + gap) + self.sinks + self.local)
         return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh, most=most)
 
     def _anchors(self, query: Query, state: CISState, units: int) -> Anchors:

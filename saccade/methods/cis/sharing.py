@@ -109,10 +109,10 @@ def share(
     direction = anchors.directions[anchors.count]
     if q.shape[1] % 16 == 0 and _serves(anchors, q) is None:
         return _share_in_kernel(anchors, q, tau, local, length, cover_gap, moves)
-    if q.is_cuda and triton.available() and anchors.most == 0:
+    if q.is_cuda and triton.available():
         from saccade.methods.cis import triton_sharing
 
-        return triton_sharing.share(anchors, q, tau, local, length, cover_gap)
+        return triton_sharing.share(anchors, q, tau, local, length, cover_gap, moves)
     asked = q.float().reshape(direction.shape)
     direction.copy_(asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38))
     device = direction.device
@@ -156,7 +156,7 @@ def keep(
     anchors.has[at], anchors.positions[at] = searching, position
     anchors.first = position if at == 0 else anchors.first
     anchors.count += 1
-    if weights.is_cuda and triton.available() and anchors.most == 0:
+    if weights.is_cuda and triton.available():
         from saccade.methods.cis import triton_sharing
 
         triton_sharing.keep(anchors, at, read, weights, middle, best, reach)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.cis import triton_moving
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.batched_decode import ordered_bits
 from saccade.ops.triton.common import also, begin, launched, pad
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def share(
-    anchors: Anchors, q: Tensor, tau: float, local: int, length: int, cover_gap: bool
+    anchors: Anchors,
+    q: Tensor,
+    tau: float,
+    local: int,
+    length: int,
+    cover_gap: bool,
+    moves: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``sharing.share``; there is room for two lists' worth behind the indices that mean something."""
     anchors.check()
@@ -54,6 +61,8 @@ def share(
     indices = torch.empty(units * room, dtype=torch.int32, device=q.device)
     if not room:
         return torch.zeros(units + 1, dtype=torch.int64, device=q.device), indices, searching
+    if anchors.most:
+        return *triton_moving.union(anchors, whose, local, length, cover_gap, moves), searching
     offsets = torch.empty(units + 1, dtype=torch.int64, device=q.device)
     _copy_shared[(triton.cdiv(room, 1024), units)](
         anchors.keys,
@@ -77,29 +86,35 @@ def keep(
     anchors.check()
     units, weights = anchors.units, rows(weights)
     offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
-    marks = torch.zeros(units, read.shape.k_len, dtype=torch.int8, device=weights.device)
-    args = (anchors.has[at].view(torch.uint8), offsets, indices, weights, marks, weights.stride(0))
+    marks = torch.zeros(1 + bool(anchors.most), units, read.shape.k_len, dtype=torch.int8, device=weights.device)
+    args = (anchors.has[at].view(torch.uint8), offsets, indices, weights, marks[0], marks[-1], weights.stride(0))
     _mark[(units,)](
         *args,
-        marks.shape[1],
+        marks.shape[2],
         *middle,
         best,
         EACH=weights.shape[0],
         REACH=reach,
+        MOVES=anchors.most > 0,
         SPAN=1024,
         num_warps=4,
         **launched(weights.device),
     )
-    _list_marks[(units,)](
-        marks,
-        anchors.counts[at],
-        anchors.keys[at],
-        marks.shape[1],
-        anchors.capacity,
-        SPAN=4096,
-        num_warps=8,
-        **launched(weights.device),
-    )
+    lists = [(marks[0], anchors.counts[at], anchors.keys[at])]
+    if anchors.most:
+        anchors.moving[at] = torch.iinfo(torch.int32).max
+        lists.append((marks[1], torch.empty_like(anchors.counts[at]), anchors.moving[at]))
+    for marked, counts, keys in lists:
+        _list_marks[(units,)](
+            marked,
+            counts,
+            keys,
+            marked.shape[1],
+            keys.shape[1],
+            SPAN=4096,
+            num_warps=8,
+            **launched(weights.device),
+        )
 
 
 @triton.jit(do_not_specialize=["anchored", "window"])
@@ -168,15 +183,16 @@ def _mean_weight(weights, place, valid, weight_row, EACH: tl.constexpr, SPAN: tl
 
 @triton.jit(
     do_not_specialize=["weight_row", "length", "low", "high", "best"],
-    do_not_specialize_on_alignment=["has", "offsets", "indices", "weights", "marks"],
+    do_not_specialize_on_alignment=["has", "offsets", "indices", "weights", "marks", "heaviest"],
 )
 def _mark(
-    has, offsets, indices, weights, marks, weight_row, length, low, high, best,
-    EACH: tl.constexpr, REACH: tl.constexpr, SPAN: tl.constexpr,
+    has, offsets, indices, weights, marks, heaviest, weight_row, length, low, high, best,
+    EACH: tl.constexpr, REACH: tl.constexpr, MOVES: tl.constexpr, SPAN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Mark the unit's keys between ``low`` and ``high`` and the neighbours of the ``best`` heaviest. The least weight
-    of those is found one bit at a time: weights are not negative, so their bits order as they do."""
+    """Mark the unit's keys between ``low`` and ``high`` and the neighbours of the ``best`` heaviest, and if they are
+    to move those by themselves too. The least weight of them is found one bit at a time: weights are not negative, so
+    their bits order as they do."""
     begin(EARLY)
     unit = tl.program_id(0)
     if tl.load(has + unit) != 0:
@@ -215,6 +231,8 @@ def _mark(
             heavy = also(inside, best > 0) & ((order > bound) | (level & (earlier <= spare)))
             level_before += tl.sum(level.to(tl.int32), 0)
             tl.store(mine + key, tl.full([SPAN], 1, tl.int8), mask=inside)
+            if MOVES:
+                tl.store(heaviest + unit.to(tl.int64) * length + key, tl.full([SPAN], 1, tl.int8), mask=heavy)
             for away in tl.static_range(1, REACH + 1):
                 tl.store(mine + key + away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key + away < high))
                 tl.store(mine + key - away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key - away >= low))

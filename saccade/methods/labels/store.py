@@ -94,10 +94,10 @@ class Labels(MethodState):
                 self._codes[:, rows], self._range[:, rows] = codes, extent
             self.length = stop
 
-    def scores(self, q: Tensor, unit: str = "q_head") -> Tensor:
-        """``q`` [heads, head_dim] against every label: fp32 [units, length], unscaled; of a ``kv_head`` its group's
-        mean."""
-        picked = self._picked(q, unit)
+    def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
+        """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of
+        a ``kv_head`` its group's mean."""
+        picked = self._picked(q, unit, query_bits)
         if self._serves(self._codes) is None:
             scores = torch.empty(picked.shape[0] * picked.shape[1], self.length, device="cpu")
             self._run(picked, scores=scores)
@@ -112,24 +112,30 @@ class Labels(MethodState):
         products = products * step + picked.sum(-1)[..., None, None] * low
         return products.flatten(2)[..., : self.length].flatten(0, 1)
 
-    def top(self, q: Tensor, unit: str, count: int, first: int, last: int) -> Tensor:
-        """The ``count`` keys of highest score among ``first .. last - 1``, ties to the lower: int32 [units, count],
-        rising."""
+    def top(self, q: Tensor, unit: str, count: int, first: int, last: int, query_bits: int = WHOLE_BITS) -> Tensor:
+        """The ``count`` keys of highest ``scores`` among ``first .. last - 1``, ties to the lower: int32 [units,
+        count], rising."""
         if 0 < count < last - first and self._serves(self._codes) is None:
-            picked = self._picked(q, unit)
+            picked = self._picked(q, unit, query_bits)
             best = torch.empty(picked.shape[0] * picked.shape[1], count + 1, dtype=torch.int32, device="cpu")
             self._run(picked, first=first, last=last, best=best)
             return best[:, :count]
-        scores = self.scores(q, unit)[:, first:last]
+        scores = self.scores(q, unit, query_bits)[:, first:last]
         return (top_places(scores, min(count, last - first)) + first).to(torch.int32)
 
-    def _picked(self, q: Tensor, unit: str) -> Tensor:
+    def _picked(self, q: Tensor, unit: str, bits: int) -> Tensor:
         """The labels' channels of each unit's query, fp32 [kv_heads, rows, r]."""
         grouped = q.float().unflatten(0, (self.channels.shape[0], -1))
-        if unit == "kv_head":  # the mean of dot products is that of the mean query
+        if unit == "kv_head" and bits == WHOLE_BITS:  # the mean of dot products is that of the mean query
             grouped = grouped.mean(1, keepdim=True)
         grouped = grouped if self.basis is None else grouped @ self.basis
-        return grouped.gather(2, self.channels[:, None].expand(-1, grouped.shape[1], -1))
+        picked = grouped.gather(2, self.channels[:, None].expand(-1, grouped.shape[1], -1))
+        if bits == WHOLE_BITS:
+            return picked
+        low, high = picked.amin(-1, keepdim=True), picked.amax(-1, keepdim=True)
+        step = ((high - low) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).tiny)
+        picked = low + step * ((picked - low) / step).round()
+        return picked.mean(1, keepdim=True) if unit == "kv_head" else picked
 
     def _quantized(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """``labels`` [G, m, r] as whole tiles of codes and of (least, step)."""

@@ -92,6 +92,7 @@ def learn(
     weights: Tensor,
     idle: Tensor | None,
     decay: float,
+    stop: int,
     refresh: Tensor,
     threads: int | None,
 ) -> None:
@@ -110,6 +111,7 @@ def learn(
         idle=address(idle),
         refresh=refresh.data_ptr(),
         decay=decay,
+        stop=stop,
         row=tables.row.data_ptr(),
     )
     cpu.kernels().learn_tables(_tables(tables), gain)

@@ -70,7 +70,7 @@ def select_candidates(method: LFPS, query: Query, state: LFPSState, length: int)
     query.cost.scored += local + first
     query.cost.add_late(scored=offsets[-1] / tables.units)
     rest = _rest(method, query, state, offsets, marks, instead)
-    budget = max(0, method.budget(length) - local)
+    budget = method.best(length)
     return Candidates(
         shape,
         offsets,

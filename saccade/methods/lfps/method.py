@@ -9,8 +9,8 @@ anyway is bypassed. Choices where the paper errs or is silent, the other value o
 * ``bypass="sink_mean"``: a bypassed head returns its sinks' output merged with the mean value at the estimated weight
   of everything else; ``"sink"`` leaves the mean out, ``"mean"`` is Alg. 1, which returns the mean value alone;
 * ``bypass_shift``: a bypass leaves the tables aligned with the row; in the paper they fall behind by one;
-* ``read_local``: the ``local`` last keys, whose logits the bypass needs, are always read, counted in ``k``;
-  the paper reads only the current token beside its top-k;
+* ``read_local``: the ``local`` last keys, whose logits the bypass needs, are always read, counted in ``k``, and what
+  they weigh is learnt; the paper reads only the row's own key, beside its top-k, and learns from the top-k alone;
 * the threshold of eq. 8 is printed with kurtosis over n, and meant so: with the n nearly everything is a candidate;
 * ``gate="paper"`` drops candidates that exceed neither table's mean, those above a threshold among them
   (``"off_for_c0"`` spares those). ``a=none, gate=off`` makes every key a candidate: exact top-k;
@@ -25,8 +25,7 @@ anyway is bypassed. Choices where the paper errs or is silent, the other value o
   left decay by a step for each of them and joins it, unless tokens were cut off since. The paper knows one turn.
 
 The paper to the letter: ``lfps(blocks=0, least=1, rest=none, slash_shift_on_read=false, bypass=mean,
-bypass_shift=false, read_local=false)``. The mean key and value, and the spread, are those of the prompt;
-``running_means=true`` lets decoded tokens into the means.
+bypass_shift=false, read_local=false)``. Means and spread are the prompt's; ``running_means`` lets decoded tokens in.
 """
 
 from __future__ import annotations
@@ -148,6 +147,11 @@ class LFPS(Method):
         """How many of ``keys`` keys that are no sinks a row reads, the local ones among them."""
         return int(self.k) if self.k >= 1 else max(self.least, math.ceil(round(self.k * keys, 9)))
 
+    def best(self, keys: int) -> int:
+        """How many candidates a row reads at most that sees ``keys`` keys that are no sinks."""
+        budget = self.budget(keys)
+        return max(0, budget - min(self.local, keys)) if self.read_local else budget
+
     def watch(self, chunk: Chunk) -> TurnBefore:
         if isinstance(chunk.past, TurnBefore):
             return chunk.past
@@ -177,20 +181,16 @@ class LFPS(Method):
         tables.grow(length)
         if self.running_means:
             self._extend_means(query, state)
-        if self.slash_shift_on_read and self.bypass_shift:
-            tables.row.fill_(position)
-        else:
-            tables.row += int(self.slash_shift_on_read)  # what `row` is at rest depends on bypasses: see observe
+        tables.row.fill_(position if self.slash_shift_on_read else position - 1)
         state.idle = None
-        budget = self.budget(length)
-        if length <= budget:
+        if length - (not self.read_local) <= self.budget(length):
             return Dense(shape)
         if device.serves(self, query, state) is None:
             return device.select_candidates(self, query, state, length)
         rest = self._bypass(query, state) if self.epsilon < 1 else None
         local = min(self.local if self.read_local else 1, length)
         if self.a is None and self.gate == "off":
-            chosen = Candidates.all_keys(shape, tables.units, max(0, budget - local), tables.first, local)
+            chosen = Candidates.all_keys(shape, tables.units, self.best(length), tables.first, local)
             offsets, indices, full = chosen.offsets, chosen.indices, chosen.full
             query.cost.scored += shape.causal_pairs
         else:
@@ -203,7 +203,7 @@ class LFPS(Method):
             shape,
             offsets,
             indices,
-            torch.full((tables.units,), max(0, budget - local), device=offsets.device),
+            torch.full((tables.units,), self.best(length), device=offsets.device),
             tables.first,
             local,
             full,
@@ -282,17 +282,13 @@ class LFPS(Method):
         return torch.where(idle, lse[:, 1], -torch.inf), value
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LFPSState) -> None:
-        tables = state.tables
-        if not (self.slash_shift_on_read and self.bypass_shift):  # else `row` is set anew in every step
-            rests = torch.zeros(tables.units, dtype=torch.bool, device=tables.row.device)
-            if state.idle is not None and not self.bypass_shift:
-                rests = state.idle.view(tables.units, -1).all(1)
-            if self.slash_shift_on_read:
-                tables.row -= rests.long()
-            else:
-                tables.row += (~rests).long()
-        learn(tables, *as_tokens(selection, weights), state.idle, self.r)
-        state.seen = query.shape.q_start
+        tables, position = state.tables, query.shape.q_start
+        tables.row.fill_(position)
+        if state.idle is not None and not self.bypass_shift:
+            tables.stay(state.idle.view(tables.units, -1).all(1), position + 1 - tables.first)
+        stop = position + int(self.read_local)  # the paper does not learn from the row's own key
+        learn(tables, *as_tokens(selection, weights), state.idle, self.r, stop)
+        state.seen = position
 
     def _extend_means(self, query: Query, state: LFPSState) -> None:
         """Take the keys and values of decoded tokens into the means."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.machine import ask_for_huge_pages
+from saccade.methods.base import LARGEST
 from saccade.methods.lfps import cpu
 from saccade.methods.state import MethodState
 from saccade.ops import triton
@@ -89,6 +90,16 @@ class ScoreTables(MethodState):
         capacity = _padded(2 * length)
         self.vertical, self.slash = _widened((self.vertical, self.slash), capacity)
         self.vertical_max, self.slash_max = _widened((self.vertical_max, self.slash_max), capacity // BLOCK)
+
+    def stay(self, units: Tensor, length: int) -> None:
+        """Leave the slash tables of ``units`` (bool [units]) where they are in a context of ``length`` positions while
+        the row moves on by one: all their distances grow by one."""
+        if not units.is_cuda and not bool(units.any()):
+            return
+        self.grow(length + 1)
+        moved = torch.nn.functional.pad(self.slash[:, :-1], (1, 0))
+        self.slash.copy_(torch.where(units[:, None], moved, self.slash))
+        self.slash_max.copy_(torch.where(units[:, None], moved.unflatten(1, (-1, BLOCK)).amax(2), self.slash_max))
 
     def decayed_into(self, vertical: Tensor, slash: Tensor, share: float) -> None:
         """Mix the true values of these tables, at weight ``share``, into other tables float32 [units, n] of the same
@@ -192,11 +203,17 @@ def _unit_candidates(
 
 
 def learn(
-    tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | None, decay: float, threads: int | None = None
+    tables: ScoreTables,
+    read: Tokens,
+    weights: Tensor,
+    idle: Tensor | None,
+    decay: float,
+    stop: int = LARGEST,
+    threads: int | None = None,
 ) -> None:
-    """What a step adds (LFPS eq. 10): tables decay, and each of the m positions read, from ``first`` on, gains
-    w - 1 / (2 m), w its weight among them, averaged over the unit's query heads; so both tables' sums move towards
-    0.5 / (1 - decay).
+    """What a step adds (LFPS eq. 10): tables decay, and each of the m positions read, from ``first`` on and below
+    ``stop``, gains w - 1 / (2 m), w its weight among them, averaged over the unit's query heads; so both tables' sums
+    move towards 0.5 / (1 - decay).
 
     ``read`` and ``weights`` as :func:`saccade.ops.weights.selected_weights` lays them out, ``idle`` bool [heads]: who
     has no say; a unit whose heads are all idle stays as it is. ``tables.row`` must be the step's alignment already.
@@ -206,10 +223,10 @@ def learn(
     if tables.vertical.is_cuda and triton.available():
         from saccade.methods.lfps import triton_tables
 
-        triton_tables.learn(tables, read, weights, idle, decay)
+        triton_tables.learn(tables, read, weights, idle, decay, stop)
         return
     if cpu.serves(tables.vertical) is None and weights.dtype == torch.float32:
-        cpu.learn(tables, read, weights, idle, decay, refresh, threads)
+        cpu.learn(tables, read, weights, idle, decay, stop, refresh, threads)
         return
     heads = read.shape.heads // tables.units
     lists, bounds = read.lists(), read.offsets.tolist()
@@ -219,7 +236,7 @@ def learn(
         if not voters:
             continue
         positions = lists[voters[0] // per_list].long()
-        learnt = positions >= tables.first
+        learnt = (positions >= tables.first) & (positions < stop)
         gain = torch.zeros(int(learnt.sum()), device=weights.device)
         for head in voters:
             own, row = divmod(head, per_list)

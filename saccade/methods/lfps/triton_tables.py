@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.base import LARGEST
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import also, pad
 from saccade.selection import Tokens
@@ -77,7 +78,9 @@ def candidates(
     return lists, indices, marks
 
 
-def learn(tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | None, decay: float) -> None:
+def learn(
+    tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | None, decay: float, stop: int = LARGEST
+) -> None:
     """See ``tables.learn``: ``weights`` fp32 [heads // lists, entries], idle bool [heads]."""
     tables.check()
     heads, weights = read.shape.heads, rows(weights.float())
@@ -95,6 +98,7 @@ def learn(tables: ScoreTables, read: Tokens, weights: Tensor, idle: Tensor | Non
         weights.stride(0),
         tables.capacity,
         tables.first,
+        stop,
         decay,
         HEADS=heads // tables.units,
         HEADS_PAD=pad(heads // tables.units, 1),
@@ -192,9 +196,9 @@ def _powers(after, before, valid):
     return tl.where(power < 2, low, high)
 
 
-@triton.jit(do_not_specialize=["weight_row", "capacity", "first"])
+@triton.jit(do_not_specialize=["weight_row", "capacity", "first", "stop"])
 def _learn(
-    vertical, slash, sums, scales, rows, offsets, indices, weights, idle, weight_row, capacity, first, decay,
+    vertical, slash, sums, scales, rows, offsets, indices, weights, idle, weight_row, capacity, first, stop, decay,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, PER_LIST: tl.constexpr, IDLE: tl.constexpr, SPAN: tl.constexpr,
     TABLE: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +222,8 @@ def _learn(
         count = 0
         for begin in tl.range(0, size, SPAN):
             number = begin + at
-            learnt = (number < size) & (tl.load(indices + start + number, mask=number < size, other=-1) >= first)
+            key = tl.load(indices + start + number, mask=number < size, other=-1)
+            learnt = (number < size) & (key >= first) & (key < stop)
             own = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
             total += tl.sum(own, 1)
             count += tl.sum(learnt.to(tl.int32), 0)
@@ -247,7 +252,7 @@ def _learn(
         for begin in tl.range(0, size, SPAN):
             number = begin + at
             key = tl.load(indices + start + number, mask=number < size, other=-1)
-            learnt = (number < size) & (key >= first)
+            learnt = (number < size) & (key >= first) & (key < stop)
             own = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
             gain = tl.sum(own / total[:, None], 0) / voters
             gain = ((gain - even).to(tl.float64) / scale).to(tl.float32)

@@ -32,12 +32,14 @@ class LineCover(NamedTuple):
 
 def cover_lines(weights: Tensor, positions: Tensor, first: int, share: float, overlap: str = "exact") -> LineCover:
     """Lines that recover ``share`` of ``weights`` fp32 [m, n], the causal softmax rows at ``positions`` (int64 [m],
-    within ``first .. n - 1``). Diagonal 0 and column 0 always come first, so that no row is left without keys.
+    within ``first .. n - 1``).
 
-    ``overlap="exact"`` adds, each time, the line of greatest new weight per new cell and counts shared cells once.
-    ``"paper"`` is LoopServe's Alg. 2: lines in order of their whole weight, the heaviest of both kinds compared by
-    weight per cell after subtracting the greatest entry of every line of the other kind, as if each crossing lay in the
-    sample; what it counts as recovered is a lower bound that may fall below 0, and then it ends with every line.
+    ``overlap="exact"`` takes diagonal 0 and column 0, so that no row is left without keys, and then, each time, the
+    line of greatest new weight per new cell; it counts shared cells once. ``"paper"`` is LoopServe's Alg. 2, which
+    forces no line: lines in order of their whole weight, the heaviest of both kinds compared by weight per cell after
+    subtracting the greatest entry of every line of the other kind, as if each crossing lay in the sample. What it
+    counts as recovered is a lower bound that may fall below 0, and then it ends with every line. Diagonal 0 joins it,
+    at the end, only where the first row would be left without keys.
     """
     weights, positions = weights.cpu(), positions.cpu()
     if overlap == "exact" and cpu.available():
@@ -147,15 +149,14 @@ def _paper(rows: Array, positions: Array, first: int, share: float) -> tuple[lis
     v_weight, v_most = v_sum.tolist(), rows.max(0).tolist()
     s_weight, s_most = s_sum.tolist(), skewed.max(0).tolist()
     length = np.minimum(n - first, n - np.arange(n)).tolist()
-    slashes = [0, *(line for line in np.argsort(-s_sum, kind="stable").tolist() if line)]
-    verticals = [0, *(line for line in np.argsort(-v_sum, kind="stable").tolist() if line)]
+    slashes, verticals = (np.argsort(-part, kind="stable").tolist() for part in (s_sum, v_sum))
     goal, recovered = share * float(v_sum.sum()), 0.0
     s_overlap = v_overlap = 0.0  # sums of the greatest entries of the chosen lines
     s = v = 0  # lines taken of each kind
-    while (recovered < goal or s == 0 or v == 0) and s + v < 2 * n:
+    while recovered < goal and s + v < 2 * n:
         s_new = s_weight[slashes[s]] - v_overlap if s < n else -np.inf
         v_new = v_weight[verticals[v]] - s_overlap if v < n else -np.inf
-        if s == 0 or (v > 0 and _per_cell(s_new, length, slashes, s, v) >= _per_cell(v_new, length, verticals, v, s)):
+        if _per_cell(s_new, length, slashes, s, v) >= _per_cell(v_new, length, verticals, v, s):
             recovered += s_new
             s_overlap += s_most[slashes[s]]
             s += 1
@@ -163,6 +164,8 @@ def _paper(rows: Array, positions: Array, first: int, share: float) -> tuple[lis
             recovered += v_new
             v_overlap += v_most[verticals[v]]
             v += 1
+    if min([*verticals[:v], *slashes[:s]], default=n) > first:
+        return verticals[:v], [*slashes[:s], 0], recovered
     return verticals[:v], slashes[:s], recovered
 
 

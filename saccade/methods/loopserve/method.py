@@ -7,7 +7,8 @@ where the paper is silent or cannot be run as printed:
 * chosen lines leave the candidates, and denominators are at least 1;
 * ``overlap="exact"`` counts the cell that two lines share once, and only if it was sampled; the printed bookkeeping
   (``overlap="paper"``) subtracts every crossing whether it was seen or not, and on a small sample ends with all lines;
-* diagonal 0 and column 0 are always read, so that no row is left without keys;
+* diagonal 0 and column 0 are always read, so that no row is left without keys; with ``overlap="paper"`` diagonal 0
+  alone, and only where a row would be;
 * the sample's size is not given: ``samples`` rows, drawn anew for every layer and chunk from ``seed`` and their place
   alone, the same for all heads of a layer;
 * the chunk's ``last_rows`` are looked at too. alpha is a mean over rows: of 4096 it may lose 20 whole ones, and chance

@@ -1,5 +1,6 @@
-"""Rows into slots and out of them on a GPU, in one launch and one pass: the host knows no slots there, and torch's
-indexing takes a pass for the index and one for the order of the axes. This module is a kv.rows.RowMover."""
+"""Where blocks lie, looked up on a GPU; and rows into slots and out of them, in one launch and one pass: the host knows
+no slots there, and torch's indexing takes a pass for the index and one for the order of the axes. This module is a
+kv.rows.RowMover."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from saccade.kv.paged import Paged
 from saccade.ops.triton.common import pad
+
+RESOLVED = 1024  # entries of a block table that a program looks up
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
@@ -37,6 +40,36 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
             HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=False, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def resolve(slots: Tensor, blocks: Tensor, lengths: Tensor, block_size: int, longest: int, tables: Tensor) -> None:
+    """Look up where the blocks of each row's keys lie now, in one launch that a CUDA graph can hold: ``tables`` int32
+    [layers, rows, kv_heads or 1, >= blocks] becomes, up to a row's length, ``slots`` int32 [layers, kv_heads or 1,
+    logical blocks] at ``blocks`` int32 [rows, >= blocks], -1 where a part is not resident. ``lengths`` int32 [rows],
+    in keys and at most ``longest``; entries beyond them are left as they are. Rows of tables and of blocks are
+    contiguous, ``slots`` altogether."""
+    layers, heads, logical = slots.shape
+    count = -(-longest // block_size)
+    if count and blocks.shape[0]:
+        _resolve[(layers * heads, blocks.shape[0], -(-count // RESOLVED))](
+            slots, blocks, lengths, tables, logical, blocks.stride(0), *tables.stride()[:3], HEADS=heads,
+            SIZE=block_size, STEP=RESOLVED, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["logical", "block_row", "table_layer", "table_row", "table_head"])
+def _resolve(
+    slots, blocks, lengths, tables, logical, block_row, table_layer, table_row, table_head,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """``STEP`` blocks of one row in one layer, of one head's slots or of those that all heads share."""
+    part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = tl.program_id(2) * STEP + tl.arange(0, STEP)
+    real = at < tl.cdiv(tl.load(lengths + row), SIZE)
+    block = tl.load(blocks + row * block_row + at, mask=real, other=0)
+    slot = tl.load(slots + part * logical + block, mask=real, other=-1)
+    table = tables + (part // HEADS) * table_layer + row * table_row + (part % HEADS) * table_head
+    tl.store(table + at, slot, mask=real)
 
 
 @triton.jit(do_not_specialize=["start", "count", "table_head"])

@@ -1,0 +1,144 @@
+"""``saccade serve``: a model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from saccade.cli.options import (
+    BACKEND,
+    CHUNK,
+    DEVICE,
+    DTYPE,
+    MAX_LENGTH,
+    MEMORY,
+    MODEL,
+    POLICY,
+    THREADS,
+    load_model,
+)
+from saccade.errors import SaccadeError, shown
+
+KEY_VARIABLE = "SACCADE_API_KEY"
+
+
+def serve(
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="What --model says, as the first word.", show_default=False)
+    ] = None,
+    model: Annotated[str, MODEL] = "retriever",
+    host: Annotated[str, typer.Option(help="Where to listen; anything but localhost needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; several are aliases.")
+    ] = None,
+    policy: Annotated[str, POLICY] = "dense",
+    allow_policy: Annotated[
+        list[str] | None,
+        typer.Option(help="What requests may choose: a policy, or psa(*) for any options. Several; all by default."),
+    ] = None,
+    api_keys: Annotated[Path | None, typer.Option(help=f"TOML file of keys. {KEY_VARIABLE} adds one.")] = None,
+    new_key: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Print a new key and what to put into --api-keys, and end.")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="Most samples that run at once.")] = 64,
+    max_queue: Annotated[int, typer.Option(help="Most samples that wait behind them; more are answered 429.")] = 256,
+    deadline: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
+    drain: Annotated[float, typer.Option(help="Most seconds that running requests have after SIGTERM.")] = 120.0,
+    max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "32MiB",
+    max_sessions: Annotated[int, typer.Option(help="Most sessions that are kept.")] = 256,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools: hermes, qwen3_coder or llama3_json.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model marks its thoughts: qwen3, deepseek_r1 or granite.")
+    ] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; the server then speaks HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
+    tls_client_authorities: Annotated[
+        Path | None, typer.Option(help="PEM file; clients must then show a certificate that one of these signed.")
+    ] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="Origin whose pages may ask; none by default.")] = None,
+    host_name: Annotated[
+        list[str] | None, typer.Option(help="Name that a server without keys answers to, beside localhost.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write requests to the log whole.")] = False,
+    dtype: Annotated[str, DTYPE] = "auto",
+    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
+    kv_memory: Annotated[str | None, MEMORY] = None,
+    prefill_chunk: Annotated[int, CHUNK] = 4096,
+    backend: Annotated[str, BACKEND] = "auto",
+    threads: Annotated[int | None, THREADS] = None,
+    device: Annotated[str, DEVICE] = "auto",
+) -> None:
+    """Answer OpenAI's API over HTTP: /v1/chat/completions, /v1/completions, /v1/responses and more (docs/server.md).
+
+    saccade serve
+    curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "...", "policy": "psa"}'
+    """
+    from saccade.engine.config import EngineConfig
+    from saccade.machine import parse_bytes
+    from saccade.server import reasoning, tools
+    from saccade.server.keys import KeyRing
+    from saccade.server.keys import new_key as make_key
+    from saccade.server.logs import log_to_stderr
+    from saccade.server.policies import PolicyRules
+    from saccade.server.run import serve as run
+    from saccade.server.settings import ServerConfig
+
+    if new_key is not None:
+        secret, table = make_key(new_key)
+        print(f"# The key, shown this once: {secret}\n# The file of --api-keys needs:\n{table}", end="")
+        return
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise SaccadeError(f"log_level={shown(log_level)} must be debug, info, warning or error")
+    for name, value, known in (
+        ("tool_parser", tool_parser, tools.FORMATS),
+        ("reasoning_parser", reasoning_parser, reasoning.FORMATS),
+    ):
+        if value is not None and value not in known:
+            raise SaccadeError(f"{name}={shown(value)} is unknown; known: {', '.join(known)}")
+    keys = KeyRing() if api_keys is None else KeyRing.load(api_keys)
+    if secret := os.environ.get(KEY_VARIABLE, ""):
+        keys = keys.with_secret(secret)
+    config = ServerConfig(
+        host=host,
+        port=port,
+        names=tuple(served_model_name or ()),
+        keys=keys,
+        policies=PolicyRules(None if allow_policy is None else tuple(allow_policy)),
+        max_queue=max_queue,
+        deadline=deadline,
+        drain_seconds=drain,
+        max_body=parse_bytes(max_body),
+        max_sessions=max_sessions,
+        hosts=tuple(host_name or ()),
+        cors=tuple(cors_origin or ()),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        log_prompts=log_prompts,
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        tls_client_authorities=tls_client_authorities,
+    )
+    llm = load_model(
+        EngineConfig.of(
+            model=model_name or model,
+            policy=policy,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            kv_memory=kv_memory,
+            prefill_chunk=prefill_chunk,
+            max_requests=max_requests,
+            max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
+            backend=backend,
+            threads=threads,
+            device=device,
+        )
+    )
+    log_to_stderr(log_level)
+    run(llm, config)

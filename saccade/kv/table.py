@@ -1,0 +1,137 @@
+"""The block table of one sequence: which logical blocks it holds, and where they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.kv.blocks import BlockManager
+
+ALIGNED = 4  # table entries: kernels are compiled anew for a table that does not begin at 16 bytes
+
+
+class BlockTable:
+    """Logical blocks of ``pool`` that sequence ``owner`` holds, in the order of its tokens; ``ids`` are their numbers.
+
+    ``version`` grows when the list changes, or slots that were looked up.
+    """
+
+    def __init__(self, pool: BlockManager, owner: int) -> None:
+        self.pool, self.owner = pool, owner
+        self.ids: list[int] = []
+        self.version = 0
+        self._numbers = np.zeros(0, dtype=np.int64)  # the same
+        self._residency = pool.version
+        self._slots = torch.zeros(pool.layers, pool.rows, 16, dtype=torch.int32, device="cpu")
+        self._layers: tuple[Tensor, ...] = ()
+        self._blocks = torch.from_numpy(self._numbers)
+        self._changed()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that its blocks hold."""
+        return len(self.ids) * self.pool.format.block_size
+
+    @property
+    def blocks(self) -> Tensor:
+        """The ids as int64 [blocks], on the host. Good until the table changes; not to be written to."""
+        return self._blocks
+
+    @property
+    def resident(self) -> bool:
+        """Whether every part of every block has a slot."""
+        return bool((self.pool.lookup(self.ids) >= 0).all())
+
+    @property
+    def tables(self) -> Tensor:
+        """int32 [layers, kv_heads or 1, >= blocks] on the storage's device: the slots of every block, -1 where one is
+        not resident."""
+        self.of(0)
+        return self._tables
+
+    def of(self, layer: int) -> Tensor:
+        """``tables`` of one layer."""
+        if self._residency != self.pool.version:
+            self._refresh()
+        if not self._layers:  # brought to the device once somebody asks: recorded steps look blocks up themselves
+            self._tables = self._slots.to(self.pool.storage.device)  # the same tensor on a CPU
+            self._layers = self._tables.unbind()
+        return self._layers[layer]
+
+    def slot(self, layer: int, block: int) -> int:
+        """Where the ``block`` th block lies in one layer, as all KV heads share it; -1 if it is not resident."""
+        if self._residency != self.pool.version:
+            self._refresh()
+        return self._host[layer].item(block)
+
+    def logical_slots(self, start: int, stop: int) -> list[int]:
+        """See SequenceKV."""
+        self._require_room(start, stop)
+        size, ids = self.pool.format.block_size, self.ids
+        if stop - start == 1:
+            return [ids[start // size] * size + start % size]
+        positions = np.arange(start, stop)
+        return (self._numbers[positions // size] * size + positions % size).tolist()
+
+    def slot_mapping(self, start: int, stop: int) -> Tensor:
+        """See SequenceKV."""
+        self._require_room(start, stop)
+        tables, size = self.tables, self.pool.format.block_size
+        positions = torch.arange(start, stop, device=tables.device)
+        slots = tables[:, :, positions // size].long()
+        return torch.where(slots < 0, -1, slots * size + positions % size)
+
+    def touch(self) -> None:
+        """Note that the blocks are used in this step."""
+        self.pool.touch(self._numbers)
+
+    def extend(self, blocks: list[int]) -> None:
+        """Hold ``blocks`` after those there are."""
+        have = len(self.ids)
+        self.ids += blocks
+        self._derive(have)
+
+    def replace(self, at: int, new: int) -> None:
+        """Let block ``new``, a copy that the owner holds, stand for a shared one."""
+        self.pool.release([self.ids[at]], self.owner)
+        self.ids[at] = new
+        self._derive(at)
+
+    def cut(self, keep: int) -> None:
+        """Let go of all but the first ``keep`` blocks."""
+        self.pool.release(self.ids[keep:], self.owner)
+        del self.ids[keep:]
+        self._numbers, self._blocks = self._numbers[:keep], self._blocks[:keep]
+        self.version += 1
+
+    def _require_room(self, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= self.room:
+            raise SaccadeError(f"no slots for tokens {start}..{stop}: room is reserved for {self.room}")
+
+    def _derive(self, first: int) -> None:
+        """Look up the slots of the blocks from ``first`` on."""
+        blocks = len(self.ids)
+        if blocks > self._slots.shape[2]:
+            width = max(-(-blocks // ALIGNED) * ALIGNED, 2 * self._slots.shape[2])
+            grown = torch.zeros(*self._slots.shape[:2], width, dtype=torch.int32, device="cpu")
+            grown[:, :, : self._slots.shape[2]] = self._slots
+            self._slots = grown
+        self._slots.numpy()[:, :, first:blocks] = self.pool.lookup(self.ids[first:])
+        self._changed()
+
+    def _changed(self) -> None:
+        self._numbers = np.array(self.ids, dtype=np.int64)
+        self._blocks = torch.from_numpy(self._numbers)
+        self._host = list(self._slots.numpy()[:, 0])
+        self._layers = ()
+        self.version += 1
+
+    def _refresh(self) -> None:
+        """Look up all slots anew where some block has moved."""
+        self._residency = self.pool.version
+        self._derive(0)

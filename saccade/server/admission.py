@@ -1,0 +1,76 @@
+"""Who may ask now: queue limits, limits of keys, and none while the server ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from saccade.server.errors import ApiError
+from saccade.server.keys import Key
+
+
+@dataclass
+class Caller:
+    """Who sent a request. ``key``: None where the server needs none."""
+
+    request_id: str
+    key: Key | None = None
+
+    @property
+    def name(self) -> str:
+        """What sessions and stored responses are kept apart by."""
+        return "" if self.key is None else self.key.name
+
+
+@dataclass
+class _Use:
+    """What one key has going on. ``times``: of its requests of the last minute."""
+
+    samples: int = 0
+    times: deque[float] = field(default_factory=deque)
+
+
+class Admission:
+    """Counts samples from their admission until they have ended. It lives on the event loop's thread alone."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.samples = 0
+        self.draining = False
+        self._uses: dict[str, _Use] = {}
+
+    def enter(self, caller: Caller, samples: int) -> None:
+        """Let ``samples`` in, or raise: 429 with the seconds after which to try again, 503 while the server ends."""
+        if self.draining:
+            raise ApiError(503, "this server is shutting down; ask another one", "shutting_down", headers=_after(5))
+        use, key, now = self._uses.setdefault(caller.name, _Use()), caller.key, time.monotonic()
+        if key is not None and key.requests_per_minute is not None:
+            while use.times and use.times[0] <= now - 60:
+                use.times.popleft()
+            if len(use.times) >= key.requests_per_minute:
+                raise _limited(
+                    f"the key {key.name} may send {key.requests_per_minute} requests a minute",
+                    use.times[0] + 60 - now,
+                )
+        if key is not None and key.max_concurrent is not None and use.samples + samples > key.max_concurrent:
+            raise _limited(f"the key {key.name} may have {key.max_concurrent} samples at work at once", 1)
+        if self.samples + samples > self.most:
+            raise _limited(f"{self.samples} samples run and wait already, and {self.most} is the most", 1)
+        if key is not None and key.requests_per_minute is not None:
+            use.times.append(now)
+        use.samples += samples
+        self.samples += samples
+
+    def leave(self, caller: Caller, samples: int) -> None:
+        """They have ended."""
+        self._uses[caller.name].samples -= samples
+        self.samples -= samples
+
+
+def _limited(why: str, seconds: float) -> ApiError:
+    return ApiError(429, f"{why}; try again later", "rate_limit_exceeded", headers=_after(seconds))
+
+
+def _after(seconds: float) -> dict[str, str]:
+    return {"retry-after": str(max(1, round(seconds + 0.5)))}

@@ -1,0 +1,196 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from saccade import __version__
+from saccade.errors import SaccadeError
+from saccade.server import tokens
+from saccade.server.admission import Caller
+from saccade.server.chat import Chat
+from saccade.server.completions import Completion
+from saccade.server.errors import ApiError, from_saccade, from_validation
+from saccade.server.events import EventStream, JSONAnswer, attend
+from saccade.server.gate import Gate
+from saccade.server.generation import Generation
+from saccade.server.logs import logger
+from saccade.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from saccade.server.responses import Responses
+from saccade.server.responses_protocol import ResponsesRequest
+from saccade.server.serving import Serving
+
+_SAID = {404: "there is no such path", 405: "this path does not know that method"}
+
+
+def make_app(serving: Serving) -> ASGIApp:
+    """An ASGI application that serves one model. Its end closes the engine."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        serving.end_all()
+        serving.close()
+
+    app = FastAPI(
+        title="Saccade", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    _errors(app)
+    _completions(app, serving)
+    _models(app, serving)
+    _state(app, serving)
+    if serving.config.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(serving.config.cors),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-session-id", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return Gate(app, serving)
+
+
+def _errors(app: FastAPI) -> None:
+    """Every failure in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return Response(error.encoded(), error.status, error.headers, "application/json")
+
+    @app.exception_handler(SaccadeError)
+    async def saccade_error(request: Request, error: SaccadeError) -> Response:
+        return await api_error(request, from_saccade(error))
+
+    @app.exception_handler(Exception)
+    async def mistake(request: Request, error: Exception) -> Response:  # it is raised on, to the gate, which logs it
+        return await api_error(request, ApiError(500, "the server failed to answer", "internal_error"))
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return await api_error(request, from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        said = _SAID.get(error.status_code, "the body cannot be read as JSON")
+        code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "invalid_json")
+        return await api_error(request, ApiError(error.status_code, said, code, headers=error.headers))
+
+
+def _completions(app: FastAPI, serving: Serving) -> None:
+    async def respond(request: Request, body: Sampling, job: Chat | Completion | Responses) -> Response:
+        """Check, admit, and answer at once or as a stream. A client that goes away ends what it asked for."""
+        caller: Caller = request.state.caller
+        header = request.headers.get("x-session-id")
+        if header is not None and body.session_id is None:
+            body.session_id = header
+
+        async def begin() -> tuple[Generation, Any]:
+            generation = await Generation(serving, caller, await job.ask()).start()
+            try:
+                if not body.stream:
+                    answer: Any = await job.answer(generation)
+                    generation.close()
+                    return generation, answer
+                # Until there is something to say, what fails still has a status of its own.
+                return generation, await generation.first(serving.config.ping_seconds)
+            except BaseException:
+                generation.close()
+                raise
+
+        generation, result = await attend(request, begin())
+        if serving.config.log_prompts:
+            logger.info("asked", extra={"fields": {"request_id": caller.request_id, "body": body.model_dump()}})
+        if not body.stream:
+            return JSONAnswer(result)
+        return EventStream(job.stream(generation, result), serving.config.ping_seconds, generation.close)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        return await respond(request, body, Chat(serving, request.state.caller, body))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await respond(request, body, Completion(serving, request.state.caller, body))
+
+    @app.post("/v1/responses")
+    async def respond_to(request: Request, body: ResponsesRequest) -> Response:
+        return await respond(request, body, Responses(serving, request.state.caller, body))
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(request: Request, response_id: str) -> Response:
+        return JSONAnswer(serving.responses.get(request.state.caller, response_id).response)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        items = serving.responses.get(request.state.caller, response_id).input
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+        return JSONAnswer({"object": "list", "data": items, "has_more": False, **ends})
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget_response(request: Request, response_id: str) -> Response:
+        serving.responses.forget(request.state.caller, response_id)
+        return JSONAnswer({"id": response_id, "object": "response", "deleted": True})
+
+    @app.delete("/v1/sessions/{name}")
+    async def forget(request: Request, name: str) -> Response:
+        serving.sessions.check(name)
+        if not serving.sessions.forget(request.state.caller, name):
+            raise ApiError(404, "there is no such session", "session_not_found", "session_id")
+        return JSONAnswer({"id": name, "object": "session", "deleted": True})
+
+
+def _models(app: FastAPI, serving: Serving) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": serving.created,
+            "owned_by": "saccade",
+            "root": serving.names[0],
+            "parent": None,
+            "max_model_len": serving.llm.max_model_len,
+            "policy": serving.llm.policy.text,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONAnswer({"object": "list", "data": [card(name) for name in serving.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return JSONAnswer(card(serving.model(name)))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        return JSONAnswer(await tokens.tokenize(serving, body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        return JSONAnswer(await tokens.detokenize(serving, body))
+
+
+def _state(app: FastAPI, serving: Serving) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if serving.llm.loop.alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return Response(status_code=200 if serving.ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONAnswer({"version": __version__})

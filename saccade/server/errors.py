@@ -1,0 +1,74 @@
+"""Errors as OpenAI's clients know them: a status, and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from saccade.errors import CapacityError, SaccadeError, one_line, shown
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_NAMED = re.compile(r"([a-z_]+)=")  # how the engine's messages begin when they are about one parameter
+
+
+class ApiError(Exception):
+    """What a request is answered with when it fails. ``code`` is for programs, ``param`` the field that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, one_line(message), code, param
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        return _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def encoded(self) -> bytes:
+        return json.dumps(self.body()).encode()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code, param)
+
+
+def too_long(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, "context_length_exceeded", param)
+
+
+def from_saccade(error: SaccadeError) -> ApiError:
+    """What the engine says of bad input."""
+    if isinstance(error, CapacityError):
+        return too_long(str(error))
+    named = _NAMED.match(str(error))
+    return bad_request(str(error), None if named is None else named[1])
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong with a body, of what pydantic found."""
+    first = errors[0] if errors else {"msg": "the body cannot be read", "loc": ()}
+    path = [str(part) for part in first.get("loc", ()) if part != "body"]
+    name = path[0] if path else None
+    if first.get("type") == "json_invalid":
+        return bad_request("the body is not valid JSON", code="invalid_json")
+    if first.get("type") == "extra_forbidden":
+        return bad_request(
+            f"{shown('.'.join(path))} is no field of this endpoint, or one that is not supported; see docs/server.md",
+            shown(name)[1:-1],
+            "unsupported_field",
+        )
+    where = ".".join(path)
+    said = str(first.get("msg", "is not valid"))
+    message = f"{where[:200]}: {said[:300]}" if where else f"the body must be a JSON object: {said[:300]}"
+    return bad_request(message, name[:100] if name else None)

@@ -1,0 +1,162 @@
+"""What every request passes before it is routed: names, keys, limits of its size, and a line in the log after it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from saccade.server.admission import Caller
+from saccade.server.errors import ApiError, bad_request
+from saccade.server.keys import Key
+from saccade.server.logs import logger
+from saccade.server.serving import Serving
+from saccade.server.settings import is_local
+
+OPEN = ("/health", "/ready")  # for probes, which have no key
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+
+
+class Gate:
+    """Wraps the application. Whatever it raises becomes an answer in OpenAI's form, without its traceback."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self.app, self.serving = app, serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        caller = Caller(_request_id(headers))
+        status, began = 0, time.perf_counter()
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", caller.request_id.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            await send(message)
+
+        scope.setdefault("state", {})["caller"] = caller
+        try:
+            caller.key = self._admit(scope, headers)
+            await self.app(scope, await self._body(scope, headers, receive), reply)
+        except ClientDisconnect:
+            status = status or 499  # nobody is there to see it; the log and the metrics are
+        except ApiError as error:
+            await self._fail(error, reply)
+        except Exception:
+            logger.exception("a request failed", extra={"fields": {"request_id": caller.request_id}})
+            if not status:
+                await self._fail(ApiError(500, "the server failed to answer", "internal_error"), reply)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            self.serving.metrics.answered(route, status)
+            fields: dict[str, Any] = {
+                "request_id": caller.request_id,
+                "method": scope["method"],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(time.perf_counter() - began, 4),
+            }
+            if caller.key is not None:
+                fields["key"] = caller.key.name
+            logger.info("request", extra={"fields": fields})
+
+    async def _fail(self, error: ApiError, send: Send) -> None:
+        body = error.encoded()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> Key | None:
+        """Who asks. 401 without a key that is known; 403 where a page of another name may be asking."""
+        keys, path = self.serving.config.keys, scope["path"]
+        if path in OPEN:
+            return None
+        if not keys:
+            host = headers.get(b"host", b"").decode("latin-1")
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if not is_local(name) and name not in self.serving.config.hosts:
+                raise ApiError(403, "a server without API keys answers to localhost alone; see --host-name", "bad_host")
+            return None
+        if scope["method"] == "OPTIONS" and self.serving.config.cors:
+            return None  # a browser asks whether it may send the key
+        scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None
+        if key is None:
+            said = "the API key is not known" if secret else "give an API key: authorization: Bearer KEY"
+            raise ApiError(401, said, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return key
+
+    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """A ``receive`` that gives the whole body at once, which is neither too long nor too deep."""
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return receive
+        config = self.serving.config
+        too_big = ApiError(413, f"a request may have {config.max_body} bytes at most", "request_too_large")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > config.max_body:
+            raise too_big
+        body = bytearray()
+        try:
+            async with asyncio.timeout(config.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message.get("body", b"")
+                    if len(body) > config.max_body:
+                        raise too_big
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not come within {config.body_seconds:g} seconds", "request_timeout"
+            ) from None
+        if body:
+            kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+            if kind != b"application/json" and not kind.endswith(b"+json"):
+                raise ApiError(415, "the content-type must be application/json", "unsupported_media_type")
+            check_nesting(bytes(body), config.max_nesting)
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return replay
+
+
+def check_nesting(body: bytes, most: int) -> None:
+    """400 for JSON whose brackets lie deeper than ``most``."""
+    if body.count(b"[") + body.count(b"{") <= most:
+        return
+    depth = 0
+    for found in _BRACKETS.finditer(body):
+        first = found.group()[:1]
+        if first in b"[{":
+            depth += 1
+            if depth > most:
+                raise bad_request(f"the body's brackets lie more than {most} deep", code="too_deep")
+        elif first in b"]}":
+            depth -= 1
+
+
+def _request_id(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given if _REQUEST_ID.fullmatch(given) else uuid4().hex

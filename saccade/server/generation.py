@@ -1,0 +1,184 @@
+"""Samples on their way from the engine to one client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from saccade.engine.core import new_request_id
+from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
+from saccade.engine.params import SamplingParams
+from saccade.engine.steering import Constraint
+from saccade.engine.stream import AsyncOutputs
+from saccade.methods.policy import Policy
+from saccade.server.admission import Caller
+from saccade.server.errors import ApiError, bad_request
+from saccade.server.serving import Serving
+from saccade.server.sessions import Held
+
+Piece = tuple[int, StepOutput]  # a choice's number, and what is new of it
+
+
+@dataclass
+class Ask:
+    """What a client wants: ``params.n`` samples for each of ``prompts``, in this order."""
+
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    policy: Policy
+    session: str | None = None
+    constraint: Constraint | None = None
+    deadline: float | None = None
+
+    @property
+    def samples(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+@dataclass(eq=False)
+class Generation:
+    """One :class:`Ask` at work. :meth:`start`, then :meth:`take` until ``finished``, then always :meth:`close`."""
+
+    serving: Serving
+    caller: Caller
+    ask: Ask
+    outcomes: dict[int, RequestOutcome] = field(default_factory=dict)
+    tokens: int = 0  # of all answers, so far
+    _outputs: AsyncOutputs | None = None
+    _held: Held | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _why: ApiError | None = None  # what ended it early
+    _entered: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.ask.prompts))
+
+    @property
+    def finished(self) -> bool:
+        return len(self.outcomes) == self.ask.samples
+
+    async def start(self) -> Generation:
+        """Hand it to the engine. ApiError where it is not let in; nothing is left behind then."""
+        ask, serving = self.ask, self.serving
+        if ask.session is not None and ask.samples != 1:
+            raise bad_request("a session continues one answer; use one prompt and n=1", "session_id")
+        serving.admission.enter(self.caller, ask.samples)
+        self._entered = True
+        try:
+            if ask.session is not None:
+                self._held = serving.sessions.acquire(self.caller, ask.session)
+            messages = self._messages()
+            self._places = {message.request_id: index for index, message in enumerate(messages)}
+            self._last = [0.0] * len(messages)
+            limits = [limit for limit in (ask.deadline, serving.config.deadline) if limit is not None]
+            if limits:
+                self._timer = asyncio.get_running_loop().call_later(min(limits), self._expire, min(limits))
+            self._outputs = await serving.llm.loop.submit(messages)
+            serving.running.add(self)
+        except BaseException:
+            self.close()
+            raise
+        if self._why is not None:
+            self._outputs.close()
+        return self
+
+    async def take(self) -> list[Piece]:
+        """New tokens, text or ends of choices, as soon as there are any; nothing once all have ended. ApiError where a
+        sample failed or was ended early."""
+        assert self._outputs is not None, "started"
+        while not self._outputs.finished:
+            pieces = [
+                (self._places[output.request_id], output)
+                for output in await self._outputs.take()
+                if output.new_tokens or output.finished
+            ]
+            for index, output in pieces:
+                self._count(index, output)
+            if pieces:
+                return pieces
+        return []
+
+    async def first(self, seconds: float) -> list[Piece]:
+        """:meth:`take` for at most so long; nothing where nothing came."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.take()
+        except TimeoutError:
+            return []
+
+    async def all(self) -> list[RequestOutcome]:
+        """Every choice, once they have ended."""
+        while not self.finished:
+            await self.take()
+        return [self.outcomes[index] for index in range(self.ask.samples)]
+
+    def end(self, why: ApiError) -> None:
+        """End it early: whoever takes next gets ``why``."""
+        if self._why is None and not self.finished:
+            self._why = why
+            if self._outputs is not None:
+                self._outputs.close()
+
+    def close(self) -> None:
+        """Give back all that it holds; what has not ended is cancelled. Closing twice does nothing."""
+        self.serving.running.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._outputs is not None:
+            self._outputs.close()
+            self.serving.metrics.aborted(self.ask.samples - len(self.outcomes))
+            self._outputs = None
+        if self._held is not None:
+            self.serving.sessions.release(self._held)
+            self._held = None
+        if self._entered:
+            self._entered = False
+            self.serving.admission.leave(self.caller, self.ask.samples)
+
+    def _messages(self) -> list[AddRequest]:
+        ask, messages = self.ask, []
+        for prompt in ask.prompts:
+            first = new_request_id()
+            for index in range(ask.params.n):
+                messages.append(
+                    AddRequest(
+                        first if index == 0 else new_request_id(),
+                        prompt,
+                        ask.params.for_sample(index),
+                        ask.policy,
+                        session=None if self._held is None else self._held.id,
+                        whole=self._held is not None,
+                        shares=None if index == 0 else first,
+                        constraint=ask.constraint,
+                    )
+                )
+        return messages
+
+    def _count(self, index: int, output: StepOutput) -> None:
+        now, new = time.perf_counter(), len(output.new_tokens)
+        self.tokens += new
+        if new:
+            if self._last[index]:
+                self.serving.metrics.tokens(now - self._last[index], new)
+            self._last[index] = now
+        outcome = output.outcome
+        if outcome is None:
+            return
+        self.outcomes[index] = outcome
+        self.serving.metrics.ended(outcome, self.ask.policy)
+        if outcome.finish_reason == "cancelled":
+            raise self._why or ApiError(500, "the request was cancelled", "cancelled")
+        if outcome.error is not None:
+            status = 400 if "RequestError: " in outcome.error else 500
+            raise ApiError(status, f"the request failed: {outcome.error}", "generation_failed")
+
+    def _expire(self, seconds: float) -> None:
+        self.end(ApiError(504, f"the request took longer than {seconds:g} seconds", "deadline_exceeded"))
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        while not self.finished:
+            yield await self.take()

@@ -1,0 +1,129 @@
+"""What Prometheus reads. The names are vLLM's where they mean the same, under ``saccade:``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from saccade.engine.messages import RequestOutcome
+from saccade.llm import LLM
+from saccade.methods.policy import Policy
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+_TOKEN_LATENCY = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_TOKENS = tuple(2**power for power in range(0, 21, 2))
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
+
+
+class Metrics:
+    """The counters of one server. Everything is written on the event loop's thread."""
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        label = ("model_name",)
+
+        def counter(name: str, said: str, *labels: str) -> Any:
+            made = Counter(f"saccade:{name}", said, (*label, *labels), registry=self.registry)
+            return made if labels else made.labels(model)
+
+        def histogram(name: str, said: str, buckets: tuple[float, ...], *labels: str) -> Any:
+            made = Histogram(f"saccade:{name}", said, (*label, *labels), buckets=buckets, registry=self.registry)
+            return made if labels else made.labels(model)
+
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.cache_queries = counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
+        self.cache_hits = counter("prefix_cache_hits", "Tokens of prompts that were computed already.")
+        self.preemptions = counter("num_preemptions", "How often requests lost their keys and values to others.")
+        self.success = counter("request_success", "Samples that ended.", "finished_reason")
+        self.first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _LATENCY)
+        self.between = histogram("inter_token_latency_seconds", "Between two tokens of a sample.", _TOKEN_LATENCY)
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
+        self.queued = histogram("request_queue_time_seconds", "From arrival to the first step.", _LATENCY)
+        self.prefill = histogram("request_prefill_time_seconds", "Of computing the prompt.", _LATENCY)
+        self.decode = histogram("request_decode_time_seconds", "Of the steps after it.", _LATENCY)
+        self.prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.answers = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        phases = ("phase", "method")
+        self.density = histogram("density", "Keys read over keys that dense attention reads.", _SHARES, *phases)
+        self.coverage = histogram("coverage", "Attention weight that a stopping rule covered.", _SHARES, *phases)
+        self.keys_read = counter("keys_attended", "Keys read, a query head, over rows and layers.", *phases)
+        self.keys_dense = counter("keys_causal", "Keys that dense attention reads, likewise.", *phases)
+        self.keys_scored = counter("keys_scored", "Scores computed to choose keys, likewise.", *phases)
+        self.http = counter("http_requests", "Requests over HTTP.", "route", "status")
+        self.registry.register(_Engine(llm, model))
+
+    def ended(self, outcome: RequestOutcome, policy: Policy) -> None:
+        """A sample has ended."""
+        report, times = outcome.report, outcome.metrics
+        reason = {"cancelled": "abort"}.get(outcome.finish_reason, outcome.finish_reason)
+        self.success.labels(self._model, reason).inc()
+        self.prompt_tokens.inc(report["prompt_tokens"])
+        self.generation_tokens.inc(report["output_tokens"])
+        self.cache_queries.inc(report["prompt_tokens"])
+        self.cache_hits.inc(report["cached_tokens"])
+        self.preemptions.inc(report["preemptions"])
+        self.prompts.observe(report["prompt_tokens"])
+        self.answers.observe(report["output_tokens"])
+        self.whole.observe(report["total_seconds"])
+        self.queued.observe(report["queue_seconds"])
+        if times is not None and times.first_token_latency is not None:
+            self.first.observe(times.first_token_latency)
+        for phase, seconds, method in (
+            ("prefill", self.prefill, policy.prefill.name),
+            ("decode", self.decode, policy.decode.name),
+        ):
+            stats = report[phase]
+            if not stats["tokens"]:
+                continue
+            seconds.observe(stats["seconds"])
+            labels = (self._model, phase, method)
+            for name, measure in (("density", self.density), ("coverage", self.coverage)):
+                if stats[name] is not None:
+                    measure.labels(*labels).observe(stats[name])
+            self.keys_read.labels(*labels).inc(stats["keys_attended"])
+            self.keys_dense.labels(*labels).inc(stats["keys_causal"])
+            self.keys_scored.labels(*labels).inc(stats["keys_scored"])
+
+    def tokens(self, seconds: float, count: int) -> None:
+        """``count`` tokens of a sample came ``seconds`` after those before them."""
+        for _ in range(count):
+            self.between.observe(seconds / count)
+
+    def aborted(self, samples: int) -> None:
+        """Samples whose end nobody waits for any more."""
+        if samples > 0:
+            self.success.labels(self._model, "abort").inc(samples)
+
+    def answered(self, route: str, status: int) -> None:
+        """A request over HTTP has its answer."""
+        self.http.labels(self._model, route, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Engine(Collector):
+    """What is read off the engine whenever somebody asks."""
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self._llm, self._model = llm, model
+
+    def collect(self) -> Iterator[Metric]:
+        loop, pool = self._llm.loop, self._llm.pool
+        rows: Iterable[tuple[str, str, float]] = (
+            ("num_requests_running", "Samples that the engine works on.", loop.running),
+            ("num_requests_waiting", "Samples that wait for the engine.", loop.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pool that is taken, 0 to 1.", pool.used_blocks / pool.num_blocks),
+            ("num_sessions", "Sessions that are kept.", len(self._llm.engine.sessions)),
+        )
+        for name, said, value in rows:
+            gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge

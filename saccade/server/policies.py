@@ -1,0 +1,40 @@
+"""Which policies requests may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from saccade.errors import PolicyError, shown
+from saccade.methods.policy import PHASES, Policy
+from saccade.methods.registry import METHODS, MODIFIERS
+
+_ANY = "(*)"
+
+
+@dataclass(frozen=True)
+class PolicyRules:
+    """``allowed``: policies as text, each allowing itself, or ``name(*)`` for a method with any options; policies whose
+    every part has such a name are allowed too. None allows all. The server's default is always allowed."""
+
+    allowed: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for text in self.allowed or ():
+            name = text.strip().removesuffix(_ANY)
+            if not text.strip().endswith(_ANY):
+                Policy.parse(text)
+            elif name not in METHODS and name not in MODIFIERS:
+                raise PolicyError(f"{shown(text)} names no method; known: {', '.join([*METHODS, *MODIFIERS])}")
+
+    def allows(self, policy: Policy) -> bool:
+        if self.allowed is None:
+            return True
+        free = {text.strip().removesuffix(_ANY) for text in self.allowed if text.strip().endswith(_ANY)}
+        if any(Policy.parse(text) == policy for text in self.allowed if not text.strip().endswith(_ANY)):
+            return True
+        parts = {part.name for phase in PHASES if (part := getattr(policy, phase)) is not None}
+        return (parts - {"dense"} or {"dense"}) <= free
+
+    @property
+    def text(self) -> str:
+        return "all" if self.allowed is None else ", ".join(self.allowed) or "the server's default alone"

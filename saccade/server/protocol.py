@@ -1,0 +1,223 @@
+"""What requests may hold. Names and meanings are OpenAI's, then vLLM's, then our own.
+
+A field that is not listed is refused by its name, and so is one that is listed but cannot be honoured (see
+``refused``): an answer that silently is not what was asked for helps nobody.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+JSON = dict[str, Any]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """``include_usage``: a last chunk tells what the answer cost; ``continuous_usage_stats``: every chunk does."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # a client may ask for none, and never gets any
+
+
+class StructuredOutputs(Body):
+    """One of these, which the answer then follows."""
+
+    json_: JSON | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: JSON | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Ours(Body):
+    """Fields that no other server has: ``policy``, ``session_id`` (the header ``x-session-id`` too), ``report`` for all
+    that was counted, ``deadline_seconds``."""
+
+    policy: str | JSON | None = None
+    session_id: str | None = None
+    report: bool | None = None
+    deadline_seconds: float | None = Field(default=None, gt=0, le=86400)
+
+
+class Sampling(Ours):
+    """How tokens are chosen, and what every completion shares."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    # Change no answer of this server: who asks, what for, and where such answers lie.
+    user: str | None = None
+    metadata: JSON | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    cache_salt: str | None = None
+    # Honoured at one value alone.
+    priority: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: list[Any] | None = None
+    kv_transfer_params: JSON | None = None
+
+    def refused(self) -> tuple[str, str] | None:
+        """A field that asks for what cannot be done, and why."""
+        if self.priority:
+            return "priority", "requests are served in the order of their arrival; leave it out or give 0"
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            return "best_of", "samples are not ranked; ask for n of them"
+        if self.use_beam_search:
+            return "use_beam_search", "there is no beam search"
+        if self.spaces_between_special_tokens is False:
+            return "spaces_between_special_tokens", "special tokens are shown as the tokenizer writes them"
+        for name in ("allowed_token_ids", "logits_processors", "kv_transfer_params"):
+            if getattr(self, name):
+                return name, "it is not supported; logit_bias and structured_outputs steer answers"
+        if self.stream_options is not None and not self.stream:
+            return "stream_options", "it is for streams; set stream=true"
+        if self.stream and self.prompt_logprobs is not None:
+            return "prompt_logprobs", "they cannot be streamed; set stream=false"
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            return "stream_options", "include_obfuscation is not supported"
+        return None
+
+
+class CompletionRequest(Sampling):
+    """``POST /v1/completions``. ``prompt``: text, tokens, or a list of either."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0, le=100)
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    suffix: str | None = None
+
+    def refused(self) -> tuple[str, str] | None:
+        if self.suffix:
+            return "suffix", "text is completed at its end alone"
+        if self.stream and self.echo and self.logprobs is not None:
+            return "logprobs", "those of an echoed prompt cannot be streamed; set stream=false"
+        return super().refused()
+
+
+class Template(Body):
+    """How a conversation becomes a prompt."""
+
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: JSON | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(Sampling):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[JSON] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=100)
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: JSON | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    tools: list[JSON] | None = None
+    tool_choice: str | JSON | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    # Honoured at one value alone.
+    modalities: list[str] | None = None
+    audio: JSON | None = None
+    prediction: JSON | None = None  # a guess of the answer: it would change the speed alone
+    verbosity: str | None = None
+    web_search_options: JSON | None = None
+    functions: list[JSON] | None = None
+    function_call: str | JSON | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+    documents: list[JSON] | None = None
+    mm_processor_kwargs: JSON | None = None
+
+    def refused(self) -> tuple[str, str] | None:
+        if self.modalities not in (None, ["text"]):
+            return "modalities", "answers are text"
+        if self.functions or self.function_call:
+            return "functions" if self.functions else "function_call", "use tools and tool_choice"
+        if self.chat_template is not None:
+            return "chat_template", "templates come with the model alone; chat_template_kwargs sets its variables"
+        if self.verbosity not in (None, "medium"):
+            return "verbosity", "the model knows none; say it in a message"
+        if self.add_special_tokens:
+            return "add_special_tokens", "the chat template writes them"
+        if self.continue_final_message:
+            return "continue_final_message", "use /v1/completions to continue a text"
+        for name in ("audio", "web_search_options", "documents", "mm_processor_kwargs"):
+            if getattr(self, name):
+                return name, "it is not supported"
+        if self.store:
+            return "store", "chat completions are not stored; /v1/responses are"
+        if self.top_logprobs is not None and not self.logprobs:
+            return "top_logprobs", "it needs logprobs=true"
+        if self.parallel_tool_calls is False and self.tools:
+            return "parallel_tool_calls", "how many tools a model calls cannot be bounded; name one in tool_choice"
+        return super().refused()
+
+
+class TokenizeRequest(Template):
+    """``POST /tokenize``: a ``prompt``, or ``messages`` as the chat template writes them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[JSON] | None = None
+    return_token_strs: bool | None = None
+    tools: list[JSON] | None = None
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

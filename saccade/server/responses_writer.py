@@ -1,0 +1,102 @@
+"""The output items of a response, and the events that tell of them, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saccade.server.chat import Delta
+from saccade.server.events import named_event
+from saccade.server.responses_items import call_item, message_item, reasoning_item, text_part
+from saccade.server.tools import Call
+
+JSON = dict[str, Any]
+
+
+class Writer:
+    """``output``: the items that are complete. One item at most is open: thoughts, or a message."""
+
+    def __init__(self) -> None:
+        self.output: list[JSON] = []
+        self.thoughts = ""
+        self._number = 0
+        self._open: JSON | None = None
+        self._text = ""
+        self._scores: list[JSON] = []
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """One event, numbered."""
+        self._number += 1
+        return named_event(kind, {"type": kind, "sequence_number": self._number - 1, **fields})
+
+    def feed(self, delta: Delta, scores: list[JSON]) -> list[bytes]:
+        """Take over what is new; the events that say so. ``scores``: log-probabilities of its tokens."""
+        events: list[bytes] = []
+        if delta.thoughts:
+            events += self._begin("reasoning")
+            self.thoughts += delta.thoughts
+            self._text += delta.thoughts
+            events.append(self.event("response.reasoning_text.delta", delta=delta.thoughts, **self._place()))
+        if delta.content:
+            events += self._begin("message")
+            self._text += delta.content
+            self._scores += scores
+            place = self._place()
+            events.append(self.event("response.output_text.delta", delta=delta.content, logprobs=scores, **place))
+        elif scores and self._open is not None and self._open["type"] == "message":
+            self._scores += scores
+        for call in delta.calls:
+            events += self._close("completed")
+            events += self._call(call)
+        return events
+
+    def end(self, status: str) -> list[bytes]:
+        """Close what is open. An answer that said nothing is an empty message."""
+        events = self._begin("message") if not self.output and self._open is None else []
+        return events + self._close(status)
+
+    def _place(self) -> JSON:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.output), "content_index": 0}
+
+    def _begin(self, kind: str) -> list[bytes]:
+        """Open an item of that kind, unless it is."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        events = self._close("completed")
+        self._text, self._scores = "", []
+        self._open = message_item("in_progress", []) if kind == "message" else reasoning_item("in_progress", "")
+        part = text_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}
+        events.append(self.event("response.output_item.added", output_index=len(self.output), item=self._open))
+        events.append(self.event("response.content_part.added", part=part, **self._place()))
+        return events
+
+    def _close(self, status: str) -> list[bytes]:
+        item = self._open
+        if item is None:
+            return []
+        place, text = self._place(), self._text
+        if item["type"] == "message":
+            part = text_part(text, self._scores)
+            done = message_item(status, [part], item["id"])
+            events = [self.event("response.output_text.done", text=text, logprobs=self._scores, **place)]
+        else:
+            part = {"type": "reasoning_text", "text": text}
+            done = reasoning_item(status, text, item["id"])
+            events = [self.event("response.reasoning_text.done", text=text, **place)]
+        events.append(self.event("response.content_part.done", part=part, **place))
+        events.append(self.event("response.output_item.done", output_index=len(self.output), item=done))
+        self.output.append(done)
+        self._open = None
+        return events
+
+    def _call(self, call: Call) -> list[bytes]:
+        index, begun = len(self.output), call_item(call, "in_progress", "")
+        done = call_item(call, "completed", call.arguments, begun["id"])
+        place = {"item_id": begun["id"], "output_index": index}
+        self.output.append(done)
+        return [
+            self.event("response.output_item.added", output_index=index, item=begun),
+            self.event("response.function_call_arguments.delta", delta=call.arguments, **place),
+            self.event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place),
+            self.event("response.output_item.done", output_index=index, item=done),
+        ]

@@ -1,0 +1,148 @@
+"""Listens, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from saccade.errors import SaccadeError
+from saccade.llm import LLM
+from saccade.server.app import make_app
+from saccade.server.logs import logger
+from saccade.server.serving import Serving
+from saccade.server.settings import ServerConfig
+
+MOST_HEADER_BYTES = 65536
+_ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+
+
+def serve(llm: LLM, config: ServerConfig) -> None:
+    """Serve a model until a signal ends it. SIGTERM and Ctrl-C: take no more requests, let those that run end for at
+    most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then."""
+    serving = Serving(llm, config)
+    Server(serving).run()
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which drains as ``config`` says."""
+
+    def __init__(self, serving: Serving) -> None:
+        config = serving.config
+        super().__init__(
+            uvicorn.Config(
+                make_app(serving),
+                host=config.host,
+                port=config.port,
+                http=_protocol(config),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=30,
+                # What is left then is told that it was ended (see handle_exit), and has this long to be sent.
+                timeout_graceful_shutdown=int(config.drain_seconds) + 10,
+                ssl_certfile=config.tls_certificate,
+                ssl_keyfile=config.tls_key,
+                ssl_ca_certs=None if config.tls_client_authorities is None else str(config.tls_client_authorities),
+                ssl_cert_reqs=ssl.CERT_NONE if config.tls_client_authorities is None else ssl.CERT_REQUIRED,
+            )
+        )
+        self.serving = serving
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # what uvicorn makes of a port that is taken
+            raise SaccadeError(
+                f"cannot listen on {self.config.host} port {self.config.port}: it is in use or not allowed; "
+                "give another --host or --port"
+            ) from None
+        address = self.address
+        where = f"{'https' if self.config.is_ssl else 'http'}://{address[0]}:{address[1]}"
+        logger.info("serving", extra={"fields": {"model": self.serving.names[0], "address": where}})
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return host, port
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is not None and not self.should_exit:
+            self._loop.call_soon_threadsafe(self._drain)
+        super().handle_exit(sig, frame)
+        # uvicorn raises the signals again once it has ended, so that its parent sees what ended it: draining is none.
+        self._captured_signals = [one for one in self._captured_signals if one != signal.SIGTERM]
+
+    def _drain(self) -> None:
+        serving = self.serving
+        serving.drain()
+        fields = {"running": serving.admission.samples, "seconds": serving.config.drain_seconds}
+        logger.info("shutting down", extra={"fields": fields})
+        asyncio.get_running_loop().call_later(serving.config.drain_seconds, serving.end_all)
+
+
+def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
+    """HTTP whose headers come in time and are not too long: uvicorn's own waits for ever, and reads without end."""
+
+    class Guarded(HttpToolsProtocol):
+        _timer: asyncio.TimerHandle | None = None
+        _read = 0
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._await_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+                self._await_headers()  # the next request of a connection that is kept alive
+            if self._timer is not None:
+                self._read += len(data)
+            super().data_received(data)
+            if self._timer is not None and self._read > MOST_HEADER_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large", b"headers are too long")
+
+        def on_headers_complete(self) -> None:
+            self._stop()
+            super().on_headers_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(b"400 Bad Request", b"this is no HTTP request")
+
+        def _await_headers(self) -> None:
+            self._read = 0
+            self._timer = self.loop.call_later(config.header_seconds, self._late)
+
+        def _late(self) -> None:
+            self._timer = None
+            if self._read:
+                self._refuse(b"408 Request Timeout", b"headers did not come in time")
+            else:
+                self.transport.close()
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _refuse(self, status: bytes, said: bytes) -> None:
+            self._stop()
+            body = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}' % said
+            if not self.transport.is_closing():
+                self.transport.write(_ANSWER % (status, len(body), body))
+                self.transport.close()
+
+    return Guarded

@@ -1,0 +1,144 @@
+"""What every endpoint stands on: the model, who may ask for what, and prompts as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from saccade.errors import RequestError, SaccadeError, shown
+from saccade.llm import LLM
+from saccade.methods.policy import Policy
+from saccade.server.admission import Admission, Caller
+from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
+from saccade.server.grammar import Grammars
+from saccade.server.metrics import Metrics
+from saccade.server.responses_store import ResponseStore
+from saccade.server.sessions import Sessions
+from saccade.server.settings import ServerConfig
+
+_SHORT = 4096  # characters that are turned into tokens on the event loop, in far less than a millisecond
+
+T = TypeVar("T")
+
+
+class Running(Protocol):
+    """Something that clients wait for."""
+
+    def end(self, why: ApiError) -> None:
+        """End it early, and say why."""
+        ...
+
+
+class Serving:
+    """One model behind one server."""
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self.llm, self.config = llm, config
+        self.names = config.names or (_name(llm),)
+        self.created = int(time.time())
+        self.defaults = llm.get_default_sampling_params()
+        self.admission = Admission(llm.config.max_requests + config.max_queue)
+        self.sessions = Sessions(llm, config.max_sessions, config.session_seconds)
+        self.responses = ResponseStore(config.max_responses)
+        self.metrics = Metrics(llm, self.names[0])
+        self.running: set[Running] = set()
+        self.grammars = Grammars(llm)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are answered."""
+        return self.llm.loop.alive and not self.admission.draining
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        self.admission.draining = True
+
+    def end_all(self) -> None:
+        """End what still runs; its clients are told."""
+        for one in list(self.running):
+            one.end(ApiError(503, "this server shut down before the answer was complete", "shutting_down"))
+
+    def close(self) -> None:
+        """End the engine; nothing can be asked any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.llm.close()
+
+    def model(self, name: str | None) -> str:
+        """The name that an answer bears. 404 for a model that is not served here."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            served = ", ".join(self.names)
+            raise ApiError(
+                404, f"the model {shown(name)} does not exist; served here: {served}", "model_not_found", "model"
+            )
+        return name
+
+    def policy(self, caller: Caller, asked: str | Mapping[str, Any] | None) -> Policy:
+        """The policy of a request. 400 for one that is none or cannot run, 403 for one that it may not choose."""
+        if asked is None:
+            return self.llm.policy
+        try:
+            policy = Policy.parse(asked)
+            self.llm.engine.checks.policy(policy)
+        except SaccadeError as error:
+            raise bad_request(str(error), "policy") from error
+        if policy == self.llm.policy:
+            return policy
+        for rules in (self.config.policies, *([] if caller.key is None else [caller.key.policies])):
+            if not rules.allows(policy):
+                raise ApiError(
+                    403,
+                    f"the policy {shown(policy.text)} is not allowed here; allowed: {rules.text}",
+                    "policy_not_allowed",
+                    "policy",
+                )
+        return policy
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on text of ``size`` characters: long ones must not hold up others' streams."""
+        if size <= _SHORT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text; 400 for text that is none."""
+        tokenizer = self.llm.tokenizer
+        return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+
+    async def template(
+        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template."""
+        size = sum(len(str(message.get("content") or "")) for message in messages) + 64 * len(messages)
+        tokenizer = self.llm.tokenizer
+        return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables))
+
+    def check_length(self, prompt: Sequence[int], answer: int | None, param: str) -> None:
+        """400 with the code ``context_length_exceeded`` for a prompt, or a prompt and its answer, that can never fit;
+        other mistakes of a prompt too."""
+        most = self.llm.max_model_len
+        if len(prompt) >= most or (answer is not None and len(prompt) + answer > most):
+            asked = f" and {answer} of its answer" if answer is not None else ""
+            raise too_long(
+                f"this model's maximum context length is {most} tokens, but the request has {len(prompt)} tokens of "
+                f"its prompt{asked}; shorten the prompt or the answer",
+                param,
+            )
+        try:
+            self.llm.engine.checks.prompt(list(prompt))
+        except RequestError as error:
+            raise bad_request(str(error), param) from error
+        except SaccadeError as error:
+            raise from_saccade(error) from error
+
+
+def _name(llm: LLM) -> str:
+    """What a model is called by default: its hub name, or its folder's."""
+    given = str(llm.config.model)
+    return Path(given).name or given if Path(given).is_dir() else given

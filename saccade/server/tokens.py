@@ -1,0 +1,47 @@
+"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from saccade.server.errors import bad_request
+from saccade.server.messages import conversation
+from saccade.server.protocol import DetokenizeRequest, TokenizeRequest
+from saccade.server.serving import Serving
+
+JSON = dict[str, Any]
+
+
+async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
+    """Token ids of a prompt or a conversation."""
+    serving.model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give a prompt or messages, and not both", "prompt")
+    if body.prompt is not None:
+        tokens = await serving.encode(body.prompt, body.add_special_tokens is not False)
+    else:
+        variables = dict(body.chat_template_kwargs or {})
+        if body.tools:
+            variables["tools"] = body.tools
+        messages = conversation(body.messages or [])
+        tokens = await serving.template(messages, body.add_generation_prompt is not False, variables)
+    decode = serving.llm.tokenizer.decode
+    texts = [decode([token], skip_special_tokens=False) for token in tokens] if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": serving.llm.max_model_len,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+async def detokenize(serving: Serving, body: DetokenizeRequest) -> JSON:
+    """The text of tokens, special ones included."""
+    serving.model(body.model)
+    most = serving.llm.model.spec.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < most:
+            raise bad_request(f"token id {str(token)[:40]} is not an integer from 0 to {most - 1}", "tokens")
+    decode = serving.llm.tokenizer.decode
+    text = await serving.off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
+    return {"prompt": text}

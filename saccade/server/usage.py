@@ -1,0 +1,51 @@
+"""What an answer cost, in OpenAI's form and in our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from saccade.engine.messages import RequestOutcome
+
+JSON = dict[str, Any]
+
+
+def counts(prompt: int, answer: int, cached: int = 0) -> JSON:
+    """Tokens alone, which are known while an answer runs."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def usage(outcomes: Sequence[RequestOutcome], prompt: int, answer: int, samples: int, policy: str) -> JSON:
+    """Of all choices of a request: ``samples`` for each prompt, of which the first computed it. ``prompt``, ``answer``:
+    their tokens."""
+    reports = [one.report for one in outcomes]
+    cached = sum(report["cached_tokens"] for report in reports[::samples])
+    return {**counts(prompt, answer, cached), "saccade": costs(reports, policy)}
+
+
+def costs(reports: Sequence[JSON], policy: str) -> JSON:
+    """``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
+    ``coverage``: what stopping rules say that they covered, null where none ran. Each by phase, null for one that did
+    not run."""
+    phases: dict[str, JSON] = {"density": {}, "keys_read_per_token": {}, "coverage": {}}
+    for phase in ("prefill", "decode"):
+        ran = [report[phase] for report in reports if report[phase]["tokens"]]
+        active = [one for one in ran if one["density"] is not None]
+        causal = sum(one["keys_causal"] for one in active)
+        tokens = sum(one["tokens"] for one in ran)
+        covered = [one for one in ran if one["coverage"] is not None]
+        weight = sum(one["tokens"] for one in covered)
+        phases["density"][phase] = (
+            sum(one["density"] * one["keys_causal"] for one in active) / causal if causal else None
+        )
+        phases["keys_read_per_token"][phase] = (
+            round(sum(one["keys_attended_per_row"] * one["tokens"] for one in ran) / tokens, 2) if tokens else None
+        )
+        phases["coverage"][phase] = sum(one["coverage"] * one["tokens"] for one in covered) / weight if weight else None
+    notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
+    return {"policy": policy, **phases, "notes": notes}

@@ -1,0 +1,198 @@
+"""Requests that no client of good will sends, and what must hold whatever comes.
+
+As a test: a few hundred of each kind. By hand, against a server of its own: ``make fuzz-server COUNT=100000``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ODD: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**30, 1e308, -1e-320, 0.5, "", " ", "\x00"]
+ODD += ["\ud800", "\udfff\ud83d", "é", "😀" * 50, "x" * 3000, "${jndi:x}", "../../etc/passwd", "a\r\nset-cookie: b=c"]
+ODD += [{"a": "\ud800"}, {"a": float("inf")}, [{"type": "message", "role": "user", "content": "\ud800"}]]
+ODD += [[], {}, [[]], [None], [0, -1], {"": None}, [{}], {"$ref": "#"}, {"a": {"b": [1, {"c": None}]}}, ["x", 5]]
+FIELDS = [
+    "model prompt messages max_tokens temperature top_p top_k min_p n stop seed logprobs top_logprobs echo stream",
+    "stream_options presence_penalty frequency_penalty repetition_penalty logit_bias bad_words min_tokens",
+    "stop_token_ids response_format structured_outputs policy session_id report deadline_seconds user metadata",
+    "tools tool_choice input instructions previous_response_id store chat_template_kwargs request_id tokens text",
+    "truncate_prompt_tokens reasoning priority best_of suffix prompt_logprobs add_generation_prompt",
+    "max_output_tokens cache_salt kv_transfer_params",
+]
+NAMES = " ".join(FIELDS).split()
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+def body(rng: random.Random, path: str) -> bytes:
+    """A request whose JSON is valid and whose fields are odd, mostly."""
+    made = dict(GOOD[path])
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        made[rng.choice(NAMES)] = rng.choice(ODD)
+    for name, most in (("n", 2), ("max_tokens", 2), ("max_output_tokens", 2), ("max_completion_tokens", 2)):
+        if isinstance(made.get(name), (int, float)) and 0 < made[name] < 2**63:
+            made[name] = min(made[name], most)  # a request that is good after all need not take long
+    if path == "/v1/responses":
+        made.setdefault("max_output_tokens", 1)
+    elif not isinstance(made.get("max_tokens"), int) and path.startswith("/v1"):
+        made["max_tokens"] = made.get("max_tokens") or 1
+    return json.dumps(made).encode()
+
+
+def bent(rng: random.Random, data: bytes) -> bytes:
+    """JSON that is broken, too deep, or no UTF-8."""
+    kind = rng.randrange(7)
+    at = rng.randrange(len(data) + 1)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + bytes([rng.randrange(256)]) + data[at:]
+    if kind == 2:
+        return b'{"prompt": ' + rng.choice([b"[", b'{"a":']) * rng.randint(30, 3000)
+    if kind == 3:
+        return rng.randbytes(rng.randint(0, 200))
+    if kind == 4:
+        return b'{"prompt": "\xff\xfe\x80"}'
+    if kind == 5:
+        return b'{"prompt": 1' + b"0" * rng.randint(300, 6000) + b"}"
+    return rng.choice([b"NaN", b"[]", b"null", b'""', b'{"prompt": Infinity}', b'{"a":1,"a":2}', b"\xef\xbb\xbf{}"])
+
+
+def request(rng: random.Random) -> bytes:
+    """One request as bytes on a connection of its own."""
+    path = rng.choice(PATHS)
+    data = body(rng, path)
+    kind = rng.randrange(12)
+    if kind < 4:
+        data = bent(rng, data)
+    method, version, extra = "POST", "HTTP/1.1", ""
+    length = str(len(data))
+    if kind == 4:
+        method = rng.choice(METHODS)
+    elif kind == 5:
+        path = rng.choice(
+            ["/", "/v1/models/..%2f..%2fetc", "/v1/%ff%fe", "//", "/v1/sessions/" + "x" * 300, "*", "/\u2603"]
+        )
+        path += rng.choice(["", "?" + "a" * 2000, "?%00", "#x"])
+    elif kind == 6:
+        length = rng.choice(["-1", "x", "", "99999999999999999999999", "0", "1e3", str(len(data) + 5)])
+    elif kind == 7:
+        odd = ["x-session-id: a\x00b", "x-request-id: " + "y" * 500, "content-type: text/xml", "host: evil.example"]
+        extra = (
+            rng.choice([*odd, "authorization: Bearer x", "expect: 100-continue", "broken header", ": empty"]) + "\r\n"
+        )
+    elif kind == 8:
+        version = rng.choice(["HTTP/9.9", "HTTP/1.0", "", "FTP/1.1", "HTTP/1.1 "])
+    elif kind == 9:
+        extra = "transfer-encoding: chunked\r\n"
+        data = rng.choice([b"5\r\nabc", b"zz\r\n", b"ffffffffffffffff\r\n", b"3\r\nabc\r\n0\r\n\r\n"])
+    head = f"{method} {path} {version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += extra + ("" if "chunked" in extra else f"content-length: {length}\r\n") + "connection: close\r\n\r\n"
+    return head.encode("utf-8", "surrogatepass") + data
+
+
+def send(address: tuple[str, int], data: bytes, rng: random.Random) -> bytes:
+    """What a server answers; nothing where it closes, or where the client does so first."""
+    with socket.create_connection(address, timeout=20) as client, suppress(ConnectionError):
+        way = rng.randrange(20)
+        if way == 0:  # half of it, and gone
+            client.sendall(data[: rng.randrange(len(data))])
+            return b""
+        if way == 1:  # in small pieces
+            for at in range(0, len(data), 97):
+                client.sendall(data[at : at + 97])
+        else:
+            client.sendall(data)
+        if way == 2:  # half closed, which a server takes for a client that has gone
+            client.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := client.recv(1 << 16):
+            received += part
+        return received
+    return b""
+
+
+def check(data: bytes, answer: bytes) -> int:
+    """The status of an answer, 0 for none. AssertionError for one that no server should give."""
+    if not answer:
+        return 0
+    found = re.match(rb"HTTP/1\.[01] (\d{3}) ", answer)
+    assert found, (data[:400], answer[:400])
+    status = int(found[1])
+    assert status < 500, (data[:400], answer[:800])
+    assert status != 422, (data[:400], answer[:800])
+    assert b"Traceback" not in answer, (data[:400], answer[:800])
+    assert b"set-cookie" not in answer.lower().split(b"\r\n\r\n")[0], (data[:400], answer[:400])
+    return status
+
+
+def fuzz(address: tuple[str, int], count: int, seed: int) -> Counter[int]:
+    """Send ``count`` requests; a good one after each thousand must be answered. Statuses and how often they came."""
+    rng, statuses = random.Random(seed), Counter[int]()
+    for number in range(1, count + 1):
+        data = request(rng)
+        statuses[check(data, send(address, data, rng))] += 1
+        if number % 1000 == 0 or number == count:
+            good = json.dumps(GOOD["/v1/completions"]).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            head += f"connection: close\r\ncontent-length: {len(good)}\r\n\r\n"
+            with socket.create_connection(address, timeout=20) as client:
+                client.sendall(head.encode() + good)
+                assert b" 200 " in client.recv(1 << 16)[:20]
+    return statuses
+
+
+SHORT = {"body_seconds": 0.1, "header_seconds": 0.1, "max_body": 4096}
+
+
+@contextmanager
+def a_server() -> Iterator[Any]:
+    import tempfile
+
+    from engine_helpers import make
+    from server_helpers import serving
+    from tiny_models import make_checkpoint
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(make(make_checkpoint("llama", Path(folder))), **SHORT) as server,
+    ):
+        yield server
+
+
+def main(count: int, seed: int) -> None:
+    """Fuzz a server of its own, in slices, with the memory after each."""
+    import logging
+    import resource
+
+    logging.getLogger("saccade").setLevel(logging.CRITICAL)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    with a_server() as server:
+        slices = max(1, count // 5000)
+        for part in range(slices):
+            statuses = fuzz(server.server.address, count // slices, seed + part)
+            server.idle()
+            now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
+            print(f"{(part + 1) * (count // slices)}: {now} MiB, {dict(sorted(statuses.items()))}", flush=True)
+    print("no 5xx, no traceback; every thousandth good request was answered")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)

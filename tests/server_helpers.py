@@ -1,0 +1,96 @@
+"""A server in a thread, and its clients."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from saccade import LLM
+from saccade.server.run import Server
+from saccade.server.serving import Serving
+from saccade.server.settings import ServerConfig
+
+
+@dataclass
+class Running:
+    """``ask`` posts JSON; ``events`` posts it and gives the data of what is streamed."""
+
+    llm: LLM
+    serving: Serving
+    url: str
+    client: httpx.Client
+    server: Server = field(repr=False, default=None)  # type: ignore[assignment]
+
+    def ask(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        content = json.dumps(body).encode()  # ASCII: halves of surrogate pairs pass, and numbers that are none
+        return self.client.post(path, content=content, headers={"content-type": "application/json", **headers})
+
+    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
+        return self.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **GREEDY, **fields})
+
+    def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
+        return self.ask("/v1/completions", {"prompt": prompt, **GREEDY, **fields})
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """All events; the last one is ``[DONE]``, as text."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return parsed(response.iter_lines())
+
+    def idle(self, seconds: float = 20) -> None:
+        """Wait until nothing is asked of the engine, and nothing is held for anybody."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            loop = self.llm.loop
+            if not (loop.running or loop.waiting or self.serving.admission.samples or self.serving.running):
+                return
+            time.sleep(0.01)
+        raise AssertionError("requests are still at work")
+
+
+GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
+
+
+def parsed(lines: Iterator[str]) -> list[Any]:
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in data]
+
+
+def error(response: httpx.Response) -> tuple[int, str | None, str | None]:
+    """(status, code, param) of an error, whose form is OpenAI's."""
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert body["message"]
+    assert "\n" not in body["message"]
+    assert "Traceback" not in response.text
+    return response.status_code, body["code"], body["param"]
+
+
+@contextmanager
+def serving(llm: LLM, **settings: Any) -> Iterator[Running]:
+    """A server on a free port of this machine. It closes ``llm`` at the end."""
+    state = Serving(llm, ServerConfig(**{"port": 0, "drain_seconds": 5, **settings}))
+    server = Server(state)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    for _ in range(1000):
+        if server.started or not thread.is_alive():
+            break
+        time.sleep(0.01)
+    assert server.started
+    host, port = server.address
+    scheme = "https" if server.config.is_ssl else "http"
+    with httpx.Client(base_url=f"{scheme}://{host}:{port}", timeout=60, verify=False) as client:
+        yield Running(llm, state, f"{scheme}://{host}:{port}", client, server)
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not llm.loop.alive

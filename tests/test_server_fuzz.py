@@ -1,0 +1,29 @@
+"""Whatever comes over the wire: no 5xx, no traceback, nothing left behind, and good requests are answered."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+from server_fuzz import a_server, fuzz
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_nothing_that_comes_breaks_a_server():
+    with a_server() as server:
+        statuses = fuzz(server.server.address, 1200, seed=1)
+        assert statuses[200] > 20, statuses
+        assert statuses[400] > 300
+        assert {401, 403, 404, 405, 413, 415} & set(statuses)
+        server.idle()
+        gc.collect()
+        assert not server.server.server_state.connections
+        assert threading.active_count() < 20
+        for name in list(server.serving.sessions._held):
+            server.client.delete(f"/v1/sessions/{name[1]}")
+        server.complete([5])
+        sessions = len(server.llm.engine.sessions)
+        assert sessions == len(server.serving.sessions)
+        if not sessions:
+            assert server.llm.pool.used_blocks == 0
