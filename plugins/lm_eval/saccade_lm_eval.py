@@ -2,8 +2,8 @@
 
 A distribution of its own (``pip install ./plugins/lm_eval``), for whoever wants just that: ``python -m
 saccade.eval.harness`` does the same without. It runs at every start of the interpreter (saccade_lm_eval.pth), so it
-does next to nothing and imports nothing: it puts a finder first that waits for ``lm_eval.models``, steps aside, and adds
-one line to the table once that is loaded.
+does next to nothing and imports nothing: it puts a finder first that waits for ``lm_eval.models``, steps aside, and
+adds one line to the table once that is loaded.
 """
 
 import sys
