@@ -229,6 +229,8 @@ class Engine:
         if self.prefixes is not None:
             self.prefixes.leave(sequence, keep=True)
         sequence.truncate(0)
+        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
+        sequence.turn_start = None
         self.sessions.pop(sequence.id, None)
         self.worker.memories.pop(sequence.id, None)
 
