@@ -113,6 +113,7 @@ def test_a_full_queue_turns_away_and_says_when_to_come_back(server, held):
     waiting = [post(server, {"prompt": [5, 6, index], **GREEDY, "n": 2}) for index in range(2)]
     while server.serving.admission.samples < 4:
         time.sleep(0.001)
+    assert error(server.complete([1], n=5))[::2] == (400, "n")  # would never be let in
     refused = server.complete([1])
     assert error(refused)[:2] == (429, "rate_limit_exceeded")
     assert int(refused.headers["retry-after"]) >= 1
