@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -138,12 +139,19 @@ def test_a_quiet_stream_gives_signs_of_life(server, held):
 
 @pytest.mark.usefixtures("slowly")
 def test_a_request_ends_at_its_deadline(server):
-    assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.2))[:2] == (504, "deadline_exceeded")
+    assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.2))[:2] == (408, "deadline_exceeded")
     events = server.events("/v1/completions", {"prompt": [5, 6], **LONG, "deadline_seconds": 0.3})
     assert events[-1] == "[DONE]"
     assert events[-2]["error"]["code"] == "deadline_exceeded"
     assert all(event["choices"][0]["finish_reason"] is None for event in events[:-2])
     assert len(events) > 3
+
+
+@pytest.mark.usefixtures("slowly")
+def test_the_servers_own_deadline_is_another_status(server, monkeypatch):
+    monkeypatch.setattr(server.serving, "config", replace(server.serving.config, deadline=0.2))
+    assert error(server.complete([5, 6], max_tokens=700))[:2] == (504, "deadline_exceeded")
+    assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.1))[0] == 408
 
 
 def test_a_failure_has_a_status_before_the_first_token_and_an_event_after_it(server, in_the_next_pass):

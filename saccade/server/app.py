@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from saccade import __version__
@@ -203,13 +203,14 @@ def _models(app: FastAPI, serving: Serving) -> None:
 def _state(app: FastAPI, serving: Serving) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if serving.llm.loop.alive else 503)
+        alive = serving.llm.loop.alive
+        return JSONAnswer({"status": "ok" if alive else "broken"}, 200 if alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        return Response(status_code=200 if serving.ready else 503)
+        return JSONAnswer({"status": "ready" if serving.ready else "ending"}, 200 if serving.ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
