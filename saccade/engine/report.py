@@ -75,7 +75,10 @@ class LayerStats:
         self.attended = pairs if self.attended is None else self.attended + pairs.to(self.attended.device)
         self.calls += counts.calls
         self.causal += counts.causal
+        self.scored += counts.scored
         self.estimated += counts.estimated
+        self.searches += counts.searches
+        self.searchable += counts.searchable
         self.retrievals += counts.retrievals
         self.covered += counts.covered
         self.estimates += counts.estimates
