@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
+from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
 from saccade.prompts import Prompt, text_of
+from saccade.records import Record, read_record, write_record
 
 if TYPE_CHECKING:
     from saccade.engine.sequence import Sequence as TokenSequence
     from saccade.llm import LLM
+
+
+RECORD = "saccade session"
 
 
 class Session:
@@ -29,11 +37,37 @@ class Session:
         self.llm = llm
         self.policy = policy
         self.messages: list[dict[str, Any]] = []
-        self._open()
+        self.note: str | None = None  # what is to be said of a restored one
+        self._open(llm.engine.open_session())
 
-    def _open(self) -> None:
+    @classmethod
+    def restored(cls, llm: LLM, path: Path, policy: Policy | None, recompute: bool) -> Session:
+        """See LLM.restore."""
+        record = read_record(path, RECORD)
+        tensors, said = record.tensors, record.tensors.pop("said", None)
+        saved = SavedSession(record.data["engine"], tensors)
+        chosen = Policy.parse(record.data["policy"]) if policy is None else policy
+        llm.engine.checks.policy(chosen)
+        number, note = llm.loop.restore(saved, [name for name in record.damaged if name != "said"], recompute)
+        session = cls.__new__(cls)
+        session.llm, session.policy, session.note = llm, chosen, note
+        session.messages = record.data["messages"]
+        session._open(number)
+        session._said = [] if said is None else said.tolist()
+        return session
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file that :meth:`LLM.restore` reads, in this process or a later one: what was said,
+        keys and values, and what the decode method knows. The file takes the place of one that is there, whole or not
+        at all, and only its owner can read it. RequestError while a turn runs, or where the system refuses."""
+        saved = self.llm.loop.save(self.id)
+        data = {"engine": saved.data, "messages": self.messages, "policy": self.policy.text}
+        said = torch.tensor(self._said, dtype=torch.int64, device="cpu")
+        write_record(Path(path), Record(RECORD, data, saved.tensors | {"said": said}))
+
+    def _open(self, number: int) -> None:
         llm = self.llm
-        self.id = llm.engine.open_session()
+        self.id = number
         self.sequence: TokenSequence = llm.engine.sessions[self.id]  # the engine's own: to look at between turns
         self._said: list[int] = []  # the context as the last message left it
         # A session that is dropped without close() gives its blocks back before the engine's next step.
@@ -162,7 +196,7 @@ class Session:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)
         if not self._finalizer.alive:
-            self._open()
+            self._open(self.llm.engine.open_session())
         ids = self.llm.encode(prompt, first=not self.sequence.tokens)
         return AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
 

@@ -78,7 +78,7 @@ class EngineConfig:
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
-        for name in ("exact", "cuda_graphs"):
+        for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")

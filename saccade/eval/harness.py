@@ -1,9 +1,9 @@
 """Saccade as a model of EleutherAI's lm-evaluation-harness, so that its tasks run under any policy.
 
-``lm_eval --model saccade --model_args pretrained=PATH,policy=flexprefill+psa --tasks ...``. lm-eval (0.4.13) finds
-models in a table of its own and has no entry points, so installing this package also installs a start-up hook that adds
-``saccade`` to that table when lm-eval is imported (plugins/lm_eval). ``python -m saccade.eval.harness ...`` takes the
-same arguments and needs no hook. This module needs the extra ``eval``; nothing else imports it.
+``python -m saccade.eval.harness --model saccade --model_args pretrained=PATH,policy=flexprefill+psa --tasks ...`` takes
+lm-eval's arguments. lm-eval (0.4.13) finds models in a table of its own and has no entry points; for its own command
+``pip install ./plugins/lm_eval`` adds a start-up hook that adds ``saccade`` to that table. This module needs the extra
+``eval``; nothing else imports it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ COMMANDS = {  # with an argument or without, and options
     "generate": (
         "the password is",
         "-f -m -p -n --temperature --top-p --top-k --min-p --repetition-penalty --stop --seed --report --logit-bias "
-        "--presence-penalty --frequency-penalty --min-tokens --bad-words --stop-token-ids --quiet",
+        "--presence-penalty --frequency-penalty --min-tokens --bad-word --stop-token-id --include-stop --quiet",
     ),
     "chat": (None, "-f -m -p -n --temperature --stop --seed --top-p --logit-bias"),
     "methods": (None, "--nothing"),
