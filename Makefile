@@ -7,7 +7,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # The editable install lists the package's files, so it is made anew when one comes or goes.
 STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: setup demo test lint types storm fuzz fuzz-server sanitize build clean
+.PHONY: setup demo test lint types build storm fuzz sanitize fuzz-server storm-server clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,9 @@ types: setup
 
 fuzz-server: setup  # malformed requests against a server of its own; a quarter of an hour for 100,000
 	$(BIN)/python tests/server_fuzz.py $(or $(COUNT),100000)
+
+storm-server: setup  # many requests at once, a tenth of which go away; every answer is compared with the library's
+	$(BIN)/python tests/server_storm.py $(or $(SHORT),100000) $(or $(STREAMED),10000)
 
 build: setup
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .

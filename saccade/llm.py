@@ -77,6 +77,16 @@ class LLM:
             return SamplingParams()
         return SamplingParams(**sampling_defaults(self.model.path if chosen == "auto" else Path(chosen)))
 
+    def restore(self, path: str | Path, policy: PolicyLike = None, *, recompute: bool = False) -> Session:
+        """The session that :meth:`Session.save` wrote to ``path``; its next turn goes on from there. ``policy`` for its
+        turns, by default its own.
+
+        Keys and values that are damaged or have no room are computed again by the next turn; ``Session.note`` then says
+        so. RequestError for no such file, one whose text is damaged, and for another model's, unless ``recompute``
+        takes over what was said alone.
+        """
+        return Session.restored(self, Path(path), None if policy is None else Policy.parse(policy), recompute)
+
     def reset_prefix_cache(self) -> None:
         """Give up what ``enable_prefix_caching`` keeps of ended requests."""
         self.loop.clear_prefixes()

@@ -264,6 +264,23 @@ def test_a_token_that_breaks_the_model_ends_its_requests_alone(tiny_llama, promp
     assert "the model's logits are not finite" in outputs[1].error
 
 
+EVICTING = ("h2o(budget=40)", "adakv(capacity=40,window=8)", "hshare(heavy=24,sinks=2,local=8,rows=8,source=prompt)")
+
+
+@pytest.mark.parametrize("policy", [*EVICTING, "loopserve(alpha=0.5,budget=40,n_d=4,first=0)"])
+def test_attention_that_is_no_number_ends_its_request_with_an_error_that_says_so(tiny_llama, prompts, policy):
+    """These methods choose by softmax weights: torch's own errors about shapes came back, or an answer by chance."""
+    llm = make(tiny_llama)
+    llm.model.runner.model.get_input_embeddings().weight.data[7] = math.nan
+    fine = [token for token in (prompts[0] * 2)[:120] if token != 7]
+    want = tokens(make(tiny_llama).generate(fine, GREEDY, policy=policy)[0])
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        outputs = llm.generate([fine, [*fine[:60], 7, *fine[60:]]], GREEDY, policy=policy)
+    assert tokens(outputs[0]) == want
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "ModelError: attention weights are not finite" in outputs[1].error
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_parameters_that_drive_logits_to_infinity_end_their_request_alone(llm, prompts, solo, temperature):
     """It answered with the last token of the vocabulary."""

@@ -18,8 +18,8 @@ def main_of(name: str):
     return module.main
 
 
-def test_there_are_five_of_at_most_40_lines():
-    assert len(FILES) == 5
+def test_there_are_six_of_at_most_40_lines():
+    assert len(FILES) == 6
     for file in FILES:
         assert len(file.read_text(encoding="utf-8").splitlines()) <= 40, file.name
 
@@ -67,3 +67,15 @@ def test_lm_eval(capsys):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'saccade-llm[eval]'")
     main_of("lm_eval_tasks")()
     assert "recall" in capsys.readouterr().out
+
+
+def test_server_client(capsys):
+    from server_helpers import serving
+
+    from saccade import LLM
+
+    with serving(LLM()) as server:
+        main_of("server_client")(server.url + "/v1")
+    rows = capsys.readouterr().out.splitlines()
+    assert ["7391-XKQ" in row for row in rows] == [True, False, True]
+    assert "prefill 100.0%" in rows[0]

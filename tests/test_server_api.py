@@ -195,7 +195,9 @@ def test_tokens_models_and_state(server):
     assert get("/v1/models/none").status_code == 404
     card = get("/v1/models").json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", 800)
-    assert "/v1/chat/completions" in get("/openapi.json").json()["paths"]
+    schema = get("/openapi.json").json()
+    assert set(schema["paths"]["/v1/chat/completions"]["post"]["responses"]) == {"200", "default"}
+    assert "ValidationError" not in str(schema)
     metrics = get("/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total"):
         assert f'saccade:{name}{{model_name="tiny"}}' in metrics

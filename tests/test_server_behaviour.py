@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -113,6 +114,7 @@ def test_a_full_queue_turns_away_and_says_when_to_come_back(server, held):
     waiting = [post(server, {"prompt": [5, 6, index], **GREEDY, "n": 2}) for index in range(2)]
     while server.serving.admission.samples < 4:
         time.sleep(0.001)
+    assert error(server.complete([1], n=5))[::2] == (400, "n")  # would never be let in
     refused = server.complete([1])
     assert error(refused)[:2] == (429, "rate_limit_exceeded")
     assert int(refused.headers["retry-after"]) >= 1
@@ -137,12 +139,19 @@ def test_a_quiet_stream_gives_signs_of_life(server, held):
 
 @pytest.mark.usefixtures("slowly")
 def test_a_request_ends_at_its_deadline(server):
-    assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.2))[:2] == (504, "deadline_exceeded")
+    assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.2))[:2] == (408, "deadline_exceeded")
     events = server.events("/v1/completions", {"prompt": [5, 6], **LONG, "deadline_seconds": 0.3})
     assert events[-1] == "[DONE]"
     assert events[-2]["error"]["code"] == "deadline_exceeded"
     assert all(event["choices"][0]["finish_reason"] is None for event in events[:-2])
     assert len(events) > 3
+
+
+@pytest.mark.usefixtures("slowly")
+def test_the_servers_own_deadline_is_another_status(server, monkeypatch):
+    monkeypatch.setattr(server.serving, "config", replace(server.serving.config, deadline=0.2))
+    assert error(server.complete([5, 6], max_tokens=700))[:2] == (504, "deadline_exceeded")
+    assert error(server.complete([5, 6], max_tokens=700, deadline_seconds=0.1))[0] == 408
 
 
 def test_a_failure_has_a_status_before_the_first_token_and_an_event_after_it(server, in_the_next_pass):

@@ -244,5 +244,9 @@ def test_thoughts_and_calls_have_places_of_their_own_in_the_answer(server, monke
     assert "".join(delta.get("content") or "" for delta in deltas) == "ok "
     assert sum(len(delta.get("tool_calls", [])) for delta in deltas) == 1
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    twice = {**fields, "structured_outputs": {"choice": [said + said[said.index("<tool_call>") :]]}}
+    for parallel, count in ((True, 2), (False, 1)):
+        message = server.chat(**twice, parallel_tool_calls=parallel).json()["choices"][0]["message"]
+        assert len(message["tool_calls"]) == count
     quiet = server.chat(**fields, include_reasoning=False).json()["choices"][0]["message"]
     assert "reasoning" not in quiet

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saccade.bench import options
+from saccade.bench import options, serve_cli
 from saccade.errors import SaccadeError
 from saccade.files import write_text
 from saccade.machine import check_threads, check_writable
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False
 )
+
+app.command("serve")(serve_cli.serve)
 
 DEFAULT_METHODS = {
     "prefill": "flexprefill;loopserve(alpha=0.996);minference(slash=800);xattention(threshold=0.5);a_shape;tri_shape",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,8 @@ def serve(
     ] = None,
     api_keys: Annotated[Path | None, typer.Option(help=f"TOML file of keys. {KEY_VARIABLE} adds one.")] = None,
     new_key: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print a new key and what to put into --api-keys, and end.")
+        str | None,
+        typer.Option(metavar="NAME", help="Make a key: its table for --api-keys on stdout, itself on stderr."),
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Most samples that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(help="Most samples that wait behind them; more are answered 429.")] = 256,
@@ -92,7 +94,8 @@ def serve(
 
     if new_key is not None:
         secret, table = make_key(new_key)
-        print(f"# The key, shown this once: {secret}\n# The file of --api-keys needs:\n{table}", end="")
+        print(table, end="", flush=True)
+        print(f"the key, shown this once: {secret}", file=sys.stderr)
         return
     if log_level not in ("debug", "info", "warning", "error"):
         raise SaccadeError(f"log_level={shown(log_level)} must be debug, info, warning or error")

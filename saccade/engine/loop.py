@@ -18,19 +18,29 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
 from saccade.engine.core import Engine
-from saccade.engine.messages import AddRequest, CancelRequest, ClearPrefixes, ForgetSession, StepOutput
+from saccade.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    ClearPrefixes,
+    ForgetSession,
+    RestoreSession,
+    SaveSession,
+    StepOutput,
+)
 from saccade.engine.request import Request
+from saccade.engine.saved import SavedSession
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
 
-Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession
 
 
 @dataclass
@@ -40,7 +50,7 @@ class _Letter:
 
     messages: Sequence[Message] = ()
     streams: Sequence[Stream] = ()
-    reply: Future[None] = field(default_factory=Future)
+    reply: Future[Any] = field(default_factory=Future)
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -188,6 +198,14 @@ class AsyncEngine:
         if not self._loop.closed:
             self._send(_Letter([ForgetSession(session)])).result()
 
+    def save(self, session: int) -> SavedSession:
+        """A copy of a session between two turns. RequestError while one runs."""
+        return self._send(_Letter([SaveSession(session)])).result()
+
+    def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
+        """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
+        return self._send(_Letter([RestoreSession(saved, damaged, recompute)])).result()
+
     def clear_prefixes(self) -> None:
         """Give up what is kept of ended requests, and wait until its blocks are back."""
         if not self._loop.closed:
@@ -209,7 +227,7 @@ class AsyncEngine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _send(self, letter: _Letter) -> Future[None]:
+    def _send(self, letter: _Letter) -> Future[Any]:
         if self._loop.closed:
             raise SaccadeError(self._loop.why_closed)
         if self._thread is None or self._thread.ident is None:  # an interrupt can come before its start
@@ -267,18 +285,19 @@ class _Loop:
         if torch.get_num_threads() != letter.threads:
             torch.set_num_threads(letter.threads)
         added: list[Request] = []
+        answer: Any = None
         try:
             for message in letter.messages:
-                self._act(message, added)
+                answer = self._act(message, added)
         except Exception as error:
             for request in added:
                 self.engine.cancel(request)
             letter.reply.set_exception(error)
             return
         self.live.update({request.id: (request, stream) for request, stream in zip(added, letter.streams)})
-        letter.reply.set_result(None)
+        letter.reply.set_result(answer)
 
-    def _act(self, message: Message, added: list[Request]) -> None:
+    def _act(self, message: Message, added: list[Request]) -> Any:
         engine = self.engine
         if isinstance(message, AddRequest):
             shared = next((one for one in added if one.id == message.shares), None)
@@ -290,9 +309,14 @@ class _Loop:
         elif isinstance(message, ClearPrefixes):
             if engine.prefixes is not None:
                 engine.prefixes.clear()
+        elif isinstance(message, SaveSession):
+            return engine.save_session(message.session)
+        elif isinstance(message, RestoreSession):
+            return engine.restore_session(message.saved, message.damaged, message.recompute)
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)
+        return None
 
     def _ended(self, request_id: int) -> None:
         """Tell the reader of a request that ended between two steps."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engine.params import SamplingParams
+from saccade.engine.saved import SavedSession
 from saccade.engine.steering import Constraint
 from saccade.methods.policy import Policy
 
@@ -45,6 +46,23 @@ class ForgetSession:
     """Drop a session and give its blocks back; a turn that still runs is cancelled."""
 
     session: int
+
+
+@dataclass(frozen=True)
+class SaveSession:
+    """Copy a session between two turns; the answer is a SavedSession."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class RestoreSession:
+    """Open a session with what was saved; the answer is its id, and a sentence on what is computed again, if anything
+    is. ``damaged``, ``recompute``: see engine.saved.restore_sequence."""
+
+    saved: SavedSession
+    damaged: list[str] = field(default_factory=list)
+    recompute: bool = False
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Sequence:
         self.computed = 0  # tokens whose keys and values are stored
         self.reached = 0  # where `computed` would stand had nothing been dropped
         self.seen = 0  # tokens that the states were built from, had nothing been dropped: more than reached after a cut
-        self.turn_start: _Mark | None = None  # where the last turn began, if its keys were there
+        self.turn_start: _Mark | None = None  # where the last turn began
         self.turn: Request | None = None  # what is being computed for it now
 
     def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
@@ -88,7 +88,7 @@ class Sequence:
             self.spans.append(Span(self.reached, stop, "prefill", policy, after_cut=self.seen > self.reached))
         elif memory.has_state:
             self.drop_kv()  # no prefill begins the state anew, and this one may have seen rows that were cut off
-        self.turn_start = None
+        self.turn_start = _Mark(self.reached, self.seen)  # where keys were dropped before, so were the states
         if self.computed == self.reached:
             self.turn_start = _Mark(self.reached, self.seen, list(memory.states), list(memory.gone))
         if decoded:

@@ -96,7 +96,8 @@ class SequenceKV:
         if wanted or copied:
             fresh = self.pool.allocate(wanted + copied, self.id)
             if copied:
-                self._replace(tail, fresh)
+                self._table.replace(tail, fresh)
+                fresh.pop()
             self._table.extend(fresh)
         self._table.touch()
 
@@ -194,7 +195,7 @@ class SequenceKV:
         if rest:
             self.pool.require_resident(ids[full])
             last = self.pool.allocate(1, other.id)
-            other._copy_of(ids[full], last)
+            other._table.copy(ids[full], last)
         self.pool.share(ids[:full], other.id)
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
@@ -258,20 +259,8 @@ class SequenceKV:
             raise SaccadeError(f"layer {layer} has no room for {count} tokens after {start}: reserve() first")
         block, offset = divmod(start, self._size)
         if offset and count and self.pool.references(self._table.ids[block]) > 1:
-            self._replace(block, self.pool.allocate(1, self.id))
-
-    def _replace(self, at: int, fresh: list[int]) -> None:
-        """Let the last of ``fresh`` stand for a shared block of the table, with its content, and take it out."""
-        self._copy_of(self._table.ids[at], fresh)
-        self._table.replace(at, fresh.pop())
-
-    def _copy_of(self, source: int, fresh: list[int]) -> None:
-        """Copy a block to the last of ``fresh``, which were just allocated: all of them go back if that fails."""
-        try:
-            self.pool.copy(source, fresh[-1])
-        except BaseException:
-            self.pool.release(fresh, self.id)
-            raise
+            self.pool.require_resident(self._table.ids[block])
+            self._table.replace(block, self.pool.allocate(1, self.id))
 
     def _kept(self, kind: str, block_size: int) -> list[KeptSummaries]:
         """Each layer's, as far as they are made."""

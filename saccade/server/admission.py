@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from saccade.server.errors import ApiError
+from saccade.server.errors import ApiError, bad_request
 from saccade.server.keys import Key
 
 
@@ -40,25 +40,34 @@ class Admission:
         self.draining = False
         self._uses: dict[str, _Use] = {}
 
+    def count(self, caller: Caller) -> None:
+        """A request of ``caller``: 429 where its key has sent too many within a minute."""
+        key, now = caller.key, time.monotonic()
+        if key is None or key.requests_per_minute is None:
+            return
+        times = self._uses.setdefault(caller.name, _Use()).times
+        while times and times[0] <= now - 60:
+            times.popleft()
+        if len(times) >= key.requests_per_minute:
+            why = f"the key {key.name} may send {key.requests_per_minute} requests a minute"
+            raise _limited(why, times[0] + 60 - now)
+        times.append(now)
+
     def enter(self, caller: Caller, samples: int) -> None:
-        """Let ``samples`` in, or raise: 429 with the seconds after which to try again, 503 while the server ends."""
+        """Let ``samples`` in, or raise: 429 with the seconds after which to try again, 503 while the server ends, 400
+        for more than would ever be let in."""
         if self.draining:
             raise ApiError(503, "this server is shutting down; ask another one", "shutting_down", headers=_after(5))
-        use, key, now = self._uses.setdefault(caller.name, _Use()), caller.key, time.monotonic()
-        if key is not None and key.requests_per_minute is not None:
-            while use.times and use.times[0] <= now - 60:
-                use.times.popleft()
-            if len(use.times) >= key.requests_per_minute:
-                raise _limited(
-                    f"the key {key.name} may send {key.requests_per_minute} requests a minute",
-                    use.times[0] + 60 - now,
-                )
+        use, key = self._uses.setdefault(caller.name, _Use()), caller.key
+        least = self.most if key is None or key.max_concurrent is None else min(self.most, key.max_concurrent)
+        if samples > least:
+            raise bad_request(
+                f"a request may have {least} samples at most, prompts times n, but this has {samples}", "n"
+            )
         if key is not None and key.max_concurrent is not None and use.samples + samples > key.max_concurrent:
             raise _limited(f"the key {key.name} may have {key.max_concurrent} samples at work at once", 1)
         if self.samples + samples > self.most:
             raise _limited(f"{self.samples} samples run and wait already, and {self.most} is the most", 1)
-        if key is not None and key.requests_per_minute is not None:
-            use.times.append(now)
         use.samples += samples
         self.samples += samples
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from saccade import __version__
@@ -44,6 +45,7 @@ def make_app(serving: Serving) -> ASGIApp:
     app = FastAPI(
         title="Saccade", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     _errors(app)
     _completions(app, serving)
     _models(app, serving)
@@ -57,6 +59,26 @@ def make_app(serving: Serving) -> ASGIApp:
             expose_headers=["x-request-id", "retry-after"],
         )
     return Gate(app, serving)
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's schema, with the errors that are really sent in place of its own."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        text = {"type": ["string", "null"]}
+        error = {"message": {"type": "string"}, "type": {"type": "string"}, "param": text, "code": text}
+        inner = {"type": "object", "properties": error, "required": list(error)}
+        whole = {"type": "object", "properties": {"error": inner}, "required": ["error"]}
+        schema["components"]["schemas"]["Error"] = whole
+        content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                operation["responses"]["default"] = {"description": "what went wrong", "content": content}
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(unused, None)
+        app.openapi_schema = schema
+    return app.openapi_schema
 
 
 def _errors(app: FastAPI) -> None:
@@ -181,13 +203,14 @@ def _models(app: FastAPI, serving: Serving) -> None:
 def _state(app: FastAPI, serving: Serving) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if serving.llm.loop.alive else 503)
+        alive = serving.llm.loop.alive
+        return JSONAnswer({"status": "ok" if alive else "broken"}, 200 if alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        return Response(status_code=200 if serving.ready else 503)
+        return JSONAnswer({"status": "ready" if serving.ready else "ending"}, 200 if serving.ready else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -38,10 +38,10 @@ class Delta:
 
 
 class Reader:
-    """Reads one choice's text: thoughts, then text and calls of tools."""
+    """Reads one choice's text: thoughts, then text and calls of tools, the first of them alone where ``single``."""
 
-    def __init__(self, thoughts: reasoning.ReasoningReader | None, calls: Any = None) -> None:
-        self._thoughts, self._calls = thoughts, calls
+    def __init__(self, thoughts: reasoning.ReasoningReader | None, calls: Any = None, single: bool = False) -> None:
+        self._thoughts, self._calls, self._single = thoughts, calls, single
         self.called = 0  # calls so far
 
     def feed(self, text: str, final: bool) -> Delta:
@@ -50,6 +50,8 @@ class Reader:
             thoughts, text = self._thoughts.feed(text, final)
         if self._calls is not None:
             text, calls = self._calls.feed(text, final)
+        if self._single:
+            calls = calls[: 1 - self.called]
         self.called += len(calls)
         return Delta(text, thoughts, calls)
 
@@ -107,14 +109,15 @@ class Chat:
 
     def _reader(self) -> Reader:
         config, choice = self.serving.config, self.choice
+        single = self.body.parallel_tool_calls is False
         if choice.forced:
-            return Reader(None, tools.ForcedReader(choice.name))
+            return Reader(None, tools.ForcedReader(choice.name), single)
         thoughts = None
         if config.reasoning_parser is not None:
             thoughts = reasoning.ReasoningReader(reasoning.FORMATS[config.reasoning_parser])
         if not choice.tools or config.tool_parser is None:
             return Reader(thoughts)
-        return Reader(thoughts, tools.ToolReader(tools.FORMATS[config.tool_parser], choice.tools))
+        return Reader(thoughts, tools.ToolReader(tools.FORMATS[config.tool_parser], choice.tools), single)
 
     def _message(self, delta: Delta) -> JSON:
         message: JSON = {"role": "assistant", "content": self.echoed + delta.content, "refusal": None}

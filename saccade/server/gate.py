@@ -54,6 +54,8 @@ class Gate:
         scope.setdefault("state", {})["caller"] = caller
         try:
             caller.key = self._admit(scope, headers)
+            if scope["method"] == "POST":
+                self.serving.admission.count(caller)
             await self.app(scope, await self._body(scope, headers, receive), reply)
         except ClientDisconnect:
             status = status or 499  # nobody is there to see it; the log and the metrics are

@@ -73,9 +73,11 @@ class Generation:
             messages = self._messages()
             self._places = {message.request_id: index for index, message in enumerate(messages)}
             self._last = [0.0] * len(messages)
-            limits = [limit for limit in (ask.deadline, serving.config.deadline) if limit is not None]
+            # A client that set its own limit is told so by a status of its own.
+            limits = [(limit, status) for limit, status in _limits(ask, serving) if limit is not None]
             if limits:
-                self._timer = asyncio.get_running_loop().call_later(min(limits), self._expire, min(limits))
+                limit, status = min(limits)
+                self._timer = asyncio.get_running_loop().call_later(limit, self._expire, limit, status)
             self._outputs = await serving.llm.loop.submit(messages)
             serving.running.add(self)
         except BaseException:
@@ -176,9 +178,14 @@ class Generation:
             status = 400 if "RequestError: " in outcome.error else 500
             raise ApiError(status, f"the request failed: {outcome.error}", "generation_failed")
 
-    def _expire(self, seconds: float) -> None:
-        self.end(ApiError(504, f"the request took longer than {seconds:g} seconds", "deadline_exceeded"))
+    def _expire(self, seconds: float, status: int) -> None:
+        self.end(ApiError(status, f"the request took longer than {seconds:g} seconds", "deadline_exceeded"))
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.finished:
             yield await self.take()
+
+
+def _limits(ask: Ask, serving: Serving) -> tuple[tuple[float | None, int], ...]:
+    """Seconds that a request may take, and what it is answered with after them."""
+    return (ask.deadline, 408), (serving.config.deadline, 504)

@@ -54,7 +54,7 @@ class Ours(Body):
     policy: str | JSON | None = None
     session_id: str | None = None
     report: bool | None = None
-    deadline_seconds: float | None = Field(default=None, gt=0, le=86400)
+    deadline_seconds: float | None = Field(default=None, ge=0.001, le=86400)
 
 
 class Sampling(Ours):
@@ -201,8 +201,6 @@ class ChatRequest(Sampling):
             return "store", "chat completions are not stored; /v1/responses are"
         if self.top_logprobs is not None and not self.logprobs:
             return "top_logprobs", "it needs logprobs=true"
-        if self.parallel_tool_calls is False and self.tools:
-            return "parallel_tool_calls", "how many tools a model calls cannot be bounded; name one in tool_choice"
         return super().refused()
 
 

@@ -96,7 +96,7 @@ class Responses:
             "tools": [_tool(tool) for tool in body.tools or []],
             "tool_choice": body.tool_choice or "auto",
             "truncation": "disabled",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "text": {"format": named or {"type": "text"}, "verbosity": "medium"},
             "top_p": params.top_p,
             "presence_penalty": params.presence_penalty,

@@ -210,7 +210,8 @@ def tool_choice(body: ChatRequest) -> ToolChoice:
             }
             for name in names
         ]
-        return ToolChoice(tools, {"type": "array", "minItems": 1, "items": {"anyOf": calls}})
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        return ToolChoice(tools, schema | ({"maxItems": 1} if body.parallel_tool_calls is False else {}))
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if name not in names:
