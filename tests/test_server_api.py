@@ -198,6 +198,7 @@ def test_tokens_models_and_state(server):
     schema = get("/openapi.json").json()
     assert set(schema["paths"]["/v1/chat/completions"]["post"]["responses"]) == {"200", "default"}
     assert "ValidationError" not in str(schema)
+    server.complete([5, 6], policy=PSA)
     metrics = get("/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total"):
         assert f'saccade:{name}{{model_name="tiny"}}' in metrics

@@ -25,6 +25,7 @@ from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
 from saccade.server.generation import Generation
 from saccade.server.logs import logger
+from saccade.server.page import page
 from saccade.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from saccade.server.responses import Responses
 from saccade.server.responses_protocol import ResponsesRequest
@@ -201,6 +202,10 @@ def _models(app: FastAPI, serving: Serving) -> None:
 
 
 def _state(app: FastAPI, serving: Serving) -> None:
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return page()
+
     @app.get("/health")
     async def health() -> Response:
         alive = serving.llm.loop.alive
