@@ -7,7 +7,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # The editable install lists the package's files, so it is made anew when one comes or goes.
 STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: setup demo test lint types fuzz-server storm-server build clean
+.PHONY: setup demo test lint types build storm fuzz sanitize fuzz-server storm-server clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,25 @@ storm-server: setup  # many requests at once, a tenth of which go away; every an
 
 build: setup
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+
+# 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
+storm: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT)
+
+fuzz: setup
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT)
+
+# The C++ kernels under address and undefined-behaviour sanitizers (g++), in a folder of their own.
+SANITIZED := build/sanitize
+PRELOAD = $(foreach lib,asan ubsan stdc++,$(shell $(CXX) -print-file-name=lib$(lib).so))
+sanitize: export ASAN_OPTIONS = detect_leaks=0
+sanitize: export UBSAN_OPTIONS = print_stacktrace=1
+sanitize: setup
+	$(BIN)/python -m pip wheel -q --no-deps -w $(SANITIZED) -C build-dir=$(SANITIZED)/objects -C install.strip=false \
+	  -C cmake.define.SACCADE_SANITIZE=ON .
+	cd $(SANITIZED) && rm -rf saccade && $(abspath $(BIN))/python -m zipfile -e saccade_llm-*.whl . && rm saccade_llm-*.whl
+	LD_PRELOAD="$(PRELOAD)" PYTHONPATH=tests $(BIN)/python -m pytest -q -p sanitized \
+	  tests/test_cpu_*.py tests/test_layer_rows.py tests/test_row_passes.py tests/test_storm.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

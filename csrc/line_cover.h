@@ -175,6 +175,7 @@ struct Cover {
     int32_t *columns = nullptr, *distances = nullptr;
     int64_t column_count = 0, distance_count = 0;
     double recovered = 0;
+    bool finite = true;  // false: no lines mean anything
 
     void run() {
         const int64_t each = LineKind::storage(keys);
@@ -183,6 +184,7 @@ struct Cover {
         LineKind vertical(storage, keys, first, columns), slash(storage + each, keys, first, distances);
         sum_up(vertical, slash);
         const double goal = share * pairwise_sum(vertical.gain, keys);
+        finite = std::isfinite(goal);
         vertical.begin();
         slash.begin();
         recovered += take(slash, 0, vertical, true, entries);
@@ -259,7 +261,7 @@ void cover_head(const RowCovers& s, int64_t head) {
     c.columns = s.columns + head * s.k_len;
     c.distances = s.distances + head * s.k_len;
     c.run();
-    s.counts[2 * head] = c.column_count;
+    s.counts[2 * head] = c.finite ? c.column_count : -1;
     s.counts[2 * head + 1] = c.distance_count;
 }
 

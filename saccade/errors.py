@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
+LONGEST = 2000  # letters of an error's message
+
 
 class SaccadeError(ValueError):
     """Base of every error that bad input can cause; the command line prints it and exits with code 2. Its message is
-    one line, whatever it quotes."""
+    one line that can be printed, whatever it quotes; the middle of a very long one is left out."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(one_line(message))
+        text = one_line(message)
+        super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}")
 
 
 class ModelError(SaccadeError):
@@ -30,8 +33,11 @@ class CapacityError(SaccadeError):
 
 
 def one_line(text: object) -> str:
-    """A text without line breaks."""
-    return " ".join(part.strip() for part in str(text).splitlines() if part.strip())
+    """A text without line breaks; what else a terminal has no letter for is spelt out."""
+    line = " ".join(part.strip() for part in str(text).splitlines() if part.strip())
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
 def shown(value: object, most: int = 200) -> str:

@@ -45,6 +45,14 @@ def write_text(path: Path, text: str, what: str = "") -> None:
         aside.write_text(text, encoding="utf-8", newline="\n")
 
 
+def is_folder(path: str | Path) -> bool:
+    """Whether there is a folder of that name; no name that the system refuses is one."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def _mode(path: Path) -> int | None:
     try:
         return path.stat().st_mode

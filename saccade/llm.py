@@ -77,6 +77,20 @@ class LLM:
             return SamplingParams()
         return SamplingParams(**sampling_defaults(self.model.path if chosen == "auto" else Path(chosen)))
 
+    def restore(self, path: str | Path, policy: PolicyLike = None, *, recompute: bool = False) -> Session:
+        """The session that :meth:`Session.save` wrote to ``path``; its next turn goes on from there. ``policy`` for its
+        turns, by default its own.
+
+        Keys and values that are damaged or have no room are computed again by the next turn; ``Session.note`` then says
+        so. RequestError for no such file, one whose text is damaged, and for another model's, unless ``recompute``
+        takes over what was said alone.
+        """
+        return Session.restored(self, Path(path), None if policy is None else Policy.parse(policy), recompute)
+
+    def reset_prefix_cache(self) -> None:
+        """Give up what ``enable_prefix_caching`` keeps of ended requests."""
+        self.loop.clear_prefixes()
+
     @property
     def pool(self) -> BlockManager:
         """Where keys and values lie."""
@@ -113,8 +127,8 @@ class LLM:
                 AddRequest(new_request_id(), ids, one.for_sample(index), chosen, shares=first)
                 for index in range(1, one.n)
             ]
-        streams = self.loop.add(messages)
-        outcomes = iter(finished(self.loop, streams, use_tqdm))
+        with self.loop.asked(messages) as streams:
+            outcomes = iter(finished(streams, use_tqdm))
         groups = [[next(outcomes) for _ in range(one.n)] for one in params]
         return [request_output(text_of(prompt), group) for prompt, group in zip(texts, groups)]
 
@@ -124,7 +138,8 @@ class LLM:
         """Complete one prompt step by step. Each item has ``new_text``, ``new_tokens`` and prefill progress since the
         one before; the last one is ``finished`` and has the ``outcome``. Leaving the loop early cancels the request."""
         message = self._message(prompt, sampling_params, policy, "streamed; use generate()")
-        yield from self.loop.outputs(self.loop.add([message])[0])
+        with self.loop.asked([message]) as (stream,):
+            yield from self.loop.outputs(stream)
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None

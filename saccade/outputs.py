@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import RequestMetrics, RequestOutcome, TokenLogprob
 from saccade.engine.stream import Stream
 
@@ -49,23 +48,17 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-def finished(
-    loop: AsyncEngine, streams: Sequence[Stream], use_tqdm: bool | Callable[..., Any] = False
-) -> list[RequestOutcome]:
-    """Wait until all requests ended; a warning for each that failed. An interrupt cancels them. ``use_tqdm``: a bar of
-    requests on stderr, by tqdm or by what it is."""
+def finished(streams: Sequence[Stream], use_tqdm: bool | Callable[..., Any] = False) -> list[RequestOutcome]:
+    """Wait until all requests ended; a warning for each that failed. ``use_tqdm``: a bar of requests on stderr, by tqdm
+    or by what it is."""
     outcomes = []
-    try:
-        with _bar(use_tqdm, len(streams)) as advance:
-            for stream in streams:
-                outcome = None
-                while outcome is None:
-                    outcome = stream.wait().outcome
-                outcomes.append(outcome)
-                advance()
-    except BaseException:
-        loop.cancel([stream.request_id for stream in streams])
-        raise
+    with _bar(use_tqdm, len(streams)) as advance:
+        for stream in streams:
+            outcome = None
+            while outcome is None:
+                outcome = stream.wait().outcome
+            outcomes.append(outcome)
+            advance()
     warn_of_failures(outcomes)
     return outcomes
 

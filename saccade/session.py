@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
-from saccade.engine.sequence import common
-from saccade.engine.stream import Stream
+from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
 from saccade.prompts import Prompt, text_of
+from saccade.records import Record, read_record, write_record
 
 if TYPE_CHECKING:
     from saccade.engine.sequence import Sequence as TokenSequence
     from saccade.llm import LLM
+
+
+RECORD = "saccade session"
 
 
 class Session:
@@ -31,12 +37,39 @@ class Session:
         self.llm = llm
         self.policy = policy
         self.messages: list[dict[str, Any]] = []
-        self._open()
+        self.note: str | None = None  # what is to be said of a restored one
+        self._open(llm.engine.open_session())
 
-    def _open(self) -> None:
+    @classmethod
+    def restored(cls, llm: LLM, path: Path, policy: Policy | None, recompute: bool) -> Session:
+        """See LLM.restore."""
+        record = read_record(path, RECORD)
+        tensors, said = record.tensors, record.tensors.pop("said", None)
+        saved = SavedSession(record.data["engine"], tensors)
+        chosen = Policy.parse(record.data["policy"]) if policy is None else policy
+        llm.engine.checks.policy(chosen)
+        number, note = llm.loop.restore(saved, [name for name in record.damaged if name != "said"], recompute)
+        session = cls.__new__(cls)
+        session.llm, session.policy, session.note = llm, chosen, note
+        session.messages = record.data["messages"]
+        session._open(number)
+        session._said = [] if said is None else said.tolist()
+        return session
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file that :meth:`LLM.restore` reads, in this process or a later one: what was said,
+        keys and values, and what the decode method knows. The file takes the place of one that is there, whole or not
+        at all, and only its owner can read it. RequestError while a turn runs, or where the system refuses."""
+        saved = self.llm.loop.save(self.id)
+        data = {"engine": saved.data, "messages": self.messages, "policy": self.policy.text}
+        said = torch.tensor(self._said, dtype=torch.int64, device="cpu")
+        write_record(Path(path), Record(RECORD, data, saved.tensors | {"said": said}))
+
+    def _open(self, number: int) -> None:
         llm = self.llm
-        self.id = llm.engine.open_session()
+        self.id = number
         self.sequence: TokenSequence = llm.engine.sessions[self.id]  # the engine's own: to look at between turns
+        self._said: list[int] = []  # the context as the last message left it
         # A session that is dropped without close() gives its blocks back before the engine's next step.
         self._finalizer = weakref.finalize(self, llm.loop.forget_soon, self.id)
         self._finalizer.atexit = False
@@ -50,13 +83,14 @@ class Session:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> RequestOutput:
         """Append ``prompt`` (text or token ids) to the context and complete it."""
-        return self._finished(self._start(prompt, sampling_params, policy), prompt)
+        return self._finished(self._turn(prompt, sampling_params, policy), prompt)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
         """Like ``generate``, step by step; leaving the loop early cancels the turn."""
-        yield from self.llm.loop.outputs(self._start(prompt, sampling_params, policy))
+        with self.llm.loop.asked([self._turn(prompt, sampling_params, policy)]) as (stream,):
+            yield from self.llm.loop.outputs(stream)
 
     def complete(
         self,
@@ -71,7 +105,7 @@ class Session:
         computed again, but at most its first ``keep`` tokens are kept. A stretch that a sparse prefill computed is kept
         whole or not at all. The last ``decoded`` tokens, a question say, run one by one as decode steps under the
         policy's decode method, so that they read as sparsely as the answer's."""
-        return self._finished(self._start(token_ids, sampling_params, policy, keep, decoded, whole=True))
+        return self._finished(self._turn(token_ids, sampling_params, policy, keep, decoded, whole=True))
 
     def chat(
         self,
@@ -82,11 +116,15 @@ class Session:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
-        shares with the stored context is not computed again."""
-        turn, stream = self._say(message, sampling_params, policy, chat_template_kwargs)
-        output = self._finished(stream)
+        shares with the stored context is not computed again; a stretch that a sparse prefill computed is kept whole or
+        not at all.
+
+        RequestError where the context holds what no message says, from ``generate``, ``stream`` or ``complete``: it
+        would be lost."""
+        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
+        output = self._finished(request)
         if output.error is None:
-            self.messages += [turn, {"role": "assistant", "content": output.outputs[0].text}]
+            self._answered(turn, output.outputs[0].text)
         return output
 
     def stream_chat(
@@ -98,11 +136,16 @@ class Session:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[StepOutput]:
         """Like ``chat``, step by step; leaving the loop early cancels the turn, which then was never said."""
-        turn, stream = self._say(message, sampling_params, policy, chat_template_kwargs)
-        for output in self.llm.loop.outputs(stream):
-            if output.outcome is not None and output.outcome.error is None:
-                self.messages += [turn, {"role": "assistant", "content": output.outcome.text}]
-            yield output
+        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
+        with self.llm.loop.asked([request]) as (stream,):
+            for output in self.llm.loop.outputs(stream):
+                if output.outcome is not None and output.outcome.error is None:
+                    self._answered(turn, output.outcome.text)
+                yield output
+
+    def _answered(self, turn: dict[str, Any], text: str) -> None:
+        self.messages += [turn, {"role": "assistant", "content": text}]
+        self._said = self.token_ids
 
     def _say(
         self,
@@ -110,19 +153,25 @@ class Session:
         params: SamplingParams | None,
         policy: PolicyLike,
         template: Mapping[str, Any] | None,
-    ) -> tuple[dict[str, Any], Stream]:
-        """Begin a turn of a conversation: its message and its outputs."""
+    ) -> tuple[dict[str, Any], AddRequest]:
+        """A turn of a conversation: its message, and the request for its answer."""
         if not isinstance(message, (str, Mapping)):
             raise RequestError(f"a message is text or {{'role': ..., 'content': ...}}, got {shown(message)}")
+        if self.sequence.turn is None and self.sequence.tokens != self._said:
+            raise RequestError(
+                "the context holds text that is none of the session's messages, from generate(), stream() or "
+                "complete(), and chat() would drop it: say that text as a message, chat in another session, or close() "
+                "this one"
+            )
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
         ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn], template_kwargs=template)
-        shared = common(self.sequence.tokens, ids[:-1])
-        return turn, self._start(ids[shared:], params, policy, keep=shared)
+        return turn, self._turn(ids, params, policy, whole=True)
 
     def close(self) -> None:
         """Give the session's blocks back. A turn after that begins a new context."""
         self._finalizer.detach()
         self.llm.loop.forget(self.id)
+        self._said = []
 
     def __enter__(self) -> Session:
         return self
@@ -130,7 +179,7 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start(
+    def _turn(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
@@ -138,7 +187,7 @@ class Session:
         keep: int | None = None,
         decoded: int = 0,
         whole: bool = False,
-    ) -> Stream:
+    ) -> AddRequest:
         params = self.llm.get_default_sampling_params() if params is None else one_params(params)
         for name, value in (("keep", 0 if keep is None else keep), ("decoded", decoded)):
             if not whole_number(value, 0):
@@ -147,10 +196,10 @@ class Session:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)
         if not self._finalizer.alive:
-            self._open()
+            self._open(self.llm.engine.open_session())
         ids = self.llm.encode(prompt, first=not self.sequence.tokens)
-        message = AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
-        return self.llm.loop.add([message])[0]
+        return AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
 
-    def _finished(self, stream: Stream, prompt: Prompt | None = None) -> RequestOutput:
-        return request_output(None if prompt is None else text_of(prompt), finished(self.llm.loop, [stream]))
+    def _finished(self, request: AddRequest, prompt: Prompt | None = None) -> RequestOutput:
+        with self.llm.loop.asked([request]) as streams:
+            return request_output(None if prompt is None else text_of(prompt), finished(streams))

@@ -30,11 +30,12 @@ ODD = (
     1j,
     True,
 )
-NUMBERS = [one.name for one in dataclasses.fields(SamplingParams) if one.name not in ("stop", "ignore_eos")]
+NUMBERS = [one.name for one in dataclasses.fields(SamplingParams) if one.name != "stop"]
 FINE = {
     "stop_token_ids": list,
     "bad_words": list,
     "logit_bias": dict,
+    "ignore_eos": bool,
     "include_stop_str_in_output": bool,
     "skip_special_tokens": bool,
 }
@@ -92,13 +93,25 @@ def test_policy_texts_with_line_breaks_are_refused_in_one_line():
         "prefill_chunk",
         "max_requests",
         "max_waiting",
+        "generation_config",
+        "cuda_graphs",
     ],
 )
-@pytest.mark.parametrize("value", [*ODD, 32.0, "x\ny"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [*ODD[:-1], 32.0, "x\ny", "x" * 5000], ids=lambda value: type(value).__name__)
 def test_settings_that_are_none_are_refused(tiny_llama, setting, value):
     with pytest.raises(SaccadeError) as caught:
         LLM(tiny_llama, **{setting: value})
     assert one_line(caught.value)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_stop_strings_are_bounded(name):
+    """A million of them, or one of a gigabyte, was looked for at every token."""
+    for texts in ([str(number) for number in range(257)], ["a" * 1025]):
+        with pytest.raises(RequestError, match=f"{name} holds .* at most 256 strings of up to 1024") as caught:
+            SamplingParams(**{name: texts})
+        assert one_line(caught.value)
+    SamplingParams(**{name: ["a" * 1024, *map(str, range(255))]})
 
 
 def test_an_add_that_fails_changes_nothing(tiny_llama, prompts, monkeypatch):

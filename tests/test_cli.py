@@ -217,7 +217,9 @@ def test_doctor_names_versions_and_backends(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     facts = json.loads(out)
     assert code == 0
-    assert set(facts) == {"versions", "machine", "backends", "gpu"}
+    assert set(facts) == {"versions", "machine", "backends", "gpu", "recorded decode steps"}
+    assert {"cis", "h2o", "lfps", "loopserve"} < set(facts["recorded decode steps"]["methods"].split(", "))
+    assert "drawn on the host" in facts["recorded decode steps"]["random"]
     assert facts["versions"]["torch"]
     assert facts["backends"]["reference"].startswith("ready")
     assert run(capsys, "doctor")[1].count("\n") > 10

@@ -43,7 +43,7 @@ METHODS = [
 
 
 class Spec:
-    layers, heads, kv_heads, windows = LAYERS, HEADS, KV_HEADS, (None,) * LAYERS
+    layers, heads, kv_heads, head_dim, windows = LAYERS, HEADS, KV_HEADS, 32, (None,) * LAYERS
 
 
 @pytest.fixture(autouse=True)

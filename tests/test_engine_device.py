@@ -184,8 +184,8 @@ def test_who_is_not_served_is_told_why(runner):
     assert reason("dense") is None
     assert reason("dense", phase="prefill") == reason("dense", stop=43) == "only single decode rows are batched"
     assert "log-probabilities" in reason("dense", scored=((40, 5),))
-    assert "window" in reason("dense+psaw")
-    assert "no device plan" in reason("topk(k=24)")
+    assert "window" in reason("arkvale+psaw(start_layer=1)")
+    assert "share of the weight" in reason("topp")
     assert "no device plan" in reason("quest(current=competes)")
     assert "not of 8" in reason("arkvale(block_size=8)")
     assert "units" in reason("quest(unit=q_head, dense_layers=0)")

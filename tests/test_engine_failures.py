@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from engine_helpers import FIVE, GREEDY, finish, interrupt, make, start, tokens
+from engine_helpers import EVERY, FIVE, GREEDY, finish, interrupt, make, start, tokens
 
 from saccade import SamplingParams
+from saccade.engine.worker import Worker
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.selection import Dense
@@ -153,6 +154,30 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
     assert packed.engine.pool.used_blocks == 0
 
 
+def test_a_step_that_breaks_when_all_its_rows_are_done_is_taken_back_whole(llm, prompts, monkeypatch):
+    """infinigen began its state anew from the last chunk alone: what it had seen of the others was gone."""
+    real, steps = Worker.run, []
+    few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def run(self, step):
+        steps.append(real(self, step))
+        if len(steps) == 2:  # the last chunk of the prompt
+            raise RuntimeError("planted")
+        return steps[-1]
+
+    ids = prompts[2][:100]
+    for policy in EVERY:
+        (want,) = llm.generate(ids, few, policy=policy)
+        one, other = start(llm, ids, few, policy), start(llm, prompts[2][:80], few)
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "run", run)
+            finish(llm.engine)
+        assert len(steps) > 2
+        steps.clear()
+        assert (one.error, other.error) == (None, None)
+        assert one.final_ids == tokens(want), policy.text
+
+
 def test_interleaved_streams_lose_nothing(llm, prompts, solo):
     """Whoever drives a step runs everybody's rows; each reader must still see all of its own tokens and text."""
     streams = [llm.stream(ids, GREEDY, policy=policy) for ids, policy in zip(prompts[:3], FIVE)]
@@ -237,6 +262,23 @@ def test_a_token_that_breaks_the_model_ends_its_requests_alone(tiny_llama, promp
     assert tokens(outputs[0]) == want
     assert outputs[1].outputs[0].finish_reason == "error"
     assert "the model's logits are not finite" in outputs[1].error
+
+
+EVICTING = ("h2o(budget=40)", "adakv(capacity=40,window=8)", "hshare(heavy=24,sinks=2,local=8,rows=8,source=prompt)")
+
+
+@pytest.mark.parametrize("policy", [*EVICTING, "loopserve(alpha=0.5,budget=40,n_d=4,first=0)"])
+def test_attention_that_is_no_number_ends_its_request_with_an_error_that_says_so(tiny_llama, prompts, policy):
+    """These methods choose by softmax weights: torch's own errors about shapes came back, or an answer by chance."""
+    llm = make(tiny_llama)
+    llm.model.runner.model.get_input_embeddings().weight.data[7] = math.nan
+    fine = [token for token in (prompts[0] * 2)[:120] if token != 7]
+    want = tokens(make(tiny_llama).generate(fine, GREEDY, policy=policy)[0])
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        outputs = llm.generate([fine, [*fine[:60], 7, *fine[60:]]], GREEDY, policy=policy)
+    assert tokens(outputs[0]) == want
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert "ModelError: attention weights are not finite" in outputs[1].error
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
-from engine_helpers import GREEDY, LAYERS, finish, make, start, tokens
+import torch
+from engine_helpers import EVERY, GREEDY, LAYERS, finish, make, start, tokens
 from tiny_models import random_ids
 
 from saccade import SamplingParams
+from saccade.engine.worker import Worker
 from saccade.methods.base import Method
 from saccade.methods.policy import Policy
 from saccade.selection import Dense
@@ -130,3 +135,55 @@ def test_a_session_runs_one_turn_at_a_time(llm, prompts):
     assert session.token_ids == []
     assert not llm.engine.busy
     assert [output.outcome.finish_reason for output in stream] == ["cancelled"]
+
+
+def _tensors(part: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif depth and isinstance(part, (list, tuple)):
+        for one in part:
+            yield from _tensors(one, depth - 1)
+    elif depth and hasattr(part, "__dict__"):
+        yield from _tensors([*vars(part).values()], depth - 1)
+
+
+@pytest.mark.parametrize("end", ["answered", "failed", "cancelled", "closed"])
+def test_what_a_method_knew_is_freed_with_its_request(llm, prompts, monkeypatch, end):
+    """At once, and not when the garbage is collected: a server's next request needs the memory."""
+    real, seen = Worker.run, {}
+    few = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def run(self, step):
+        result = real(self, step)
+        for memory in self.memories.values():
+            for tensor in _tensors([memory.states, memory.tails, memory.watched, memory.gone]):
+                seen[id(tensor)] = weakref.ref(tensor)
+        if end == "failed" and step.scheduled[0].phase == "decode":
+            raise RuntimeError("planted")
+        return result
+
+    monkeypatch.setattr(Worker, "run", run)
+    knew = 0
+    gc.disable()
+    try:
+        for policy in EVERY:
+            if end == "closed":
+                with llm.session(policy) as session:
+                    session.generate(prompts[2][:80], few)
+                    assert llm.pool.used_blocks
+            elif end == "cancelled":
+                request = start(llm, prompts[2][:80], few, policy)
+                for _ in range(3):
+                    llm.engine.step()
+                llm.engine.cancel(request)
+            else:
+                request = start(llm, prompts[2][:80], few, policy)
+                finish(llm.engine)
+                assert (request.error is not None) == (end == "failed"), (policy.text, request.error)
+            knew += bool(seen)
+            left = [one() for one in seen.values() if one() is not None]
+            assert not left, f"{policy.text}: {len(left)} tensors"
+            seen.clear()
+    finally:
+        gc.enable()
+    assert knew >= 8

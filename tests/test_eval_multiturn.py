@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from saccade.errors import RequestError
-from saccade.eval.metrics import normalize_answer
+from saccade.eval.metrics import normalize_answer, score
 from saccade.eval.multiturn import SETS, build, generate, render
+from saccade.eval.multiturn.sets import SUMMARY
 from saccade.eval.multiturn.synthetic import NAMES
 from saccade.eval.samples import POSITIONS, Sample, read_jsonl
 
@@ -225,6 +226,12 @@ def test_few_shot_examples_are_halved_and_the_question_is_asked_twice(sources, b
         assert [first["relevant_turns"], second["relevant_turns"]] == [[1], [1, 2]]
 
 
+def test_summaries_are_scored_as_the_paper_prints_it_and_samsum_as_a_summary():
+    metrics = {one.metric for one in SETS.values() if one.kind == SUMMARY}
+    assert metrics == {SETS["samsum"].metric} == {"rouge_l_recall"}  # LCS / |R|
+    assert score("rouge_l_recall", "the red boat is here", ["a red boat was here today"]) == pytest.approx(3 / 6)
+
+
 def test_an_odd_number_of_examples_favours_turn_one(tmp_path):
     shots = [f"Question: q{n} ?\nType: t{n}" for n in range(5)]
     base = {"input": "Question: Why ?\nType:", "answers": ["t1"], "all_classes": ["t1", "t2"]}
@@ -269,7 +276,7 @@ def test_the_same_bytes_come_out_again_and_a_short_build_is_a_prefix(sources, bu
 def test_the_manifest_says_what_was_built_from_what(sources, built):
     out, manifests, records = built
     kept = json.loads((out / "manifest.json").read_text())
-    assert kept["version"] == "mtlb-1"
+    assert kept["version"] == "mtlb-2"
     assert kept["sets"] == json.loads(json.dumps(manifests))
     for name, manifest in manifests.items():
         assert manifest["sha256"] == hashlib.sha256((out / f"{name}.jsonl").read_bytes()).hexdigest()

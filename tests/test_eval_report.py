@@ -66,6 +66,14 @@ def write(folder: Path, settings: dict, rows: list[dict]) -> Path:
     return folder
 
 
+def test_the_report_says_how_multi_turn_sets_are_scored(tmp_path):
+    for task, said in (("mtlb:samsum:end", True), ("single", False)):
+        folder = write(tmp_path / task.replace(":", "-"), config("dense"), [row(task, 0, 0.4)])
+        write_report([folder], folder / "out")
+        for name in ("report.md", "report.html"):
+            assert ("samsum is the exception" in (folder / "out" / name).read_text()) == said
+
+
 @pytest.fixture
 def results(tmp_path) -> Path:
     """Dense and two policies over two tasks; one sample of psa's does not fit, and its rows are in another order."""

@@ -157,6 +157,28 @@ def test_copies_that_do_not_fit_take_nothing():
     same(child, k[:, :, :20], v[:, :, :20])
 
 
+def test_copies_that_fail_give_their_blocks_back(monkeypatch):
+    """The blocks that a copy was to go to belonged to nobody, for ever."""
+    pool, (k, v) = pool_of(12), rows_of(10, 40)
+    kv = SequenceKV(pool)
+    append(kv, k, v)
+    child = kv.fork()
+    child.truncate(20)  # into a block that both hold
+    held = pool.used_blocks
+
+    def fails(*_):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "copy", fails)
+        for write in (kv.fork, lambda: child.reserve(60), lambda: append(child, *rows_of(1, 9), False)):
+            with pytest.raises(MemoryError, match="planted"):
+                write()
+            assert pool.used_blocks == held
+            check_blocks(pool, [kv, child])
+    same(child, k[:, :, :20], v[:, :, :20])
+
+
 def test_nothing_is_forked_or_saved_within_a_step():
     kv, (k, v) = SequenceKV(pool_of(20)), rows_of(11, 5)
     kv.reserve(5)

@@ -223,6 +223,41 @@ def test_chat_computes_only_what_is_new(llm):
         assert output.report["prompt_tokens"] == len(ids)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    ["flexprefill(gamma=0.3,block_size=64,min_budget=0)", "loopserve(alpha=0.5)", "snapkv(capacity=40,window=8)"],
+)
+def test_a_chat_that_goes_on_elsewhere_keeps_no_part_of_a_sparse_prefill(llm, policy):
+    """A message whose end was edited: what a sparse prefill chose for its beginning saw the rows that are gone."""
+    long = " ".join(f"word{number % 37}" for number in range(60))
+    with llm.session(policy) as session, llm.session(policy) as fresh:
+        session.chat(long + " and then this ending, which is long enough to matter", GREEDY)
+        messages = [{"role": "user", "content": long + " or that"}, {"role": "assistant", "content": "yes"}]
+        session.messages, fresh.messages = list(messages), list(messages)
+        output, whole = (one.chat("go on", GREEDY) for one in (session, fresh))
+        assert output.report["cached_tokens"] == 0
+        assert tokens(output) == tokens(whole)
+        assert torch.equal(session.sequence.memory.kv.view(1).keys(), fresh.sequence.memory.kv.view(1).keys())
+
+
+@pytest.mark.parametrize("raw", ["generate", "stream", "complete"])
+def test_chat_drops_no_text_that_was_not_said_in_messages(llm, raw):
+    with llm.session() as session:
+        session.chat("hello", GREEDY)
+        said = session.token_ids
+        list(session.stream(TURNS[1], GREEDY)) if raw == "stream" else getattr(session, raw)(TURNS[1], GREEDY)
+        held, messages = session.token_ids, list(session.messages)
+        for chat in (session.chat, lambda *args: list(session.stream_chat(*args))):
+            with pytest.raises(RequestError, match="chat\\(\\) would drop it: say that text as a message"):
+                chat("and now?", GREEDY)
+        assert session.token_ids == held != said
+        assert session.messages == messages
+        session.generate(TURNS[2], GREEDY)  # which goes on from all of it
+        session.close()
+        assert tokens(session.chat("and now?", GREEDY)) != []
+        assert tokens(session.chat("once more", GREEDY)) != []
+
+
 @pytest.mark.parametrize("how", ["n", "policy", "cancel", "long"])
 def test_a_chat_turn_that_comes_to_nothing_leaves_the_session(tiny_llama, how, in_the_next_pass):
     llm = make(tiny_llama, max_model_len=200)

@@ -256,11 +256,12 @@ def _dropping(engine, session):
     return stepped
 
 
+@pytest.mark.parametrize("when", ["within", "before"])
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancelled, monkeypatch):
+def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancelled, when, monkeypatch):
     """Turn two, on all that was said or where the last ten tokens were cut off, and turn three: tokens and tables are
-    the same if preemption takes the keys within each, and if turn two is cancelled."""
+    the same if preemption takes the keys within each, or before turn two begins, and if turn two is cancelled."""
     first, second, third = (random_ids(length, seed=length) for length in (130, 41, 23))
     got = []
     for dropped in (False, True):
@@ -271,12 +272,15 @@ def test_a_kept_history_follows_a_turn_whose_keys_were_dropped(llm, cut, cancell
             for ids in (second, third):
                 cancels = ids is second and cancelled
                 with monkeypatch.context() as patch:
-                    if dropped:
+                    if dropped and when == "before" and ids is second:
+                        session.sequence.drop_kv()
+                    elif dropped:
                         patch.setattr(llm.engine, "step", _dropping(llm.engine, session))
                     steps = session.stream(ids, replace(GREEDY, max_tokens=200) if cancels else GREEDY)
                     if cancels:
-                        for _ in range(4):
-                            next(steps)
+                        answered = 0
+                        while answered < 3:  # well into its decode steps
+                            answered += len(next(steps).new_tokens)
                         steps.close()
                         assert session.token_ids == said
                     else:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import Planted, generator, mass_of, planted_heads, run_method
 
-from saccade.errors import PolicyError
+from saccade.errors import ModelError, PolicyError
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk
+from saccade.methods.base import Chunk, Query
 from saccade.methods.loopserve import LoopServe
 from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.selection import Dense, Lines
@@ -145,6 +145,21 @@ def test_the_paper_forces_no_line():
         exact = cover_lines(weights, positions, first, 0.99)
         assert 0 in exact.columns.tolist()
         assert 0 in exact.distances.tolist()
+
+
+@pytest.mark.parametrize("overlap", ["exact", "paper"])
+def test_a_key_that_is_no_number_is_an_error(overlap):
+    """In every head's rows, and by chance in those of a sample: it chose the first column and the diagonal alone."""
+    q, k, v = planted_heads(4, 2, 300, seed=3)
+    k[1, 150, 4] = torch.nan
+    method = LoopServe(alpha=0.9, overlap=overlap)
+    with pytest.raises(ModelError, match="attention weights are not finite"):
+        method.select_prefill(Chunk.of(q[:, -150:], KVView.from_tensors(k, v)))
+    decode = LoopServe(budget=40, first=0, n_d=4)
+    view = KVView.from_tensors(k, v)
+    state = decode.begin(Chunk.of(q[:, 290:299], view.upto(299)))
+    with pytest.raises(ModelError, match="attention weights are not finite"):
+        decode.select_decode(Query.of(q[:, 299:], view), state)
 
 
 @pytest.mark.parametrize("count", [1, 30, 200])

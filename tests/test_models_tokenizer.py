@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 from tiny_models import BOS, EOS, PAD, SPECIALS, byte_tokenizer
@@ -11,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from saccade.errors import RequestError
+from saccade.models import templates
 from saccade.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 TEXT = "Smørrebrød, naïve café — 東京は夜 🙂👩‍👩‍👧 Ωmega.\n\tend  two  spaces"
@@ -147,6 +149,32 @@ def test_malformed_messages(by_bytes, messages, word):
     with pytest.raises(RequestError, match=word) as caught:
         by_bytes.apply_chat_template(messages)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not come to an end"),
+        (
+            "{% set ns = namespace(x=[0]) %}{% for a in range(9999) %}{% for b in range(9999) %}"
+            "{{ range(9999) | map('string') | list | length }}{% endfor %}{% endfor %}",
+            "does not come to an end",
+        ),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", r"computes a power \(\*\*\)"),
+        ("{{ 'ab' * 60 }}", "makes a prompt of 120 letters"),
+        ("{% for %}", "rejects these messages"),
+    ],
+)
+def test_a_template_that_loops_or_grows_is_stopped(monkeypatch, template, word):
+    """It ran for ever, and held the caller's thread."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    tokenizer.hf.chat_template = template
+    monkeypatch.setattr(templates, "SECONDS", 0.2)
+    monkeypatch.setattr(templates, "MOST_TEXT", 100)
+    tracer = sys.gettrace()
+    with pytest.raises(RequestError, match=word):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    assert sys.gettrace() is tracer
 
 
 def test_no_chat_template(by_pieces):

@@ -153,7 +153,7 @@ def test_other_types_are_refused(value):
 def test_bad_mappings_are_refused():
     for mapping, message in (
         ({"middle": "psa"}, "names the phase 'middle'; known: prefill, decode"),
-        ({"decode": 5}, "unknown method '5'"),
+        ({"decode": 5}, "decode must be a method or its text, got 5"),
         ({"decode": "flexprefill"}, "does not select in decode"),
         ({"prefill": PSA()}, "does not select in prefill"),
         ({"decode": "psa(epsilon=3)"}, "epsilon=3"),

@@ -10,7 +10,7 @@ from saccade.selection.plan import BestBlocks, DevicePlan, Ends, Everything, Ran
 
 
 class Spec:
-    layers, heads, kv_heads, windows = 4, 8, 2, (None, None, None, None)
+    layers, heads, kv_heads, head_dim, windows = 4, 8, 2, 64, (None, None, None, None)
 
 
 class Sliding(Spec):

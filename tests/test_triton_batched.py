@@ -102,7 +102,7 @@ def test_dense_rows_of_unequal_length(dtype):
 class Spec:
     """A model of one layer, for plans."""
 
-    layers, heads, kv_heads, windows = 1, HEADS, KV_HEADS, (None,)
+    layers, heads, kv_heads, head_dim, windows = 1, HEADS, KV_HEADS, DIM, (None,)
 
 
 def readings(methods, rows):

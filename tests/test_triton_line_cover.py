@@ -45,6 +45,18 @@ def test_a_share_of_all_takes_lines_until_all_is_recovered():
     assert left.sum() < 1e-5
 
 
+def test_a_head_whose_weights_are_no_numbers_reads_everything():
+    """Then its output is NaN as well, and the request ends; the other head's lines are its own."""
+    weights, positions = causal_weights(5, 40, 0, seed=1)
+    spoilt = weights.clone()
+    spoilt[2, 3] = torch.nan
+    columns, distances = cover(torch.stack([spoilt, weights]), positions, 0, 0.8)
+    assert columns[0].all()
+    expected = cover_lines(weights.clone(), positions, 0, 0.8)
+    assert columns[1].nonzero()[:, 0].tolist() == sorted(expected.columns.tolist())
+    assert distances[1].nonzero()[:, 0].tolist() == sorted(expected.distances.tolist())
+
+
 def test_heads_of_a_chunk():
     q, k, v = planted_heads(2, 1, 150, 16, 0, Planted(columns=(7,), slashes=(13,), blocks=()))
     q, view, shape = q[:, -60:], KVView.from_tensors(k, v), Shape.suffix(2, 1, 60, 150)

@@ -27,6 +27,7 @@ def both(q, view, ranking, **options):
     assert got.backend == "triton"
     torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.lse, expected.lse, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.coverage, expected.coverage, atol=1e-5, rtol=1e-5)
     masks = [done.used.block_mask() for done in (got, expected)]
     assert torch.equal(*masks)
     return int(masks[0].sum()), masks[0].numel()

@@ -1,18 +1,24 @@
 """Makes ``lm_eval --model saccade`` work: lm-eval has no entry points, only a table of models filled on import.
 
-Runs at every start of the interpreter (saccade_lm_eval.pth), so it does next to nothing and imports nothing: it puts a
-finder first that waits for ``lm_eval.models``, steps aside, and adds one line to the table once that is loaded.
+A distribution of its own (``pip install ./plugins/lm_eval``), for whoever wants just that: ``python -m
+saccade.eval.harness`` does the same without. It runs at every start of the interpreter (saccade_lm_eval.pth), so it
+does next to nothing and imports nothing: it puts a finder first that waits for ``lm_eval.models``, steps aside, and
+adds one line to the table once that is loaded.
 """
 
 import sys
 
 
 class _Waiting:
+    done = False
+
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != "lm_eval.models":
+        if name != "lm_eval.models" or _Waiting.done:
             return None
-        sys.meta_path.remove(_Waiting)
+        _Waiting.done = True  # wherever it still stands: other tools wrap finders, or the whole list
+        if _Waiting in sys.meta_path:
+            sys.meta_path.remove(_Waiting)
         from importlib.util import find_spec
 
         spec = find_spec(name)

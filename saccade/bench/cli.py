@@ -173,7 +173,7 @@ def ttft(
     chosen = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
-        path = _model_folder(model, Path(folder), chosen)
+        path = model_folder(model, Path(folder), chosen)
         for row in run(Settings(path, model, lengths, wanted, chosen, threads, repeats, limit, chunk, clock)):
             rows.append(row)
             typer.echo(f"  {row.context} {row.method}: {row.seconds:.2f} s, density {row.density:.3f}", err=True)
@@ -231,7 +231,7 @@ def generate(
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
         limits = machine_limits.measure(chosen, threads, clock)
-        path = _model_folder(model, Path(folder), chosen, positions=max(lengths) + tokens + 64)
+        path = model_folder(model, Path(folder), chosen, positions=max(lengths) + tokens + 64)
         settings = Settings(
             path,
             model,
@@ -260,7 +260,7 @@ def generate(
     _say_missing(len(lengths) * len(wanted), len(rows), limit)
 
 
-def _model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 0) -> Path:
+def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 0) -> Path:
     """``positions``: how many tokens a random model must take at least."""
     if model == "random":
         from saccade.models.baseline import RANDOM_LLAMA, save_random_llama

@@ -9,43 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saccade.cli.options import (
-    BACKEND,
-    CHUNK,
-    DEVICE,
-    DTYPE,
-    MAX_LENGTH,
-    MEMORY,
-    MODEL,
-    POLICY,
-    THREADS,
-    engine_config,
-    load_model,
-)
+from saccade.cli.options import POLICY, load_model, takes_engine
+from saccade.cli.sampling import takes_sampling
 from saccade.cli.streaming import hint, show_stream
-from saccade.errors import SaccadeError
+from saccade.errors import RequestError, SaccadeError
 
 if TYPE_CHECKING:
     from saccade.cli.conversation import Conversation
+    from saccade.engine.config import EngineConfig
+    from saccade.engine.params import SamplingParams
 
 
+@takes_sampling(max_tokens=256)
+@takes_engine()
 def chat(
-    model: Annotated[str, MODEL] = "retriever",
     prompt_file: Annotated[
         Path | None,
         typer.Option("--prompt-file", "-f", help="UTF-8 text to talk about, read before the first message."),
     ] = None,
     policy: Annotated[str, POLICY] = "dense",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; may be given several times.")] = None,
-    dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
-    kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
-    backend: Annotated[str, BACKEND] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "auto",
+    *,
+    params: SamplingParams,
+    config: EngineConfig,
 ) -> None:
     """Talk in turns; keys and values are kept, so a turn computes only what it adds.
 
@@ -53,12 +38,10 @@ def chat(
     Alt-Enter begins a new line, and what is pasted may have many.
     """
     from saccade.cli.conversation import Conversation
-    from saccade.engine.params import SamplingParams
     from saccade.methods.policy import Policy
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop=stop or None)
     chosen = Policy.parse(policy)
-    llm = load_model(engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device))
+    llm, model = load_model(config), str(config.model)
     conversation = Conversation(llm, chosen, params, _note)
     if prompt_file is not None:
         conversation.load(prompt_file)
@@ -136,7 +119,10 @@ def terminal_reader(commands: list[str]) -> Callable[[], str | None]:
 
 
 def _read_line() -> str | None:
-    return sys.stdin.readline() or None
+    try:
+        return sys.stdin.readline() or None
+    except UnicodeDecodeError as error:
+        raise RequestError("standard input is not UTF-8 text; convert it first, for example with iconv") from error
 
 
 def _note(text: str) -> None:

@@ -70,7 +70,20 @@ def collect() -> dict[str, dict[str, Any]]:
             "used": "by default; --device cpu keeps to the CPU" if gpus else "no",
             "note": device_note(torch.device(best_device())) if not gpus else None,
         },
+        "recorded decode steps": _recorded(),
     }
+
+
+def _recorded() -> dict[str, str]:
+    """Which methods a GPU decodes by in steps that many requests share; and why it takes the host path for others."""
+    from saccade.methods.registry import METHODS
+
+    methods = [method for method in METHODS.values() if "decode" in method.phases]
+    served = sorted(method.name for method in methods if method.host_only is None)
+    others = {
+        method.name: f"on the host path: {method.host_only}" for method in methods if method.host_only is not None
+    }
+    return {"methods": ", ".join(served), **dict(sorted(others.items()))}
 
 
 def _version(package: str) -> str:

@@ -11,21 +11,10 @@ import typer
 
 from saccade.cli.model_card import model_card
 from saccade.cli.multiturn import multiturn
-from saccade.cli.options import (
-    BACKEND,
-    CHUNK,
-    DEVICE,
-    DTYPE,
-    HELP_NAMES,
-    MAX_LENGTH,
-    MEMORY,
-    MODEL,
-    THREADS,
-    engine_config,
-    say_device,
-)
+from saccade.cli.options import HELP_NAMES, MODEL, say_device, takes_engine
 
 if TYPE_CHECKING:
+    from saccade.engine.config import EngineConfig
     from saccade.eval.predict import Setting
     from saccade.eval.samples import Sample
     from saccade.eval.sources import Given
@@ -85,24 +74,19 @@ def prepare(
 
 
 @app.command("predict")
+@takes_engine(model="reference")
 def predict(
     data: Annotated[Path, typer.Argument(help="Samples made by prepare (jsonl).")],
     policy: Annotated[list[str], POLICY],
-    model: Annotated[str, MODEL] = "reference",
     protocol: Annotated[str, PROTOCOL] = "A",
     history: Annotated[str, HISTORY] = "self",
     limit: Annotated[int | None, LIMIT] = None,
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
     out: Annotated[Path, OUT] = RESULTS / "results",
-    dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
-    kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
-    backend: Annotated[str, BACKEND] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "auto",
     micro: Annotated[int, MICRO] = 0,
+    *,
+    config: EngineConfig,
 ) -> None:
     """Answer samples under policies. A killed run goes on where it was and ends with the same file."""
     from saccade.eval import predict as step
@@ -111,11 +95,10 @@ def predict(
 
     settings = [step.Setting(Policy.parse(text), protocol, history) for text in policy]
     list(step.take(data, limit))
-    chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
-    llm = say_device(load(chosen))
+    llm = say_device(load(config))
     for setting in settings:
         folder = step.predict(
-            data, llm, chosen, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
+            data, llm, config, setting, out, limit=limit, mix=mix, workers=workers, progress=_count(setting.policy.text)
         )
         print(folder)
         if micro:
@@ -157,9 +140,9 @@ def report(
 
 
 @app.command("run")
+@takes_engine(model="reference")
 def run(
     size: Annotated[str, SIZE] = "smoke",
-    model: Annotated[str, MODEL] = "reference",
     policy: Annotated[list[str] | None, POLICY] = None,
     task: Annotated[list[str] | None, TASK] = None,
     length: Annotated[list[int] | None, LENGTH] = None,
@@ -174,13 +157,8 @@ def run(
         str, typer.Option(help="decode: exact top-k at each decode method's measured density; both; none.")
     ] = "decode",
     out: Annotated[Path, OUT] = RESULTS,
-    dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
-    kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
-    backend: Annotated[str, BACKEND] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "auto",
+    *,
+    config: EngineConfig,
 ) -> None:
     """All steps: dense, the policies, and the oracle beside them; then the report. Resumes what is there."""
     from saccade.eval import runner
@@ -190,12 +168,11 @@ def run(
 
     for text in policy or ():
         Policy.parse(text)
-    data = _prepare(out / "data", size, task, length, samples, seed, model)
-    chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
+    data = _prepare(out / "data", size, task, length, samples, seed, str(config.model))
     folders = runner.run_policies(
         data,
-        say_device(load(chosen)),
-        chosen,
+        say_device(load(config)),
+        config,
         policy or runner.POLICIES,
         out / "results",
         protocol=protocol,
@@ -213,13 +190,13 @@ def run(
 
 
 @app.command("target")
+@takes_engine(model="reference")
 def target(
     method: Annotated[str, typer.Option("--method", help="The method, with options of its own if need be.")],
     option: Annotated[str, typer.Option("--option", help="Its option to vary.")],
     values: Annotated[str, typer.Option("--values", help="0.5,0.9,0.98, or low:high:count.")],
     keep: Annotated[float, typer.Option(help="Share of dense's score to keep.")] = 0.98,
     size: Annotated[str, SIZE] = "smoke",
-    model: Annotated[str, MODEL] = "reference",
     task: Annotated[list[str] | None, TASK] = None,
     length: Annotated[list[int] | None, LENGTH] = None,
     samples: Annotated[int | None, SAMPLES] = None,
@@ -230,13 +207,8 @@ def target(
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
     out: Annotated[Path, OUT] = RESULTS,
-    dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
-    kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
-    backend: Annotated[str, BACKEND] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "auto",
+    *,
+    config: EngineConfig,
 ) -> None:
     """Find the sparsest setting of a method that keeps a share of dense's score; probes are kept and used again."""
     from saccade.eval.results import slug, write_json
@@ -246,12 +218,11 @@ def target(
 
     points = grid(values)
     Policy.parse(method)
-    data = _prepare(out / "data", size, task, length, samples, seed, model)
-    chosen = engine_config(model, dtype, max_model_len, kv_memory, prefill_chunk, backend, threads, device)
+    data = _prepare(out / "data", size, task, length, samples, seed, str(config.model))
     found = find_target(
         data,
-        say_device(load(chosen)),
-        chosen,
+        say_device(load(config)),
+        config,
         method,
         option,
         points,
@@ -264,7 +235,7 @@ def target(
         workers=workers,
         note=_note,
     )
-    file = out / f"target__{slug(method)}__{slug(option)}__{keep:g}__{slug(Path(model).name)}__{data.stem}.json"
+    file = out / f"target__{slug(method)}__{slug(option)}__{keep:g}__{slug(Path(config.model).name)}__{data.stem}.json"
     write_json(file, {"method": method, "option": option, "data": str(data), **found.as_dict()})
     print(found.said(option))
     print(file)

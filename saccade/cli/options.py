@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
     from saccade.llm import LLM
+
+Command = Callable[..., Any]
+MADE = ("params", "config")  # parameters that are made of many options; their types cost seconds to import
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
@@ -28,29 +34,59 @@ THREADS = typer.Option("--threads", help="Threads for kernels and matrix product
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
 
 
-def engine_config(
-    model: str,
-    dtype: str,
-    max_model_len: int | None,
-    kv_memory: str | None,
-    prefill_chunk: int,
-    backend: str,
-    threads: int | None,
-    device: str,
-) -> EngineConfig:
-    """The engine's settings from a command's options."""
-    from saccade.engine.config import EngineConfig
+# Of saccade.engine.config.EngineConfig, whose names these are.
+ENGINE: dict[str, tuple[Any, Any]] = {
+    "model": (Annotated[str, MODEL], "retriever"),
+    "dtype": (Annotated[str, DTYPE], "auto"),
+    "max_model_len": (Annotated[int | None, MAX_LENGTH], None),
+    "kv_memory": (Annotated[str | None, MEMORY], None),
+    "prefill_chunk": (Annotated[int, CHUNK], 4096),
+    "backend": (Annotated[str, BACKEND], "auto"),
+    "threads": (Annotated[int | None, THREADS], None),
+    "device": (Annotated[str, DEVICE], "auto"),
+}
 
-    return EngineConfig.of(
-        model=model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        prefill_chunk=prefill_chunk,
-        backend=backend,
-        threads=threads,
-        device=device,
+
+def takes_engine(**defaults: Any) -> Callable[[Command], Command]:
+    """Gives a command with ``config: EngineConfig`` the options of a model and its engine; ``defaults`` of its own."""
+
+    def make(given: dict[str, Any]) -> EngineConfig:
+        from saccade.engine.config import EngineConfig
+
+        return EngineConfig.of(**given)
+
+    known = {name: (kind, defaults.get(name, default)) for name, (kind, default) in ENGINE.items()}
+    return lambda command: replaced(command, "config", known, make)
+
+
+def replaced(
+    command: Command, name: str, options: dict[str, tuple[Any, Any]], make: Callable[[dict[str, Any]], Any]
+) -> Command:
+    """``command`` with ``options`` (type and default by name) in the place of its parameter ``name``, which becomes
+    what ``make`` makes of them. What typer sees is a function that takes all of them."""
+    signature = inspect.signature(command)
+    others = SimpleNamespace(
+        __annotations__={key: Any if key in MADE else kind for key, kind in command.__annotations__.items()}
     )
+    hints = get_type_hints(others, getattr(command, "__globals__", {}), include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        if one.name != name:
+            parameters.append(one.replace(annotation=hints[one.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        parameters += [
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for option, (kind, default) in options.items()
+        ]
+
+    def call(**given: Any) -> Any:
+        own = {option: given.pop(option) for option in options}
+        return command(**given, **{name: make(own)})
+
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: one.annotation for one in parameters}
+    return call
 
 
 def load_model(config: EngineConfig | None = None, *, quiet: bool = False, **settings: Any) -> LLM:

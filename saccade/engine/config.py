@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from saccade.errors import SaccadeError, shown, whole_number
+from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.machine import best_device, check_threads
 from saccade.methods.policy import Policy, PolicyLike
@@ -34,7 +35,9 @@ class EngineConfig:
     ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on its name. ``cuda_graphs`` records
     batched decode steps on a GPU and replays them; without it their kernels are launched one by one.
     ``generation_config``: where requests without sampling parameters take theirs from: ``auto`` (the checkpoint's
-    generation_config.json), ``none`` or another folder that holds such a file.
+    generation_config.json), ``none`` or another folder that holds such a file. ``enable_prefix_caching``: requests and
+    sessions that begin with the same tokens, computed the same way, share their blocks (engine/prefixes.py); what ended
+    requests leave is kept until somebody needs the room.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -55,6 +58,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     generation_config: str | Path = "auto"
     revision: str | None = None
+    enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -65,7 +69,7 @@ class EngineConfig:
         source = self.generation_config
         if isinstance(source, str) and source == "vllm":  # its spelling of "none"
             object.__setattr__(self, "generation_config", "none")
-        elif not isinstance(source, str | Path) or (source not in ("auto", "none") and not Path(source).is_dir()):
+        elif not isinstance(source, str | Path) or (source not in ("auto", "none") and not is_folder(source)):
             raise SaccadeError(
                 f"generation_config={shown(source)} must be 'auto', 'none' or a folder that holds "
                 "generation_config.json"
@@ -74,6 +78,10 @@ class EngineConfig:
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
+        for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "exact" and value is None):
+                raise SaccadeError(f"{name}={shown(value)} must be True or False")
         if self.threads is not None:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:

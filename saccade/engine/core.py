@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,14 @@ from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams
+from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
+from saccade.engine.saved import SavedSession, fingerprint, restore_sequence, save_sequence
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
+from saccade.engine.settling import Settling
 from saccade.engine.steering import Constraint, Steering
-from saccade.engine.step import RequestResult, ScheduledRequest
+from saccade.engine.step import ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
@@ -58,11 +62,15 @@ class Engine:
         self.max_model_len = max_model_len
         self.drafter = drafter
         self.layers = model.spec.layers
+        self.prefixes: PrefixCache | None = None
+        if config.enable_prefix_caching:
+            self.prefixes = PrefixCache(pool, config.prefill_chunk, model.runner.rope_regime)
         self.scheduler = Scheduler(
             pool,
             chunk=config.prefill_chunk,
             max_batch_rows=config.prefill_chunk + config.max_requests,
             max_requests=config.max_requests,
+            prefixes=self.prefixes,
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
@@ -70,6 +78,7 @@ class Engine:
         self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
+        self.settling = Settling(self.answers, self.scheduler, self.worker.memories, self.prefixes)
         self.sessions: dict[int, Sequence] = {}
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
@@ -79,6 +88,31 @@ class Engine:
         sequence = Sequence(self.pool, self.model.runner.rope_regime)
         self.worker.memories[sequence.id] = sequence.memory
         return sequence
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model: sessions of another one are refused."""
+        return fingerprint(self.model.runner.model)
+
+    def save_session(self, session: int) -> SavedSession:
+        """A copy of a session between two turns. RequestError where there is none, or while a turn runs."""
+        sequence = self.sessions.get(session)
+        if sequence is None:
+            raise RequestError(f"there is no session {session}; it was closed")
+        return save_sequence(sequence, self.fingerprint, self.config.prefill_chunk)
+
+    def restore_session(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
+        """A new session of what was saved: its id, and what is to be said. See engine.saved.restore_sequence."""
+        sequence = self.new_sequence()
+        try:
+            note = restore_sequence(sequence, saved, self.fingerprint, self.config.prefill_chunk, damaged, recompute)
+        except BaseException:
+            sequence.memory.drop()
+            self.worker.memories.pop(sequence.id, None)
+            raise
+        self.sessions[sequence.id] = sequence
+        self.scheduler.park(sequence)
+        return sequence.id, note
 
     def open_session(self) -> int:
         """A new session's id."""
@@ -98,6 +132,7 @@ class Engine:
                 request_id=message.request_id,
                 shares=shares,
                 constraint=message.constraint,
+                cache_salt=message.cache_salt,
             )
         sequence = self.sessions.get(message.session)
         if sequence is None:
@@ -116,6 +151,7 @@ class Engine:
             decoded,
             message.request_id,
             constraint=message.constraint,
+            cache_salt=message.cache_salt,
         )
 
     def add(
@@ -129,6 +165,7 @@ class Engine:
         request_id: int | None = None,
         shares: Request | None = None,
         constraint: Constraint | None = None,
+        cache_salt: str = "",
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
@@ -167,6 +204,7 @@ class Engine:
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
+        request.sequence.salt = cache_salt
         if shares is not None and not shares.finished and not shares.output_ids:
             request.parent = shares
             shares.forks.append(request)
@@ -181,14 +219,18 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request now. A session goes back to where it stood before the turn; other requests are unaffected."""
         if not request.finished:
-            self._finish(request, "cancelled")
+            self.settling.finish(request, "cancelled")
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a session's sequence and give its blocks back; a turn that still runs is cancelled."""
         if sequence.turn is not None:
             self.cancel(sequence.turn)
         self.scheduler.idle.pop(id(sequence), None)
+        if self.prefixes is not None:
+            self.prefixes.leave(sequence, keep=True)
         sequence.truncate(0)
+        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
+        sequence.turn_start = None
         self.sessions.pop(sequence.id, None)
         self.worker.memories.pop(sequence.id, None)
 
@@ -203,12 +245,7 @@ class Engine:
 
     def abandon(self, error: str) -> list[StepOutput]:
         """End all requests that run with ``error``; where none runs, those that wait, or it would fail for ever."""
-        outputs = []
-        for request in list(self.scheduler.running) or list(self.scheduler.waiting):
-            request.error = error
-            self._finish(request, "error")
-            outputs.append(self._last(request, StepOutput(request.id)))
-        return outputs
+        return self.settling.abandon(error)
 
     def step(self) -> list[StepOutput]:
         """Run one step and return what it did for every request in it."""
@@ -216,7 +253,7 @@ class Engine:
             raise RuntimeError("two threads drive one engine; go through AsyncEngine")
         try:
             batch = self._apart(self.scheduler.schedule())
-            outputs = [self._starved(request) for request in list(self.scheduler.running) if request.finished]
+            outputs = [self.settling.starved(request) for request in list(self.scheduler.running) if request.finished]
             if not batch:
                 return outputs
             if self.drafter is not None:
@@ -233,16 +270,16 @@ class Engine:
                     raise
                 logger.debug("a step of %d requests failed", len(batch), exc_info=True)
                 if len(batch) == 1:
-                    return [*outputs, self._failed(batch[0][0], error)]
+                    return [*outputs, self.settling.failed(batch[0][0], error)]
                 self._suspects |= {request.id for request, _ in batch}
                 return outputs
             ended = time.perf_counter()
             for request, rows in batch:
                 try:
-                    outputs += self._settle(request, rows, result.requests[request.id], ended)
+                    outputs += self.settling.settle(request, rows, result.requests[request.id], ended)
                 except Exception as error:
                     logger.debug("settling a step failed", exc_info=True)
-                    outputs.append(self._failed(request, error))
+                    outputs.append(self.settling.failed(request, error))
             return outputs
         finally:
             self._driver.release()
@@ -256,105 +293,3 @@ class Engine:
                 return [one]
         self._suspects.clear()
         return batch
-
-    def _failed(self, request: Request, error: Exception) -> StepOutput:
-        """End a request with an error that is none of its attention's or its sampling's."""
-        if not request.finished:
-            request.error = f"{type(error).__name__}: {error}"
-            self._finish(request, "error")
-        return self._last(request, StepOutput(request.id))
-
-    def _starved(self, request: Request) -> StepOutput:
-        """A request that the scheduler ended because the pool is full, when what it has is its answer, or because its
-        blocks could not be had."""
-        assert request.finish_reason is not None
-        reason, request.finish_reason = request.finish_reason, None
-        self._finish(request, reason)
-        return self._last(request, StepOutput(request.id, new_text=request.stopper.release(final=True)))
-
-    def _settle(
-        self, request: Request, rows: ScheduledRequest, result: RequestResult, ended: float
-    ) -> list[StepOutput]:
-        """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
-        output, sequence, report = request.progress(rows.stop), request.sequence, request.report
-        if result.undone:
-            sequence.undo(rows)
-            if rows.drafts:
-                request.undrafted = True
-                report.note("drafts: a step with them broke; all after it were done without")
-            return [output]
-        request.prompt_scores |= result.prompt_scores
-        outputs: list[StepOutput] = []
-        reason: str | None = None
-        stop = rows.start
-        each = zip(rows.apart(), result.rows) if rows.drafts else ((rows, result),)
-        for row, done in each:  # one after the other, as if none were drafted
-            report.take(row, done, ended)
-            stop = row.stop
-            if done.error is not None:
-                request.error, reason = done.error, "error"
-                break
-            sequence.advance(stop)
-            if row.wants_logits:
-                outputs += self._fork(request, done)
-                reason = self.answers.take_token(request, done, output)
-            accepted = reason != "error" and rows.drafts[stop - 1 - rows.start :][:1] == (sequence.tokens[-1],)
-            report.accepted_tokens += accepted
-            if reason is not None or not accepted or sequence.computed < stop:  # ended, rejected, or begun anew
-                break
-        if rows.drafts:
-            report.drafted_tokens += len(rows.drafts)
-            sequence.keep(stop, rows)
-        if reason is not None:
-            self._finish(request, reason)
-        return [self._last(request, output), *outputs]
-
-    def _finish(self, request: Request, reason: str) -> None:
-        self.answers.end(request, reason)
-        self.scheduler.remove(request)
-        if request.parent is not None:
-            request.parent.forks.remove(request)
-        for fork in request.forks:  # their prompt was never finished: they compute it themselves
-            fork.parent = None
-            self.scheduler.add(fork)
-        request.forks = []
-        sequence = request.sequence
-        sequence.turn = None
-        if not request.keep_kv:
-            sequence.memory.drop()
-            self.worker.memories.pop(sequence.id, None)
-            return
-        if reason in ("cancelled", "error"):
-            sequence.truncate(*request.rollback)
-            sequence.tokens.extend(request.dropped)
-        self.scheduler.park(sequence)
-
-    def _fork(self, request: Request, result: RequestResult) -> list[StepOutput]:
-        """Let the samples that wait for the prompt of ``request`` go on from it: they share its blocks, and choose
-        their first token from the same logits. Where no block is left for their own part, they compute it all."""
-        outputs = []
-        for fork in request.forks:
-            fork.parent = None
-            sequence = fork.sequence
-            try:
-                sequence.take_over(request.sequence)
-            except Exception:  # no block left, mostly
-                self.scheduler.add(fork)
-                continue
-            self.worker.memories[sequence.id] = sequence.memory
-            fork.report.cached_tokens = sequence.computed
-            fork.report.share(request.report)
-            output = fork.progress(sequence.computed)
-            self.scheduler.adopt(fork)
-            reason = self.answers.take_token(fork, result, output)
-            if reason is not None:
-                self._finish(fork, reason)
-            outputs.append(self._last(fork, output))
-        request.forks = []
-        return outputs
-
-    def _last(self, request: Request, output: StepOutput) -> StepOutput:
-        """``output`` with the outcome, if the request has ended."""
-        if request.finished:
-            output.outcome = self.answers.outcome(request)
-        return output

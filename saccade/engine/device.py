@@ -8,9 +8,10 @@ is the same on both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -20,14 +21,18 @@ from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_watch import PlacedRow, StepWatch
+from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
 from saccade.kv.blocks import BlockManager
-from saccade.methods.base import Method
+from saccade.methods.base import Method, WindowMethod
+from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.policy import Policy
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
+from saccade.selection import Cone
 from saccade.selection.plan import DevicePlan, Reading
 
 MOST_ROWS = 64
@@ -46,6 +51,7 @@ class _Planned:
     plan: DevicePlan | None
     form: int = 0
     why_not: str | None = None
+    cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
 
 
 class DeviceBackend:
@@ -61,7 +67,7 @@ class DeviceBackend:
         self._forward = DecodeStep(runner)
         self._forms: dict[tuple[Reading, ...], int] = {}
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
-        self._same: dict[int, tuple[Method, _Planned]] = {}
+        self._same: dict[tuple[int, int], tuple[Method, WindowMethod | None, _Planned]] = {}
         self._buffers: RowBuffers | None = None
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
         self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
@@ -81,15 +87,17 @@ class DeviceBackend:
             return "rows of drafts are counted, and taken back, one by one"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
-        if one.policy.window is not None:
-            return "the policy has a window"
-        if memory.has_state or memory.has_gone:
-            return "the decode method keeps a state, or keys were evicted"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
         if memory.kv.pool.absent and not memory.kv.resident:
             return "some of its KV blocks are not resident"
-        return self._plan_of(one.policy.decode).why_not
+        planned = self._plan_of(one.policy)
+        if planned.plan is not None:
+            if memory.has_state and not planned.plan.keeps:
+                return "the decode method keeps a state that its device plan does not know"
+            if memory.has_gone and not one.policy.decode.evicts:
+                return "an earlier turn evicted keys"
+        return planned.why_not
 
     def parts(self, which: Sequence[int]) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need."""
@@ -133,24 +141,31 @@ class DeviceBackend:
                 row.result.logits = logits[number]
         return results
 
-    def _plan_of(self, method: Method) -> _Planned:
+    def _plan_of(self, policy: Policy) -> _Planned:
         """``_plan``, without asking every number of the method for its hash twice a step."""
-        known = self._same.get(id(method))
-        if known is None or known[0] is not method:
+        method, window = policy.decode, policy.window
+        key = id(method), id(window)
+        known = self._same.get(key)
+        if known is None or known[0] is not method or known[1] is not window:
             if len(self._same) >= PLANS:
                 self._same.clear()
-            known = self._same[id(method)] = method, self._plan(method)
-        return known[1]
+            known = self._same[key] = method, window, self._plan(method, window)
+        return known[2]
 
-    def _planned(self, method: Method) -> _Planned:
+    def _planned(self, method: Method, window: WindowMethod | None = None) -> _Planned:
         spec = self.runner.spec
         plan = method.device_plan(spec)
         if plan is None:
-            return _Planned(None, why_not=f"'{method.text}' has no device plan for this model")
-        reason = why_not(plan, spec.kv_heads)
+            return _Planned(None, why_not=f"'{method.text}': {method.host_only or 'no device plan for this model'}")
+        cones = tuple(None if window is None else window.at(layer, spec.layers) for layer in range(spec.layers))
+        if window is not None:
+            plan = window.narrowed(plan)
+            if plan is None:
+                return _Planned(None, why_not=f"the kernels of '{method.text}' know no windows")
+        reason = why_not(plan, spec)
         if reason is not None:
             return _Planned(None, why_not=f"'{method.text}': {reason}")
-        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)))
+        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)), cones=cones)
 
     def _arranged(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
@@ -158,9 +173,10 @@ class DeviceBackend:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
         for one in step.scheduled:
-            planned = self._plan_of(one.policy.decode)
+            planned = self._plan_of(one.policy)
             assert planned.plan is not None
-            row = PlacedRow(one, memories[one.sequence_id].kv, planned.plan, results[one.request_id])
+            memory = memories[one.sequence_id]
+            row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
             grouped.setdefault(planned.form, []).append(row)
         placed: list[PlacedRow | None] = []
         groups, sizes = [], []
@@ -204,7 +220,9 @@ class DeviceBackend:
                 rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
             del have
             spec = self.runner.spec
-            self._buffers = RowBuffers(spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, self.runner.device)
+            self._buffers = RowBuffers(
+                spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device
+            )
             return self._buffers
         return have
 
@@ -218,9 +236,19 @@ class DeviceBackend:
                 continue
             one = row.scheduled
             buffers.hold(number, row.kv, row.plan, one.stop)
+            if row.plan.keeps:
+                state = row.memory.on_device(partial(self._opened, row))
+                buffers.own.hold(number, state, row.cones, one.stop)
+                for note in state.notes(one.stop):
+                    row.result.note(note)
             inputs.append((tokens[one.request_id], one.start, one.stop))
             self._attach(number, one, row.plan, buffers)
         buffers.load(inputs)
+
+    @torch.inference_mode()  # in which the host path's states were made
+    def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
+        one = row.scheduled
+        return one.policy.decode.device_state(Opening(states, row.kv, self.runner.spec, one.span_start, one.stop))
 
     def _attach(self, row: int, one: ScheduledRequest, plan: DevicePlan, buffers: RowBuffers) -> None:
         """Let ``row`` count for a request under its plan from now on."""
@@ -233,7 +261,12 @@ class DeviceBackend:
         for other in (row, counts.row):
             self._detach(other)
         self._rows[row] = counts
-        counts.attach(row, (lambda: buffers.take_rules(row)) if plan.ruled else None)
+        source: Callable[[], RuleCounts | ReadCounts] | None = None
+        if plan.ruled:
+            source = partial(buffers.take_rules, row)
+        elif plan.keeps:
+            source = partial(buffers.own.take, row)
+        counts.attach(row, source)
 
     def _detach(self, row: int | None) -> None:
         counts = None if row is None else self._rows.pop(row, None)
@@ -246,7 +279,13 @@ class DeviceBackend:
         row.kv.appended(times)
         if choice is not None and one.stop % choice.size == 0:
             row.kv.summarized(choice.summary, choice.size)
-        everything = counts.add(one.stop, "triton" if self.watch.idle else "triton (eager)", times)
+        whole = False
+        if row.plan.keeps:
+            state = row.memory.on_device(partial(self._opened, row))
+            state.length = one.stop if times > 0 else one.start
+            whole = state.reads_all(one.stop)
+        backend = "triton" if self.watch.idle else "triton (eager)"
+        everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
         if everything and not one.policy.decode.is_dense:
             row.result.note(ran_dense("decode", row.plan.method))
         if self.kinds.note is not None:

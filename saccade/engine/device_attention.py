@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +15,22 @@ from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
 from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks
+from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES
 from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
-from saccade.selection.plan import BestBlocks, DevicePlan, Ends, RankedBlocks, Reading, blocks_of
+from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, PlanSpec, RankedBlocks, Reading, blocks_of
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
 
 
-def why_not(plan: DevicePlan, kv_heads: int) -> str | None:
-    """What no kernel serves of ``plan`` on a model with so many KV heads; None where kernels serve all of it."""
-    choice = plan.blocks
-    if choice is None:
+def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
+    """What no kernel serves of ``plan`` on such a model; None where kernels serve all of it."""
+    for reading in set(plan.layers):
+        if isinstance(reading, OwnReading) and (reason := reading.why_not(spec)) is not None:
+            return reason
+    choice, kv_heads = plan.blocks, spec.kv_heads
+    if not isinstance(choice, BestBlocks | RankedBlocks):
         return None
     if choice.size not in BLOCK_SIZES:
         return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"
@@ -71,6 +76,8 @@ class DeviceAttention:
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
+        self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
+        self._shared: list[dict[Any, Any]] = [{} for _ in groups]  # what their layers leave for later ones
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """See AttentionContext: q [heads, rows, head_dim], one row a sequence."""
@@ -84,7 +91,11 @@ class DeviceAttention:
 
     def finish(self) -> None:
         """Add what rules did to the rows' counts, at the very end: a step that fails before has counted nothing."""
-        rules = self.buffers.rules
+        rules, words = self.buffers.rules, self.buffers.own
+        for group, read in zip(self.groups, self._read):
+            for layers in _stretches(sorted(read)):
+                counts = tally([read[layer] for layer in layers], self.lengths[group.slice], words.heads)
+                words.tallies[layers[0] : layers[-1] + 1, group.slice] += counts
         for group, choice, ruled in zip(self.groups, self._blocks, self._ruled):
             if not isinstance(choice, RankedBlocks):
                 continue
@@ -111,6 +122,8 @@ class DeviceAttention:
         if choice is not None:  # also where the layer itself reads everything: its summaries stay complete
             summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
         append_rows(k[rows], v[rows], pages, summaries)
+        if isinstance(reading, OwnReading):
+            return self._own(number, layer, q, pages, summaries, reading, spec)
         first, second = numbers.first[layer, rows], numbers.second[layer, rows]
         lists: KeyLists | None = None
         ranking: tuple[Tensor, Tensor, Tensor] | None = None
@@ -140,6 +153,45 @@ class DeviceAttention:
         if watch is not None:
             watch.end()
             watch.called(layer, group.first, q, out, spec, lists, ranking, progress)
+        return out
+
+    def _own(
+        self,
+        number: int,
+        layer: int,
+        q: Tensor,
+        pages: Pages,
+        summaries: Summaries | None,
+        reading: OwnReading,
+        spec: LayerAttention,
+    ) -> Tensor:
+        """Attention of a group whose method brings its kernels."""
+        group, words, watch = self.groups[number], self.buffers.own, self.watch
+        rows = group.slice
+        if watch is not None:
+            watch.begin("selection")
+        read: LayerRead = reading.read(
+            LayerRows(
+                layer,
+                q,
+                pages,
+                words.words[layer, rows],
+                words.reals[layer, rows],
+                words.cones[layer, rows],
+                self.buffers.first[layer, rows],
+                self.buffers.second[layer, rows],
+                spec.scale,
+                spec.softcap,
+                summaries,
+                self._shared[number],
+                watch,
+            )
+        )
+        self._read[number][layer] = read._replace(out=read.lse)  # of which nothing is needed any more
+        out = _with_sinks(read.out, read.lse, spec)
+        if watch is not None:
+            watch.end()
+            watch.called(layer, group.first, q, out, spec, read.lists, None, None, read.everything)
         return out
 
 

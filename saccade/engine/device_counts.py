@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from saccade.engine.device_rows import RuleCounts
-from saccade.selection.plan import DevicePlan, RankedBlocks, Reading
+from saccade.engine.device_words import ReadCounts, RuleCounts
+from saccade.selection.plan import DevicePlan, OwnReading, RankedBlocks, Reading
 
 
 @dataclass
@@ -16,9 +16,9 @@ class LayerCounts:
     """What the decode rows of one request did at ``layer``.
 
     ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [units], on the
-    CPU, is what those of each unit read on top. ``estimated`` block summaries were scored, in ``retrievals`` of the
-    calls. ``covered`` is the sum of ``estimates`` stopping rules' estimates of what they had covered, ``least`` the
-    least of them.
+    CPU, is what those of each unit read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
+    ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum
+    of ``estimates`` stopping rules' estimates of what they had covered, ``least`` the least of them.
     """
 
     layer: int
@@ -31,6 +31,9 @@ class LayerCounts:
     covered: float = 0.0
     estimates: int = 0
     least: float = 1.0
+    scored: int = 0
+    searches: int = 0
+    searchable: int = 0
 
 
 @dataclass
@@ -52,6 +55,8 @@ class _Sums:
     keys: int = 0
     estimated: int = 0
     retrievals: int = 0
+    scored: int = 0
+    searchable: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
 
 
@@ -61,28 +66,32 @@ class LateCounts:
     def __init__(self, plan: DevicePlan, heads: int) -> None:
         self.plan, self.heads = plan, heads
         self.row: int | None = None  # of the step's buffers, where more may be counted
-        self._source: Callable[[], RuleCounts] | None = None
+        self._source: Callable[[], RuleCounts | ReadCounts] | None = None
         self._ruled: RuleCounts | None = None
+        self._read: ReadCounts | None = None
         self._start_anew()
 
-    def add(self, length: int, backend: str, times: int = 1) -> bool:
-        """Count one row that sees ``length`` keys; with ``times=-1`` take that back. Returns whether a layer read them
-        all."""
+    def add(self, length: int, backend: str, times: int = 1, step: int = 0, whole: bool = False) -> bool:
+        """Count one row that sees ``length`` keys, the turn's decode step ``step``; with ``times=-1`` take that back.
+        ``whole`` says that a method's own readings leave nothing out. Returns whether a layer read them all."""
         self._causal += times * length
         self._backends[backend] = self._backends.get(backend, 0) + times * len(self.plan.layers)
         everything = False
         for reading, sums in self._sums.items():
-            kind, keys, estimated = reading.cost(length)
+            known = reading.cost(length, step) if isinstance(reading, OwnReading) else reading.cost(length)
+            kind = "dense" if whole and isinstance(reading, OwnReading) else known.kind
             sums.calls += times
-            sums.keys += times * keys
-            sums.estimated += times * estimated
-            sums.retrievals += times * (estimated > 0)
+            sums.keys += times * known.keys
+            sums.estimated += times * known.scored
+            sums.scored += times * known.exact
+            sums.searchable += times * known.searchable
+            sums.retrievals += times * (known.scored > 0 or known.exact > 0 or known.chooses)
             sums.kinds[kind] = sums.kinds.get(kind, 0) + times
             everything |= kind == "dense"
         return everything
 
-    def attach(self, row: int, source: Callable[[], RuleCounts] | None) -> None:
-        """Count for ``row`` from now on; ``source`` takes what rules do there."""
+    def attach(self, row: int, source: Callable[[], RuleCounts | ReadCounts] | None) -> None:
+        """Count for ``row`` from now on; ``source`` takes what rules, or readings of the method's own, do there."""
         self.row, self._source = row, source
 
     def detach(self) -> None:
@@ -104,6 +113,13 @@ class LateCounts:
                 counts.extra, counts.covered = ruled.keys[layer], float(ruled.covered[layer].sum())
                 counts.estimates = sums.retrievals * ruled.keys.shape[1]
                 counts.least = float(ruled.least[layer].min())
+            if isinstance(reading, OwnReading):
+                counts.scored, counts.searchable = sums.scored, sums.searchable * self.heads
+                if self._read is not None:
+                    counts.extra = self._read.keys[layer]
+                    counts.scored += round(float(self._read.scored[layer]))
+                    counts.searches = round(float(self._read.searches[layer]))
+                    counts.estimated += round(float(self._read.estimated[layer]))
             done.layers.append(counts)
             for kind, calls in sums.kinds.items():
                 done.kinds[kind] = done.kinds.get(kind, 0) + calls
@@ -111,13 +127,17 @@ class LateCounts:
         return done
 
     def _start_anew(self) -> None:
-        self._ruled, self._causal = None, 0
+        self._ruled, self._read, self._causal = None, None, 0
         self._backends: dict[str, int] = {}
         self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
 
     def _gather(self) -> None:
         if self._source is not None:
-            self.rule(self._source())
+            fresh = self._source()
+            if isinstance(fresh, RuleCounts):
+                self.rule(fresh)
+            else:
+                self._read = fresh if self._read is None else self._read.plus(fresh)
 
     def rule(self, fresh: RuleCounts) -> None:
         """Count what stopping rules let a row do: each [layers, units]."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.engine.device_words import RowWords, RuleCounts
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.ops.triton import pages
@@ -26,15 +26,6 @@ class _Row:
     room: int = 0  # blocks that the summaries have room for
 
 
-class RuleCounts(NamedTuple):
-    """What stopping rules let rows do, each [layers, rows, kv_heads]: keys read beyond those known for certain, int64;
-    the sum of the estimates of what was covered, float64; and the least of them, float32, 1 where there is none."""
-
-    keys: Tensor
-    covered: Tensor
-    least: Tensor
-
-
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
@@ -43,11 +34,12 @@ class RowBuffers:
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
-    ``rules``: what stopping rules did since this was last taken.
+    ``rules``: what stopping rules did since this was last taken. ``own``: of rows whose methods
+    bring readings of their own.
     """
 
     def __init__(
-        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, device: torch.device
+        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, heads: int, device: torch.device
     ) -> None:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
@@ -64,6 +56,7 @@ class RowBuffers:
             torch.zeros(every, dtype=torch.float64, device=device),
             torch.ones(every, dtype=torch.float32, device=device),
         )
+        self.own = RowWords(layers, rows, heads, device)
         self._held = [_Row() for _ in range(rows)]
 
     def fits(self, rows: int, blocks: int) -> bool:

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from saccade.engine.attention import Watch
+from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
+from saccade.ops.triton.batched_rows import listed
 from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.progressive import Progress
-from saccade.selection import Band, Blocks, Dense, Selection, Shape
-from saccade.selection.plan import BestBlocks, DevicePlan, Ends, RankedBlocks, Reading
+from saccade.selection import Band, Blocks, Cone, Dense, Selection, Shape, Tokens
+from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, RankedBlocks, Reading
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,14 @@ class PlacedRow:
     """One request's row of a batched step, decoded under ``plan``."""
 
     scheduled: ScheduledRequest
-    kv: SequenceKV
+    memory: SequenceMemory
     plan: DevicePlan
     result: RequestResult
+    cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
+
+    @property
+    def kv(self) -> SequenceKV:
+        return self.memory.kv
 
 
 class StepWatch:
@@ -77,9 +84,10 @@ class StepWatch:
         lists: KeyLists | None,
         ranking: tuple[Tensor, Tensor, Tensor] | None,
         progress: Progress | None,
+        everything: Tensor | None = None,
     ) -> None:
         """Rows ``first`` on have attended for ``q``, to ``lists``, or to what the rule let in of ``ranking`` (see
-        rank_blocks). What an observer raises fails its request alone."""
+        rank_blocks), or to ``everything`` (bool [rows]). What an observer raises fails its request alone."""
         if self._watch.observer is None and self._watch.audit is None:
             return
         for number in range(q.shape[0]):
@@ -95,7 +103,8 @@ class StepWatch:
                 blocks = [] if progress is None or ranking is None else _ranked(reading, number, ranking, progress)
                 if lists is not None:
                     blocks = _listed(number, lists)
-                selection = _selection(reading, shape, blocks)
+                whole = everything is not None and bool(everything[number])
+                selection = Dense(shape) if whole else _selection(reading, shape, blocks)
                 heads = q[number][:, None], out[number][:, None]
                 self._watch.see(
                     AttentionCall(scheduled.request_id, layer, "decode", heads[0], view, selection, spec, heads[1])
@@ -106,6 +115,8 @@ class StepWatch:
 
 def _selection(reading: Reading, shape: Shape, blocks: list[Tensor]) -> Selection:
     """What one row read; ``blocks``: its lists, one a unit."""
+    if isinstance(reading, OwnReading):
+        return Tokens.from_lists(shape, blocks)
     kind = reading.cost(shape.k_len).kind
     if kind == "dense":
         return Dense(shape)
@@ -118,6 +129,8 @@ def _selection(reading: Reading, shape: Shape, blocks: list[Tensor]) -> Selectio
 def _listed(row: int, lists: KeyLists) -> list[Tensor]:
     assert lists.counts is not None
     entries = range(row * lists.units, (row + 1) * lists.units)
+    if lists.starts is not None:
+        return [listed(lists, entry) for entry in entries]
     return [lists.indices[entry, : int(lists.counts[entry])] for entry in entries]
 
 

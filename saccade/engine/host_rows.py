@@ -15,14 +15,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from saccade.engine.device_counts import LateCounts
-from saccade.engine.device_rows import RuleCounts
+from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.report import ran_dense
 from saccade.methods.base import Method
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_plans, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, Ruled
-from saccade.selection.plan import DevicePlan
+from saccade.selection.plan import BestBlocks, DevicePlan, RankedBlocks
 
 PLANS = 4096  # of methods used last
 
@@ -169,6 +169,6 @@ def _planned(rows: RequestRows, prepared: Prepared) -> PlannedRow:
     """A row's part of the step, its keys not stored yet."""
     length, kv, blocks = rows.scheduled.stop, rows.memory.kv, prepared.plan.blocks
     summaries: Sequence[Tensor] = ()
-    if blocks is not None and length > blocks.dense_upto:
+    if isinstance(blocks, BestBlocks | RankedBlocks) and length > blocks.dense_upto:
         summaries = kv.summaries(blocks.summary, blocks.size)
     return PlannedRow(rows.first, length - 1, kv.tables, prepared.readings, summaries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -17,19 +18,29 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import torch
 
 from saccade.engine.core import Engine
-from saccade.engine.messages import AddRequest, CancelRequest, ForgetSession, StepOutput
+from saccade.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    ClearPrefixes,
+    ForgetSession,
+    RestoreSession,
+    SaveSession,
+    StepOutput,
+)
 from saccade.engine.request import Request
+from saccade.engine.saved import SavedSession
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
 
-Message = AddRequest | CancelRequest | ForgetSession
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession
 
 
 @dataclass
@@ -39,12 +50,16 @@ class _Letter:
 
     messages: Sequence[Message] = ()
     streams: Sequence[Stream] = ()
-    reply: Future[None] = field(default_factory=Future)
+    reply: Future[Any] = field(default_factory=Future)
     threads: int = field(default_factory=torch.get_num_threads)
 
 
 _STOP = _Letter()
 _threads: dict[threading.Thread, _Loop] = {}  # those that may not have ended
+_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
+
+CLOSED = "this engine is closed; make a new LLM"
+FORKED = "this LLM was made before its process was forked, and runs in the parent; make a new LLM in the forked process"
 
 
 @atexit.register
@@ -53,6 +68,46 @@ def _end_all() -> None:
     for thread, loop in list(_threads.items()):
         loop.inbox.put(_STOP)
         thread.join()
+
+
+def _orphaned() -> None:
+    """In a forked process: all threads but one stayed in the parent."""
+    _threads.clear()
+    if len(_loops):
+        torch.set_num_threads(1)  # torch's own threads too: it would wait for them for ever, or crash
+    for loop in list(_loops):
+        loop.orphaned()
+
+
+os.register_at_fork(after_in_child=_orphaned)
+
+
+class Asked:
+    """Queues requests where a ``with`` begins, and gives their streams; what has not ended where it is left, an
+    interrupt say, is cancelled. There is no moment in between that could leave a request running."""
+
+    def __init__(self, engine: AsyncEngine, messages: Sequence[AddRequest]) -> None:
+        self.engine = engine
+        self.letter = _Letter(messages, [Stream(message.request_id) for message in messages])
+
+    def __enter__(self) -> list[Stream]:
+        try:
+            self.engine._send(self.letter).result()
+            return list(self.letter.streams)
+        except BaseException:
+            self.end()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Cancel what has not ended."""
+        reply = self.letter.reply
+        if not reply.cancel() and (not reply.done() or reply.exception() is None):
+            left = [stream.request_id for stream in self.letter.streams if not stream.ended]
+            if left:
+                self.engine.cancel(left)
 
 
 class AsyncEngine:
@@ -70,18 +125,12 @@ class AsyncEngine:
 
     def add(self, messages: Sequence[AddRequest]) -> list[Stream]:
         """Queue requests, all of them before the next step; waits while the queue is full. Raises what Engine.add
-        raises, and then none is queued."""
-        streams = [Stream(message.request_id) for message in messages]
-        reply = self._send(_Letter(messages, streams))
-        try:
-            reply.result()
-        except Exception:
-            raise
-        except BaseException:  # an interrupt of the caller, say: nobody will read these
-            if not reply.cancel():
-                self.cancel([message.request_id for message in messages])
-            raise
-        return streams
+        raises, and then none is queued. The caller sees to it that they end: :meth:`asked` does so by itself."""
+        return Asked(self, messages).__enter__()
+
+    def asked(self, messages: Sequence[AddRequest]) -> Asked:
+        """:meth:`add` for a ``with`` statement, which cancels what has not ended when it is left."""
+        return Asked(self, messages)
 
     def outputs(self, stream: Stream) -> Iterator[StepOutput]:
         """The outputs of a request until it has ended. Leaving early cancels it."""
@@ -149,6 +198,19 @@ class AsyncEngine:
         if not self._loop.closed:
             self._send(_Letter([ForgetSession(session)])).result()
 
+    def save(self, session: int) -> SavedSession:
+        """A copy of a session between two turns. RequestError while one runs."""
+        return self._send(_Letter([SaveSession(session)])).result()
+
+    def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
+        """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
+        return self._send(_Letter([RestoreSession(saved, damaged, recompute)])).result()
+
+    def clear_prefixes(self) -> None:
+        """Give up what is kept of ended requests, and wait until its blocks are back."""
+        if not self._loop.closed:
+            self._send(_Letter([ClearPrefixes()])).result()
+
     def forget_soon(self, session: int) -> None:
         """Like :meth:`forget`, without waiting: for finalizers, which may run anywhere."""
         if not self._loop.closed:
@@ -156,6 +218,8 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Cancel everything, end the loop and wait for it. Later calls raise SaccadeError."""
+        if self._loop.why_closed == FORKED:
+            return
         with self._starting:
             thread, self._thread = self._thread, None
             self._loop.closed = True
@@ -163,12 +227,12 @@ class AsyncEngine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _send(self, letter: _Letter) -> Future[None]:
+    def _send(self, letter: _Letter) -> Future[Any]:
         if self._loop.closed:
-            raise SaccadeError("this engine is closed; make a new LLM")
-        if self._thread is None:
+            raise SaccadeError(self._loop.why_closed)
+        if self._thread is None or self._thread.ident is None:  # an interrupt can come before its start
             with self._starting:
-                if self._thread is None and not self._loop.closed:
+                if (self._thread is None or self._thread.ident is None) and not self._loop.closed:
                     self._thread = threading.Thread(
                         target=_drive, args=(self._loop,), name="saccade-engine", daemon=True
                     )
@@ -180,7 +244,7 @@ class AsyncEngine:
         return letter.reply
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loop:
     """What the loop's thread works on. It refers to the engine weakly while it sleeps."""
 
@@ -190,6 +254,16 @@ class _Loop:
     held: deque[_Letter] = field(default_factory=deque)  # letters that wait until the queue is shorter, in order
     live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
     closed: bool = False
+    why_closed: str = CLOSED
+
+    def __post_init__(self) -> None:
+        _loops.add(self)
+
+    def orphaned(self) -> None:
+        """Nothing comes any more."""
+        self.closed, self.why_closed, self.inbox = True, FORKED, SimpleQueue()
+        for _, stream in self.live.values():
+            stream.lose(FORKED)
 
     @property
     def engine(self) -> Engine:
@@ -211,18 +285,19 @@ class _Loop:
         if torch.get_num_threads() != letter.threads:
             torch.set_num_threads(letter.threads)
         added: list[Request] = []
+        answer: Any = None
         try:
             for message in letter.messages:
-                self._act(message, added)
+                answer = self._act(message, added)
         except Exception as error:
             for request in added:
                 self.engine.cancel(request)
             letter.reply.set_exception(error)
             return
         self.live.update({request.id: (request, stream) for request, stream in zip(added, letter.streams)})
-        letter.reply.set_result(None)
+        letter.reply.set_result(answer)
 
-    def _act(self, message: Message, added: list[Request]) -> None:
+    def _act(self, message: Message, added: list[Request]) -> Any:
         engine = self.engine
         if isinstance(message, AddRequest):
             shared = next((one for one in added if one.id == message.shares), None)
@@ -231,9 +306,17 @@ class _Loop:
             turn = engine.forget_session(message.session)
             if turn is not None:
                 self._ended(turn.id)
+        elif isinstance(message, ClearPrefixes):
+            if engine.prefixes is not None:
+                engine.prefixes.clear()
+        elif isinstance(message, SaveSession):
+            return engine.save_session(message.session)
+        elif isinstance(message, RestoreSession):
+            return engine.restore_session(message.saved, message.damaged, message.recompute)
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)
+        return None
 
     def _ended(self, request_id: int) -> None:
         """Tell the reader of a request that ended between two steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting
+from saccade.methods.device_state import DeviceState
 from saccade.methods.history import StateHistory
 from saccade.methods.state import fork
 
@@ -17,11 +19,15 @@ from saccade.methods.state import fork
 class SequenceMemory:
     """One sequence's ``kv``, and for each layer: ``states``, the decode method's; ``tails``, the last prefill queries
     that its ``begin`` will see; ``gone``, the keys that earlier turns evicted (see methods.Evicting); ``watched``, what
-    it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows."""
+    it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows.
+
+    While recorded steps decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
+    gets them back on the host, and the next recorded step opens another."""
 
     def __init__(self, pool: BlockManager) -> None:
         self.kv = SequenceKV(pool)
-        self.states: list[Any] = []
+        self._states: list[Any] = []
+        self._on_device: DeviceState | None = None
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
         self.watched: list[Any] = []
@@ -29,9 +35,26 @@ class SequenceMemory:
         self.forget_method()
 
     @property
+    def states(self) -> list[Any]:
+        held, self._on_device = self._on_device, None
+        if held is not None:
+            self._states = held.settle(held.length)
+        return self._states
+
+    @states.setter
+    def states(self, states: list[Any]) -> None:
+        self._states, self._on_device = states, None
+
+    def on_device(self, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
+        """The device state; ``opened`` makes one of the states of all layers where there is none."""
+        if self._on_device is None:
+            self._on_device = opened(self._states)
+        return self._on_device
+
+    @property
     def has_state(self) -> bool:
         """Whether a decode method knows anything."""
-        for state in self.states:  # noqa: SIM110  (asked in every step: a generator would take ten times as long)
+        for state in self._states:  # noqa: SIM110  (asked in every step: a generator would take ten times as long)
             if state is not None:
                 return True
         return False
@@ -47,7 +70,7 @@ class SequenceMemory:
     @property
     def evicts(self) -> bool:
         """Whether keys were evicted, or may be."""
-        return any(isinstance(state, Evicting) for state in self.states) or self.has_gone
+        return any(isinstance(state, Evicting) for state in self._states) or self.has_gone
 
     @property
     def is_learning(self) -> bool:
@@ -57,6 +80,7 @@ class SequenceMemory:
     def fork(self) -> SequenceMemory:
         """A copy that shares its blocks and goes its own way. CapacityError where there is no block for a copy of the
         last, partly filled one."""
+        self.states  # noqa: B018  (back on the host, where it can be copied)
         made = copy.copy(self)
         made.kv = self.kv.fork()
         for name in ("states", "tails", "gone", "watched"):

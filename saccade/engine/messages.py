@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engine.params import SamplingParams
+from saccade.engine.saved import SavedSession
 from saccade.engine.steering import Constraint
 from saccade.methods.policy import Policy
 
@@ -17,7 +18,8 @@ class AddRequest:
     (all by default). ``whole``: the prompt is to be the whole context of the session, and what it shares with what is
     stored is kept, as far as ``keep`` allows. The last ``decoded`` tokens of the prompt run as decode steps.
     ``shares``: the id of a request in the same letter with the same prompt and policy, from whose prompt this one goes
-    on. ``constraint``: what the answer must follow, a grammar say."""
+    on. ``constraint``: what the answer must follow, a grammar say. ``cache_salt``: requests with unequal ones share no
+    prefixes."""
 
     request_id: int
     prompt: list[int]
@@ -29,6 +31,7 @@ class AddRequest:
     decoded: int = 0
     shares: int | None = None
     constraint: Constraint | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,28 @@ class ForgetSession:
     """Drop a session and give its blocks back; a turn that still runs is cancelled."""
 
     session: int
+
+
+@dataclass(frozen=True)
+class SaveSession:
+    """Copy a session between two turns; the answer is a SavedSession."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class RestoreSession:
+    """Open a session with what was saved; the answer is its id, and a sentence on what is computed again, if anything
+    is. ``damaged``, ``recompute``: see engine.saved.restore_sequence."""
+
+    saved: SavedSession
+    damaged: list[str] = field(default_factory=list)
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class ClearPrefixes:
+    """Give up what is kept of ended requests for others to go on from."""
 
 
 @dataclass

@@ -9,6 +9,9 @@ from saccade.errors import RequestError, finite_number, shown, whole_number
 
 LARGEST = 2**63 - 1  # of whole numbers without a bound of their own
 
+MOST_STOPS = 256  # stop strings and bad words, which every token is held against
+LONGEST_STOP = 1024  # letters of each
+
 MOST_BIAS = 1e9  # of logit_bias: far beyond any logit, and finite in float32
 
 
@@ -19,9 +22,9 @@ class SamplingParams:
     ``logprobs=k`` returns, for every token, the log-probabilities of the ``k`` likeliest tokens and of the chosen one,
     from the model's distribution before any processing. ``prompt_logprobs=k`` does so for the prompt's own tokens, each
     given those before it, from prompt index ``prompt_logprobs_start`` on; a token that nothing computed in this turn
-    predicts (the first of all, say) has None. ``stop`` strings end generation and are not part of the text, unless
-    ``include_stop_str_in_output``. ``max_tokens=None`` means up to the model's length. Raises RequestError for values
-    out of range.
+    predicts (the first of all, say) has None. ``stop`` strings (at most 256 of up to 1024 characters) end generation
+    and are not part of the text, unless ``include_stop_str_in_output``. ``max_tokens=None`` means up to the model's
+    length. Raises RequestError for values out of range.
 
     What is done to the logits, in vLLM's order: ``bad_words`` are never completed (with or without a space before
     them); no end token comes, and no stop string counts, before ``min_tokens`` tokens; ``logit_bias`` is added by token
@@ -77,6 +80,7 @@ class SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         if not _is_list(stops) or any(not isinstance(stop, str) or not stop for stop in stops):
             raise RequestError(f"stop={shown(self.stop)} must be one or more non-empty strings")
+        _few("stop", stops)
         object.__setattr__(self, "stop", tuple(stops))
         ends = () if self.stop_token_ids is None else self.stop_token_ids
         if not _is_list(ends) or any(not isinstance(token, int) or isinstance(token, bool) for token in ends):
@@ -88,10 +92,11 @@ class SamplingParams:
         words = [] if self.bad_words is None else self.bad_words
         if not _is_list(words) or any(not isinstance(word, str) or not word.strip() for word in words):
             raise RequestError(f"bad_words={shown(self.bad_words)} must be a list of strings that are not blank")
+        _few("bad_words", words)
         object.__setattr__(self, "bad_words", tuple(words))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        for name in ("include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={shown(getattr(self, name))} must be True or False")
 
@@ -133,6 +138,16 @@ def one_params(value: object) -> SamplingParams:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple, set, frozenset))
+
+
+def _few(name: str, texts: Sequence[str]) -> None:
+    """Refuse so many or so long texts that looking for them would take longer than the model."""
+    if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
+        longest = max(len(text) for text in texts)
+        raise RequestError(
+            f"{name} holds {len(texts)} strings of up to {longest} characters; at most {MOST_STOPS} strings of up to "
+            f"{LONGEST_STOP} characters are looked for"
+        )
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

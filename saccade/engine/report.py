@@ -35,6 +35,7 @@ class LayerStats:
     estimates: int = 0
     least_covered: float = 1.0
     late: dict[str, Tensor] = field(default_factory=dict)  # see Cost.late
+    late_coverage: tuple[Tensor, Tensor] | None = None  # sum and least of what a device estimated
 
     def add(self, call: CallCount) -> None:
         """Count one call."""
@@ -52,7 +53,12 @@ class LayerStats:
         if cost.searches is not None:
             self.searches += cost.searches
             self.searchable += used.shape.heads
-        if coverage is not None:
+        if coverage is not None and coverage.is_cuda:  # asking for it now would wait for the device
+            self.estimates += len(coverage)
+            fresh = coverage.double().sum(), coverage.double().min()
+            have = self.late_coverage
+            self.late_coverage = fresh if have is None else (have[0] + fresh[0], torch.minimum(have[1], fresh[1]))
+        elif coverage is not None:
             estimates = coverage.tolist()
             self.covered += sum(estimates)
             self.estimates += len(estimates)
@@ -69,7 +75,10 @@ class LayerStats:
         self.attended = pairs if self.attended is None else self.attended + pairs.to(self.attended.device)
         self.calls += counts.calls
         self.causal += counts.causal
+        self.scored += counts.scored
         self.estimated += counts.estimated
+        self.searches += counts.searches
+        self.searchable += counts.searchable
         self.retrievals += counts.retrievals
         self.covered += counts.covered
         self.estimates += counts.estimates
@@ -94,6 +103,10 @@ class LayerStats:
         for name, count in self.late.items():
             setattr(self, name, getattr(self, name) + round(float(count)))
         self.late = {}
+        if self.late_coverage is not None:
+            total, least = map(float, self.late_coverage)
+            self.covered, self.least_covered = self.covered + total, min(self.least_covered, least)
+            self.late_coverage = None
 
     def skip(self, rows: int, pairs: int, unread: int = 0) -> None:
         """Count ``rows`` that skipped the layer by their policy, to whom the causal mask allows ``pairs``, and

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 
 import torch
 
+from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.sequence import Sequence
 from saccade.engine.step import ScheduledRequest, StepInput
@@ -20,8 +21,17 @@ class Scheduler:
     depends on the batch. ``max_batch_rows`` bounds the rows of a step; one chunk always fits.
     """
 
-    def __init__(self, pool: BlockManager, *, chunk: int, max_batch_rows: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        pool: BlockManager,
+        *,
+        chunk: int,
+        max_batch_rows: int,
+        max_requests: int,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
         self.pool = pool
+        self.prefixes = prefixes
         self.chunk = chunk
         self.max_batch_rows = max(max_batch_rows, chunk)
         self.max_requests = max_requests
@@ -67,6 +77,8 @@ class Scheduler:
                 rows += work.length
         while self.waiting and len(self.running) < self.max_requests:
             request = self.waiting[0]
+            if self.prefixes is not None and not self.prefixes.lend(request, self.running):
+                break
             work = next_rows(request, self.chunk)
             if batch and rows + work.length > self.max_batch_rows:
                 break
@@ -128,7 +140,10 @@ class Scheduler:
         return True
 
     def _make_room(self, missing: int, request: Request) -> None:
-        """Take blocks from sessions that do not run: idle ones first, then turns that wait, the last of them first."""
+        """Take blocks from what does not run: prefixes of ended requests first, then idle sessions, then turns that
+        wait, the last of them first."""
+        while missing > self.pool.free_blocks and self.prefixes is not None and self.prefixes.evict():
+            pass
         while missing > self.pool.free_blocks and self.idle:
             _, sequence = self.idle.popitem(last=False)
             sequence.drop_kv()

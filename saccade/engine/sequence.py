@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import ScheduledRequest
 from saccade.kv.blocks import BlockManager
+from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting
 from saccade.methods.policy import Policy
 
@@ -55,6 +56,7 @@ class Sequence:
 
     def __init__(self, pool: BlockManager, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
         self.id = next(_ids)
+        self.salt = ""  # sequences of unequal salt share no blocks
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
         self.memory = SequenceMemory(pool)
@@ -62,7 +64,7 @@ class Sequence:
         self.computed = 0  # tokens whose keys and values are stored
         self.reached = 0  # where `computed` would stand had nothing been dropped
         self.seen = 0  # tokens that the states were built from, had nothing been dropped: more than reached after a cut
-        self.turn_start: _Mark | None = None  # where the last turn began, if its keys were there
+        self.turn_start: _Mark | None = None  # where the last turn began
         self.turn: Request | None = None  # what is being computed for it now
 
     def extend(self, tokens: list[int], phase: str, policy: Policy) -> None:
@@ -86,7 +88,7 @@ class Sequence:
             self.spans.append(Span(self.reached, stop, "prefill", policy, after_cut=self.seen > self.reached))
         elif memory.has_state:
             self.drop_kv()  # no prefill begins the state anew, and this one may have seen rows that were cut off
-        self.turn_start = None
+        self.turn_start = _Mark(self.reached, self.seen)  # where keys were dropped before, so were the states
         if self.computed == self.reached:
             self.turn_start = _Mark(self.reached, self.seen, list(memory.states), list(memory.gone))
         if decoded:
@@ -150,7 +152,8 @@ class Sequence:
     def undo(self, rows: ScheduledRequest) -> None:
         """Take back a step that broke off between layers, so that it can run again."""
         memory = self.memory
-        if (rows.phase == "decode" and memory.has_state) or memory.evicts or memory.is_learning:
+        told = rows.phase == "decode" or rows.ends_span  # what a method has begun with, or learnt from
+        if (told and memory.has_state) or memory.evicts or memory.is_learning:
             self.drop_kv()  # state may have seen the step already; it is built again with the keys
         else:
             self.computed = rows.start
@@ -170,6 +173,13 @@ class Sequence:
         its method knows. CapacityError, changing nothing, where no block is left for what is this one's own."""
         self.memory = other.memory.fork()
         self.computed, self.reached, self.seen = other.computed, other.reached, other.seen
+
+    def go_on_from(self, kv: SequenceKV, length: int) -> None:
+        """Share the first ``length`` tokens of ``kv``, whole blocks, in place of computing them."""
+        self.memory.kv.free()
+        self.memory.kv = kv.fork(length)
+        self.computed = length
+        self.reached, self.seen = max(self.reached, length), max(self.seen, length)
 
     def restart(self, policy: Policy | None = None) -> None:
         """Forget all that was computed: the next turn prefills every token, or with ``policy`` the next steps do."""

@@ -1,9 +1,9 @@
 """Saccade as a model of EleutherAI's lm-evaluation-harness, so that its tasks run under any policy.
 
-``lm_eval --model saccade --model_args pretrained=PATH,policy=flexprefill+psa --tasks ...``. lm-eval (0.4.13) finds
-models in a table of its own and has no entry points, so installing this package also installs a start-up hook that adds
-``saccade`` to that table when lm-eval is imported (plugins/lm_eval). ``python -m saccade.eval.harness ...`` takes the
-same arguments and needs no hook. This module needs the extra ``eval``; nothing else imports it.
+``python -m saccade.eval.harness --model saccade --model_args pretrained=PATH,policy=flexprefill+psa --tasks ...`` takes
+lm-eval's arguments. lm-eval (0.4.13) finds models in a table of its own and has no entry points; for its own command
+``pip install ./plugins/lm_eval`` adds a start-up hook that adds ``saccade`` to that table. This module needs the extra
+``eval``; nothing else imports it.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class SaccadeLM(TemplateLM):
         return AddRequest(new_request_id(), self.tok_encode(context)[-room:], params, self.llm.policy)
 
     def _run(self, messages: list[AddRequest]) -> list[RequestOutcome]:
-        loop = self.llm.loop
-        outcomes = finished(loop, loop.add(messages)) if messages else []
+        with self.llm.loop.asked(messages) as streams:
+            outcomes = finished(streams)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise RequestError(f"a request of {len(outcome.prompt)} tokens failed: {outcome.error}")

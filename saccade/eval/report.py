@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from saccade.eval import figures, plots
+from saccade.eval.multiturn.sets import SCORED
 from saccade.eval.results import ENVIRONMENT, MIXED
 from saccade.eval.summary import Cell, Group, Run, load_groups, position_scores
 from saccade.eval.tables import OVERALL, PER_TASK, Line, to_csv, to_markdown
@@ -185,7 +186,7 @@ def _about(group: Group) -> str:
         f"{len(group.head.rows)} samples; data {config['data']['sha256'][:12]}, "
         f"weights {model['weights_sha256'][:12]}, {model['dtype']}; saccade {versions['saccade']} at {commit}, torch "
         f"{versions['torch']}, Python {versions['python']}; {machine['processor']}, {machine['cores']} cores."
-    )
+    ) + (f" {SCORED}" if any(task.startswith("mtlb:") for task in group.head.tasks) else "")
 
 
 def _warnings(group: Group) -> list[str]:

@@ -45,9 +45,11 @@ class KeptSummaries:
         """Forget blocks that are not full any more when ``length`` tokens are left."""
         self.filled = min(self.filled, length // self.block_size)
 
-    def fork(self) -> KeptSummaries:
-        """A copy that goes its own way."""
-        return KeptSummaries(self.kind, self.block_size, self.buffer.clone(), self.filled)
+    def fork(self, length: int) -> KeptSummaries:
+        """A copy, of the blocks that are full with ``length`` tokens, that goes its own way."""
+        filled = min(self.filled, length // self.block_size)
+        made = self.buffer.clone() if filled == self.filled else self.buffer[:filled].clone()
+        return KeptSummaries(self.kind, self.block_size, made, filled)
 
     def _grow(self, blocks: int, like: Tensor) -> None:
         grown = like.new_empty(blocks, *like.shape[1:])

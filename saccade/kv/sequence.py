@@ -96,7 +96,8 @@ class SequenceKV:
         if wanted or copied:
             fresh = self.pool.allocate(wanted + copied, self.id)
             if copied:
-                self._table.replace(tail, fresh.pop())
+                self._table.replace(tail, fresh)
+                fresh.pop()
             self._table.extend(fresh)
         self._table.touch()
 
@@ -180,22 +181,25 @@ class SequenceKV:
         """Let go of every block."""
         self.truncate(0)
 
-    def fork(self) -> SequenceKV:
-        """A second sequence with the same tokens: full blocks are shared, a partial last one and the summaries are
-        copied. Raises CapacityError, taking nothing, when there is no room for the copy; SaccadeError within a step,
-        when layers are of unequal length."""
-        length = self._between_steps("forked")
+    def fork(self, length: int | None = None) -> SequenceKV:
+        """A second sequence with the same tokens, or the first ``length`` of them: full blocks are shared, a partial
+        last one and the summaries are copied. Raises CapacityError, taking nothing, when there is no room for the copy;
+        SaccadeError for more tokens than there are, and within a step, when layers are of unequal length."""
+        stored = self._between_steps("forked")
+        length = stored if length is None else length
+        if not 0 <= length <= stored:
+            raise SaccadeError(f"{length} tokens cannot be shared: {stored} are stored")
         other = SequenceKV(self.pool)
         ids, (full, rest) = self._table.ids, divmod(length, self._size)
         last: list[int] = []
         if rest:
             self.pool.require_resident(ids[full])
             last = self.pool.allocate(1, other.id)
-            self.pool.copy(ids[full], last[0])
+            other._table.copy(ids[full], last)
         self.pool.share(ids[:full], other.id)
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
-        other._summaries = {key: [one.fork() for one in kept] for key, kept in self._summaries.items()}
+        other._summaries = {key: [one.fork(length) for one in kept] for key, kept in self._summaries.items()}
         return other
 
     def save(self) -> SavedKV:
@@ -256,7 +260,7 @@ class SequenceKV:
         block, offset = divmod(start, self._size)
         if offset and count and self.pool.references(self._table.ids[block]) > 1:
             self.pool.require_resident(self._table.ids[block])
-            self._table.replace(block, self.pool.allocate(1, self.id)[0])
+            self._table.replace(block, self.pool.allocate(1, self.id))
 
     def _kept(self, kind: str, block_size: int) -> list[KeptSummaries]:
         """Each layer's, as far as they are made."""

@@ -96,13 +96,23 @@ class BlockTable:
         self.ids += blocks
         self._derive(have)
 
-    def replace(self, at: int, new: int) -> None:
-        """Let block ``new``, which the owner holds, stand for a shared one, with its content."""
+    def replace(self, at: int, fresh: list[int]) -> None:
+        """Let the last of the blocks ``fresh``, which were just allocated for the owner, stand for a shared one, with
+        its content. They all go back if that fails."""
         self.pool.require_resident(self.ids[at])
-        self.pool.copy(self.ids[at], new)
+        self.copy(self.ids[at], fresh)
         self.pool.release([self.ids[at]], self.owner)
-        self.ids[at] = new
+        self.ids[at] = fresh[-1]
         self._derive(at)
+
+    def copy(self, source: int, fresh: list[int]) -> None:
+        """Copy block ``source`` to the last of ``fresh``, which were just allocated for the owner: all of them go back
+        if that fails."""
+        try:
+            self.pool.copy(source, fresh[-1])
+        except BaseException:
+            self.pool.release(fresh, self.owner)
+            raise
 
     def cut(self, keep: int) -> None:
         """Let go of all but the first ``keep`` blocks."""

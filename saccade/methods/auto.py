@@ -67,6 +67,7 @@ class Auto(Method):
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "measured costs"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    host_only: ClassVar[str | None] = "it turns from one method to another between two steps"
     tail_rows: ClassVar[int] = max(method.tail_rows for method in CANDIDATES.values())
 
     gain: float = 1.1

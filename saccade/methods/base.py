@@ -30,7 +30,9 @@ from torch import Tensor
 
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.state import MethodState
+from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
 from saccade.selection.plan import DevicePlan, PlanSpec
 
@@ -134,6 +136,7 @@ class Method(PolicyPart):
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
+    host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
 
     @property
     def calibration(self) -> str | None:
@@ -172,6 +175,10 @@ class Method(PolicyPart):
         same keys as ``select_decode`` chooses. None where there is no such plan; the host path serves it then."""
         return None
 
+    def device_state(self, opening: Opening) -> DeviceState:
+        """What recorded steps of one sequence know, for plans with readings of the method's own."""
+        return DeviceState(opening)
+
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
         """Called after the step with what was really read.
 
@@ -193,6 +200,11 @@ class WindowMethod(PolicyPart):
     def at(self, layer: int, layers: int) -> Cone | None:
         """What rows see at ``layer`` (from 0) of ``layers``; None is everything."""
         return None
+
+    def narrowed(self, plan: DevicePlan) -> DevicePlan | None:
+        """``plan`` within this window; None where a reading of it knows no windows."""
+        layers = len(plan.layers)
+        return windowed(plan, tuple(self.at(layer, layers) for layer in range(layers)))
 
 
 @dataclass(frozen=True)

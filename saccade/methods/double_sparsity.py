@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from saccade.methods.base import (
@@ -15,6 +16,7 @@ from saccade.methods.base import (
     require_number,
     require_whole,
 )
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels import (
     CALIBRATION,
     CHANNELS_BY,
@@ -25,7 +27,44 @@ from saccade.methods.labels import (
     around,
     heaviest_channels,
 )
+from saccade.methods.labels.recorded import LabelledKeys, RecordedLabels
 from saccade.selection import Dense, Selection
+from saccade.selection.plan import DevicePlan, Known, PlanSpec, bucket
+
+
+@dataclass(frozen=True)
+class SparseKeys(LabelledKeys):
+    """What ``DoubleSparsity`` reads."""
+
+    method: DoubleSparsity | None = None
+
+    @property
+    def form(self) -> LabelledKeys:
+        return replace(self, method=None)
+
+    def why_not(self, spec: PlanSpec) -> str | None:
+        assert self.method is not None
+        return "no kernel of recorded steps quantizes queries" if self.method.quantize_query else None
+
+    def cost(self, length: int, step: int = 0) -> Known:
+        assert self.method is not None
+        dense = self.method.budget(length) >= length
+        return Known("dense" if dense else "tokens", 0, 0 if dense else length)
+
+
+class SparseState(RecordedLabels):
+    """Of layers that have labels, and those that are dense."""
+
+    def __init__(self, opening: Opening, method: DoubleSparsity) -> None:
+        super().__init__(opening, opening.states)
+        self._method = method
+
+    def words(self, layer: int) -> Sequence[int]:
+        method = self._method
+        return int(method.k) if method.k >= 1 else 0, method.sinks, method.local, *self.label_words(layer)
+
+    def reals(self, layer: int) -> Sequence[float]:
+        return (self._method.k,)
 
 
 @dataclass(frozen=True)
@@ -75,14 +114,30 @@ class DoubleSparsity(Method):
     def begin(self, segment: Chunk) -> Labels | None:
         if segment.layer < self.dense_layers:
             return None
-        count = max(1, round(self.channels * segment.q.shape[-1]))
+        count = self._count(segment.q.shape[-1])
         labels = Labels(heaviest_channels(segment, self.by, count, self.source), self.bits)
         labels.extend(segment.kv)
         return labels
 
+    def budget(self, visible: int) -> int:
+        """Keys that a row with ``visible`` keys reads."""
+        return max(budget_keys(self.k, visible), self.sinks + self.local)
+
+    def _count(self, head_dim: int) -> int:
+        return max(1, round(self.channels * head_dim))
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        units = spec.heads if self.unit == "q_head" else spec.kv_heads
+        room = bucket(max(int(self.k), self.sinks + self.local)) if self.k >= 1 else 0
+        reading = SparseKeys(units, room, self._count(spec.head_dim), self.bits, self)
+        return DevicePlan.alike(self, spec, reading, self.dense_layers)
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return SparseState(opening, self)
+
     def select_decode(self, query: Query, state: Any) -> Selection:
         shape = query.shape
-        count = max(budget_keys(self.k, shape.k_len), self.sinks + self.local)
+        count = self.budget(shape.k_len)
         if query.layer < self.dense_layers:
             return Dense(shape)
         state.extend(query.kv)

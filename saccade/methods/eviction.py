@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.kept_on_device import KeptKeys, KeptLists
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection, Shape, Tokens, gone_for
 from saccade.selection.csr import offsets_of_lists
+from saccade.selection.plan import DevicePlan, PlanSpec
 
 FORGOTTEN = "forgets: it evicted keys for good, and no later step or turn can read them"
 
@@ -116,6 +119,12 @@ class SnapKV(Method):
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         return state.select(query.shape)
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, KeptKeys(spec.heads if self.unit == "q_head" else spec.kv_heads))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return KeptLists(opening)
 
     def _overfull(self, left: Tensor) -> bool:
         return bool((left.sum(1) > self.capacity).any())

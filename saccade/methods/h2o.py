@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budget, require_choice, require_number
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import FORGOTTEN, Kept, alive, alive_weights, heaviest
+from saccade.methods.heavy_on_device import HeavyKeys, HeavyLists
 from saccade.ops.scores import line_sums
 from saccade.selection import Selection, Tokens
+from saccade.selection.plan import DevicePlan, PlanSpec
 
 TILE_ROWS = 128  # prefill rows weighed at once
 
@@ -122,6 +125,12 @@ class H2O(Method):
                 state.sums[unit] += row[state.positions[unit]]
         if state.shrink():
             query.cost.notes.append(f"decode: '{self.name}' {FORGOTTEN}")
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, HeavyKeys(spec.heads if self.unit == "q_head" else spec.kv_heads))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return HeavyLists(opening, f"decode: '{self.name}' {FORGOTTEN}")
 
     def _units(self, chunk: Chunk) -> int:
         return chunk.shape.heads if self.unit == "q_head" else chunk.shape.kv_heads

@@ -8,17 +8,20 @@ since it was made, as the published masks do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, around, heaviest_channels
+from saccade.methods.labels.recorded import RecordedLabels
 from saccade.methods.state import MethodState
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection
+from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, bucket
 
 
 @dataclass(eq=False)
@@ -36,6 +39,81 @@ class Shared(MethodState):
     layer_donor: int | None = None
     sets: Tensor | None = None
     since: int = 0
+
+
+@dataclass(frozen=True)
+class SharedSets(OwnReading):
+    """What ``HShare`` reads, at most ``room`` keys for each of ``units``; labels are ``channels`` channels in ``bits``
+    each."""
+
+    units: int
+    room: int
+    channels: int
+    bits: int
+    method: HShare | None = None
+
+    @property
+    def form(self) -> SharedSets:
+        return replace(self, method=None)
+
+    def why_not(self, spec: PlanSpec) -> str | None:
+        assert self.method is not None
+        return "no kernel of recorded steps retrieves by exact scores" if self.method.source == "exact" else None
+
+    def cost(self, length: int, step: int = 0) -> Known:
+        method = self.method
+        assert method is not None
+        if length <= method.sinks + method.heavy + method.local:
+            return Known("dense", 0, 0)
+        return Known("tokens", 0, 0, searchable=True, chooses=length % method.every == 0)
+
+    def read(self, rows: Any) -> Any:
+        from saccade.methods.labels import triton_recorded as kernels
+        from saccade.ops.triton.batched_rows import LayerRead
+        from saccade.ops.triton.batched_tokens import choose_keys, new_lists
+
+        units = self.units
+        kernels.label_keys(rows, self.channels, self.bits)
+        due, active, bounds = kernels.whose_turn(rows, units)
+        scores = kernels.score_labels(rows, units, self.channels, self.bits, active)
+        room = new_lists(rows, units, self.room)
+        chosen = choose_keys(scores, bounds, rows.pages.lengths, *room, active)
+        lists = kernels.shared_lists(rows, units, due, chosen, self.room)
+        out, lse = rows.attend(lists)
+        searches = active.view(rows.count, units).sum(1, dtype=torch.float64) * (rows.heads // units)
+        estimated = torch.ceil(rows.pages.lengths * searches / rows.heads)
+        return LayerRead(out, lse, lists, None, None, searches, estimated)
+
+
+class RecordedSets(RecordedLabels):
+    """Of ``Shared`` states: sets at addresses that stay, which layers that take them know too."""
+
+    def __init__(self, opening: Opening, method: HShare) -> None:
+        super().__init__(opening, [state.labels for state in opening.states])
+        self._method, device = method, opening.device
+        self._sets, self._since, self._donors = [], [], []
+        for state in self.states:
+            sets = torch.zeros(len(state.donor), method.heavy, dtype=torch.int32, device=device)
+            if state.sets is not None:
+                sets.copy_(state.sets)
+            since = 0 if state.sets is None else state.since
+            self._sets.append(sets)
+            self._since.append(torch.full((1,), since, dtype=torch.int64, device=device))
+            self._donors.append(torch.tensor(state.donor, dtype=torch.int32, device="cpu").to(device))
+
+    def words(self, layer: int) -> Sequence[int]:
+        method, donor = self._method, self.states[layer].layer_donor
+        taken = (0, 0) if donor is None else (self._sets[donor].data_ptr(), self._since[donor].data_ptr())
+        own = self._sets[layer].data_ptr(), self._since[layer].data_ptr()
+        numbers = method.heavy, method.sinks, method.local
+        return *numbers, *self.label_words(layer), method.every, *own, *taken, self._donors[layer].data_ptr()
+
+    @torch.inference_mode()
+    def settle(self, length: int) -> list[Any]:
+        for state, sets, since in zip(super().settle(length), self._sets, self._since):
+            ended = int(since)
+            state.sets, state.since = (sets, ended) if ended > 0 else (None, 0)
+        return self.states
 
 
 @dataclass(frozen=True)
@@ -81,7 +159,7 @@ class HShare(Method):
     def begin(self, segment: Chunk) -> Shared:
         labels = None
         if self.source != "exact":
-            count = max(1, round(self.channels * segment.q.shape[-1]))
+            count = self._count(segment.q.shape[-1])
             labels = Labels(heaviest_channels(segment, "qk", count, self.source), self.bits)
             labels.extend(segment.kv)
         critical = self._critical(segment)
@@ -106,6 +184,17 @@ class HShare(Method):
         else:
             query.cost.searches = 0
         return around(shape, state.sets, self.sinks, state.since)
+
+    def _count(self, head_dim: int) -> int:
+        return max(1, round(self.channels * head_dim))
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        units = spec.heads if self.unit == "q_head" else spec.kv_heads
+        room = bucket(self.sinks + self.heavy + self.local + self.every)
+        return DevicePlan.alike(self, spec, SharedSets(units, room, self._count(spec.head_dim), self.bits, self))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return RecordedSets(opening, self)
 
     def _retrieve(self, query: Query, state: Shared) -> None:
         """New sets for the units that share with nobody; the others' rows repeat their donors'."""

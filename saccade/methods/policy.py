@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from saccade.errors import PolicyError
+from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.dense import DenseMethod
 from saccade.methods.registry import METHODS, MODIFIERS
@@ -60,10 +60,10 @@ class Policy:
         if isinstance(policy, PolicyPart):
             return _combine([policy], policy.name)
         if isinstance(policy, Mapping):
-            return _assign({str(phase): value for phase, value in policy.items()}, str(dict(policy)))
+            return _assign(dict(policy), shown(dict(policy)))
         if not isinstance(policy, str) or not policy.strip():
             raise PolicyError(
-                f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {policy!r}; known: {_known()}"
+                f"a policy is text like 'flexprefill+psa(epsilon=0.98)', got {shown(policy)}; known: {_known()}"
             )
         return _from_text(_readable(policy))
 
@@ -156,13 +156,15 @@ def _from_text(text: str) -> Policy:
     return _combine([parse_part(part) for part in parts], text)
 
 
-def _assign(phases: dict[str, Any], text: str) -> Policy:
-    for phase in phases:
-        if phase not in PHASES:
-            raise PolicyError(f"policy '{text}' names the phase '{phase}'; known: {', '.join(PHASES)}")
-    parts: dict[str, Any] = {
-        p: m if isinstance(m, PolicyPart) else parse_part(str(m)) for p, m in phases.items() if m is not None
-    }
+def _assign(phases: dict[Any, Any], text: str) -> Policy:
+    parts: dict[str, Any] = {}
+    for phase, value in phases.items():
+        if not isinstance(phase, str) or phase not in PHASES:
+            raise PolicyError(f"policy '{text}' names the phase {shown(phase)}; known: {', '.join(PHASES)}")
+        if not isinstance(value, (PolicyPart, str, type(None))):
+            raise PolicyError(f"policy '{text}': {phase} must be a method or its text, got {shown(value)}")
+        if value is not None:
+            parts[phase] = parse_part(value) if isinstance(value, str) else value
     return Policy(**parts)
 
 

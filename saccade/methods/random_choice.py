@@ -22,6 +22,7 @@ class RandomChoice(Method):
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "chance"
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    host_only: ClassVar[str | None] = "its keys are drawn on the host"
 
     k: float = 1024
     seed: int = 0

@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budget, require_choice, require_whole
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.ops.scores import row_logits
 from saccade.selection import Candidates, Dense, Selection, Tokens
+from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, bucket
+
+
+@dataclass(frozen=True)
+class BestKeys(OwnReading):
+    """The keys that ``TopK`` means, at most ``room`` for each of ``units``; 0: any number."""
+
+    units: int
+    room: int
+    method: TopK | None = None
+
+    @property
+    def form(self) -> BestKeys:
+        return replace(self, method=None)
+
+    def cost(self, length: int, step: int = 0) -> Known:
+        assert self.method is not None
+        dense = self.method.budget(length) >= length
+        return Known("dense" if dense else "tokens", 0, 0, 0 if dense else length)
+
+    def read(self, rows: Any) -> Any:
+        from saccade.methods.triton_topk import bounds_of
+        from saccade.ops.triton.batched_rows import LayerRead
+        from saccade.ops.triton.batched_tokens import choose_keys, new_lists, score_keys
+
+        scores = score_keys(rows, self.units)
+        room = new_lists(rows, self.units, self.room or rows.pages.longest)
+        lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
+        out, lse = rows.attend(lists)
+        return LayerRead(out, lse, lists)
+
+
+class BestNumbers(DeviceState):
+    """The numbers of ``TopK``."""
+
+    def __init__(self, opening: Opening, method: TopK) -> None:
+        super().__init__(opening)
+        self._method = method
+
+    def words(self, layer: int) -> Sequence[int]:
+        method = self._method
+        return int(method.k) if method.k >= 1 else 0, method.sinks, method.local
+
+    def reals(self, layer: int) -> Sequence[float]:
+        return (self._method.k,)
 
 
 @dataclass(frozen=True)
@@ -57,6 +104,14 @@ class TopK(Method):
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
         forced = min(shape.k_len, self.sinks + self.local)
         return Candidates.all_keys(shape, units, budget - forced, self.sinks, self.local)
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        units = spec.heads if self.unit == "q_head" else spec.kv_heads
+        room = bucket(max(int(self.k), self.sinks + self.local)) if self.k >= 1 else 0
+        return DevicePlan.alike(self, spec, BestKeys(units, room, self))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return BestNumbers(opening, self)
 
     def _select(self, chunk: Chunk) -> Selection:
         shape = chunk.shape

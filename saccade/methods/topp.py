@@ -28,6 +28,7 @@ class TopP(Method):
     name: ClassVar[str] = "topp"
     paper: ClassVar[str] = "oracle"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    host_only: ClassVar[str | None] = "no batched kernel finds the fewest keys that hold a share of the weight"
 
     p: float = 0.95
     sinks: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from saccade.errors import ModelError
+from saccade.errors import ModelError, shown
 from saccade.models.families import FAMILIES
 
 Config = dict[str, Any]
@@ -113,10 +113,9 @@ def _article(feature: str) -> str:
 def _refuse_other_head(config: Config, where: str) -> None:
     expected = FAMILIES[config["model_type"]].causal_lm
     given = config.get("architectures")
-    if given and expected not in given:
-        raise ModelError(
-            f"{where} holds {', '.join(map(str, given))}, not a causal language model; give a {expected} checkpoint"
-        )
+    if given and not (isinstance(given, list) and expected in given):
+        named = ", ".join(map(str, given)) if isinstance(given, list) else shown(given, 80)
+        raise ModelError(f"{where} holds {named}, not a causal language model; give a {expected} checkpoint")
 
 
 def _refuse_odd_sizes(config: Config, where: str) -> None:

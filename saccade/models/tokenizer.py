@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from saccade.errors import ModelError, RequestError
+from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
+from saccade.models.templates import render
 
 # Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -97,7 +98,7 @@ class Tokenizer:
         extra = {} if template_kwargs is None else template_kwargs
         if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
             raise RequestError(
-                f"chat_template_kwargs={extra!r:.80} must map names to values, as the template knows them"
+                f"chat_template_kwargs={shown(extra, 80)} must map names to values, as the template knows them"
             )
         if own := sorted(_OWN_ARGUMENTS & set(extra)):
             raise RequestError(
@@ -108,9 +109,14 @@ class Tokenizer:
             raise RequestError("this model has no chat template; give a plain prompt instead of messages")
         conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
         try:
-            text = hf.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+            text = render(
+                lambda: hf.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+                ),
+                hf.chat_template,
             )
+        except RequestError:
+            raise
         except Exception as error:  # jinja's own, or whatever the template raises
             raise RequestError(f"the chat template rejects these messages: {first_line(error)}") from error
         return self.encode(text, add_special_tokens=False)  # templates write their own special tokens
@@ -148,7 +154,7 @@ def _checked_list(messages: Any) -> list[Any]:
 def _checked_message(index: int, message: Any) -> dict[str, Any]:
     """``message`` with its content as one text; a tool call may go without content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"message {index} must be a dict with a role and a content, got {message!r:.80}")
+        raise RequestError(f"message {index} must be a dict with a role and a content, got {shown(message, 80)}")
     content = message.get("content")
     if isinstance(content, list):
         parts = [

@@ -114,8 +114,8 @@ class Triton:
 
         q, kv, selection, scale, softcap = call.q, call.kv, call.selection, call.scale, call.softcap
         if isinstance(selection, Ranking):
-            out, lse, blocks = dispatch.attend_ranking(q, kv, selection, scale=scale, softcap=softcap)
-            return Result(out, lse, blocks, self.name)
+            out, lse, blocks, coverage = dispatch.attend_ranking(q, kv, selection, scale=scale, softcap=softcap)
+            return Result(out, lse, blocks, self.name, coverage=coverage)
         if isinstance(selection, Candidates):
             return self._attend_candidates(call, selection.to(q.device))
         out, lse = dispatch.attend(q, kv, selection, scale=scale, softcap=softcap)

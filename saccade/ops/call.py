@@ -82,7 +82,7 @@ class Result(NamedTuple):
 
     ``backend`` ran. ``used`` is what was really read: a Ranking ends as Blocks, Candidates end as Tokens. ``weights``:
     the softmax weights over it, if the call wanted them (see ``ops.weights.selected_weights``). ``coverage`` float32
-    [units]: of a Ranking the rule's estimate of each unit's coverage when it stopped; None on a GPU.
+    [units]: of a Ranking the rule's estimate of each unit's coverage when it stopped.
     """
 
     out: Tensor

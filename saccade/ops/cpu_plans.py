@@ -16,7 +16,7 @@ from saccade.ops import cpu
 from saccade.ops.cpu_rows import attend_calls
 from saccade.ops.cpu_structs import ALL_KEYS, band_keys, native
 from saccade.ops.layout import written as checked
-from saccade.selection.plan import BestBlocks, Ends, Everything, RankedBlocks, Reading
+from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
 
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
 
@@ -25,6 +25,8 @@ def serves(reading: Reading, kv_heads: int) -> str | None:
     """Why rows cannot read so here, on a model with so many KV heads; None where they can."""
     if isinstance(reading, Everything | Ends):
         return None
+    if isinstance(reading, OwnReading):
+        return "its kernels are the method's own"
     if reading.summary not in SUMMARIES:
         return f"blocks are ranked by {', '.join(SUMMARIES)}, not by {reading.summary}"
     if reading.last < 1:
@@ -141,12 +143,12 @@ class PlannedRows:
 
 def _dense_upto(reading: Reading) -> int:
     """Rows of so many keys read everything."""
-    if isinstance(reading, Everything):
-        return 0
-    return reading.longest if isinstance(reading, Ends) else reading.dense_upto
+    if isinstance(reading, BestBlocks | RankedBlocks):
+        return reading.dense_upto
+    return reading.longest if isinstance(reading, Ends) else 0
 
 
-def _keys(reading: Everything | Ends) -> Any:
+def _keys(reading: Reading) -> Any:
     return band_keys(reading.window, reading.sinks) if isinstance(reading, Ends) else ALL_KEYS
 
 

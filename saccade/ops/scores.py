@@ -6,10 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.ops import cpu, cpu_sums, triton
 from saccade.ops.reference import logits
 from saccade.selection import Shape
+
+NOT_FINITE = (
+    "attention weights are not finite: the model's weights are broken, or its activations overflow in this dtype; "
+    "try dtype='float32'"
+)
 
 
 def row_logits(
@@ -183,13 +189,17 @@ def cuboid_scores(q: Tensor, summary: Tensor) -> Tensor:
 
 def top_places(scores: Tensor, count: int) -> Tensor:
     """Places of the ``count`` highest of each row, ties to the lower place: ``scores`` [m, n] with count <= n -> int64
-    [m, count], rising. Finds the last value that gets in, which is many times faster than to sort."""
+    [m, count], rising. Finds the last value that gets in, which is many times faster than to sort. ModelError for NaN.
+    """
     if count == 0:
         return torch.empty(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
     least = torch.topk(scores, count, dim=1, sorted=False).values.amin(1, keepdim=True)
     above, level = scores > least, scores == least
     spare = count - above.sum(1, keepdim=True)
-    return (above | (level & (level.cumsum(1) <= spare))).nonzero()[:, 1].view(scores.shape[0], count)
+    places = (above | (level & (level.cumsum(1) <= spare))).nonzero()[:, 1]
+    if places.numel() != scores.shape[0] * count:  # NaN is above and below nothing
+        raise ModelError(NOT_FINITE)
+    return places.view(scores.shape[0], count)
 
 
 def among_least(values: Tensor, count: int) -> Tensor:

@@ -9,18 +9,10 @@ A :class:`DevicePlan` has one reading for each layer. A reading has two sides:
 Requests whose plans have one form share launches and graphs, whatever their numbers are.
 
 A new kind of reading is a frozen dataclass with ``form``, ``numbers`` and ``cost``, and a branch in
-``engine/device_attention.py`` that launches its kernels. What a row remembers between steps lies in the state of its
-sequence. The row's buffers hold only pointers to it, as they do for block summaries, so that a graph survives a change
-of rows. The kinds that other methods need fit in so:
-
-=====================  ====================================  ================================  =====================
-kind                   form                                  numbers                           state behind pointers
-=====================  ====================================  ================================  =====================
-shared sets            units, room for a set                 tau, sinks, local, best, reach    directions, sets
-candidates of tables   units, table sizes, room              sinks, local, budget, decay       vertical and slash
-token lists            units, room (bucket)                  sinks, window                     lists and their counts
-evicted masks          units; with any other reading         none                              a mask of the keys
-=====================  ====================================  ================================  =====================
+``engine/device_attention.py`` that launches its kernels. A method whose steps need more than that brings a reading of
+its own, an :class:`OwnReading`, with its kernels in the method's package. What a row remembers between steps lies in
+the state of its sequence (methods/device_state.py). The step's buffers hold only its numbers and pointers to it, as
+they do for block summaries, so that a graph survives a change of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from saccade.errors import SaccadeError
 
@@ -44,6 +36,8 @@ class PlanSpec(Protocol):
     def heads(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
     @property
     def windows(self) -> tuple[int | None, ...]: ...
 
@@ -72,6 +66,50 @@ class Known(NamedTuple):
     kind: str
     keys: int
     scored: int
+    exact: int = 0  # keys whose logits are computed to choose
+    searchable: bool = False  # whether the row may reuse what an earlier one found; the device counts who searched
+    chooses: bool = False  # whether it scores something, though only the device knows how much
+
+
+@dataclass(frozen=True)
+class Summarized:
+    """Blocks of ``size`` keys with their ``summary`` (see kv.summaries)."""
+
+    size: int
+    summary: str
+
+
+@dataclass(frozen=True)
+class OwnReading:
+    """Base of readings whose kernels their method brings. Its fields are its form; its numbers are the words of the
+    rows' device states (methods/device_state.py). What it reads is counted on the device."""
+
+    windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
+
+    @property
+    def blocks(self) -> Summarized | None:
+        """The block summaries that its kernels read, if any."""
+        return None
+
+    @property
+    def form(self) -> OwnReading:
+        return self
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers()
+
+    def cost(self, length: int, step: int = 0) -> Known:
+        """Of a row that sees ``length`` keys, the turn's decode step ``step`` from 0."""
+        return Known("tokens", 0, 0)
+
+    def why_not(self, spec: PlanSpec) -> str | None:
+        """What its kernels do not serve of such a model; None where they do."""
+        return None
+
+    def read(self, rows: Any) -> Any:
+        """Attend for ``rows`` (ops.triton.batched_rows.LayerRows), whose keys are stored; returns a LayerRead."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -222,7 +260,7 @@ class RankedBlocks:
         return Known("blocks", (self.first + self.last) * self.size + partial, full - self.first - self.last)
 
 
-Reading = Everything | Ends | BestBlocks | RankedBlocks
+Reading = Everything | Ends | BestBlocks | RankedBlocks | OwnReading
 
 
 @dataclass(frozen=True)
@@ -235,7 +273,8 @@ class DevicePlan:
     layers: tuple[Reading, ...]
 
     def __post_init__(self) -> None:
-        summaries = {(one.summary, one.size) for one in self.layers if isinstance(one, BestBlocks | RankedBlocks)}
+        kinds = [blocks_of([one]) for one in self.layers]
+        summaries = {(one.summary, one.size) for one in kinds if one is not None}
         if len(summaries) > 1:
             raise SaccadeError(f"the layers of a device plan share one kind of block summary, got {sorted(summaries)}")
 
@@ -259,9 +298,14 @@ class DevicePlan:
         return tuple(forms[one] for one in self.layers)
 
     @cached_property
-    def blocks(self) -> BestBlocks | RankedBlocks | None:
-        """The kind of block choice that there is, if any."""
+    def blocks(self) -> BestBlocks | RankedBlocks | Summarized | None:
+        """The kind of block choice that there is, or what a method's own readings know of blocks, if any."""
         return blocks_of(self.layers)
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Whether rows have a device state, to whose numbers and memory their buffers point."""
+        return any(isinstance(one, OwnReading) for one in self.layers)
 
     @property
     def ruled(self) -> bool:
@@ -269,9 +313,14 @@ class DevicePlan:
         return isinstance(self.blocks, RankedBlocks)
 
 
-def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | None:
-    """The first layer's that chooses blocks."""
-    return next((one for one in layers if isinstance(one, BestBlocks | RankedBlocks)), None)
+def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | Summarized | None:
+    """The first layer's that chooses blocks, or knows something of them."""
+    for one in layers:
+        if isinstance(one, BestBlocks | RankedBlocks):
+            return one
+        if isinstance(one, OwnReading) and one.blocks is not None:
+            return one.blocks
+    return None
 
 
 def bucket(count: int) -> int:

@@ -53,6 +53,11 @@ def test_tokens_and_counts_equal_those_of_the_own_path(engines, policy):
         assert tokens(left) == tokens(middle) == tokens(right)
         assert counts(left) == counts(middle) == counts(right)
         assert right.report["notes"] == left.report["notes"]
+        for name in ("coverage", "coverage_least"):
+            own_estimate = left.report["decode"][name]
+            assert (own_estimate is None) == (policy != "psa(epsilon=0.9)")
+            for other in (middle, right):
+                assert other.report["decode"][name] == pytest.approx(own_estimate, abs=1e-4)
     graphs = device_of(engines[2]).graphs
     assert 0 < graphs.recorded <= graphs.kinds <= graphs.most
     assert graphs.bytes > 0

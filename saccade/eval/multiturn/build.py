@@ -20,7 +20,8 @@ from saccade.eval.multiturn.sets import FEW_SHOT, INSTANCES, NOISE, TURNS, Multi
 from saccade.eval.samples import write_jsonl
 from saccade.files import write_text
 
-VERSION = "mtlb-1"
+DRAWS = "mtlb-1"  # names the streams of random numbers: turns are those of version 1
+VERSION = "mtlb-2"  # summaries and samsum are scored by LCS/|R|
 TEMPLATE_TOKENS = 32  # allowed for one turn's chat markers
 Count = Callable[[str], int]
 
@@ -73,6 +74,7 @@ def build(
     manifest = {
         "version": VERSION,
         "set": set_name,
+        "metric": chosen.metric,
         "seed": seed,
         "noise": share,
         "window": window,
@@ -97,7 +99,7 @@ Fitted = list[tuple[TurnPlan, bool]]  # turns, and whether each was cut
 def _drawn(pool: Pool, chosen: MultiTurnSet, seed: int, share: float) -> Iterator[tuple[int, list[TurnPlan]]]:
     number = 0
     while True:
-        plan = compose(pool, chosen, TURNS[chosen.kind], share, f"{VERSION}|{seed}|{pool.name}|{number}")
+        plan = compose(pool, chosen, TURNS[chosen.kind], share, f"{DRAWS}|{seed}|{pool.name}|{number}")
         if plan is None:
             return
         yield number, plan
@@ -115,7 +117,7 @@ def _few_shot(
             rejects[result] += 1
         else:
             parsed.append(result)
-    Stream(f"{VERSION}|{seed}|{pool.name}|all|items").shuffle(parsed)
+    Stream(f"{DRAWS}|{seed}|{pool.name}|all|items").shuffle(parsed)
     for number, item in enumerate(parsed):
         yield number, compose_shots(item, chosen)
 

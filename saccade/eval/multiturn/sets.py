@@ -1,4 +1,9 @@
-"""The sets the builder knows: the eleven of LoopServe's Table 3, and ours of the same shapes (``mtsyn_*``)."""
+"""The sets the builder knows: the eleven of LoopServe's Table 3, and ours of the same shapes (``mtsyn_*``).
+
+Scores are those of its section 6.1.3: F1 for questions, LCS(C, R) / |R| for summaries, accuracy for types of questions.
+Table 3 says accuracy for samsum too, whose answers are summaries in free words: an exact match would score nearly all
+of them 0, so they are scored as summaries.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,12 @@ QA, SUMMARY, FEW_SHOT = "qa", "summary", "few_shot"
 NOISE = {QA: 0.10, SUMMARY: 0.15, FEW_SHOT: 0.0}  # of a turn's words
 TURNS = {QA: 3, SUMMARY: 2, FEW_SHOT: 2}
 INSTANCES = {QA: 500, SUMMARY: 500, FEW_SHOT: None}  # None: every item that parses, once
+
+SCORED = (
+    "Multi-turn sets are scored as LoopServe's section 6.1.3 says: questions by F1, summaries by LCS/|R|, types of "
+    "questions by accuracy. samsum is the exception: Table 3 names accuracy, but its answers are summaries, and scored "
+    "so."
+)
 
 _BRIEF = "Answer from the texts given so far, in as few words as possible."
 _UNANSWERABLE = (
@@ -40,7 +51,7 @@ def _qa(tokens: int, paper: int | None, *, passages: bool = False, instruction: 
 
 
 def _summary(cue: str, paper: int | None, tokens: int = 512) -> MultiTurnSet:
-    return MultiTurnSet(SUMMARY, "rouge_score", tokens, cue, paper_tokens=paper)
+    return MultiTurnSet(SUMMARY, "rouge_l_recall", tokens, cue, paper_tokens=paper)
 
 
 _TREC, _SAMSUM = ("Question:", "Type:"), ("Dialogue:", "Summary:")
@@ -55,7 +66,7 @@ SETS: dict[str, MultiTurnSet] = {
     "gov_report": _summary("Summary:", 9324),
     "qmsum": _summary("Answer:", 12780),
     "trec": MultiTurnSet(FEW_SHOT, "classification_score", 64, "Type:", _TYPE, shot=_TREC, paper_tokens=2294),
-    "samsum": MultiTurnSet(FEW_SHOT, "rouge_score", 128, "Summary:", _DIALOGUE, shot=_SAMSUM, paper_tokens=3114),
+    "samsum": MultiTurnSet(FEW_SHOT, "rouge_l_recall", 128, "Summary:", _DIALOGUE, shot=_SAMSUM, paper_tokens=3114),
     "mtsyn_qa": _qa(32, None),
     "mtsyn_multidoc": _qa(32, None, passages=True),
     "mtsyn_summary": _summary("Summary:", None, tokens=128),

@@ -28,9 +28,12 @@ from torch import Tensor
 
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
+from saccade.selection.plan import DevicePlan, PlanSpec
 
 AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context
 
@@ -147,6 +150,12 @@ class CIS(Method):
     def _spread(self, keys: int) -> int:
         """How many of the keys retrieved out of ``keys`` bring their neighbours along."""
         return min(keys, self.budget(keys) // 3 if self.m is None else self.m)
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, SharedKeys.of(self, spec))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return RecordedAnchors(opening, self)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
         searching, anchors = state.fresh, state.anchors

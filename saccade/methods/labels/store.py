@@ -94,6 +94,20 @@ class Labels(MethodState):
                 self._codes[:, rows], self._range[:, rows] = codes, extent
             self.length = stop
 
+    def reserve(self, length: int) -> None:
+        """Make room for labels of ``length`` keys, some of which there are."""
+        rows = length if self.whole else -(-length // TILE)
+        self._codes = self._with_room(self._codes, rows, self._codes)
+        if not self.whole:
+            self._range = self._with_room(self._range, rows, self._range)
+
+    def where(self) -> tuple[int, int, int, int]:
+        """For kernels: the addresses of channels, of codes and of ranges (0 where there are none), and their room in
+        tiles, or keys where labels are whole."""
+        self.channels = self.channels.contiguous()
+        ranges = 0 if self.whole else self._range.data_ptr()
+        return self.channels.data_ptr(), self._codes.data_ptr(), ranges, self._codes.shape[1]
+
     def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
         """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of
         a ``kv_head`` its group's mean."""

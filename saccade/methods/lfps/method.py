@@ -39,14 +39,17 @@ from torch import Tensor
 
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.lfps import device
 from saccade.methods.lfps.prompt import last_rows, last_spread
+from saccade.methods.lfps.recorded import ForeseenKeys, RecordedTables
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
 from saccade.methods.lfps.tables import GATES, ScoreTables, candidates, join_blocks, learn
 from saccade.methods.state import MethodState
 from saccade.ops.block_scores import top_blocks
 from saccade.ops.weights import as_tokens
 from saccade.selection import Candidates, Dense, Selection
+from saccade.selection.plan import DevicePlan, PlanSpec
 
 
 @dataclass
@@ -280,6 +283,12 @@ class LFPS(Method):
             return None
         value = state.mean_value.repeat_interleave(shape.group, 0)
         return torch.where(idle, lse[:, 1], -torch.inf), value
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, ForeseenKeys.of(self, spec))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return RecordedTables(opening, self)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LFPSState) -> None:
         tables, position = state.tables, query.shape.q_start

@@ -236,21 +236,26 @@ def learn(
         if not voters:
             continue
         positions = lists[voters[0] // per_list].long()
-        learnt = (positions >= tables.first) & (positions < stop)
-        gain = torch.zeros(int(learnt.sum()), device=weights.device)
+        known = (positions >= tables.first) & (positions < stop)
+        gain = torch.zeros(int(known.sum()), device=weights.device)
         for head in voters:
             own, row = divmod(head, per_list)
-            w = weights[row, bounds[own] : bounds[own + 1]][learnt]
+            w = weights[row, bounds[own] : bounds[own + 1]][known]
             gain += w / w.sum().clamp(min=1e-38) / len(voters)
-        positions, count = positions[learnt], int(gain.numel())
-        _decay(tables, unit, decay)
-        gain = (gain - 0.5 / max(1, count)) / float(tables.scale[unit])
-        _add(tables.vertical[unit], tables.vertical_max[unit], tables.sums[unit, 0], positions - tables.first, gain)
-        distance = int(tables.row[unit]) - positions
-        ahead = distance >= 0
-        _add(tables.slash[unit], tables.slash_max[unit], tables.sums[unit, 1], distance[ahead], gain[ahead])
+        positions, count = positions[known], int(gain.numel())
+        learnt(tables, unit, positions, gain - 0.5 / max(1, count), decay)
         if bool(refresh[unit]) or float(tables.scale[unit]) == 1.0:
             tables.refresh(unit)
+
+
+def learnt(tables: ScoreTables, unit: int, positions: Tensor, gain: Tensor, decay: float) -> None:
+    """One unit's tables decay, and ``positions`` int64 [m] gain ``gain`` fp32 [m], true values."""
+    _decay(tables, unit, decay)
+    gain = gain / float(tables.scale[unit])
+    _add(tables.vertical[unit], tables.vertical_max[unit], tables.sums[unit, 0], positions - tables.first, gain)
+    distance = int(tables.row[unit]) - positions
+    ahead = distance >= 0
+    _add(tables.slash[unit], tables.slash_max[unit], tables.sums[unit, 1], distance[ahead], gain[ahead])
 
 
 @lru_cache(maxsize=64)

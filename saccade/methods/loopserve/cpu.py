@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import Call, native
+from saccade.ops.scores import NOT_FINITE
 from saccade.selection import Shape
 
 
@@ -32,9 +34,12 @@ def cover_rows(
         counts=counts.data_ptr(),
     )
     cpu.kernels().cover_rows(call.threads, call.pool, call.table, call.queries(0, shape.q_len), covers)
+    chosen = counts.tolist()
+    if any(columns < 0 for columns, _ in chosen):
+        raise ModelError(NOT_FINITE)
     return [
         (lines[0, head, :columns].clone(), lines[1, head, :distances].clone())
-        for head, (columns, distances) in enumerate(counts.tolist())
+        for head, (columns, distances) in enumerate(chosen)
     ]
 
 

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.methods.loopserve import cpu as kernels
 from saccade.ops import cpu
-from saccade.ops.scores import row_weights
+from saccade.ops.scores import NOT_FINITE, row_weights
 from saccade.selection import Shape
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,9 +40,11 @@ def cover_lines(weights: Tensor, positions: Tensor, first: int, share: float, ov
     forces no line: lines in order of their whole weight, the heaviest of both kinds compared by weight per cell after
     subtracting the greatest entry of every line of the other kind, as if each crossing lay in the sample. What it
     counts as recovered is a lower bound that may fall below 0, and then it ends with every line. Diagonal 0 joins it,
-    at the end, only where the first row would be left without keys.
+    at the end, only where the first row would be left without keys. ModelError where weights are NaN.
     """
     weights, positions = weights.cpu(), positions.cpu()
+    if not bool(weights.sum().isfinite()):
+        raise ModelError(NOT_FINITE)
     if overlap == "exact" and cpu.available():
         return LineCover(*kernels.cover(weights, positions, first, share))
     rows = weights.numpy()

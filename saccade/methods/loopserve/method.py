@@ -45,12 +45,15 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.loopserve import device
 from saccade.methods.loopserve.line_cover import cover_rows
+from saccade.methods.loopserve.recorded import ChosenLines, RecordedLines
 from saccade.methods.state import MethodState
 from saccade.ops.scores import line_sums, row_weights, top_places
 from saccade.selection import Dense, Lines, Selection, Shape, Tokens
 from saccade.selection.csr import offsets_of
+from saccade.selection.plan import DevicePlan, PlanSpec
 
 
 @dataclass
@@ -185,6 +188,12 @@ class LoopServe(Method):
             return top_places(columns, self.budget)
         slashes[:, 0] = -1.0  # the row's own key
         return top_places(torch.cat([columns, slashes], 1), self.budget)
+
+    def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        return DevicePlan.alike(self, spec, ChosenLines.of(self, spec))
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return RecordedLines(opening, self)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LoopServeState) -> None:
         state.rows = torch.cat([state.rows, query.q], 1)[:, -self.n_d :]

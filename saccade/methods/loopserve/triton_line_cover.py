@@ -40,8 +40,8 @@ def cover_marks(
 
 def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple[Tensor, Tensor]:
     """Lines that recover ``share`` of ``weights`` fp32 [heads, m, n], the causal softmax rows at ``positions`` (int64
-    [m], rising, within ``first .. n - 1``): which columns, which distances, bool [heads, n]. ``weights`` is
-    overwritten."""
+    [m], rising, within ``first .. n - 1``): which columns, which distances, bool [heads, n]; every column where weights
+    are NaN. ``weights`` is overwritten."""
     heads, m, n = written("weights", weights, torch.float32).shape
     positions = flat(positions, torch.int64)
     device = weights.device
@@ -49,6 +49,7 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple
     gains[0] = weights.sum(1, dtype=torch.float64)
     span = min(2048, pad(n))
     _sum_distances[(triton.cdiv(n, span), heads)](weights, positions, gains[1], m, n, SPAN=span, num_warps=4)
+    spoilt = ~gains[0].sum(1, keepdim=True).isfinite()  # such a head reads everything, and so says NaN itself
     number = torch.arange(n, device=device)
     cells = torch.clamp(n - number, max=n - first).to(torch.int32).expand(2, heads, n).contiguous()
     marks = torch.zeros(2, heads, n, dtype=torch.int8, device=device)
@@ -67,7 +68,7 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple
         SPAN=4096 if n > 2048 else 2048,
         num_warps=WARPS if n > 2048 else 8,
     )
-    return marks[0].bool(), marks[1].bool()
+    return marks[0].bool() | spoilt, marks[1].bool()
 
 
 @triton.jit(do_not_specialize=["m", "n"])

@@ -33,6 +33,9 @@ class MagicPIG(Method):
     name: ClassVar[str] = "magicpig"
     paper: ClassVar[str] = "MagicPIG, arXiv:2410.16179"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    host_only: ClassVar[str | None] = (
+        "no batched kernel looks up its hash tables, or weighs what it drew by the chance of that"
+    )
 
     bits: int = 10
     tables: int = 150

@@ -25,8 +25,8 @@ from saccade.selection.plan import BestBlocks, RankedBlocks
 @dataclass(frozen=True)
 class Summaries:
     """Where each row's summaries of full blocks lie: ``pointers`` int64 [rows] to [blocks, 2, kv_heads, head_dim] of
-    the keys' dtype, contiguous, with room for the block that the row may fill; ``kind`` "cuboid" or "minmax" (see
-    kv.summaries)."""
+    the keys' dtype, contiguous, with room for the block that the row may fill; ``kind`` "cuboid" or "minmax", or
+    "stored_mean" with one part instead of two (see kv.summaries)."""
 
     pointers: Tensor
     size: int
@@ -57,6 +57,7 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
         PAGE=pages.k.shape[2],
         SIZE=0 if summaries is None else summaries.size,
         CUBOID=summaries is not None and summaries.kind == "cuboid",
+        MEAN=summaries is not None and summaries.kind == "stored_mean",
         num_warps=2,
         **launched(k.device),
     )
@@ -155,7 +156,7 @@ def band_lists(pages: Pages, sinks: Tensor, window: Tensor, longest: int) -> Key
 def _append(
     k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride, table_head,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
-    CUBOID: tl.constexpr,
+    CUBOID: tl.constexpr, MEAN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -181,14 +182,18 @@ def _append(
                 keys = tl.load(k_pool + offset, mask=before[:, None] & real[None, :], other=0.0)
                 keys = tl.where(before[:, None], keys.to(tl.float32), k.to(tl.float32)[None, :])
                 high, low = tl.max(keys, 0), tl.min(keys, 0)
+                if MEAN:
+                    high = tl.sum(keys, 0) / SIZE
+                PARTS: tl.constexpr = 1 if MEAN else 2
                 if CUBOID:
                     center = (high + low) / 2
                     spread = tl.sum(tl.abs(center[None, :] - keys), 0) / SIZE
                     high, low = center + spread, center - spread
                 base = tl.load(pointers + row).to(tl.pointer_type(k_pool.dtype.element_ty))
                 block = (at // SIZE).to(tl.int64)
-                tl.store(base + (block * 2 * KV_HEADS + kv_head) * D + channel, high.to(k.dtype), mask=real)
-                tl.store(base + ((block * 2 + 1) * KV_HEADS + kv_head) * D + channel, low.to(k.dtype), mask=real)
+                tl.store(base + (block * PARTS * KV_HEADS + kv_head) * D + channel, high.to(k.dtype), mask=real)
+                if not MEAN:
+                    tl.store(base + ((block * 2 + 1) * KV_HEADS + kv_head) * D + channel, low.to(k.dtype), mask=real)
 
 
 @triton.jit(do_not_specialize=["blocks"])

@@ -147,12 +147,13 @@ def _unread_ranking(ranking: Ranking) -> str | None:
 
 def attend_ranking(
     q: Tensor, kv: KVView, ranking: Ranking, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor, Blocks]:
-    """``q`` [heads, 1, head_dim]: like :func:`attend`, and the blocks that the rule let it use."""
+) -> tuple[Tensor, Tensor, Blocks, Tensor]:
+    """``q`` [heads, 1, head_dim]: like :func:`attend`, the blocks that the rule let it use, and its estimate of each
+    unit's coverage at the end, fp32 [units], on the device."""
     ranking = ranking.to(q.device)
     pages = pages_of([kv.upto(ranking.shape.q_start + 1)])
     rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
-    out, lse, used, *_ = attend_progressive(
+    out, lse, used, _, coverage = attend_progressive(
         q[:, 0][None],
         pages,
         ranking.always,
@@ -167,7 +168,8 @@ def attend_ranking(
     rank = torch.arange(ranking.order.shape[1], device=q.device)
     taken.scatter_(1, ranking.order.long(), (rank < used[:, None] * ranking.microbatch).to(torch.int8))
     taken.scatter_(1, ranking.always.long(), 1)
-    return out[0][:, None], lse[0][:, None], compact(ranking.shape, ranking.block_size, taken[:, None])
+    blocks_read = compact(ranking.shape, ranking.block_size, taken[:, None])
+    return out[0][:, None], lse[0][:, None], blocks_read, coverage
 
 
 def pages_of(views: list[KVView]) -> Pages:

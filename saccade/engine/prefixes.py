@@ -1,0 +1,231 @@
+"""Prefixes shared: a sequence that begins as another one does goes on from that one's keys and values.
+
+What is shared is what a run of its own would have stored. That hangs on the tokens, and on how they were computed (an
+:class:`Origin`). Dense prefills, and dense decode steps after them, share whole blocks. What a sparse prefill selected
+for a row may hang on the later rows of its chunk, so it shares whole chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from saccade.engine.request import Request
+from saccade.engine.sequence import Sequence, Span
+from saccade.kv.blocks import BlockManager
+from saccade.kv.sequence import SequenceKV
+
+MOST_KEPT = 1024  # prefixes of ended requests
+
+
+class Origin(NamedTuple):
+    """What decides on stored keys and values beside the tokens: the prefill method and window (their texts), the regime
+    of the rotary factors, and ``salt``: requests with unequal ones share nothing."""
+
+    prefill: str
+    window: str
+    regime: int
+    salt: str
+
+
+class _Donor:
+    """A sequence that lends, or what is kept of one that ended (``kv`` of all of ``tokens``)."""
+
+    def __init__(self, origin: Origin, tokens: list[int], sequence: Sequence | None, kv: SequenceKV | None) -> None:
+        self.origin, self.tokens, self.sequence, self.kept = origin, tokens, sequence, kv
+        self.hashes: list[int] = []
+        self.counted = False  # among the queries
+
+    @property
+    def kv(self) -> SequenceKV:
+        if self.kept is not None:
+            return self.kept
+        assert self.sequence is not None
+        return self.sequence.memory.kv
+
+
+class Found(NamedTuple):
+    """``length`` tokens can be had of ``donor`` now; ``later``, if more, once a request that runs has computed them."""
+
+    donor: _Donor | None
+    length: int
+    later: int
+
+
+class PrefixCache:
+    """Finds and keeps prefixes in the blocks of ``pool``. ``chunk``: rows of a prefill step. The least recently used is
+    given up first, as soon as anybody needs its blocks.
+
+    ``queries``: prompt tokens that were looked up; ``hits``: those of them that did not have to be computed.
+    """
+
+    def __init__(self, pool: BlockManager, chunk: int, rope_regime: Callable[[int], int]) -> None:
+        self.pool, self.chunk, self.rope_regime = pool, chunk, rope_regime
+        self.queries = self.hits = 0
+        self._size = pool.format.block_size
+        self._kept: OrderedDict[int, _Donor] = OrderedDict()
+        self._live: WeakKeyDictionary[Sequence, _Donor] = WeakKeyDictionary()
+        self._places: dict[int, list[_Donor]] = {}  # by the hash of all tokens up to a block's end
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def lend(self, request: Request, running: Collection[Request]) -> bool:
+        """Let a request that has computed nothing go on from the longest prefix that is stored. False where it had
+        better wait: one of those ``running`` is about to have a whole chunk of what it would compute, or half of it."""
+        sequence = request.sequence
+        most = self._most(request)
+        if most == 0 or sequence.computed:
+            return True
+        own = self._enter(sequence)
+        found, stop = self._find(own, most, running), sequence.spans[0].stop
+        if found.later - found.length >= min(self.chunk, -(-(stop - found.length) // 2)):
+            return False
+        if not own.counted:
+            own.counted = True
+            self.queries += stop
+        if sequence.reached == 0:  # else it has been here before, and gave its blocks up
+            self.hits += found.length
+            request.report.cached_tokens = found.length
+        if found.donor is not None:
+            sequence.go_on_from(found.donor.kv, found.length)
+            self._used(found.donor)
+        return True
+
+    def leave(self, sequence: Sequence, keep: bool = False) -> None:
+        """A sequence ends; with ``keep``, what others can go on from stays. Its memory is the caller's to drop."""
+        donor = self._live.pop(sequence, None)
+        if donor is None:
+            return
+        self._forget(donor)
+        length = self._usable(donor)
+        if keep and length:
+            kept = _Donor(donor.origin, sequence.tokens[:length], None, sequence.memory.kv.fork(length))
+            self._remember(kept, length)
+            self._kept[id(kept)] = kept
+            while len(self._kept) > MOST_KEPT:
+                self.evict()
+
+    def evict(self) -> bool:
+        """Give up the prefix of an ended request that was used least recently; False where there is none."""
+        if not self._kept:
+            return False
+        _, donor = self._kept.popitem(last=False)
+        self._forget(donor)
+        donor.kv.free()
+        return True
+
+    def clear(self) -> None:
+        """Give up all that is kept of ended requests."""
+        while self.evict():
+            pass
+
+    def _most(self, request: Request) -> int:
+        """How many tokens a request may take over: its prefill computes at least the last one, and what its decode
+        method wants to see. 0 for a method that follows the whole prefill, and where the prompt's log-probabilities are
+        wanted."""
+        first, method = request.sequence.spans[0], request.policy.decode
+        if not _shares(first) or method.watches or request.params.prompt_logprobs is not None:
+            return 0
+        return self._whole(first, first.stop - max(1, method.tail_rows))
+
+    def _whole(self, span: Span, length: int) -> int:
+        """The part of ``length`` tokens of a prefill that is shared whole."""
+        step = self._size if span.policy.prefill.is_dense else math.lcm(self.chunk, self._size)
+        return max(0, length) // step * step
+
+    def _usable(self, donor: _Donor) -> int:
+        """Tokens that others can go on from."""
+        sequence = donor.sequence
+        if sequence is None:
+            return len(donor.tokens)
+        if not sequence.spans or not _shares(sequence.spans[0]):
+            return 0
+        first, stop = sequence.spans[0], 0
+        for span in sequence.spans:
+            if span is not first and not _goes_on(first, span):
+                break
+            if self.rope_regime(span.stop) != donor.origin.regime:
+                break
+            stop = span.stop
+        return self._whole(first, min(stop, sequence.computed))
+
+    def _enter(self, sequence: Sequence) -> _Donor:
+        """The sequence as one that lends, too, from now on."""
+        donor = self._live.get(sequence)
+        first = sequence.spans[0]
+        origin = Origin(
+            first.policy.prefill.text,
+            "" if first.policy.window is None else first.policy.window.text,
+            self.rope_regime(first.stop),
+            sequence.salt,
+        )
+        if donor is None or donor.origin != origin:
+            if donor is not None:
+                self._forget(donor)
+            donor = self._live[sequence] = _Donor(origin, sequence.tokens, sequence, None)
+            self._remember(donor, first.stop)
+        return donor
+
+    def _find(self, asking: _Donor, most: int, running: Collection[Request]) -> Found:
+        deep: list[list[_Donor]] = []
+        for place in asking.hashes[: most // self._size]:
+            holders = [one for one in self._places[place] if one is not asking]
+            if not holders:
+                break
+            deep.append(holders)
+        assert asking.sequence is not None
+        span, later = asking.sequence.spans[0], 0
+        for blocks in range(len(deep), 0, -1):
+            length = self._whole(span, blocks * self._size)
+            if length < blocks * self._size:
+                continue
+            for donor in reversed(deep[blocks - 1]):
+                if donor.origin != asking.origin or donor.tokens[:length] != asking.tokens[:length]:
+                    continue
+                if self._usable(donor) >= length:
+                    return Found(donor, length, later)
+                if not later and donor.sequence is not None and donor.sequence.turn in running:
+                    later = min(length, self._whole(span, donor.sequence.spans[0].stop))
+        return Found(None, 0, later)
+
+    def _used(self, donor: _Donor) -> None:
+        if id(donor) in self._kept:
+            self._kept.move_to_end(id(donor))
+
+    def _remember(self, donor: _Donor, length: int) -> None:
+        donor.hashes = list(_chain(donor.origin, donor.tokens, length, self._size))
+        for place in donor.hashes:
+            self._places.setdefault(place, []).append(donor)
+
+    def _forget(self, donor: _Donor) -> None:
+        for place in donor.hashes:
+            holders = self._places[place]
+            holders.remove(donor)
+            if not holders:
+                del self._places[place]
+        donor.hashes = []
+
+
+def _shares(span: Span) -> bool:
+    """Whether a sequence that begins with this span has keys and values that others would have. A freeze counts from
+    the prompt's end."""
+    return span.start == 0 and span.phase == "prefill" and span.policy.freeze is None
+
+
+def _goes_on(first: Span, span: Span) -> bool:
+    """Whether a later span stores what a longer first one, a dense prefill, would have stored."""
+    same = span.policy.window == first.policy.window and span.policy.freeze is None
+    method = span.policy.prefill if span.phase == "prefill" else span.policy.decode
+    return same and first.policy.prefill.is_dense and method.is_dense
+
+
+def _chain(origin: Origin, tokens: list[int], length: int, size: int) -> Iterator[int]:
+    """For each whole block of the first ``length`` tokens a hash of all up to its end, and of the origin."""
+    place = hash(origin)
+    for start in range(0, length - size + 1, size):
+        place = hash((place, *tokens[start : start + size]))
+        yield place

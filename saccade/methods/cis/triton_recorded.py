@@ -1,0 +1,371 @@
+"""CIS in recorded steps: who resembles whom, what sharers read, and what searchers will share, for many rows at once.
+Means what sharing.py means. Anchors lie in the rows' states, one place for each step of a block, so that a step writes
+its own place alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.methods.triton_topk import budget_of
+from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.batched_tokens import BOUNDS, least_taken
+from saccade.ops.triton.common import begin, launched, pad
+
+# Words of a row: numbers, then addresses.
+TURN, STEPS, BY_POSITION, K, SINKS, LOCAL, REACH, BEST, FOLLOW, GAP = range(10)
+DIRECTIONS, HAS, COUNTS, KEYS, POSITIONS, MOVING, CAPACITY, MOST = range(10, 18)
+NONE = 2**31 - 1  # behind every position
+
+_WORDS = {
+    "W_TURN": TURN, "W_STEPS": STEPS, "W_POS": BY_POSITION, "W_K": K, "W_SINKS": SINKS, "W_LOCAL": LOCAL,
+    "W_REACH": REACH, "W_BEST": BEST, "W_FOLLOW": FOLLOW, "W_GAP": GAP, "W_DIR": DIRECTIONS, "W_HAS": HAS,
+    "W_COUNTS": COUNTS, "W_KEYS": KEYS, "W_AT": POSITIONS, "W_MOVING": MOVING, "W_CAP": CAPACITY, "W_MOST": MOST,
+}  # fmt: skip
+
+
+class Resembled(NamedTuple):
+    """int8 [rows * units] who is ``searching``; int32 [rows * units] the place of ``whose`` keys it shares, -2 where a
+    row reads everything; ``bounds`` as ops.triton.batched_tokens.choose_keys takes them."""
+
+    searching: Tensor
+    whose: Tensor
+    bounds: Tensor
+
+
+def resemble(rows: LayerRows, units: int, hidden: Tensor) -> Resembled:
+    """Write each row's directions to its place, and find the latest anchor of its block that each unit resembles."""
+    q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
+    count, heads, head_dim = q.shape
+    device = q.device
+    found = Resembled(
+        torch.empty(count * units, dtype=torch.int8, device=device),
+        torch.empty(count * units, dtype=torch.int32, device=device),
+        torch.empty(count, BOUNDS, dtype=torch.int32, device=device),
+    )
+    _resemble[(units, count)](
+        q,
+        rows.words,
+        rows.reals,
+        rows.pages.lengths,
+        hidden,
+        *found,
+        q.stride(0),
+        q.stride(1),
+        rows.words.stride(0),
+        rows.reals.stride(0),
+        **_WORDS,
+        HEAD=head_dim,
+        EACH=heads // units,
+        UNITS=units,
+        WIDTH=pad(heads // units * head_dim),
+        num_warps=4,
+        **launched(device),
+    )
+    return found
+
+
+def share(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor) -> None:
+    """The lists (see choose_keys) of those who do not search."""
+    _share[(units, count := rows.count)](
+        rows.words,
+        rows.pages.lengths,
+        *found,
+        counts,
+        indices,
+        rows.words.stride(0),
+        indices.shape[1],
+        **_WORDS,
+        UNITS=units,
+        SPAN=1024,
+        num_warps=4,
+        **launched(rows.q.device),
+    )
+    assert count
+
+
+def keep(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor, weights: Tensor) -> None:
+    """Make the searchers anchors, by what they read and its ``weights`` float32 [rows * units, room]."""
+    device = rows.q.device
+    marks = torch.empty(rows.count * units, rows.pages.longest, dtype=torch.int8, device=device)
+    _keep[(units, rows.count)](
+        rows.words,
+        rows.reals,
+        rows.pages.lengths,
+        found.searching,
+        found.bounds,
+        counts,
+        indices,
+        weights,
+        marks,
+        rows.words.stride(0),
+        rows.reals.stride(0),
+        indices.shape[1],
+        weights.stride(0),
+        marks.shape[1],
+        **_WORDS,
+        UNITS=units,
+        SPAN=2048,
+        num_warps=8,
+        **launched(device),
+    )
+
+
+@triton.jit
+def _place(own, length, W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr):
+    """Which step of its block a row is at, from 0."""
+    step = length.to(tl.int64) - 1 - tl.load(own + W_TURN)
+    step = tl.where(tl.load(own + W_POS) != 0, length.to(tl.int64) - 1, step)
+    return (step % tl.load(own + W_STEPS)).to(tl.int32)
+
+
+@triton.jit
+def _budget(own, reals, length, W_K: tl.constexpr):
+    return budget_of(tl.minimum(tl.load(own + W_K), 1 << 30).to(tl.int32), tl.load(reals + 1), length)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "real_row"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "hidden", "searching", "whose", "bounds"],
+)
+def _resemble(
+    q_ptr, words, reals, lengths, hidden, searching, whose, bounds, q_row, q_head, word_row, real_row,
+    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
+    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
+    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
+    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    HEAD: tl.constexpr, EACH: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * UNITS + unit
+    length = tl.load(lengths + row)
+    low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
+    first, last, take = length, length, tl.full([], 0, tl.int32)
+    found, search = tl.full([], -2, tl.int32), tl.full([], 0, tl.int32)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        reals += row.to(tl.int64) * real_row
+        sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
+        local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
+        k = _budget(own, reals, length, W_K)
+        at = _place(own, length, W_TURN, W_STEPS, W_POS)
+        has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
+        positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
+        if length.to(tl.int64) > sinks.to(tl.int64) + k + local:
+            CHANNELS: tl.constexpr = HEAD * EACH
+            directions = tl.load(own + W_DIR).to(tl.pointer_type(tl.float32))
+            channel = tl.arange(0, WIDTH)
+            real = channel < CHANNELS
+            head = unit * EACH + channel // HEAD
+            q = tl.load(
+                q_ptr + row.to(tl.int64) * q_row + head.to(tl.int64) * q_head + channel % HEAD, mask=real, other=0.0
+            ).to(tl.float32)
+            direction = q / tl.maximum(tl.sqrt(tl.sum(q * q, 0)), 1e-38)
+            tl.store(directions + (at * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=real)
+            tau = tl.load(reals).to(tl.float32)
+            found = tl.full([], -1, tl.int32)
+            for number in tl.range(0, at):
+                place = number * UNITS + unit
+                other = tl.load(directions + place.to(tl.int64) * CHANNELS + channel, mask=real, other=0.0)
+                alike = (tl.sum(direction * other, 0) > tau) & (tl.load(has + place) != 0)
+                found = tl.where(alike, number, found)
+            search = (found < 0).to(tl.int32)
+            first, take = sinks, k
+            last = length - local
+            if high > 0:
+                first, last = tl.minimum(sinks, low), tl.maximum(last, high)
+        tl.store(has + at * UNITS + unit, search.to(tl.int8))
+        tl.store(positions + at, length.to(tl.int64) - 1)
+    tl.store(searching + entry, search.to(tl.int8))
+    tl.store(whose + entry, found)
+    tl.store(bounds + row * 5, first)  # by all units alike
+    tl.store(bounds + row * 5 + 1, last)
+    tl.store(bounds + row * 5 + 2, low)
+    tl.store(bounds + row * 5 + 3, high)
+    tl.store(bounds + row * 5 + 4, take)
+
+
+@triton.jit
+def _listed_at(keys, count, key):
+    """Whether each ``key`` is among the first ``count`` of ``keys``, which rise."""
+    left = tl.zeros(key.shape, tl.int32)
+    size = tl.zeros(key.shape, tl.int32) + count
+    for _ in tl.range(0, 32):
+        half = size // 2
+        middle = tl.load(keys + left + half, mask=size > 0, other=0)
+        right = (size > 0) & (middle < key)
+        left = tl.where(right, left + half + 1, left)
+        size = tl.where(right, size - half - 1, half)
+    return (left < count) & (tl.load(keys + left, mask=left < count, other=0) == key)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "room"],
+    do_not_specialize_on_alignment=["words", "lengths", "searching", "whose", "bounds", "counts"],
+)
+def _share(
+    words, lengths, searching, whose, bounds, counts, indices, word_row, room,
+    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
+    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
+    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
+    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * UNITS + unit
+    if tl.load(searching + entry) == 0:
+        length, found = tl.load(lengths + row), tl.load(whose + entry)
+        first, last = tl.load(bounds + row * 5), tl.load(bounds + row * 5 + 1)
+        low, high = tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3)
+        out = indices + entry.to(tl.int64) * room
+        at = tl.arange(0, SPAN)
+        placed = 0
+        for start in tl.range(0, first, SPAN):  # everything, where the row reads everything
+            key = start + at
+            seen = (key < first) & ((key < low) | (key >= high))
+            tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+            placed += tl.sum(seen.to(tl.int32), 0)
+        if found >= 0:
+            own = words + row.to(tl.int64) * word_row
+            local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
+            sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
+            capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
+            position = tl.load(tl.load(own + W_AT).to(tl.pointer_type(tl.int64)) + found).to(tl.int32)
+            place = (found * UNITS + unit).to(tl.int64)
+            size = tl.load(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place)
+            keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
+            for start in tl.range(0, size, SPAN):
+                key = tl.load(keys + start + at, mask=start + at < size, other=0)
+                seen = (start + at < size) & ((key < low) | (key >= high))
+                tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+                placed += tl.sum(seen.to(tl.int32), 0)
+            end = length - local  # of what is not forced
+            left = tl.where(tl.load(own + W_GAP) != 0, position + 1 - local, end)  # keys that were local then
+            for start in tl.range(left, end, SPAN):
+                key = start + at
+                seen = (key < end) & ((key < low) | (key >= high))
+                tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+                placed += tl.sum(seen.to(tl.int32), 0)
+            follow = tl.minimum(tl.load(own + W_FOLLOW), length.to(tl.int64)).to(tl.int32)
+            if follow >= 0:
+                moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
+                steps = length - 1 - position
+                wide = 2 * follow + 1
+                for start in tl.range(0, most.to(tl.int32) * wide, SPAN):
+                    number = (start + at) // wide
+                    inside = number < most
+                    best = tl.load(moving + number, mask=inside, other=2147483647)
+                    before = tl.load(moving + number - 1, mask=inside & (number > 0), other=-2147483647)
+                    inside = inside & (best != 2147483647)
+                    best = tl.where(inside, best, 0)
+                    away = steps + (start + at) % wide - follow
+                    key = best + away
+                    seen = inside & (key >= sinks) & (key < end) & ((key < low) | (key >= high))
+                    # Not what the best key before this one brings, nor what is listed already.
+                    seen = seen & ((number == 0) | (key - steps - follow > before))
+                    seen = seen & ((key < left) | (key >= end))
+                    seen = seen & (_listed_at(keys, size, tl.where(seen, key, 0)) == 0)
+                    tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+                    placed += tl.sum(seen.to(tl.int32), 0)
+        for start in tl.range(last, length, SPAN):
+            tl.store(out + placed + start - last + at, start + at, mask=start + at < length)
+        tl.store(counts + entry, placed + length - last)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "real_row", "room", "weight_row", "width"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "searching", "bounds", "counts"],
+)
+def _keep(
+    words, reals, lengths, searching, bounds, counts, indices, weights, marks, word_row, real_row, room, weight_row,
+    width,
+    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
+    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
+    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
+    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Mark the keys between sinks and window that were read, and the neighbours of the heaviest, and list the marks."""
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * UNITS + unit
+    if tl.load(searching + entry) != 0:
+        length = tl.load(lengths + row)
+        own = words + row.to(tl.int64) * word_row
+        reals += row.to(tl.int64) * real_row
+        sinks = tl.load(own + W_SINKS).to(tl.int32)
+        end = length - tl.load(own + W_LOCAL).to(tl.int32)
+        hid, shown = tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3)
+        best = tl.load(own + W_BEST)
+        best = tl.where(best < 0, (_budget(own, reals, length, W_K) // 3).to(tl.int64), best)
+        best = tl.minimum(best, length.to(tl.int64)).to(tl.int32)
+        reach = tl.minimum(tl.load(own + W_REACH), end.to(tl.int64)).to(tl.int32)
+        capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
+        place = (_place(own, length, W_TURN, W_STEPS, W_POS) * UNITS + unit).to(tl.int64)
+        count = tl.load(counts + entry)
+        read = indices + entry.to(tl.int64) * room
+        line = weights + entry.to(tl.int64) * weight_row
+        mine = marks + entry.to(tl.int64) * width
+        at = tl.arange(0, SPAN)
+        for start in tl.range(0, end, SPAN):
+            tl.store(mine + start + at, tl.zeros([SPAN], tl.int8), mask=start + at < end)
+        # Lists rise: what lies between the sinks and the window is one stretch of them.
+        begins, ends = 0, 0
+        for start in tl.range(0, count, SPAN):
+            key = tl.load(read + start + at, mask=start + at < count, other=2147483647)
+            begins += tl.sum((key < sinks).to(tl.int32), 0)
+            ends += tl.sum((key < end).to(tl.int32), 0)
+        wanted = tl.minimum(best, ends - begins)
+        bound = tl.full([], 0, tl.uint32)
+        spare = wanted
+        if (wanted > 0) & (wanted < ends - begins):
+            bound, spare = least_taken(line, begins, ends, 0, 0, wanted, SPAN)
+        tl.debug_barrier()  # others have set the marks to zero
+        level_before, listed = 0, 0
+        moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
+        for start in tl.range(begins, ends, SPAN):
+            inside = start + at < ends
+            key = tl.load(read + start + at, mask=inside, other=0)
+            heavy = inside
+            if wanted < ends - begins:
+                order = _bits(tl.load(line + start + at, mask=inside, other=0.0))
+                level = inside & (order == bound)
+                earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
+                heavy = (inside & (order > bound)) | (level & (earlier <= spare))
+                level_before += tl.sum(level.to(tl.int32), 0)
+            heavy = heavy & (tl.zeros([SPAN], tl.int32) + wanted > 0)
+            tl.store(mine + key, tl.full([SPAN], 1, tl.int8), mask=inside)
+            for away in tl.range(1, reach + 1):
+                tl.store(mine + key + away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key + away < end))
+                tl.store(mine + key - away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key - away >= sinks))
+            number = listed + tl.cumsum(heavy.to(tl.int32), 0) - 1
+            tl.store(moving + number, key, mask=heavy & (number < most))
+            listed += tl.sum(heavy.to(tl.int32), 0)
+        for start in tl.range(listed, most.to(tl.int32), SPAN):
+            tl.store(moving + start + at, tl.full([SPAN], 2147483647, tl.int32), mask=start + at < most)
+        tl.debug_barrier()  # others have marked keys
+        shared = 0
+        keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
+        for start in tl.range(0, end, SPAN):
+            key = start + at
+            marked = tl.load(mine + key, mask=key < end, other=0) != 0
+            marked = marked & ((key < hid) | (key >= shown))
+            number = shared + tl.cumsum(marked.to(tl.int32), 0) - 1
+            tl.store(keys + number, key, mask=marked & (number < capacity))
+            shared += tl.sum(marked.to(tl.int32), 0)
+        tl.store(
+            tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place, tl.minimum(shared, capacity.to(tl.int32))
+        )
+
+
+@triton.jit
+def _bits(value):
+    """uint32 that order as the float32 ``value`` do."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)

@@ -1,0 +1,73 @@
+"""What recorded decode steps know of one sequence: numbers, and memory of its own that kernels find by address.
+
+A method's readings (selection.plan.OwnReading) get, a row and layer each, so many ``words`` and ``reals``: numbers of
+the method, and addresses of tensors that the state holds. What kernels write is idempotent: a step that broke off and
+runs again, here or on the host path, finds what it would have found at first. So a kernel overwrites what belongs to
+its own position, and what cannot be overwritten (a sum) is done by the step after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from saccade.kv.sequence import SequenceKV
+from saccade.selection.plan import MOST, PlanSpec
+
+WORDS = 32  # int64 a row and layer, at most
+REALS = 8  # float64
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """What a device state is opened with: ``states``, the host path's, one a layer; the sequence's ``kv``; the model's
+    ``spec``; the position ``turn`` of the turn's first decode row; and ``length``, the keys of the row that comes
+    next."""
+
+    states: Sequence[Any]
+    kv: SequenceKV
+    spec: PlanSpec
+    turn: int
+    length: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.kv.pool.storage.device
+
+
+class DeviceState:
+    """Base: without numbers and memory. ``room``: rows of up to so many keys need no :meth:`grow`. ``length``: the
+    tokens that steps have stored, told by whoever runs them once a step has ended well."""
+
+    room: int = MOST
+
+    def __init__(self, opening: Opening) -> None:
+        self.states, self.length = list(opening.states), opening.length - 1
+
+    def words(self, layer: int) -> Sequence[int]:
+        """Whole numbers and addresses, at most ``WORDS``."""
+        return ()
+
+    def reals(self, layer: int) -> Sequence[float]:
+        """At most ``REALS``."""
+        return ()
+
+    def grow(self, length: int) -> None:
+        """Make room for rows of ``length`` keys; addresses may change."""
+
+    def reads_all(self, length: int) -> bool:
+        """Whether a row of ``length`` keys reads everything although its reading does not know: where the state has
+        left nothing out yet."""
+        return False
+
+    def notes(self, length: int) -> Sequence[str]:
+        """Sentences for the report of a request that has come to ``length`` keys."""
+        return ()
+
+    def settle(self, length: int) -> list[Any]:
+        """The states of all layers as the host path has them when ``length`` tokens are stored, whatever a step that
+        broke off has written since; this one is done."""
+        return self.states

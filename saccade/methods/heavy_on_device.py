@@ -1,0 +1,102 @@
+"""H2O in recorded steps (methods/h2o.py): the sums of a step's weights are taken in by the step after, so that a step
+that breaks off adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from saccade.methods.device_state import DeviceState, Opening
+from saccade.selection.plan import OwnReading
+
+if TYPE_CHECKING:
+    from saccade.methods.h2o import Heavy
+
+
+@dataclass(frozen=True)
+class HeavyKeys(OwnReading):
+    """The keys that each of ``units`` has left, and the row's own."""
+
+    units: int
+
+    def read(self, rows: Any) -> Any:
+        from saccade.methods.triton_heavy import advance
+        from saccade.ops.triton.batched_rows import LayerRead
+        from saccade.ops.triton.batched_weights import weigh_lists
+
+        lists, pending = advance(rows, self.units)
+        out, lse = rows.attend(lists)
+        weigh_lists(rows, lists, lse, rows.pages.lengths.view(torch.float32), pending)
+        return LayerRead(out, lse, lists)
+
+
+@dataclass(eq=False)
+class _Layer:
+    """Lists with room for one entry more than the budget: see triton_heavy.advance."""
+
+    keys: Tensor
+    sums: Tensor
+    pending: Tensor
+    marks: Tensor
+
+
+class HeavyLists(DeviceState):
+    """Of ``Heavy`` states, which end with it: ``settle`` makes new ones."""
+
+    def __init__(self, opening: Opening, forgotten: str) -> None:
+        super().__init__(opening)
+        self._forgotten = forgotten
+        self._layers = [_opened(state, opening.device) for state in self.states]
+
+    def words(self, layer: int) -> Sequence[int]:
+        own, state = self._layers[layer], self.states[layer]
+        tensors = (own.keys, own.sums, own.pending, own.marks)
+        return *(one.data_ptr() for one in tensors), own.keys.shape[1], state.budget, state.recent
+
+    def reads_all(self, length: int) -> bool:
+        return any(
+            length - 1 <= state.budget and all(len(kept) == state.length for kept in state.positions)
+            for state in self.states
+        )
+
+    def notes(self, length: int) -> Sequence[str]:
+        kept = max(len(one) for state in self.states for one in state.positions)
+        evicts = any(kept + length - state.length > state.budget for state in self.states)
+        return (self._forgotten,) if evicts else ()
+
+    @torch.inference_mode()
+    def settle(self, length: int) -> list[Any]:
+        return [_settled(own, state, length) for own, state in zip(self._layers, self.states)]
+
+
+def _opened(state: Heavy, device: torch.device) -> _Layer:
+    units, room = len(state.positions), state.budget + 2
+    own = _Layer(
+        torch.zeros(units, room, dtype=torch.int32, device=device),
+        torch.zeros(units, room, device=device),
+        torch.zeros(units, room, device=device),
+        torch.zeros(units, 3, dtype=torch.int64, device=device),
+    )
+    for unit, (kept, sums) in enumerate(zip(state.positions, state.sums)):
+        own.keys[unit, : len(kept)] = kept.to(torch.int32)
+        own.sums[unit, : len(kept)] = sums
+    sizes = [[len(kept), state.length, state.length] for kept in state.positions]
+    own.marks.copy_(torch.tensor(sizes, dtype=torch.int64, device="cpu"))
+    return own
+
+
+def _settled(own: _Layer, state: Heavy, length: int) -> Heavy:
+    positions, sums = [], []
+    for unit, (count, known, weighed) in enumerate(own.marks.tolist()):
+        keys, order = own.keys[unit, :count].sort()
+        sum_ = own.sums[unit, :count] + (own.pending[unit, :count] if weighed < known <= length else 0.0)
+        left = keys < length  # a step that failed has listed its own key
+        positions.append(keys[left].long())
+        sums.append(sum_[order][left])
+    made = type(state)(positions, length, sums, state.budget, state.recent)
+    made.shrink()
+    return made

@@ -1,0 +1,279 @@
+"""Labels in recorded steps: each row's new key is labelled, all its labels are scored (see store.py)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.common import begin, launched, pad, processors
+from saccade.ops.triton.decode import KeyLists
+
+KEYS = 64  # scored in one go
+
+# Words of a row from LABELS on: the addresses of int64 channels [kv_heads, r], of codes and of ranges; their room in
+# tiles, or keys where labels are whole. Before them come the method's own.
+LABELS = 3
+
+
+def label_keys(rows: LayerRows, channels: int, bits: int) -> None:
+    """Label the last key of each row by ``channels`` of its channels in ``bits`` each (16: as they are)."""
+    _label[(rows.kv_heads, rows.count)](
+        rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, *rows.pages.table_strides,
+        rows.words.stride(0), KV_HEADS=rows.kv_heads, D=rows.q.shape[2], PAGE=rows.pages.k.shape[2], COUNT=channels,
+        HALF=pad((channels + 1) // 2, 1), BITS=bits, num_warps=1, **launched(rows.q.device),
+    )  # fmt: skip
+
+
+def score_labels(rows: LayerRows, units: int, channels: int, bits: int, active: Tensor | None = None) -> Tensor:
+    """``Labels.scores`` of every row: float32 [rows, units, n]; of units that are ``active`` (int8 [rows * units]), all
+    by default."""
+    q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
+    width, device = rows.pages.longest, q.device
+    scores = torch.empty(rows.count, units, width, dtype=torch.float32, device=device)
+    splits = max(1, min(triton.cdiv(width, KEYS), triton.cdiv(16 * processors(device), units * rows.count)))
+    _score_labels[(splits, units, rows.count)](
+        q, rows.pages.lengths, rows.words, rows.pages.lengths if active is None else active, scores, q.stride(0),
+        q.stride(1), rows.words.stride(0), width, HEADS=rows.heads, KV_HEADS=rows.kv_heads, UNITS=units, COUNT=channels,
+        HALF=pad((channels + 1) // 2, 1), BITS=bits, KEYS=KEYS, CHOSEN=active is not None, num_warps=4,
+        **launched(device),
+    )  # fmt: skip
+    return scores
+
+
+@triton.jit
+def _channel_numbers(own, kv_head, COUNT: tl.constexpr, HALF: tl.constexpr, LABELS_AT: tl.constexpr):
+    """The channels of a KV head, the even and the odd ones, and which there are."""
+    channels = tl.load(own + LABELS_AT).to(tl.pointer_type(tl.int64)) + kv_head * COUNT
+    plane = tl.arange(0, HALF)
+    even, odd = plane * 2 < COUNT, plane * 2 + 1 < COUNT
+    one, two = tl.load(channels + plane * 2, mask=even, other=0), tl.load(channels + plane * 2 + 1, mask=odd, other=0)
+    return one, two, even, odd
+
+
+@triton.jit
+def _rounded(value):
+    """To the nearest whole number, ties to the even one, from 0 to 255."""
+    return (value + 12582912.0) - 12582912.0
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "table_head", "word_row"],
+    do_not_specialize_on_alignment=["tables", "lengths", "words"],
+)
+def _label(
+    k_pool, tables, lengths, words, table_row, table_head, word_row,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr,
+    BITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    kv_head, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        first, second, even, odd = _channel_numbers(own, kv_head, COUNT, HALF, 3)
+        room = tl.load(own + 6)
+        at = length - 1
+        slot = tl.load(tables + row.to(tl.int64) * table_row + kv_head.to(tl.int64) * table_head + at // PAGE)
+        key = k_pool + ((slot.to(tl.int64) * KV_HEADS + kv_head) * PAGE + at % PAGE) * D
+        one = tl.load(key + first, mask=even, other=0.0).to(tl.float32)
+        two = tl.load(key + second, mask=odd, other=0.0).to(tl.float32)
+        plane = tl.arange(0, HALF)
+        if BITS == 16:
+            whole = tl.load(own + 4).to(tl.pointer_type(tl.float32)) + (kv_head * room + at) * COUNT
+            tl.store(whole + plane * 2, one, mask=even)
+            tl.store(whole + plane * 2 + 1, two, mask=odd)
+        else:
+            low = tl.minimum(tl.min(tl.where(even, one, float("inf")), 0), tl.min(tl.where(odd, two, float("inf")), 0))
+            high = tl.maximum(
+                tl.max(tl.where(even, one, float("-inf")), 0), tl.max(tl.where(odd, two, float("-inf")), 0)
+            )
+            STEPS: tl.constexpr = 2**BITS - 1
+            step = tl.div_rn(high - low, tl.full([], STEPS, tl.float32))
+            least = tl.maximum(step, 1.1754943508222875e-38)
+            one = _rounded(tl.div_rn(one - low, tl.zeros([HALF], tl.float32) + least)).to(tl.int32)
+            two = _rounded(tl.div_rn(two - low, tl.zeros([HALF], tl.float32) + least)).to(tl.int32)
+            tile = kv_head * room + at // 16
+            codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8))
+            if BITS <= 4:
+                PLANES: tl.constexpr = (COUNT + 1) // 2
+                packed = one | (tl.where(odd, two, 0) << 4)
+                tl.store(codes + (tile * PLANES + plane) * 16 + at % 16, packed.to(tl.uint8), mask=even)
+            else:
+                tl.store(codes + (tile * COUNT + plane * 2) * 16 + at % 16, one.to(tl.uint8), mask=even)
+                tl.store(codes + (tile * COUNT + plane * 2 + 1) * 16 + at % 16, two.to(tl.uint8), mask=odd)
+            extent = tl.load(own + 5).to(tl.pointer_type(tl.float32)) + tile * 32 + at % 16
+            tl.store(extent, low)
+            tl.store(extent + 16, step)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "width"], do_not_specialize_on_alignment=["lengths", "words", "active", "scores"]
+)
+def _score_labels(
+    q_ptr, lengths, words, active, scores, q_row, q_head, word_row, width,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr,
+    BITS: tl.constexpr, KEYS: tl.constexpr, CHOSEN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(1), tl.program_id(2)
+    PER: tl.constexpr = HEADS // UNITS
+    count = tl.load(lengths + row)
+    if CHOSEN:
+        count = tl.where(tl.load(active + row * UNITS + unit) != 0, count, 0)
+    if count > 0:
+        own = words + row.to(tl.int64) * word_row
+        kv_head = unit * PER // (HEADS // KV_HEADS)
+        first, second, even, odd = _channel_numbers(own, kv_head, COUNT, HALF, 3)
+        room = tl.load(own + 6)
+        one, two = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+        for number in tl.static_range(PER):
+            q = q_ptr + row.to(tl.int64) * q_row + (unit * PER + number) * q_head
+            one += tl.load(q + first, mask=even, other=0.0).to(tl.float32)
+            two += tl.load(q + second, mask=odd, other=0.0).to(tl.float32)
+        one, two = one / PER, two / PER
+        total = tl.sum(one + two, 0)
+        plane = tl.arange(0, HALF)
+        out = scores + (row * UNITS + unit).to(tl.int64) * width
+        for part in tl.range(tl.program_id(0), tl.cdiv(count, KEYS), tl.num_programs(0)):
+            key = part * KEYS + tl.arange(0, KEYS)
+            there = key < count
+            if BITS == 16:
+                whole = tl.load(own + 4).to(tl.pointer_type(tl.float32)) + (kv_head * room + key)[None, :] * COUNT
+                a = tl.load(whole + plane[:, None] * 2, mask=even[:, None] & there[None, :], other=0.0)
+                b = tl.load(whole + plane[:, None] * 2 + 1, mask=odd[:, None] & there[None, :], other=0.0)
+                found = tl.sum(a * one[:, None] + b * two[:, None], 0)
+            else:
+                tile = kv_head * room + key // 16
+                codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8)) + (key % 16)[None, :]
+                if BITS <= 4:
+                    PLANES: tl.constexpr = (COUNT + 1) // 2
+                    at = codes + (tile[None, :] * PLANES + plane[:, None]) * 16
+                    both = tl.load(at, mask=even[:, None] & there[None, :], other=0).to(tl.int32)
+                    a, b = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
+                else:
+                    at = codes + (tile[None, :] * COUNT + plane[:, None] * 2) * 16
+                    a = tl.load(at, mask=even[:, None] & there[None, :], other=0).to(tl.float32)
+                    b = tl.load(at + 16, mask=odd[:, None] & there[None, :], other=0).to(tl.float32)
+                extent = tl.load(own + 5).to(tl.pointer_type(tl.float32)) + tile * 32 + key % 16
+                low, step = tl.load(extent, mask=there, other=0.0), tl.load(extent + 16, mask=there, other=0.0)
+                found = tl.sum(a * one[:, None] + b * two[:, None], 0) * step + total * low
+            tl.store(out + key, found, mask=there)
+
+
+# Words of HShare's rows beside these: heavy, sinks, local, then from SHARED on: every; the addresses of int32 sets
+# [units, heavy] and of int64 [1], where their middle ended, 0: none yet; the same two of the layer whose sets this one
+# takes, 0: none; the address of int32 donors [units].
+SHARED = 7
+
+
+def whose_turn(rows: LayerRows, units: int) -> tuple[Tensor, Tensor, Tensor]:
+    """int8 [rows] who takes new sets, int8 [rows * units] which units retrieve for that, and choose_keys's bounds."""
+    device = rows.q.device
+    due = torch.empty(rows.count, dtype=torch.int8, device=device)
+    active = torch.empty(rows.count * units, dtype=torch.int8, device=device)
+    bounds = torch.empty(rows.count, 5, dtype=torch.int32, device=device)
+    _whose_turn[(rows.count,)](
+        rows.words, rows.pages.lengths, due, active, bounds, rows.words.stride(0), UNITS=units,
+        PADDED=triton.next_power_of_2(units), num_warps=1, **launched(device),
+    )  # fmt: skip
+    return due, active, bounds
+
+
+def shared_lists(rows: LayerRows, units: int, due: Tensor, chosen: KeyLists, room: int) -> KeyLists:
+    """The sets of all units, those that were ``chosen`` in this step among them, with the keys before and after."""
+    device = rows.q.device
+    room = min(room, rows.pages.longest)
+    counts = torch.empty(rows.count * units, dtype=torch.int32, device=device)
+    indices = torch.empty(rows.count * units, room, dtype=torch.int32, device=device)
+    _shared_lists[(units, rows.count)](
+        rows.words, rows.pages.lengths, due, chosen.indices, counts, indices, rows.words.stride(0), chosen.longest,
+        room, UNITS=units, SPAN=1024, num_warps=4, **launched(device),
+    )  # fmt: skip
+    return KeyLists(None, counts, indices, units, 1, room)
+
+
+@triton.jit(
+    do_not_specialize=["word_row"], do_not_specialize_on_alignment=["words", "lengths", "due", "active", "bounds"]
+)
+def _whose_turn(
+    words, lengths, due, active, bounds, word_row, UNITS: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    begin(EARLY)
+    row = tl.program_id(0)
+    length = tl.load(lengths + row)
+    unit = tl.arange(0, PADDED)
+    turn, own_donor = tl.full([], 0, tl.int8), unit < 0
+    first, last, take = length, length, tl.full([], 0, tl.int32)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        heavy, sinks, local = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+        if length > heavy + sinks + local:
+            since = tl.load(tl.load(own + 9).to(tl.pointer_type(tl.int64)))
+            turn = ((since == 0) | (length % tl.load(own + 7) == 0)).to(tl.int8)
+            donors = tl.load(tl.load(own + 12).to(tl.pointer_type(tl.int32)) + unit, mask=unit < UNITS, other=-1)
+            retrieves = (turn != 0) & (tl.load(own + 10) == 0)
+            own_donor = (donors == unit) & (unit * 0 + retrieves.to(tl.int32) != 0)
+            first, last, take = sinks.to(tl.int32), length - local.to(tl.int32), heavy.to(tl.int32)
+    tl.store(due + row, turn)
+    tl.store(active + row * UNITS + unit, own_donor.to(tl.int8), mask=unit < UNITS)
+    tl.store(bounds + row * 5, first)
+    tl.store(bounds + row * 5 + 1, last)
+    tl.store(bounds + row * 5 + 2, 0)
+    tl.store(bounds + row * 5 + 3, 0)
+    tl.store(bounds + row * 5 + 4, take)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "chosen_room", "room"],
+    do_not_specialize_on_alignment=["words", "lengths", "due", "counts"],
+)
+def _shared_lists(
+    words, lengths, due, chosen, counts, indices, word_row, chosen_room, room,
+    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * UNITS + unit
+    length = tl.load(lengths + row)
+    placed = tl.full([], 0, tl.int32)
+    at = tl.arange(0, SPAN)
+    out = indices + entry.to(tl.int64) * room
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        heavy = tl.load(own).to(tl.int32)
+        sinks, local = tl.load(own + 1).to(tl.int32), tl.load(own + 2).to(tl.int32)
+        start_of_rest = tl.full([], 0, tl.int32)
+        if length > heavy + sinks + local:
+            sets = tl.load(own + 8).to(tl.pointer_type(tl.int32)) + unit * heavy
+            ends = tl.load(own + 9).to(tl.pointer_type(tl.int64))
+            turn = tl.load(due + row) != 0
+            other = tl.load(own + 10)
+            source = sets
+            since = tl.load(ends)
+            if turn:
+                if other != 0:
+                    source = other.to(tl.pointer_type(tl.int32)) + unit * heavy
+                    since = tl.load(tl.load(own + 11).to(tl.pointer_type(tl.int64)))
+                else:
+                    donor = tl.load(tl.load(own + 12).to(tl.pointer_type(tl.int32)) + unit)
+                    source = chosen + (row * UNITS + donor).to(tl.int64) * chosen_room + sinks
+                    since = (length - local).to(tl.int64)
+            for start in tl.range(0, sinks, SPAN):
+                tl.store(out + start + at, start + at, mask=start + at < sinks)
+            for start in tl.range(0, heavy, SPAN):
+                inside = start + at < heavy
+                key = tl.load(source + start + at, mask=inside, other=0)
+                tl.store(out + sinks + start + at, key, mask=inside)
+                if turn:
+                    tl.store(sets + start + at, key, mask=inside)
+            placed = sinks + heavy
+            start_of_rest = since.to(tl.int32)
+            if turn:
+                tl.store(ends, since)  # by all units alike
+        for start in tl.range(start_of_rest, length, SPAN):
+            tl.store(out + placed + start - start_of_rest + at, start + at, mask=start + at < length)
+        placed += length - start_of_rest
+    tl.store(counts + entry, placed)

@@ -1,0 +1,56 @@
+"""Recorded steps within a window: everything, or both ends, less what the window hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from saccade.selection import Cone
+from saccade.selection.plan import MOST, DevicePlan, Ends, Everything, Known, Numbers, OwnReading
+
+
+@dataclass(frozen=True)
+class SeenKeys(OwnReading):
+    """The first ``sinks`` and the last ``window`` keys, or with ``window=None`` all, as far as ``cone`` shows them."""
+
+    windows = True
+
+    sinks: int = 0
+    window: int | None = None
+    cone: Cone | None = None
+
+    @property
+    def form(self) -> SeenKeys:
+        return SeenKeys()
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(min(self.sinks, MOST // 2), MOST // 2 if self.window is None else min(self.window, MOST // 2))
+
+    def cost(self, length: int, step: int = 0) -> Known:
+        assert self.cone is not None
+        hides = self.cone.start(length - 1) > self.cone.sink_keys
+        whole = self.window is None or length <= self.sinks + self.window
+        return Known("dense" if whole and not hides else "band", 0, 0)
+
+    def read(self, rows: Any) -> Any:
+        from saccade.ops.triton.batched_rows import LayerRead, seen_lists
+
+        lists = seen_lists(rows)
+        out, lse = rows.attend(lists)
+        return LayerRead(out, lse, lists)
+
+
+def windowed(plan: DevicePlan, cones: tuple[Cone | None, ...]) -> DevicePlan | None:
+    """``plan`` within ``cones``, one a layer; None where a reading of it knows no windows."""
+    layers = []
+    for reading, cone in zip(plan.layers, cones):
+        if cone is None or (isinstance(reading, OwnReading) and reading.windows):
+            layers.append(reading)
+        elif isinstance(reading, Everything):
+            layers.append(SeenKeys(cone=cone))
+        elif isinstance(reading, Ends):
+            layers.append(SeenKeys(reading.sinks, reading.window, cone))
+        else:
+            return None
+    return replace(plan, layers=tuple(layers))

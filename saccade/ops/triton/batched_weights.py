@@ -1,0 +1,121 @@
+"""The weights that a batched decode step gave to what it read, for methods that learn from them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.common import LOG2E, begin, launched, pad, precision, processors
+from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.weights import logits
+
+KEYS = 64
+
+
+def weigh_lists(
+    rows: LayerRows,
+    lists: KeyLists,
+    lse: Tensor,
+    out: Tensor,
+    starts: Tensor | None = None,
+    active: Tensor | None = None,
+    each: bool = False,
+) -> None:
+    """Softmax weights over ``lists`` of keys, whose log-sum-exp is ``lse`` [rows, heads]. The weight of entry ``e`` of
+    list ``l``, meaned over its query heads, goes to place ``starts[l] + e`` of 4-byte entries from ``out`` on, by
+    default to ``out`` float32 [lists, longest]. With ``each`` every head's weight goes to ``out`` float32 [rows *
+    heads, longest] instead. Of lists that are not ``active`` (int8 [lists]) nothing is written."""
+    q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
+    count, heads, head_dim = q.shape
+    units, kv_heads = lists.units, rows.kv_heads
+    assert lists.counts is not None
+    programs = max(units, kv_heads)
+    per = heads // programs
+    none = rows.pages.lengths
+    tiles = triton.cdiv(lists.longest, KEYS)
+    splits = max(1, min(tiles, triton.cdiv(8 * processors(q.device), programs * count)))
+    _weigh[(splits, programs, count)](
+        q,
+        rows.pages.k,
+        rows.pages.tables,
+        rows.pages.lengths,
+        none if lists.starts is None else lists.starts,
+        lists.counts,
+        lists.indices,
+        lse,
+        out,
+        none if starts is None else starts,
+        none if active is None else active,
+        q.stride(0),
+        q.stride(1),
+        *rows.pages.table_strides,
+        lists.longest,
+        rows.scale * LOG2E,
+        rows.softcap or 0.0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        UNITS=units,
+        PER=per,
+        PER_PAD=pad(per),
+        D=head_dim,
+        D_PAD=pad(head_dim),
+        PAGE=rows.pages.k.shape[2],
+        KEYS=KEYS,
+        SPACED=lists.starts is None,
+        PLACED=starts is not None,
+        CHOSEN=active is not None,
+        EACH=each,
+        CAPPED=rows.softcap is not None,
+        PRECISION=precision(q.dtype),
+        num_warps=4,
+        **launched(q.device),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_head", "longest"],
+    do_not_specialize_on_alignment=["tables", "lengths", "starts", "counts", "indices", "lse", "placed", "active"],
+)
+def _weigh(
+    q_ptr, k_pool, tables, lengths, starts, counts, indices, lse, out, placed, active, q_row, q_head, table_stride,
+    table_head, longest, scale_log2, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SPACED: tl.constexpr,
+    PLACED: tl.constexpr, CHOSEN: tl.constexpr, EACH: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    program, row = tl.program_id(1), tl.program_id(2)
+    entry = row * UNITS + program * PER // (HEADS // UNITS)
+    count = tl.load(counts + entry).to(tl.int32)
+    if CHOSEN:
+        count = tl.where(tl.load(active + entry) != 0, count, 0)
+    if tl.load(lengths + row) == 0:
+        count = 0
+    ids = indices + entry.to(tl.int64) * longest
+    if not SPACED:
+        ids = indices + tl.load(starts + entry)
+    to = out + entry.to(tl.int64) * longest
+    if PLACED:
+        to = out + tl.load(placed + entry)
+    table = tables + row.to(tl.int64) * table_stride + (program * PER // (HEADS // KV_HEADS)).to(tl.int64) * table_head
+    mine = tl.arange(0, PER_PAD)
+    head = program * PER + mine
+    total = tl.load(lse + row * HEADS + head, mask=mine < PER, other=0.0) * 1.4426950408889634
+    for tile in tl.range(tl.program_id(0), tl.cdiv(count, KEYS), tl.num_programs(0)):
+        number = tile * KEYS + tl.arange(0, KEYS)
+        valid = number < count
+        key = tl.load(ids + number, mask=valid, other=0)
+        found = logits(
+            q_ptr + row.to(tl.int64) * q_row, k_pool, table, program, key, valid, q_head, scale_log2, softcap, HEADS,
+            KV_HEADS, PER, PER_PAD, D, D_PAD, PAGE, CAPPED, PRECISION,
+        )  # fmt: skip
+        weight = tl.exp2(found - total[:, None])
+        if EACH:
+            line = out + (row * HEADS + head).to(tl.int64)[:, None] * longest + number[None, :]
+            tl.store(line, weight, mask=(mine < PER)[:, None] & valid[None, :])
+        else:
+            mean = tl.sum(tl.where((mine < PER)[:, None], weight, 0.0), 0) / PER
+            tl.store(to + number, mean, mask=valid)
