@@ -84,6 +84,16 @@ def test_sessions_of_two_keys_do_not_meet(server):
     assert server.client.delete("/v1/sessions/s", headers=bearer(ONE)).status_code == 200
 
 
+def test_prefixes_of_two_keys_or_salts_do_not_meet(tiny_llama):
+    with serving(make(tiny_llama, enable_prefix_caching=True), keys=KEYS) as server:
+        body = {"prompt": random_ids(100, 1), **GREEDY}
+        cached = []
+        for secret, salt in ((ONE, None), (ONE, None), (TWO, None), (ONE, "mine"), (ONE, "mine")):
+            got = server.ask("/v1/completions", {**body, "cache_salt": salt}, **bearer(secret)).json()
+            cached.append(got["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        assert cached == [False, True, False, False, True]
+
+
 def test_the_log_tells_who_and_what_for_and_never_the_prompt(server, caplog):
     with caplog.at_level(logging.DEBUG):
         headers = bearer(ONE) | {"x-request-id": "mine-1"}
