@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
@@ -92,6 +93,10 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(SaccadeError)
     async def saccade_error(request: Request, error: SaccadeError) -> Response:
         return await api_error(request, from_saccade(error))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody is there to see it; the log and the metrics are
 
     @app.exception_handler(Exception)
     async def mistake(request: Request, error: Exception) -> Response:  # it is raised on, to the gate, which logs it

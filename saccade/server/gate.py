@@ -58,7 +58,7 @@ class Gate:
                 self.serving.admission.count(caller)
             await self.app(scope, await self._body(scope, headers, receive), reply)
         except ClientDisconnect:
-            status = status or 499  # nobody is there to see it; the log and the metrics are
+            status = status or 499
         except ApiError as error:
             await self._fail(error, reply)
         except Exception:
