@@ -197,6 +197,9 @@ def test_tokens_models_and_state(server):
     assert (card["id"], card["max_model_len"]) == ("tiny", 800)
     schema = get("/openapi.json").json()
     assert set(schema["paths"]["/v1/chat/completions"]["post"]["responses"]) == {"200", "default"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        answers = schema["paths"][path]["post"]["responses"]["200"]["content"]
+        assert set(answers) == {"application/json", "text/event-stream"}
     assert "ValidationError" not in str(schema)
     server.complete([5, 6], policy=PSA)
     metrics = get("/metrics").text

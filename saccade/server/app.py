@@ -77,6 +77,9 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             for operation in operations.values():
                 operation["responses"].pop("422", None)
                 operation["responses"]["default"] = {"description": "what went wrong", "content": content}
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+            schema["paths"][path]["post"]["responses"]["200"]["content"] |= streamed
         for unused in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(unused, None)
         app.openapi_schema = schema
