@@ -189,7 +189,7 @@ def test_who_is_not_served_is_told_why(runner):
     assert "no device plan" in reason("quest(current=competes)")
     assert "not of 8" in reason("arkvale(block_size=8)")
     assert "units" in reason("quest(unit=q_head, dense_layers=0)")
-    assert "moments" in reason("psa(rank=moments)")
+    assert "not estimate" in reason("psa(rank=moments, rest=estimate)")
     assert "each KV head" in reason("psa(unit=layer)")
     assert "microbatch" in reason("psa(microbatch=17)")
     sequences = Sequences(runner, ["dense"], [40])

@@ -62,6 +62,8 @@ LABELLED = [
 ]
 WINDOW = "psaw(start_layer=1, block_size=1, sinks=3, local=8)"
 WINDOWS = [f"dense+{WINDOW}", f"streaming(sinks=6, window=150)+{WINDOW}", f"streaming(sinks=2, window=20)+{WINDOW}"]
+GUESSED = ["psa(epsilon=0.4, rank=moments, microbatch=1, block_size=16)"]
+GUESSED += ["psa(epsilon=0.6, rank=moments, microbatch=2, block_size=16, rest=min, stop=mean)"]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS])
+@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED])
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (30, 191)]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
@@ -163,6 +165,18 @@ def test_drafts_take_turns_with_recorded_steps(engines, policy):
     assert tokens(drafted) == tokens(own)
     assert drafted.report["drafted_tokens"] > 0
     assert len(drafted.report["decode"]["backends"]) >= 2
+
+
+def test_numbers_are_no_part_of_a_kind_of_step(engines):
+    """Requests that differ in numbers alone are one group of one step, which one graph would serve."""
+    device, params = device_of(engines[1]), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for form in ("cis(tau={0}, k=2{1}, s={2}, r={2}, sinks={1})", "lfps(r={0}, a={0}, k=3{1}, local={2}, before={1})"):
+        device.kinds.clear()
+        policies = [form.format(*numbers) for numbers in ((0.1, 1, 3), (0.5, 2, 4), (0.9, 3, 9))]
+        results = engines[1].generate([random_ids(90, seed=4)] * 3, params, policy=policies)
+        assert all(result.error is None for result in results)
+        (kind,) = device.kinds._kinds.values()
+        assert [group.rows for group in kind.groups] == [4]
 
 
 def test_every_decode_method_has_a_device_plan_or_says_why_not(engines):

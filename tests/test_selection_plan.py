@@ -54,12 +54,12 @@ def test_dense_follows_the_models_windows_and_no_other_method_does():
 
 
 def test_what_lengths_alone_tell_of_the_cost():
-    assert Everything().cost(7) == ("dense", 7, 0)
-    assert [Ends(4, 10).cost(n) for n in (14, 15)] == [("dense", 14, 0), ("band", 14, 0)]
+    assert Everything().cost(7)[:3] == ("dense", 7, 0)
+    assert [Ends(4, 10).cost(n)[:3] for n in (14, 15)] == [("dense", 14, 0), ("band", 14, 0)]
     best = BestBlocks(16, "minmax", 2, 1, 1, 2, dense_upto=64)
-    assert [best.cost(n) for n in (64, 65, 80)] == [("dense", 64, 0), ("blocks", 49, 3), ("blocks", 64, 3)]
+    assert [best.cost(n)[:3] for n in (64, 65, 80)] == [("dense", 64, 0), ("blocks", 49, 3), ("blocks", 64, 3)]
     ranked = RankedBlocks(16, "cuboid", 2, 2, 1, 1, "min", "all", epsilon=0.5, dense_upto=79)
-    assert [ranked.cost(n) for n in (79, 80, 81)] == [("dense", 79, 0), ("blocks", 48, 2), ("blocks", 49, 2)]
+    assert [ranked.cost(n)[:3] for n in (79, 80, 81)] == [("dense", 79, 0), ("blocks", 48, 2), ("blocks", 49, 2)]
 
 
 def test_what_no_kernel_could_follow_is_refused():

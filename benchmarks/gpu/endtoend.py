@@ -39,7 +39,8 @@ from saccade.models.runner import HFRunner
 from saccade.ops import triton
 
 CHUNK = 16384
-STEPS = 128  # decode steps timed: the median counts
+STEPS = int(os.environ.get("STEPS", "128"))  # decode steps timed: the median counts
+PREFILLED = 64  # tokens of a decode row's context that are computed; the others are random
 GREEDY = SamplingParams(temperature=0)
 LAYERS = int(os.environ.get("LAYERS", "32"))
 PREFILL = ("dense", "flexprefill(lines=block, max_budget=16384)", "flexprefill(lines=block, max_budget=8192)")
@@ -216,9 +217,10 @@ class Bench:
                 sequence = request.sequence
                 sequence.memory.kv.reserve(tokens + STEPS + 8)
                 for layer in range(self.spec.layers):
-                    k, v = torch.randn(2, 8, tokens, 128, device="cuda", dtype=torch.bfloat16)
+                    k, v = torch.randn(2, 8, tokens - PREFILLED, 128, device="cuda", dtype=torch.bfloat16)
                     sequence.memory.kv.append(layer, k, v)
-                sequence.advance(tokens)
+                sequence.advance(tokens - PREFILLED)
+                self.prefill(request)  # methods begin with what they see of a prompt's end
                 sequence.extend([7], "decode", request.policy)
             for _ in range(4):  # compiles, records, and replays twice
                 step()
@@ -228,7 +230,8 @@ class Bench:
             report = requests[0].report.as_dict()
         finally:
             for request in requests:
-                request.sequence.memory.kv.free()
+                request.sequence.memory.drop()
+                self.worker.memories.pop(request.sequence.id, None)
         self.results.add(
             what="decode",
             context=tokens,

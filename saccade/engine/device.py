@@ -237,7 +237,7 @@ class DeviceBackend:
             one = row.scheduled
             buffers.hold(number, row.kv, row.plan, one.stop)
             if row.plan.keeps:
-                state = row.memory.on_device(partial(self._opened, row))
+                state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
                 buffers.own.hold(number, state, row.cones, one.stop)
                 for note in state.notes(one.stop):
                     row.result.note(note)
@@ -281,7 +281,7 @@ class DeviceBackend:
             row.kv.summarized(choice.summary, choice.size)
         whole = False
         if row.plan.keeps:
-            state = row.memory.on_device(partial(self._opened, row))
+            state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
             state.length = one.stop if times > 0 else one.start
             whole = state.reads_all(one.stop)
         backend = "triton" if self.watch.idle else "triton (eager)"

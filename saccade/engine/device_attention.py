@@ -14,6 +14,7 @@ from saccade.kv.blocks import BlockManager
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
+from saccade.ops.triton.batched_moments import score_moments
 from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
@@ -22,6 +23,7 @@ from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_pro
 from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, PlanSpec, RankedBlocks, Reading, blocks_of
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
+RESTS = ("min", "last_max")  # that the stopping rule's kernel follows
 
 
 def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
@@ -34,13 +36,15 @@ def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
         return None
     if choice.size not in BLOCK_SIZES:
         return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"
-    if choice.summary not in SUMMARIES:
+    if choice.summary not in SUMMARIES and not (isinstance(choice, RankedBlocks) and choice.summary == "moments"):
         return f"the kernels score the summaries {' and '.join(SUMMARIES)}, not {choice.summary}"
     if kv_heads % choice.units:
         return f"the kernels choose for whole KV heads, not for {choice.units} units of {kv_heads} of them"
     if isinstance(choice, RankedBlocks):
         if choice.units != kv_heads:
             return "the kernels stop for each KV head by itself"
+        if choice.rest not in RESTS:
+            return f"the kernels take for the rest of the blocks {' or '.join(RESTS)}, not {choice.rest}"
         if choice.microbatch * choice.size > MOST_KEYS:
             return f"a microbatch is at most {MOST_KEYS} keys, not {choice.microbatch} blocks of {choice.size}"
     return None
@@ -134,7 +138,10 @@ class DeviceAttention:
             lists = band_lists(pages, first, second, reading.longest)
         elif isinstance(reading, BestBlocks | RankedBlocks):
             assert summaries is not None
-            scores = score_blocks(q, pages, summaries, reading)
+            if isinstance(reading, RankedBlocks) and reading.summary == "moments":
+                scores = score_moments(q, pages, summaries, reading, spec.scale, spec.softcap)
+            else:
+                scores = score_blocks(q, pages, summaries, reading)
             if isinstance(reading, BestBlocks):
                 lists = choose_blocks(scores, pages, reading, first, second)
             else:

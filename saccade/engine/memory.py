@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
-from saccade.methods.base import Evicting
+from saccade.methods.base import Evicting, Method
 from saccade.methods.device_state import DeviceState
 from saccade.methods.history import StateHistory
 from saccade.methods.state import fork
@@ -28,6 +28,7 @@ class SequenceMemory:
         self.kv = SequenceKV(pool)
         self._states: list[Any] = []
         self._on_device: DeviceState | None = None
+        self._opened_by: Method | None = None
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
         self.watched: list[Any] = []
@@ -45,10 +46,10 @@ class SequenceMemory:
     def states(self, states: list[Any]) -> None:
         self._states, self._on_device = states, None
 
-    def on_device(self, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
-        """The device state; ``opened`` makes one of the states of all layers where there is none."""
-        if self._on_device is None:
-            self._on_device = opened(self._states)
+    def on_device(self, method: Method, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
+        """The device state of ``method``; ``opened`` makes one of the states of all layers where there is none."""
+        if self._on_device is None or (self._opened_by is not method and self._opened_by != method):
+            self._on_device, self._opened_by = opened(self.states), method
         return self._on_device
 
     @property

@@ -50,6 +50,11 @@ class HeavyLists(DeviceState):
     def __init__(self, opening: Opening, forgotten: str) -> None:
         super().__init__(opening)
         self._forgotten = forgotten
+        # Up to which length a row reads everything, and none is evicted.
+        whole = [all(len(kept) == state.length for kept in state.positions) for state in self.states]
+        self._all_upto = max((state.budget + 1 for state, all_kept in zip(self.states, whole) if all_kept), default=0)
+        free = [state.budget - max(map(len, state.positions)) + state.length for state in self.states]
+        self._none_gone_upto = min(free)
         self._layers = [_opened(state, opening.device) for state in self.states]
 
     def words(self, layer: int) -> Sequence[int]:
@@ -58,15 +63,10 @@ class HeavyLists(DeviceState):
         return *(one.data_ptr() for one in tensors), own.keys.shape[1], state.budget, state.recent
 
     def reads_all(self, length: int) -> bool:
-        return any(
-            length - 1 <= state.budget and all(len(kept) == state.length for kept in state.positions)
-            for state in self.states
-        )
+        return length <= self._all_upto
 
     def notes(self, length: int) -> Sequence[str]:
-        kept = max(len(one) for state in self.states for one in state.positions)
-        evicts = any(kept + length - state.length > state.budget for state in self.states)
-        return (self._forgotten,) if evicts else ()
+        return (self._forgotten,) if length > self._none_gone_upto else ()
 
     @torch.inference_mode()
     def settle(self, length: int) -> list[Any]:

@@ -39,6 +39,7 @@ class KeptLists(DeviceState):
             for state in self.states
         ]
         self._device = opening.device
+        self._whole = any(all(len(kept) == state.length for kept in state.positions) for state in self.states)
         self.grow(opening.length)
 
     def words(self, layer: int) -> Sequence[int]:
@@ -46,7 +47,7 @@ class KeptLists(DeviceState):
         return lists.data_ptr(), lists.shape[1], self._counts[layer].data_ptr(), self.states[layer].length
 
     def reads_all(self, length: int) -> bool:
-        return any(all(len(kept) == state.length for kept in state.positions) for state in self.states)
+        return self._whole
 
     def grow(self, length: int) -> None:
         self.room = length + AHEAD

@@ -76,14 +76,16 @@ class ForeseenKeys(OwnReading):
         return Known("tokens", 0, estimated, exact, chooses=True)
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.lfps import triton_recorded as kernels
+        from saccade.methods.lfps import triton_row_candidates as kernels
+        from saccade.methods.lfps.triton_row_learning import leave, take_in
+        from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_keys
         from saccade.ops.triton.batched_weights import weigh_lists
 
         units = self.units
-        kernels.take_in(rows, units)
-        idle, instead = kernels.bypasses(rows)
+        take_in(rows, units)
+        idle, instead = bypasses(rows)
         blocks = kernels.best_blocks(rows, units, self.size) if self.size else None
         marks, listed, found = kernels.candidates(rows, units, idle, blocks, self.size)
         scores = score_keys(rows, units, lists=found, idle=idle)
@@ -93,18 +95,18 @@ class ForeseenKeys(OwnReading):
         out, lse = rows.attend(lists)
         joined, total = out, lse
         if self.joins:
-            joined, total = kernels.join_rest(rows, out, lse, marks, listed, idle, instead, units)
+            joined, total = join_rest(rows, out, lse, marks, listed, idle, instead, units)
         shape = rows.count * rows.heads, lists.longest
         weights = torch.empty(shape, dtype=torch.float32, device=out.device)
         weigh_lists(rows, lists, lse, weights, each=True)
-        kernels.leave(rows, lists, weights, idle, units)
+        leave(rows, lists, weights, idle, units)
         scored = listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
         return LayerRead(joined, total, lists, None, scored)
 
 
 @dataclass(eq=False)
 class _Layer:
-    """Beside the tables: see triton_recorded.py's words."""
+    """Beside the tables: see triton_row_words.py."""
 
     pending: Tensor
     gains: Tensor

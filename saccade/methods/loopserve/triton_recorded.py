@@ -59,7 +59,8 @@ def choose_lines(rows: LayerRows, units: int, every: int, due: Due) -> None:
     static = {
         "HEADS": rows.heads, "KV_HEADS": rows.kv_heads, "UNITS": units, "D": rows.q.shape[2],
         "D_PAD": pad(rows.q.shape[2]), "PAGE": rows.pages.k.shape[2], "TILE": tile, "TILES": tiles, "KEYS": KEYS,
-        "CAPPED": rows.softcap is not None, "PRECISION": precision(rows.q.dtype), "num_warps": 4, **launched(device),
+        "CAPPED": rows.softcap is not None, "PRECISION": precision(rows.q.dtype), "num_warps": 4,
+        "num_stages": 2 if pad(rows.q.shape[2]) * rows.q.element_size() > 256 else 3, **launched(device),
     }  # fmt: skip
     shared = (rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, due.now)
     numbers = (*rows.pages.table_strides, rows.words.stride(0), rows.scale * LOG2E, rows.softcap or 0.0)

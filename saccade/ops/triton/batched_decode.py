@@ -25,8 +25,8 @@ from saccade.selection.plan import BestBlocks, RankedBlocks
 @dataclass(frozen=True)
 class Summaries:
     """Where each row's summaries of full blocks lie: ``pointers`` int64 [rows] to [blocks, 2, kv_heads, head_dim] of
-    the keys' dtype, contiguous, with room for the block that the row may fill; ``kind`` "cuboid" or "minmax", or
-    "stored_mean" with one part instead of two (see kv.summaries)."""
+    the keys' dtype, contiguous, with room for the block that the row may fill; ``kind`` "cuboid", "minmax" or
+    "moments", or "stored_mean" with one part instead of two (see kv.summaries)."""
 
     pointers: Tensor
     size: int
@@ -58,6 +58,7 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
         SIZE=0 if summaries is None else summaries.size,
         CUBOID=summaries is not None and summaries.kind == "cuboid",
         MEAN=summaries is not None and summaries.kind == "stored_mean",
+        MOMENTS=summaries is not None and summaries.kind == "moments",
         num_warps=2,
         **launched(k.device),
     )
@@ -156,7 +157,7 @@ def band_lists(pages: Pages, sinks: Tensor, window: Tensor, longest: int) -> Key
 def _append(
     k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride, table_head,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
-    CUBOID: tl.constexpr, MEAN: tl.constexpr,
+    CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -182,8 +183,9 @@ def _append(
                 keys = tl.load(k_pool + offset, mask=before[:, None] & real[None, :], other=0.0)
                 keys = tl.where(before[:, None], keys.to(tl.float32), k.to(tl.float32)[None, :])
                 high, low = tl.max(keys, 0), tl.min(keys, 0)
-                if MEAN:
+                if MEAN or MOMENTS:
                     high = tl.sum(keys, 0) / SIZE
+                    low = tl.sum((keys - high[None, :]) * (keys - high[None, :]), 0) / SIZE
                 PARTS: tl.constexpr = 1 if MEAN else 2
                 if CUBOID:
                     center = (high + low) / 2

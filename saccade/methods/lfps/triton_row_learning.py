@@ -1,0 +1,207 @@
+"""LFPS's tables in recorded steps: what a step has learnt is left beside them, and the step after takes it in, so that
+one that breaks off and runs again learns once. Means what tables.py means."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.methods.lfps.triton_row_words import pointer
+from saccade.methods.lfps.triton_tables import _powers
+from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.decode import KeyLists
+
+SPAN = 2048
+
+
+def take_in(rows: LayerRows, units: int) -> None:
+    """Take in what the step before has learnt, move the means along where they are to run, and set up the rows' own
+    place in the slash tables."""
+    _take_in[(units, rows.count)](
+        rows.words, rows.reals, rows.pages.lengths, rows.words.stride(0), rows.reals.stride(0),
+        UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, **launched(rows.q.device),
+    )  # fmt: skip
+    # The keys of a layer may lie apart: one program follows one KV head's mean.
+    _move_means[(rows.kv_heads, rows.count)](
+        rows.pages.k, rows.pages.v, rows.pages.tables, rows.pages.lengths, rows.words, *rows.pages.table_strides,
+        rows.words.stride(0), KV_HEADS=rows.kv_heads, D=rows.q.shape[2], D_PAD=pad(rows.q.shape[2]),
+        PAGE=rows.pages.k.shape[2], num_warps=1, **launched(rows.q.device),
+    )  # fmt: skip
+
+
+def leave(rows: LayerRows, lists: KeyLists, weights: Tensor, idle: Tensor, units: int) -> None:
+    """Leave what the step has learnt: ``weights`` float32 [rows * heads, room] over ``lists``."""
+    _leave[(units, rows.count)](
+        rows.words, rows.reals, rows.pages.lengths, lists.counts, lists.indices, weights, idle, rows.words.stride(0),
+        rows.reals.stride(0), lists.longest, weights.stride(0), UNITS=units, LISTS=lists.units,
+        EACH=rows.heads // units,
+        EACH_PAD=pad(rows.heads // units, 1), SPAN=SPAN // pad(rows.heads // units, 1), num_warps=8,
+        **launched(rows.q.device),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["word_row", "real_row"], do_not_specialize_on_alignment=["words", "reals", "lengths"])
+def _take_in(
+    words, reals, lengths, word_row, real_row,
+    UNITS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        decay = tl.load(reals + row.to(tl.int64) * real_row + 1)
+        marks = pointer(own, 24, tl.int64) + unit * 4
+        pending, learnt, count = tl.load(marks), tl.load(marks + 1), tl.load(marks + 2).to(tl.int32)
+        place = pending - 1
+        if (pending == length - 1) & (learnt < pending):
+            tl.store(marks + 1, pending)
+            capacity, room = tl.load(own + 12), tl.load(own + 13)
+            first = tl.load(own).to(tl.int32)
+            vertical = pointer(own, 14, tl.float32) + unit * capacity
+            slash = pointer(own, 15, tl.float32) + unit * capacity
+            if tl.load(marks + 3) != 0:  # all its distances grow by one
+                cells = tl.arange(0, TABLE)
+                last = length - first
+                for number in tl.range(0, tl.cdiv(last, TABLE)):
+                    start = (tl.cdiv(last, TABLE) - 1 - number) * TABLE
+                    inside = start + cells < last
+                    moved = tl.load(slash + start + cells - 1, mask=inside & (start + cells > 0), other=0.0)
+                    tl.debug_barrier()  # other threads have yet to read what these write
+                    tl.store(slash + start + cells, moved, mask=inside)
+                    tl.debug_barrier()
+            if count >= 0:
+                sums = pointer(own, 16, tl.float64) + unit * 8
+                scales = pointer(own, 17, tl.float64) + unit
+                keys = pointer(own, 22, tl.int32) + unit * room
+                gains = pointer(own, 23, tl.float32) + unit * room
+                scale = tl.load(scales) * decay
+                at, power = tl.arange(0, TABLE), tl.arange(0, 4)
+                sums_v, sums_s = tl.load(sums + power), tl.load(sums + 4 + power)
+                if scale < 1e-8:  # the fourth powers of stored values come near the end of float32
+                    sums_v, sums_s = tl.zeros([4], tl.float64), tl.zeros([4], tl.float64)
+                    for start in tl.range(0, capacity.to(tl.int32), TABLE):
+                        inside = start + at < capacity
+                        value_v = (tl.load(vertical + start + at, mask=inside, other=0.0) * scale).to(tl.float32)
+                        value_s = (tl.load(slash + start + at, mask=inside, other=0.0) * scale).to(tl.float32)
+                        tl.store(vertical + start + at, value_v, mask=inside)
+                        tl.store(slash + start + at, value_s, mask=inside)
+                        sums_v += _powers(value_v, tl.zeros([TABLE], tl.float32), inside)
+                        sums_s += _powers(value_s, tl.zeros([TABLE], tl.float32), inside)
+                    scale = scale * 0.0 + 1.0
+                    tl.debug_barrier()  # other threads read the entries
+                tl.store(scales, scale)
+                number = tl.arange(0, SPAN)
+                for start in tl.range(0, count, SPAN):
+                    inside = start + number < count
+                    key = tl.load(keys + start + number, mask=inside, other=0)
+                    gain = tl.load(gains + start + number, mask=inside, other=0.0)
+                    gain = (gain.to(tl.float64) / scale).to(tl.float32)
+                    before = tl.load(vertical + key - first, mask=inside, other=0.0)
+                    tl.store(vertical + key - first, before + gain, mask=inside)
+                    sums_v += _powers(before + gain, before, inside)
+                    distance = place.to(tl.int32) - key
+                    ahead = inside & (distance >= 0)
+                    before = tl.load(slash + distance, mask=ahead, other=0.0)
+                    tl.store(slash + distance, before + gain, mask=ahead)
+                    sums_s += _powers(before + gain, before, ahead)
+                tl.store(sums + power, sums_v)
+                tl.store(sums + 4 + power, sums_s)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_head", "word_row"],
+    do_not_specialize_on_alignment=["tables", "lengths", "words"],
+)
+def _move_means(
+    k_pool, v_pool, tables, lengths, words, table_stride, table_head, word_row,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    kv_head, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        if tl.load(own + 11) != 0:
+            counters = pointer(own, 25, tl.int64) + kv_head
+            counted = tl.load(counters)
+            first = tl.load(own)
+            if first + counted == length - 1:  # else the step is run again
+                table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
+                at = length - 1
+                slot = tl.load(table + at // PAGE).to(tl.int64)
+                channel = tl.arange(0, D_PAD)
+                real = channel < D
+                place = ((slot * KV_HEADS + kv_head) * PAGE + at % PAGE) * D + channel
+                for which in tl.static_range(2):
+                    means = pointer(own, 19 + which, tl.float32) + kv_head * D + channel
+                    mean = tl.load(means, mask=real, other=0.0)
+                    if which == 0:
+                        fresh = tl.load(k_pool + place, mask=real, other=0.0).to(tl.float32)
+                    else:
+                        fresh = tl.load(v_pool + place, mask=real, other=0.0).to(tl.float32)
+                    tl.store(means, mean + (fresh - mean) / (counted + 1).to(tl.float32), mask=real)
+                tl.store(counters, counted + 1)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "real_row", "room", "weight_row"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "counts", "indices", "weights", "idle"],
+)
+def _leave(
+    words, reals, lengths, counts, indices, weights, idle, word_row, real_row, room, weight_row,
+    UNITS: tl.constexpr, LISTS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """``tables.learn``'s gains, before the tables' scale is known."""
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lengths + row)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        first = tl.load(own).to(tl.int32)
+        mine = tl.arange(0, EACH_PAD)
+        head = (row * UNITS + unit).to(tl.int64) * EACH + mine
+        votes = (mine < EACH) & (tl.load(idle + head, mask=mine < EACH, other=1) == 0)
+        voters = tl.sum(votes.to(tl.int32), 0)
+        marks = pointer(own, 24, tl.int64) + unit * 4
+        shifts = tl.load(own + 9)
+        stays = (voters == 0) & ((shifts & 2) == 0)
+        stop = length - 1 + ((shifts & 4) != 0).to(tl.int32)  # the paper does not learn from the row's own key
+        written = -1
+        if voters > 0:
+            lead = tl.min(tl.where(votes, mine, EACH_PAD), 0)
+            one = ((row * UNITS + unit) * EACH + lead) // (UNITS * EACH // LISTS)
+            count = tl.load(counts + one)
+            ids = indices + one.to(tl.int64) * room
+            line = weights + head * weight_row
+            at = tl.arange(0, SPAN)
+            total = tl.zeros([EACH_PAD], tl.float32)
+            learnt_keys = 0
+            for start in tl.range(0, count, SPAN):
+                number = start + at
+                key = tl.load(ids + number, mask=number < count, other=-1)
+                learnt = (number < count) & (key >= first) & (key < stop)
+                own_weight = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
+                total += tl.sum(own_weight, 1)
+                learnt_keys += tl.sum(learnt.to(tl.int32), 0)
+            total = tl.maximum(total, 1e-38)
+            even = 0.5 / tl.maximum(learnt_keys, 1)
+            keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13)
+            gains = pointer(own, 23, tl.float32) + unit * tl.load(own + 13)
+            written = 0
+            for start in tl.range(0, count, SPAN):
+                number = start + at
+                key = tl.load(ids + number, mask=number < count, other=-1)
+                learnt = (number < count) & (key >= first) & (key < stop)
+                own_weight = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
+                gain = tl.sum(own_weight / total[:, None], 0) / voters - even
+                to = written + tl.cumsum(learnt.to(tl.int32), 0) - 1
+                tl.store(keys + to, key, mask=learnt)
+                tl.store(gains + to, gain, mask=learnt)
+                written += tl.sum(learnt.to(tl.int32), 0)
+        tl.store(marks, length.to(tl.int64))
+        tl.store(marks + 2, tl.zeros([], tl.int64) + written)
+        tl.store(marks + 3, stays.to(tl.int64))

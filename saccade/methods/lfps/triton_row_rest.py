@@ -1,0 +1,148 @@
+"""What stands for keys that LFPS's recorded steps do not read: bypasses, and the sampled rest. Means what stand_ins.py
+means."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
+from saccade.methods.lfps.triton_stand_ins import _add_up, _logits, _row, _span
+from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.common import begin
+
+MOST_PROBES = 128
+
+
+def bypasses(rows: LayerRows) -> tuple[Tensor, Tensor]:
+    """Who is bypassed, int8 [rows * heads], and what stands then for all that a head leaves out, float32 [rows *
+    heads], as log-sum-exp."""
+    q = query_of(rows)
+    idle = torch.empty(rows.count * rows.heads, dtype=torch.int8, device=q.device)
+    instead = torch.empty(rows.count * rows.heads, dtype=torch.float32, device=q.device)
+    _bypass[(rows.heads, rows.count)](
+        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, idle, instead, q.stride(0),
+        q.stride(1), *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), rows.scale,
+        rows.softcap or 0.0, **static(rows, CAPPED=rows.softcap is not None, num_warps=2),
+    )  # fmt: skip
+    return idle, instead
+
+
+def join_rest(
+    rows: LayerRows, out: Tensor, lse: Tensor, marks: Tensor, listed: Tensor, idle: Tensor, instead: Tensor, units: int
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse`` with what stands for the keys that were not read."""
+    q = query_of(rows)
+    joined, total = torch.empty_like(out), torch.empty_like(lse)
+    _join[(rows.heads, rows.count)](
+        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, marks, listed, idle, instead,
+        out, lse, joined, total, q.stride(0), q.stride(1), *rows.pages.table_strides, rows.words.stride(0),
+        rows.reals.stride(0), marks.shape[1], rows.scale, rows.softcap or 0.0,
+        **static(rows, UNITS=units, MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4),
+    )  # fmt: skip
+    return joined, total
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_head", "word_row", "real_row"],
+    do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "idle", "instead"],
+)
+def _bypass(
+    q_ptr, k_pool, tables, lengths, words, reals, idle, instead, q_row, q_head, table_stride, table_head, word_row,
+    real_row, scale, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    CAPPED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    head, row = tl.program_id(0), tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    entry = row * HEADS + head
+    length = tl.load(lengths + row)
+    rests = tl.full([], 0, tl.int8)
+    left = tl.full([], float("-inf"), tl.float32)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        reals += row.to(tl.int64) * real_row
+        first = tl.load(own).to(tl.int32)
+        _n, dense, _, _ = budget_at(own, reals, length, first)
+        epsilon = tl.load(reals + 3).to(tl.float32)
+        if (dense == 0) & (first > 0) & (epsilon < 1.0):
+            table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
+            q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
+            sinks = tl.minimum(first, length)
+            recent = tl.maximum(length - tl.load(own + 26).to(tl.int32), first)
+            near = _span(q, k_pool, table, 0, sinks, kv_head, scale, softcap, KV_HEADS, D, D_PAD, PAGE, CAPPED)
+            last = _span(q, k_pool, table, recent, length, kv_head, scale, softcap, KV_HEADS, D, D_PAD, PAGE, CAPPED)
+            mean = _row(pointer(own, 19, tl.float32), kv_head, D, D, D_PAD)
+            spread = tl.load(pointer(own, 21, tl.float32) + head)
+            count = tl.maximum(length - first, 1).to(tl.float32)
+            middle = tl.sum(q * mean, 0) * scale + 0.5 * tl.sum(q * q, 0) * spread + tl.log(count)
+            top = tl.maximum(middle, tl.maximum(near, last))
+            total = tl.exp(near - top) + tl.exp(middle - top) + tl.exp(last - top)
+            rests = (tl.exp(near - top) / total > epsilon).to(tl.int8)
+            left = tl.where(tl.load(own + 8) == 0, float("-inf"), middle)
+    tl.store(idle + entry, rests)
+    tl.store(instead + entry, left)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "width"],
+    do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "marks", "listed", "idle", "instead"],
+)
+def _join(
+    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, out, lse, joined, total, q_row, q_head,
+    table_stride, table_head, word_row, real_row, width, scale, softcap,
+    UNITS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``stand_ins.sampled_rest``, or what stands for a bypassed head, merged by log-sum-exp."""
+    begin(EARLY)
+    head, row = tl.program_id(0), tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    entry = row * HEADS + head
+    length = tl.load(lengths + row)
+    rest = tl.full([], float("-inf"), tl.float32)
+    channel = tl.arange(0, D_PAD)
+    value = tl.zeros([D_PAD], tl.float32)
+    if length > 0:
+        own = words + row.to(tl.int64) * word_row
+        reals += row.to(tl.int64) * real_row
+        first = tl.load(own).to(tl.int32)
+        n, dense, _take, local = budget_at(own, reals, length, first)
+        if dense == 0:
+            value = _row(pointer(own, 20, tl.float32), kv_head, D, D, D_PAD)
+            count = tl.load(own + 7).to(tl.int32)
+            if tl.load(idle + entry) != 0:
+                rest = tl.load(instead + entry)
+            elif count > 0:
+                unit = (row * UNITS + head // (HEADS // UNITS)).to(tl.int64)
+                size = n - local
+                number = tl.arange(0, MOST)
+                golden = (number.to(tl.float64) + 0.5) * 0.6180339887498949
+                share = golden - tl.floor(golden)
+                place = tl.where(size <= count, number, (share * size.to(tl.float64)).to(tl.int32))
+                asked = (number < count) & (number < size)
+                other = tl.where(asked, place, -1)  # two probes may fall on one key: the later one does not count
+                twice = (other[:, None] == other[None, :]) & (number[None, :] < number[:, None])
+                asked = asked & (tl.sum(twice.to(tl.int32), 1) == 0)
+                free = asked & (tl.load(marks + unit * width + place, mask=asked, other=1) == 0)
+                table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
+                q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
+                scores = _logits(
+                    q, k_pool, table, first + place, free, kv_head, scale, softcap, KV_HEADS, D, D_PAD, PAGE, CAPPED
+                )  # fmt: skip
+                left = (size - tl.load(listed + unit)).to(tl.float32)
+                left = left / tl.maximum(tl.sum(free.to(tl.int32), 0), 1)
+                rest = _add_up(scores) + tl.log(tl.maximum(left, 1e-30))
+    own_lse = tl.load(lse + entry)
+    top = tl.maximum(own_lse, rest)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    mine, others = tl.exp(own_lse - top), tl.exp(rest - top)
+    weight = mine + others
+    at = entry.to(tl.int64) * D + channel
+    have = tl.load(out + at, mask=channel < D, other=0.0).to(tl.float32)
+    mixed = (have * mine + value * others) / tl.where(weight > 0.0, weight, 1.0)
+    tl.store(joined + at, mixed.to(joined.dtype.element_ty), mask=channel < D)
+    tl.store(total + entry, tl.where(weight > 0.0, top + tl.log(tl.where(weight > 0.0, weight, 1.0)), float("-inf")))

@@ -1,0 +1,117 @@
+"""Blocks of many rows scored by what they are guessed to weigh, from the mean and the variance of their keys
+(methods/psa/estimates.py): for each unit the largest share of any of its heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.batched_decode import Summaries
+from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.decode import Pages
+from saccade.selection.plan import RankedBlocks
+
+TILE = 32
+
+
+def score_moments(
+    q: Tensor, pages: Pages, summaries: Summaries, choice: RankedBlocks, scale: float, softcap: float | None
+) -> Tensor:
+    """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: the log of the largest share that a head of the unit
+    is guessed to give each block, -inf where a block is not to be ranked; ``n`` as for batched_decode.score_blocks."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    rows, heads, head_dim = q.shape
+    kv_heads, blocks, device = pages.k.shape[1], -(-pages.longest // choice.size), q.device
+    estimates = torch.empty(rows, heads, blocks, dtype=torch.float32, device=device)
+    _estimate[(triton.cdiv(blocks, TILE), kv_heads, rows)](
+        q, pages.lengths, summaries.pointers, estimates, q.stride(0), q.stride(1), blocks, scale, softcap or 0.0,
+        HEADS=heads, KV_HEADS=kv_heads, D=head_dim, D_PAD=pad(head_dim), G_PAD=pad(heads // kv_heads),
+        SIZE=choice.size, FIRST=choice.first, LAST=choice.last, LOG=math.log(choice.size), TILE=TILE,
+        CAPPED=softcap is not None, num_warps=4, **launched(device),
+    )  # fmt: skip
+    scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=device)
+    _share[(choice.units, rows)](
+        estimates, pages.lengths, scores, blocks, UNITS=choice.units, EACH=heads // choice.units, SIZE=choice.size,
+        FIRST=choice.first, LAST=choice.last, SPAN=1024, num_warps=4, **launched(device),
+    )  # fmt: skip
+    return scores
+
+
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "pointers", "estimates"])
+def _estimate(
+    q_ptr, lengths, pointers, estimates, q_row, q_head, blocks, scale, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G_PAD: tl.constexpr,
+    SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, LOG: tl.constexpr, TILE: tl.constexpr,
+    CAPPED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head, row = tl.program_id(1), tl.program_id(2)
+    stop = tl.load(lengths + row) // SIZE - LAST
+    if tl.program_id(0) * TILE < stop:
+        block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        wanted = (block >= FIRST) & (block < stop)
+        channel, member = tl.arange(0, D_PAD), tl.arange(0, G_PAD)
+        base = tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty))
+        at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
+        there = wanted[:, None] & (channel < D)[None, :]
+        mean = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        variance = tl.load(at + KV_HEADS * D, mask=there, other=0.0).to(tl.float32)
+        head = kv_head * GROUP + member
+        q = (
+            tl.load(
+                q_ptr + row.to(tl.int64) * q_row + head[:, None] * q_head + channel[None, :],
+                mask=(member < GROUP)[:, None] & (channel < D)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            * scale
+        )
+        mu = tl.dot(mean, tl.trans(q), input_precision="tf32x3")
+        square = tl.dot(variance, tl.trans(q * q), input_precision="tf32x3")
+        if CAPPED:
+            bent = 1.0 - 2.0 / (tl.exp(2.0 * mu / softcap) + 1.0)
+            mu = softcap * bent
+            square = square * (1.0 - bent * bent) * (1.0 - bent * bent)
+        square = tl.maximum(square, 0.0)
+        guess = mu + tl.where(square < 2.0 * LOG, LOG + square / 2.0, tl.sqrt(2.0 * LOG * square))
+        out = estimates + (row.to(tl.int64) * HEADS + head)[None, :] * blocks + block[:, None]
+        tl.store(out, guess, mask=wanted[:, None] & (member < GROUP)[None, :])
+
+
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "estimates", "scores"])
+def _share(
+    estimates, lengths, scores, blocks,
+    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    stop = tl.load(lengths + row) // SIZE - LAST
+    at = tl.arange(0, SPAN)
+    out = scores + (row * UNITS + unit).to(tl.int64) * blocks
+    for start in tl.range(0, blocks, SPAN):
+        tl.store(out + start + at, tl.full([SPAN], float("-inf"), tl.float32), mask=start + at < blocks)
+    for number in tl.range(0, EACH):
+        line = estimates + ((row * UNITS + unit) * EACH + number).to(tl.int64) * blocks
+        top = tl.full([SPAN], float("-inf"), tl.float32)
+        weight = tl.zeros([SPAN], tl.float32)
+        for start in tl.range(FIRST, stop, SPAN):
+            guess = tl.load(line + start + at, mask=start + at < stop, other=float("-inf"))
+            higher = tl.maximum(top, guess)
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = weight * tl.exp(top - anchor) + tl.exp(guess - anchor)
+            top = higher
+        peak = tl.max(top, 0)
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+        total = tl.sum(weight * tl.exp(top - peak), 0)
+        log = peak + tl.log(tl.where(total > 0.0, total, 1.0))
+        tl.debug_barrier()  # other threads have written the scores
+        for start in tl.range(FIRST, stop, SPAN):
+            inside = start + at < stop
+            share = tl.load(line + start + at, mask=inside, other=0.0) - log
+            have = tl.load(out + start + at, mask=inside, other=float("-inf"))
+            tl.store(out + start + at, tl.maximum(have, share), mask=inside)
