@@ -89,14 +89,21 @@ def same(own, batched) -> None:
     assert sorted(own.report["notes"]) == sorted(batched.report["notes"])
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED])
+EVERY = [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED]
+QUICK = {EVICTING[1], EVICTING[4], CHOOSING[2], SHARING[2], SHARING[8], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1]}
+
+
+@pytest.mark.parametrize(
+    "policy", [text if text in QUICK else pytest.param(text, marks=pytest.mark.slow) for text in EVERY]
+)
 def test_tokens_and_reports(engines, policy):
-    prompts = [random_ids(length, seed=length) for length in (30, 191)]
+    prompts = [random_ids(length, seed=length) for length in ((110,) if policy in QUICK else (30, 150))]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
     for left, right in zip(own, batched):
         same(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})"])
 def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
     answers = []
@@ -110,11 +117,13 @@ def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
 LEARNING = ["h2o(budget=40)", f"{CIS}, follow=1)", f"{LFPS}, blocks=4, running_means=true)", f"{LOOP})"]
 
 
-@pytest.mark.parametrize("policy", LEARNING)
+@pytest.mark.parametrize(
+    "policy", [LEARNING[0], *(pytest.param(text, marks=pytest.mark.slow) for text in LEARNING[1:])]
+)
 @pytest.mark.parametrize("host", [False, True], ids=["tried again", "served by the host"])
 def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, policy, host):
     """The second layer of the third step fails: what its first layer has written is written again."""
-    prompt, device = random_ids(180, seed=4), device_of(engines[1])
+    prompt, device = random_ids(130, seed=4), device_of(engines[1])
     (expected,) = engines[0].generate(prompt, FEW, policy=policy)
     with monkeypatch.context() as patched:
         fails = Once(batched_rows.attend_decode, ZeroDivisionError("it broke"), at=6 if "loop" not in policy else 12)
@@ -138,14 +147,15 @@ def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, pol
 
 def test_rows_of_all_methods_join_and_leave_one_step(engines):
     """One batch of every kind, of unequal prompts and answers, beside stateless ones."""
-    policies = [*EVICTING[2:4], CHOOSING[2], SHARING[4], SHARING[8], *FORESEEN[1:3], LINES[0], "arkvale(budget=64)"]
-    prompts = [random_ids(60 + 13 * at, seed=at) for at in range(len(policies))]
-    params = [SamplingParams(temperature=0, max_tokens=2 + at % 4, ignore_eos=True) for at in range(len(policies))]
+    policies = [EVICTING[2], EVICTING[3], SHARING[4], SHARING[8], FORESEEN[1], LINES[0], "arkvale(budget=64)"]
+    prompts = [random_ids(60 + 11 * at, seed=at) for at in range(len(policies))]
+    params = [SamplingParams(temperature=0, max_tokens=2 + at % 3, ignore_eos=True) for at in range(len(policies))]
     own, batched = (one.generate(prompts, params, policy=policies) for one in engines)
     for left, right in zip(own, batched):
         same(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", LEARNING[1:3])
 def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     params = SamplingParams(temperature=1.5, max_tokens=5, ignore_eos=True, n=3, seed=7)
@@ -154,6 +164,7 @@ def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     assert len({tuple(one.token_ids) for one in own.outputs}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", LEARNING)
 def test_drafts_take_turns_with_recorded_steps(engines, policy):
     """Steps with drafts are the host path's: states go there and come back."""
@@ -170,7 +181,7 @@ def test_drafts_take_turns_with_recorded_steps(engines, policy):
 def test_numbers_are_no_part_of_a_kind_of_step(engines):
     """Requests that differ in numbers alone are one group of one step, which one graph would serve."""
     device, params = device_of(engines[1]), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    for form in ("cis(tau={0}, k=2{1}, s={2}, r={2}, sinks={1})", "lfps(r={0}, a={0}, k=3{1}, local={2}, before={1})"):
+    for form in ("cis(tau={0}, k=2{1}, s={2}, m={2}, sinks={1})", "lfps(r={0}, a={0}, k=3{1}, local={2}, before={1})"):
         device.kinds.clear()
         policies = [form.format(*numbers) for numbers in ((0.1, 1, 3), (0.5, 2, 4), (0.9, 3, 9))]
         results = engines[1].generate([random_ids(90, seed=4)] * 3, params, policy=policies)
