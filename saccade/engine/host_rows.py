@@ -79,19 +79,22 @@ class JoinedRows:
         self.storage = rows[0].memory.kv.pool.storage
         self.fixed: list[tuple[RequestRows, Prepared]] = []
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
-        for one in rows:
+        tables = [one.memory.kv.tables for one in rows]
+        planned: list[PlannedRow] = []
+        for one, table in zip(rows, tables):
             plan = plans.of(one)  # None while a clock runs: what it times is told apart
             if plan is None:
                 self.chosen.append(one)
             else:
                 self.fixed.append((one, plan))
+                planned.append(_planned(one, plan, table))
         self._stored = cpu_rows.StoredRows(
             [one.first for one in rows],
             [one.scheduled.start for one in rows],
-            [one.memory.kv.tables for one in rows],
+            tables,
             self.storage.format.block_size,
         )
-        self._attended = PlannedRows([_planned(*one) for one in self.fixed]) if self.fixed else None
+        self._attended = PlannedRows(planned) if planned else None
         for one in rows:
             one.memory.kv.stored(1)
 
@@ -165,10 +168,10 @@ class JoinedRows:
                 one.rows.failed(layer, error)
 
 
-def _planned(rows: RequestRows, prepared: Prepared) -> PlannedRow:
+def _planned(rows: RequestRows, prepared: Prepared, tables: Tensor) -> PlannedRow:
     """A row's part of the step, its keys not stored yet."""
     length, kv, blocks = rows.scheduled.stop, rows.memory.kv, prepared.plan.blocks
     summaries: Sequence[Tensor] = ()
     if isinstance(blocks, BestBlocks | RankedBlocks) and length > blocks.dense_upto:
         summaries = kv.summaries(blocks.summary, blocks.size)
-    return PlannedRow(rows.first, length - 1, kv.tables, prepared.readings, summaries)
+    return PlannedRow(rows.first, length - 1, tables, prepared.readings, summaries)

@@ -49,7 +49,7 @@ class SequenceKV:
     @property
     def blocks(self) -> int:
         """Slots that its blocks take when resident, all layers together, shared blocks among them."""
-        return self.layers * len(self._table)
+        return self.layers * len(self._table.ids)
 
     @property
     def block_table(self) -> Tensor:
@@ -82,14 +82,14 @@ class SequenceKV:
     def missing_blocks(self, tokens: int) -> int:
         """Slots that must still be allocated before ``tokens`` tokens fit: for new blocks, and for the copy of a shared
         block that would be written to."""
-        wanted = max(0, -(-tokens // self._size) - len(self._table))
+        wanted = max(0, -(-tokens // self._size) - len(self._table.ids))
         return self.layers * (wanted + self._shared_tail(tokens))
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens in every layer, in blocks that may be written to, and note the use of all
         blocks in this step. Raises CapacityError, taking nothing, when the pool is short."""
         copied = self._shared_tail(tokens)
-        wanted = max(0, -(-tokens // self._size) - len(self._table))
+        wanted = max(0, -(-tokens // self._size) - len(self._table.ids))
         tail = self.length // self._size
         if copied:
             self.pool.require_resident(self._table.ids[tail])
@@ -99,7 +99,7 @@ class SequenceKV:
                 self._table.replace(tail, fresh)
                 fresh.pop()
             self._table.extend(fresh)
-        self._table.touch()
+        self.pool.touch(self._table.numbers)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
@@ -119,7 +119,7 @@ class SequenceKV:
         SaccadeError where KV heads do not share slots, or the block is not resident."""
         start = self._lengths[layer]
         block, offset = divmod(start, self._size)
-        if block >= len(self._table) or (offset and self.pool.references(self._table.ids[block]) > 1):
+        if block >= len(self._table.ids) or (offset and self.pool.references(self._table.ids[block]) > 1):
             self._make_writable(layer, 1)
         slot = self._table.slot(layer, block) if self.pool.rows == 1 else -1
         if slot < 0:

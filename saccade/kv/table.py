@@ -13,7 +13,9 @@ ALIGNED = 4  # table entries: kernels are compiled anew for a table that does no
 
 
 class BlockTable:
-    """Logical blocks of ``pool`` that sequence ``owner`` holds, in the order of its tokens; ``ids`` are their numbers.
+    """Logical blocks of ``pool`` that sequence ``owner`` holds, in the order of its tokens. ``ids`` are their numbers;
+    ``numbers`` and ``blocks`` the same as int64 [blocks], an array and a tensor on the host, good until the table
+    changes and not to be written to.
 
     ``version`` grows when the list changes, or slots that were looked up.
     """
@@ -22,25 +24,18 @@ class BlockTable:
         self.pool, self.owner = pool, owner
         self.ids: list[int] = []
         self.version = 0
-        self._numbers = np.zeros(0, dtype=np.int64)  # the same
+        self._size = pool.format.block_size
         self._residency = pool.version
         self._slots = torch.zeros(pool.layers, pool.rows, 16, dtype=torch.int32, device="cpu")
         self._layers: tuple[Tensor, ...] = ()
-        self._blocks = torch.from_numpy(self._numbers)
+        self.numbers = np.zeros(0, dtype=np.int64)
+        self.blocks = torch.from_numpy(self.numbers)
         self._changed()
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     @property
     def room(self) -> int:
         """Tokens that its blocks hold."""
-        return len(self.ids) * self.pool.format.block_size
-
-    @property
-    def blocks(self) -> Tensor:
-        """The ids as int64 [blocks], on the host. Good until the table changes; not to be written to."""
-        return self._blocks
+        return len(self.ids) * self._size
 
     @property
     def resident(self) -> bool:
@@ -51,7 +46,8 @@ class BlockTable:
     def tables(self) -> Tensor:
         """int32 [layers, kv_heads or 1, >= blocks] on the storage's device: the slots of every block, -1 where one is
         not resident."""
-        self.of(0)
+        if self._residency != self.pool.version or not self._layers:
+            self.of(0)
         return self._tables
 
     def of(self, layer: int) -> Tensor:
@@ -71,24 +67,20 @@ class BlockTable:
 
     def logical_slots(self, start: int, stop: int) -> list[int]:
         """See SequenceKV."""
-        self._require_room(start, stop)
-        size, ids = self.pool.format.block_size, self.ids
-        if stop - start == 1:
+        size, ids = self._size, self.ids
+        if stop - start == 1 and 0 <= start < len(ids) * size:  # a decode row
             return [ids[start // size] * size + start % size]
+        self._require_room(start, stop)
         positions = np.arange(start, stop)
-        return (self._numbers[positions // size] * size + positions % size).tolist()
+        return (self.numbers[positions // size] * size + positions % size).tolist()
 
     def slot_mapping(self, start: int, stop: int) -> Tensor:
         """See SequenceKV."""
         self._require_room(start, stop)
-        tables, size = self.tables, self.pool.format.block_size
+        tables, size = self.tables, self._size
         positions = torch.arange(start, stop, device=tables.device)
         slots = tables[:, :, positions // size].long()
         return torch.where(slots < 0, -1, slots * size + positions % size)
-
-    def touch(self) -> None:
-        """Note that the blocks are used in this step."""
-        self.pool.touch(self._numbers)
 
     def extend(self, blocks: list[int]) -> None:
         """Hold ``blocks`` after those there are."""
@@ -118,7 +110,7 @@ class BlockTable:
         """Let go of all but the first ``keep`` blocks."""
         self.pool.release(self.ids[keep:], self.owner)
         del self.ids[keep:]
-        self._numbers, self._blocks = self._numbers[:keep], self._blocks[:keep]
+        self.numbers, self.blocks = self.numbers[:keep], self.blocks[:keep]
         self.version += 1
 
     def _require_room(self, start: int, stop: int) -> None:
@@ -137,8 +129,8 @@ class BlockTable:
         self._changed()
 
     def _changed(self) -> None:
-        self._numbers = np.array(self.ids, dtype=np.int64)
-        self._blocks = torch.from_numpy(self._numbers)
+        self.numbers = np.array(self.ids, dtype=np.int64)
+        self.blocks = torch.from_numpy(self.numbers)
         self._host = list(self._slots.numpy()[:, 0])
         self._layers = ()
         self.version += 1
