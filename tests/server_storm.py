@@ -106,6 +106,7 @@ def main(short: int, streamed: int) -> None:
             }
         command = [sys.executable, "-m", "saccade", "serve", str(folder), "--port", "0", "--max-requests", "16"]
         command += ["--dtype", "float32", "--prefill-chunk", "64", "--log-level", "info", "--kv-memory", "64MiB"]
+        command += ["--no-prefix-caching"]  # so that no block is left at the end
         log = Path(name) / "log"
         with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as process:
             while '"serving"' not in log.read_text():

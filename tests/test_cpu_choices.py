@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from helpers import Planted, generator, planted_heads
 
 from saccade.kv.view import KVView
@@ -59,10 +60,7 @@ def both(method, chunk, monkeypatch, isa):
         return fast, method.select_prefill(chunk).mask()
 
 
-@pytest.mark.parametrize("isa", cpu.supported_isas())
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("rows", [900, 250])
+@covered({"isa": cpu.supported_isas(), "name": METHODS, "pattern": PATTERNS, "rows": [900, 250]})
 def test_float32_choices_are_torchs(name, pattern, rows, isa, monkeypatch):
     fast, slow = both(METHODS[name], chunk_of(pattern, rows, torch.float32), monkeypatch, isa)
     if name == "loopserve":

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covered
 from cpu_helpers import compare, problem, random_blocks
 
 from saccade.errors import SaccadeError
@@ -20,11 +21,16 @@ def _restore_isa():
     cpu.set_isa(None)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("q_len", [1, 130])
+@covered(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "head_dim": [16, 32, 64, 80, 96, 112, 128, 256],
+        "group": [1, 4, 8],
+        "q_len": [1, 130],
+    },
+    strength=3,
+)
 def test_every_head_size_and_group(isa, dtype, head_dim, group, q_len):
     cpu.set_isa(isa)
     shape = Shape.suffix(group * 2, 2, q_len, 211)
@@ -34,9 +40,7 @@ def test_every_head_size_and_group(isa, dtype, head_dim, group, q_len):
         compare(q, view, random_blocks(shape, 64, units))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page", [16, 32, 64, 128])
+@covered({"isa": ISAS, "dtype": DTYPES, "page": [16, 32, 64, 128]})
 def test_lengths_around_block_boundaries(isa, dtype, page):
     cpu.set_isa(isa)
     for n in (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 257):
@@ -48,11 +52,13 @@ def test_lengths_around_block_boundaries(isa, dtype, page):
             compare(q, view, Band(shape, window=30, sinks=4))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize(
-    ("q_start", "q_len"), [(0, 300), (1, 127), (63, 2), (100, 29), (128, 128), (200, 333), (517, 1)]
+@covered(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "block_size": [16, 32, 64, 128, 256],
+        ("q_start", "q_len"): [(0, 300), (1, 127), (63, 2), (100, 29), (128, 128), (200, 333), (517, 1)],
+    }
 )
 def test_rows_anywhere_and_keys_beyond_them(isa, dtype, block_size, q_start, q_len):
     cpu.set_isa(isa)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covered
 from cpu_helpers import compare, problem, random_blocks
 
 from saccade.ops import cpu
@@ -44,10 +45,7 @@ def lines(shape, kind, columns, units, seed=0):
     return Lines.from_lists(shape, [draw(columns) for _ in range(units)], [part[part < last] for part in chosen])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", DISTANCES)
-@pytest.mark.parametrize("columns", [0, 130])
+@covered({"isa": ISAS, "dtype": DTYPES, "kind": DISTANCES, "columns": [0, 130]})
 def test_lines_of_every_kind(isa, dtype, kind, columns):
     cpu.set_isa(isa)
     for q_start, q_len, extra in ((0, 391, 0), (200, 333, 13)):
@@ -69,9 +67,7 @@ def test_lines_of_rows_anywhere(isa, dtype, q_start, q_len):
         compare(q, view, lines(shape, kind, min(20, q_start + q_len), 4))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
-@pytest.mark.parametrize("units", [1, 2, 4, 8])
+@covered({"isa": ISAS, "head_dim": [16, 80, 128, 256], "units": [1, 2, 4, 8]})
 def test_lines_of_every_head_size_and_sharing(isa, head_dim, units):
     cpu.set_isa(isa)
     shape = Shape.suffix(8, 2, 190, 320)
@@ -103,9 +99,7 @@ def test_capped_logits_of_lines(isa):
         compare(q, view, lines(shape, kind, 9, 4), scale=0.3, softcap=20.0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_start", "q_len"), [(0, 300), (311, 200), (400, 1), (400, 2)])
+@covered({"isa": ISAS, "dtype": DTYPES, ("q_start", "q_len"): [(0, 300), (311, 200), (400, 1), (400, 2)]})
 def test_tri_shapes(isa, dtype, q_start, q_len):
     cpu.set_isa(isa)
     shape = Shape(4, 2, q_len, q_start + q_len + 3, q_start)
@@ -114,10 +108,14 @@ def test_tri_shapes(isa, dtype, q_start, q_len):
         compare(q, view, Tri(shape, window=50, sinks=4, dense_rows=max(0, dense_rows)))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("choice", [[0, 1, 1, 0, 2, 1, 0, 2], [0] * 8, [1] * 8, [2, 2, 2, 2, 0, 0, 0, 0]])
-@pytest.mark.parametrize("q_len", [1, 230])
+@covered(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        "choice": [[0, 1, 1, 0, 2, 1, 0, 2], [0] * 8, [1] * 8, [2, 2, 2, 2, 0, 0, 0, 0]],
+        "q_len": [1, 230],
+    }
+)
 def test_heads_of_different_kinds(isa, dtype, choice, q_len):
     cpu.set_isa(isa)
     shape = Shape.suffix(8, 2, q_len, 300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from cpu_helpers import problem
 from helpers import generator
 
@@ -32,11 +33,13 @@ def ranking(shape: Shape, size: int, units: int, always: int, seed: int, **optio
     return made
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "units", "head_dim"), [(8, 2, 2, 64), (6, 2, 1, 80), (8, 4, 2, 48), (10, 2, 10, 32)]
+@covered(
+    {
+        "dtype": DTYPES,
+        ("heads", "kv_heads", "units", "head_dim"): [(8, 2, 2, 64), (6, 2, 1, 80), (8, 4, 2, 48), (10, 2, 10, 32)],
+        ("size", "page"): [(8, 32), (16, 16), (32, 64), (64, 16), (128, 32)],
+    }
 )
-@pytest.mark.parametrize(("size", "page"), [(8, 32), (16, 16), (32, 64), (64, 16), (128, 32)])
 def test_rankings_read_what_the_reference_reads(dtype, heads, kv_heads, units, head_dim, size, page):
     shape = Shape.suffix(heads, kv_heads, 1, 1000)
     q, view = problem(shape, head_dim, DTYPES[dtype], page=page, seed=size)
@@ -76,10 +79,7 @@ def criticality(q: torch.Tensor, summary: torch.Tensor, units: int) -> list[list
     return torch.maximum(q * hi, q * lo).sum(-1).view(units, heads // units, -1).mean(1).tolist()
 
 
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("units", [1, 2, 4, 8])
-@pytest.mark.parametrize("blocks", [1, 7, 700])
+@covered({"stored": DTYPES, "dtype": DTYPES, "units": [1, 2, 4, 8], "blocks": [1, 7, 700]})
 def test_blocks_are_ranked_by_criticality(dtype, stored, units, blocks):
     rng = generator(blocks)
     q = torch.randn(8, 80, generator=rng).to(DTYPES[dtype])

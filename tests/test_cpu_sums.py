@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from covering import covered
 from cpu_helpers import problem
 
 from saccade.methods.loopserve import cpu as loopserve_cpu
@@ -92,11 +93,20 @@ def sampled_rows(n, first, count, seed, sharpness):
     return torch.softmax(scores, -1), positions
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(
-    ("n", "first", "count"), [(1, 0, 1), (65, 0, 65), (300, 220, 80), (700, 699, 1), (1000, 0, 256), (2000, 1500, 130)]
+@covered(
+    {
+        "isa": ISAS,
+        ("n", "first", "count"): [
+            (1, 0, 1),
+            (65, 0, 65),
+            (300, 220, 80),
+            (700, 699, 1),
+            (1000, 0, 256),
+            (2000, 1500, 130),
+        ],
+        "sharpness": [0.1, 2.0, 5.0],
+    }
 )
-@pytest.mark.parametrize("sharpness", [0.1, 2.0, 5.0])
 def test_greedy_covers_are_numpys_to_the_last_bit(isa, n, first, count, sharpness):
     cpu.set_isa(isa)
     weights, positions = sampled_rows(n, first, count, n + count, sharpness)
@@ -142,10 +152,14 @@ def test_covers_of_a_call_hold_their_share_and_are_the_greedy_ones(isa, dtype, q
                 assert len(apart) <= 0.02 * wanted.numel()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_start", "q_len", "extra"), [(0, 7, 0), (3, 130, 5), (517, 1, 0), (1, 400, 0)])
-@pytest.mark.parametrize(("stride", "size"), [(8, 128), (16, 64), (2, 128), (32, 32)])
+@covered(
+    {
+        "isa": ISAS,
+        "dtype": DTYPES,
+        ("q_start", "q_len", "extra"): [(0, 7, 0), (3, 130, 5), (517, 1, 0), (1, 400, 0)],
+        ("stride", "size"): [(8, 128), (16, 64), (2, 128), (32, 32)],
+    }
+)
 def test_antidiagonal_shares_are_torchs(isa, dtype, q_start, q_len, extra, stride, size, monkeypatch):
     """Chunks and contexts that cut tiles at either end; logits with and without a cap."""
     cpu.set_isa(isa)

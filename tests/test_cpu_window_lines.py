@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covered
 from cpu_helpers import compare, problem, random_blocks
 from engine_helpers import GREEDY, make, tokens
 from tiny_models import make_checkpoint, random_ids
@@ -51,10 +52,7 @@ def agree(shape, head_dim, dtype, selection, **options):
     assert torch.equal(selection.unit_pairs(), selection.unit_mask().flatten(1).sum(1))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cone", CONES, ids=str)
-@pytest.mark.parametrize("kind", ["none", "lone", "stretches", "mixed"])
+@covered({"isa": ISAS, "dtype": DTYPES, "cone": CONES, "kind": ["none", "lone", "stretches", "mixed"]})
 def test_lines_inside_a_window(isa, dtype, cone, kind):
     cpu.set_isa(isa)
     for q_start, q_len, extra in ((0, 391, 0), (317, 233, 13)):
@@ -62,9 +60,7 @@ def test_lines_inside_a_window(isa, dtype, cone, kind):
         agree(shape, 64, dtype, Windowed(lines(shape, 4, kind, seed=q_start), cone))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("q_start", "q_len"), [(0, 1), (127, 1), (511, 2), (128, 128), (577, 65)])
-@pytest.mark.parametrize("units", [1, 2, 8])
+@covered({"isa": ISAS, ("q_start", "q_len"): [(0, 1), (127, 1), (511, 2), (128, 128), (577, 65)], "units": [1, 2, 8]})
 def test_rows_anywhere_and_units_of_any_size(isa, q_start, q_len, units):
     cpu.set_isa(isa)
     shape = Shape(8, 2, q_len, q_start + q_len + 5, q_start)
@@ -76,10 +72,7 @@ def test_rows_anywhere_and_units_of_any_size(isa, q_start, q_len, units):
         agree(shape, 32, torch.bfloat16, Windowed(selection, cone), scale=0.3, softcap=20.0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cone", CONES, ids=str)
-@pytest.mark.parametrize("size", [16, 128])
+@covered({"isa": ISAS, "dtype": DTYPES, "cone": CONES, "size": [16, 128]})
 def test_blocks_inside_a_window_of_another_grid(isa, dtype, cone, size):
     """Sparse lists: some rows lose all they read, and then keep their own key."""
     cpu.set_isa(isa)
@@ -113,10 +106,7 @@ def test_a_row_that_loses_its_last_key_keeps_its_own(isa, dtype, softcap):
     agree(shape, 64, dtype, windowed, softcap=softcap)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cone", CONES, ids=str)
-@pytest.mark.parametrize(("q_start", "q_len"), [(0, 300), (311, 200), (400, 1)])
+@covered({"isa": ISAS, "dtype": DTYPES, "cone": CONES, ("q_start", "q_len"): [(0, 300), (311, 200), (400, 1)]})
 def test_bands_tri_shapes_and_everything_inside_a_window(isa, dtype, cone, q_start, q_len):
     cpu.set_isa(isa)
     shape = Shape(4, 2, q_len, q_start + q_len + 3, q_start)
@@ -126,10 +116,7 @@ def test_bands_tri_shapes_and_everything_inside_a_window(isa, dtype, cone, q_sta
         agree(shape, 32, dtype, Windowed(selection, cone))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("choice", [[0, 1, 1, 0, 2, 1, 0, 2], [0] * 8])
-@pytest.mark.parametrize("q_len", [1, 230])
+@covered({"isa": ISAS, "dtype": DTYPES, "choice": [[0, 1, 1, 0, 2, 1, 0, 2], [0] * 8], "q_len": [1, 230]})
 def test_heads_of_different_kinds_inside_a_window(isa, dtype, choice, q_len):
     cpu.set_isa(isa)
     shape = Shape.suffix(8, 2, q_len, 600)
@@ -168,9 +155,12 @@ def folder(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("window", [LITERAL, "psaw(phi=0.2, start_layer=2, sinks=3, local=4, block_size=16)"])
-@pytest.mark.parametrize(
-    "method", [FLEX, "loopserve(alpha=0.5)", LINES, "tri_shape(window=99, last=40)", "xattention(block_size=64)"]
+@covered(
+    {
+        "window": [LITERAL, "psaw(phi=0.2, start_layer=2, sinks=3, local=4, block_size=16)"],
+        "method": [FLEX, "loopserve(alpha=0.5)", LINES, "tri_shape(window=99, last=40)", "xattention(block_size=64)"],
+    },
+    strength=1,
 )
 def test_a_policy_with_a_window_prefills_on_the_kernels(folder, method, window):
     """Chunks, of one row too, frozen rows and a second turn: no layer falls back, and tokens and densities are the

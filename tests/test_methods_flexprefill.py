@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from covering import covered
 from helpers import Planted, mass_of, planted_heads, run_method
 
 from saccade.errors import PolicyError
@@ -34,10 +35,14 @@ def exact(gamma: float = 0.9, **options) -> FlexPrefill:
     return FlexPrefill(gamma=gamma, **{"tau": 0.0, "block_size": 64, "min_budget": 0, "lines": "block", **options})
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("gamma", [0.3, 0.6, 0.9, 0.95, 0.99])
-@pytest.mark.parametrize(("rows", "n"), [(700, 700), (200, 700), (65, 640), (5, 700), (1, 700), (130, 450)])
-@pytest.mark.parametrize("options", [{"lines": "block"}, {"lines": "token"}, {"tau": 1.0}])
+@covered(
+    {
+        "pattern": PATTERNS,
+        "gamma": [0.3, 0.6, 0.9, 0.95, 0.99],
+        ("rows", "n"): [(700, 700), (200, 700), (65, 640), (5, 700), (1, 700), (130, 450)],
+        "options": [{"lines": "block"}, {"lines": "token"}, {"tau": 1.0}],
+    }
+)
 def test_every_head_keeps_gamma_of_the_representative_rows(pattern, gamma, rows, n, options):
     """Eq. 3 on the rows that were looked at, the last block of rows of the chunk, on average over them; query-aware
     heads (tau=1) too."""
@@ -97,9 +102,9 @@ def test_a_slash_on_a_block_border_is_covered():
         assert torch.diagonal(mask, -slash, 1, 2).all()
 
 
-@pytest.mark.parametrize(("tau", "lines"), [(0.0, "block"), (0.0, "token"), (1.0, "block")])
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("min_budget", [0, 256])
+@covered(
+    {("tau", "lines"): [(0.0, "block"), (0.0, "token"), (1.0, "block")], "pattern": PATTERNS, "min_budget": [0, 256]}
+)
 def test_monotone_in_gamma(tau, lines, pattern, min_budget):
     """More weight asked for never drops a key, with or without a floor."""
     for rows in (700, 130):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from helpers import generator
 
 from saccade.kv.view import KVView
@@ -47,9 +48,13 @@ def expected(q, k, picked, bits: int, unit: str) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize(("n", "channels"), [(1, 8), (16, 7), (47, 1), (130, 32), (515, 9)])
+@covered(
+    {
+        "unit": ["q_head", "kv_head"],
+        "bits": [2, 4, 8, 16],
+        ("n", "channels"): [(1, 8), (16, 7), (47, 1), (130, 32), (515, 9)],
+    }
+)
 def test_scores_are_dot_products_with_quantized_channels(backend, unit, bits, n, channels):
     q, k, view, picked = problem(n, channels, seed=n)
     made = Labels(picked, bits)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from covering import covered
 from helpers import Planted, arkvale_scores, brute_force, call, planted_heads
 
 from saccade.kv.view import KVView
@@ -67,10 +68,7 @@ def psa_ranking(q, view, size, units, *, always=(0, 1), **options) -> Ranking:
     return Ranking(shape, size, torch.tensor(fixed).expand(units, -1).int(), order.int(), **options)
 
 
-@pytest.mark.parametrize("rest", ["min", "last_max"])
-@pytest.mark.parametrize("stop", ["all", "mean"])
-@pytest.mark.parametrize("units", [1, 2, 8])
-@pytest.mark.parametrize("n", [640, 671])
+@covered({"rest": ["min", "last_max"], "stop": ["all", "mean"], "units": [1, 2, 8], "n": [640, 671]})
 def test_the_progressive_op_is_alg_1(backend, rest, stop, units, n):
     q, k, v, view = call(8, 2, 1, n, 32, seed=n)
     for epsilon, microbatch in ((0.5, 4), (0.9, 3), (0.95, 1)):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from covering import covered
 from helpers import KINDS, brute_force, call, generator, random_selection
 
 from saccade.errors import SaccadeError
@@ -16,10 +17,14 @@ from saccade.selection import Band, Blocks, Candidates, Dense, Ranking, Shape, T
 CLOSE = {"atol": 3e-5, "rtol": 1e-5}  # float32 against float64, where planted logits reach 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (8, 1)])
-@pytest.mark.parametrize("head_dim", [32, 80, 128])
-@pytest.mark.parametrize(("q_len", "n"), [(1, 1), (1, 33), (33, 65), (150, 193)])
+@covered(
+    {
+        "kind": KINDS,
+        ("heads", "kv_heads"): [(2, 2), (8, 2), (8, 1)],
+        "head_dim": [32, 80, 128],
+        ("q_len", "n"): [(1, 1), (1, 33), (33, 65), (150, 193)],
+    }
+)
 def test_equals_brute_force(kind, heads, kv_heads, head_dim, q_len, n):
     if kind == "ranking":
         q_len = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from helpers import KINDS, generator, random_selection
 
 from saccade.errors import SaccadeError
@@ -94,9 +95,7 @@ def test_row_tiles_put_together_are_the_whole_mask(kind):
         assert torch.equal(torch.cat(tiles), whole)
 
 
-@pytest.mark.parametrize("left", KINDS)
-@pytest.mark.parametrize("right", KINDS)
-@pytest.mark.parametrize("units", [(1, 4), (2, 1), (4, 2), (2, 2)])
+@covered({"left": KINDS, "right": KINDS, "units": [(1, 4), (2, 1), (4, 2), (2, 2)]})
 def test_merge_is_the_union_of_masks(left, right, units):
     one_row = "ranking" in (left, right)
     shape = Shape(4, 2, 1, 97, 96) if one_row else Shape(4, 2, 37, 97, 41)

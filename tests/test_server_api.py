@@ -197,7 +197,11 @@ def test_tokens_models_and_state(server):
     assert (card["id"], card["max_model_len"]) == ("tiny", 800)
     schema = get("/openapi.json").json()
     assert set(schema["paths"]["/v1/chat/completions"]["post"]["responses"]) == {"200", "default"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        answers = schema["paths"][path]["post"]["responses"]["200"]["content"]
+        assert set(answers) == {"application/json", "text/event-stream"}
     assert "ValidationError" not in str(schema)
+    server.complete([5, 6], policy=PSA)
     metrics = get("/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total"):
         assert f'saccade:{name}{{model_name="tiny"}}' in metrics

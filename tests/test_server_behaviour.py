@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -59,6 +60,12 @@ def aborted(server) -> float:
     )
 
 
+def statuses(server, route: str) -> set[str]:
+    """Of requests that have ended."""
+    found = re.findall(r'http_requests_total\{.*route="(.*)",status="(\d+)"\}', server.client.get("/metrics").text)
+    return {status for path, status in found if path == route}
+
+
 def post(server, body, path="/v1/completions") -> socket.socket:
     """A client that sends and does not read yet."""
     client = socket.create_connection(server.server.address)
@@ -81,6 +88,7 @@ def test_a_client_that_goes_away_ends_its_request(server, fields):
     server.idle()
     assert time.monotonic() - began < 5  # 700 steps would take seven
     assert aborted(server) == fields.get("n", 1)
+    assert statuses(server, "/v1/completions") == {"200" if fields["stream"] else "499"}
 
 
 def test_a_client_that_goes_away_before_its_first_token_ends_its_request(server, held):
@@ -92,6 +100,7 @@ def test_a_client_that_goes_away_before_its_first_token_ends_its_request(server,
     held.set()
     server.idle()
     assert aborted(server) == 2
+    assert statuses(server, "/v1/completions") == {"200", "499"}
 
 
 def test_a_reader_that_is_slow_holds_up_nobody_and_loses_nothing(server):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
+import re
 import shutil
 import socket
 import subprocess
@@ -79,6 +82,16 @@ def test_sessions_of_two_keys_do_not_meet(server):
     assert server.client.delete("/v1/sessions/s", headers=bearer(TWO)).status_code == 200
     assert server.client.delete("/v1/sessions/s", headers=bearer(TWO)).status_code == 404
     assert server.client.delete("/v1/sessions/s", headers=bearer(ONE)).status_code == 200
+
+
+def test_prefixes_of_two_keys_or_salts_do_not_meet(tiny_llama):
+    with serving(make(tiny_llama, enable_prefix_caching=True), keys=KEYS) as server:
+        body = {"prompt": random_ids(100, 1), **GREEDY}
+        cached = []
+        for secret, salt in ((ONE, None), (ONE, None), (TWO, None), (ONE, "mine"), (ONE, "mine")):
+            got = server.ask("/v1/completions", {**body, "cache_salt": salt}, **bearer(secret)).json()
+            cached.append(got["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        assert cached == [False, True, False, False, True]
 
 
 def test_the_log_tells_who_and_what_for_and_never_the_prompt(server, caplog):
@@ -268,3 +281,18 @@ def test_a_session_is_forgotten_when_it_is_old_or_one_too_many(tiny_llama):
         assert len(server.serving.sessions) == 1
         server.complete([7])
         assert len(server.llm.engine.sessions) == 1
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_may_reach_nothing_else(server):
+    page = server.client.get("/")  # without a key: it asks for one, and holds no data
+    rules = page.headers["content-security-policy"]
+    assert "default-src 'none'" in rules
+    assert "connect-src 'self'" in rules
+    assert "unsafe" not in rules
+    assert "//" not in page.text.partition("<script>")[0]
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page.text)
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in rules
+    metrics = server.client.get("/metrics", headers=bearer(ONE)).text
+    for name in re.findall(r'total\(text, "(\w+)"\)', script):  # what it reads of the metrics is there
+        assert f"# TYPE saccade:{name.removesuffix('_total').removesuffix('_sum').removesuffix('_count')}" in metrics

@@ -230,7 +230,8 @@ class Bench:
             report = requests[0].report.as_dict()
         finally:
             for request in requests:
-                request.sequence.memory.kv.free()
+                request.sequence.memory.drop()
+                self.worker.memories.pop(request.sequence.id, None)
         self.results.add(
             what="decode",
             context=tokens,

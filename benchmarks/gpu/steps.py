@@ -14,7 +14,8 @@ from saccade.outputs import RequestOutput
 
 POLICIES = os.environ.get(
     "POLICIES",
-    "dense;streaming;quest(budget=512);arkvale(budget=512);psa(epsilon=0.9);lfps;lfps(blocks=0, least=1, rest=none);cis;cpe;loopserve;"
+    "dense;streaming;quest(budget=512);arkvale(budget=512);psa(epsilon=0.9);lfps;lfps(blocks=0, least=1, rest=none);"
+    "cis;cpe;loopserve;"
     "topk(k=256);snapkv(capacity=512);adakv(capacity=512);h2o(budget=512);double_sparsity(k=256, source=prompt);"
     "hshare(source=prompt);dense+psaw",
 ).split(";")

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from saccade.cli.options import (
-    BACKEND,
-    CHUNK,
-    DEVICE,
-    DTYPE,
-    MAX_LENGTH,
-    MEMORY,
-    MODEL,
-    POLICY,
-    THREADS,
-    load_model,
-)
+from saccade.cli.options import POLICY, load_model, takes_engine
 from saccade.errors import SaccadeError, shown
+
+if TYPE_CHECKING:
+    from saccade.engine.config import EngineConfig
 
 KEY_VARIABLE = "SACCADE_API_KEY"
 
 
+@takes_engine()
 def serve(
     model_name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="What --model says, as the first word.", show_default=False)
     ] = None,
-    model: Annotated[str, MODEL] = "retriever",
     host: Annotated[str, typer.Option(help="Where to listen; anything but localhost needs an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     served_model_name: Annotated[
@@ -48,6 +41,9 @@ def serve(
     ] = None,
     max_requests: Annotated[int, typer.Option(help="Most samples that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(help="Most samples that wait behind them; more are answered 429.")] = 256,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Share what requests of one key begin with; what ended ones leave is kept for others.")
+    ] = True,
     deadline: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
     drain: Annotated[float, typer.Option(help="Most seconds that running requests have after SIGTERM.")] = 120.0,
     max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "32MiB",
@@ -69,20 +65,14 @@ def serve(
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write requests to the log whole.")] = False,
-    dtype: Annotated[str, DTYPE] = "auto",
-    max_model_len: Annotated[int | None, MAX_LENGTH] = None,
-    kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
-    backend: Annotated[str, BACKEND] = "auto",
-    threads: Annotated[int | None, THREADS] = None,
-    device: Annotated[str, DEVICE] = "auto",
+    *,
+    config: EngineConfig,
 ) -> None:
     """Answer OpenAI's API over HTTP: /v1/chat/completions, /v1/completions, /v1/responses and more (docs/server.md).
 
     saccade serve
     curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "...", "policy": "psa"}'
     """
-    from saccade.engine.config import EngineConfig
     from saccade.machine import parse_bytes
     from saccade.server import reasoning, tools
     from saccade.server.keys import KeyRing
@@ -108,7 +98,7 @@ def serve(
     keys = KeyRing() if api_keys is None else KeyRing.load(api_keys)
     if secret := os.environ.get(KEY_VARIABLE, ""):
         keys = keys.with_secret(secret)
-    config = ServerConfig(
+    settings = ServerConfig(
         host=host,
         port=port,
         names=tuple(served_model_name or ()),
@@ -129,19 +119,14 @@ def serve(
         tls_client_authorities=tls_client_authorities,
     )
     llm = load_model(
-        EngineConfig.of(
-            model=model_name or model,
+        replace(
+            config,
+            model=model_name or config.model,
             policy=policy,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            kv_memory=kv_memory,
-            prefill_chunk=prefill_chunk,
             max_requests=max_requests,
             max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
-            backend=backend,
-            threads=threads,
-            device=device,
+            enable_prefix_caching=prefix_caching,
         )
     )
     log_to_stderr(log_level)
-    run(llm, config)
+    run(llm, settings)

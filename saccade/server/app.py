@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
@@ -25,6 +26,7 @@ from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
 from saccade.server.generation import Generation
 from saccade.server.logs import logger
+from saccade.server.page import page
 from saccade.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from saccade.server.responses import Responses
 from saccade.server.responses_protocol import ResponsesRequest
@@ -75,6 +77,9 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             for operation in operations.values():
                 operation["responses"].pop("422", None)
                 operation["responses"]["default"] = {"description": "what went wrong", "content": content}
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+            schema["paths"][path]["post"]["responses"]["200"]["content"] |= streamed
         for unused in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(unused, None)
         app.openapi_schema = schema
@@ -91,6 +96,10 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(SaccadeError)
     async def saccade_error(request: Request, error: SaccadeError) -> Response:
         return await api_error(request, from_saccade(error))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody is there to see it; the log and the metrics are
 
     @app.exception_handler(Exception)
     async def mistake(request: Request, error: Exception) -> Response:  # it is raised on, to the gate, which logs it
@@ -201,6 +210,10 @@ def _models(app: FastAPI, serving: Serving) -> None:
 
 
 def _state(app: FastAPI, serving: Serving) -> None:
+    @app.get("/", include_in_schema=False)
+    async def show_page() -> Response:
+        return page()
+
     @app.get("/health")
     async def health() -> Response:
         alive = serving.llm.loop.alive

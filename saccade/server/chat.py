@@ -94,7 +94,7 @@ class Chat:
         self.policy, self.n = policy, params.n
         self.readers = [self._reader() for _ in range(params.n)]
         self.echoed = str(messages[-1]["content"]) if body.echo else ""
-        return Ask([prompt], params, policy, body.session_id, constraint, body.deadline_seconds)
+        return Ask([prompt], params, policy, body.session_id, constraint, body.deadline_seconds, body.cache_salt)
 
     def _check_tools(self) -> None:
         template = str(getattr(self.serving.llm.get_tokenizer(), "chat_template", "") or "")

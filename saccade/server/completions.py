@@ -66,7 +66,7 @@ class Completion:
             for echoed in self.echoed
             for _ in range(self.n)
         ]
-        return Ask(prompts, params, policy, body.session_id, constraint, body.deadline_seconds)
+        return Ask(prompts, params, policy, body.session_id, constraint, body.deadline_seconds, body.cache_salt)
 
     def _given(self) -> list[str | list[int]]:
         """The prompts one by one."""

@@ -18,7 +18,7 @@ from saccade.server.logs import logger
 from saccade.server.serving import Serving
 from saccade.server.settings import is_local
 
-OPEN = ("/health", "/ready")  # for probes, which have no key
+OPEN = ("/health", "/ready", "/")  # for probes, which have no key, and the page that asks for one
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
@@ -58,7 +58,7 @@ class Gate:
                 self.serving.admission.count(caller)
             await self.app(scope, await self._body(scope, headers, receive), reply)
         except ClientDisconnect:
-            status = status or 499  # nobody is there to see it; the log and the metrics are
+            status = status or 499
         except ApiError as error:
             await self._fail(error, reply)
         except Exception:

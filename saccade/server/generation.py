@@ -31,6 +31,7 @@ class Ask:
     session: str | None = None
     constraint: Constraint | None = None
     deadline: float | None = None
+    cache_salt: str | None = None
 
     @property
     def samples(self) -> int:
@@ -156,6 +157,7 @@ class Generation:
                         whole=self._held is not None,
                         shares=None if index == 0 else first,
                         constraint=ask.constraint,
+                        cache_salt=f"{self.caller.name}\0{ask.cache_salt or ''}",  # no two keys share a prefix
                     )
                 )
         return messages

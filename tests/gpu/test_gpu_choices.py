@@ -10,7 +10,7 @@ from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_s
 
 from saccade.kv.view import KVView
 from saccade.methods.cis import triton_sharing
-from saccade.methods.cis.sharing import Anchors
+from saccade.methods.cis.sharing import Anchors, keep, share
 from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.methods.loopserve.triton_line_cover import cover
 from saccade.ops import Call, run
@@ -54,6 +54,30 @@ def test_the_best_candidates(units, head_dim):
         for _ in range(10):
             again = choose_on_device(q, view, selection.to(q.device), scale=head_dim**-0.5)
             assert torch.equal(again.indices, ran.used.indices)
+
+
+@pytest.mark.parametrize(("best", "reach", "follow"), [(7, 1, 2), (1, 0, 0), (500, 2, 40)])
+def test_shared_keys_that_move_along(best, reach, follow):
+    """Anchors and what later queries share, on both machines; in no step is anything read back."""
+    n, options = 3000, (0.8, LOCAL)
+    made = [Anchors.empty(UNITS, 2 * DIM, capacity=n, most=best, device=device) for device in ("cpu", "cuda")]
+    for number in range(2):
+        length, q = n + 3 * number, torch.zeros(HEADS, DIM)
+        q[:, number] = 1.0
+        read, weights = retrieved(length, (900, 1, 60, 0), seed=number)
+        has = torch.tensor([True, number > 0, number < 1, False])
+        for anchors in made:
+            there = anchors.keys.device
+            share(anchors, q.to(there), *options, length, True, (follow, SINKS))
+            middle = (SINKS, length - LOCAL)
+            keep(anchors, read.to(there), weights.to(there), has.to(there), length - 1, middle, best, reach)
+    for axis, length in ((0, n + 9), (1, n + 9), (0, n + 200), (5, n + 9)):
+        q = torch.zeros(HEADS, DIM)
+        q[:, axis] = 1.0
+        host, device = (share(one, q.to(one.keys.device), *options, length, True, (follow, SINKS)) for one in made)
+        assert torch.equal(device[2].cpu(), host[2])
+        assert torch.equal(device[0].cpu(), host[0])
+        assert torch.equal(device[1][: int(host[0][-1])].cpu(), host[1])
 
 
 @pytest.mark.parametrize(("best", "reach"), [(0, 1), (7, 1), (500, 2)])

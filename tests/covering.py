@@ -1,0 +1,41 @@
+"""Fewer rows than a cross product, without losing a pair of settings that could meet in the code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Axes = Mapping[str | tuple[str, ...], Iterable[Any]]
+
+
+def covering(axes: Iterable[Iterable[Any]], strength: int = 2) -> list[tuple[Any, ...]]:
+    """Rows with a value of each axis, so that any values of any ``strength`` axes stand in some row together. Greedy,
+    and the same rows every time."""
+    axes = [list(axis) for axis in axes]
+    every = list(product(*(range(len(axis)) for axis in axes)))
+    groups = list(combinations(range(len(axes)), min(strength, len(axes))))
+    parts = [{tuple((at, row[at]) for at in group) for group in groups} for row in every]
+    left = set().union(*parts)
+    rows: list[tuple[Any, ...]] = []
+    while left:
+        best = max(range(len(every)), key=lambda number: len(parts[number] & left))
+        left -= parts[best]
+        rows.append(tuple(axis[at] for axis, at in zip(axes, every[best])))
+    return rows
+
+
+def covered(axes: Axes, strength: int = 2) -> pytest.MarkDecorator:
+    """``parametrize`` over :func:`covering` rows. An axis is a name, or some names whose values come as tuples."""
+    names: list[str] = []
+    for name in axes:
+        names += [name] if isinstance(name, str) else name
+    rows = []
+    for row in covering(list(axes.values()), strength):
+        values: list[Any] = []
+        for name, value in zip(axes, row):
+            values += [value] if isinstance(name, str) else value
+        rows.append(tuple(values))
+    return pytest.mark.parametrize(names, rows)
