@@ -390,3 +390,12 @@ def test_ends_that_are_no_token_ids(folder, file, ends):
     config = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps({**config, "eos_token_id": ends}))
     refused(folder, file, "eos_token_id must be a token id or a list of them")
+
+
+@pytest.mark.parametrize("rope", [["llama3"], {"rope_type": ["llama3"]}, {"rope_type": 3}])
+def test_rope_settings_of_another_type_are_refused(tmp_path, rope):
+    """An unhashable one came out as a TypeError."""
+    folder = edit_config(make_checkpoint("llama", tmp_path / "model"), rope_parameters=rope)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder)
+    assert len(str(caught.value).splitlines()) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from saccade.cli.options import POLICY, load_model, takes_engine
 from saccade.cli.sampling import takes_sampling
+from saccade.cli.sessions import held, path_of
 from saccade.cli.streaming import hint, show_stream
 from saccade.errors import RequestError, SaccadeError
 
@@ -27,7 +29,11 @@ def chat(
         Path | None,
         typer.Option("--prompt-file", "-f", help="UTF-8 text to talk about, read before the first message."),
     ] = None,
-    policy: Annotated[str, POLICY] = "dense",
+    policy: Annotated[str | None, POLICY] = None,
+    session: Annotated[
+        str | None,
+        typer.Option(help="Keep the conversation under this name: go on from it, and save it after every answer."),
+    ] = None,
     *,
     params: SamplingParams,
     config: EngineConfig,
@@ -40,16 +46,19 @@ def chat(
     from saccade.cli.conversation import Conversation
     from saccade.methods.policy import Policy
 
-    chosen = Policy.parse(policy)
-    llm, model = load_model(config), str(config.model)
-    conversation = Conversation(llm, chosen, params, _note)
-    if prompt_file is not None:
-        conversation.load(prompt_file)
-    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    read = terminal_reader(list(conversation.commands)) if at_terminal else _read_line
-    if at_terminal:
-        _note(f"{model} under {chosen.text}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
-    talk(conversation, read, model)
+    chosen = None if policy is None else Policy.parse(policy)
+    path = None if session is None else path_of(session)
+    with nullcontext() if path is None else held(path):
+        llm, model = load_model(config), str(config.model)
+        conversation = Conversation(llm, chosen, params, _note, path)
+        if prompt_file is not None:
+            conversation.load(prompt_file)
+        at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        read = terminal_reader(list(conversation.commands)) if at_terminal else _read_line
+        if at_terminal:
+            under = conversation.policy.text
+            _note(f"{model} under {under}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
+        talk(conversation, read, model)
 
 
 def talk(conversation: Conversation, read: Callable[[], str | None], model: str) -> None:

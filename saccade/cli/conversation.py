@@ -27,13 +27,34 @@ A message that begins with // is sent with one / less."""
 
 
 class Conversation:
-    """Turns over one session. ``note`` says something to the user. Turns that fail leave it as it was."""
+    """Turns over one session. ``note`` says something to the user. Turns that fail leave it as it was.
 
-    def __init__(self, llm: LLM, policy: Policy, params: SamplingParams, note: Callable[[str], None]) -> None:
+    With ``path`` it goes on from what is saved there, and is saved there after every answer; ``policy`` None is then
+    the saved one's, else dense. Documents of a restored conversation count as messages: they may be dropped when the
+    context is full.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        policy: Policy | None,
+        params: SamplingParams,
+        note: Callable[[str], None],
+        path: Path | None = None,
+    ) -> None:
         if not llm.tokenizer.has_chat_template:
             raise RequestError("this model has no chat template; saccade generate completes plain prompts with it")
-        self.llm, self.policy, self.params, self.note = llm, policy, params, note
-        self.session = llm.session(policy)
+        self.llm, self.params, self.note, self.path = llm, params, note, path
+        if path is not None and path.exists():
+            self.session = llm.restore(path, policy)
+            turns, length = len(self.session.messages) // 2, len(self.session.token_ids)
+            note(
+                f"going on from {turns} turns, {length:,} tokens"
+                + (f"; {self.session.note}" if self.session.note else "")
+            )
+        else:
+            self.session = llm.session("dense" if policy is None else policy)
+        self.policy = self.session.policy
         self.documents: list[str] = []  # that go with the next message
         self.pinned: list[dict[str, Any]] = []  # messages that hold documents: these are dropped by /reset alone
         self.last: RequestOutcome | None = None
@@ -69,6 +90,8 @@ class Conversation:
                 if step.outcome.error is None and self.documents:
                     self.documents = []
                     self.pinned.append(self.session.messages[-2])
+                if step.outcome.error is None and self.path is not None:
+                    self.session.save(self.path)
             yield step
 
     def make_room(self, turn: dict[str, Any]) -> int:
@@ -110,13 +133,15 @@ class Conversation:
         if text:
             chosen = Policy.parse(text)
             self.llm.engine.checks.policy(chosen)
-            self.policy = chosen
+            self.policy = self.session.policy = chosen
         self.note(f"policy: {self.policy.text}")
 
     def _reset(self, _: str) -> None:
         self.session.close()
         self.session = self.llm.session(self.policy)
         self.documents, self.pinned, self.last = [], [], None
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
         self.note("forgotten: what was said and loaded")
 
     def _report(self, _: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, generate, inspect, methods, serve
+from saccade.cli import calibrate, chat, demo, doctor, generate, inspect, methods, serve, sessions
 from saccade.cli import eval as evaluation
 from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError, shown
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("sessions")(sessions.sessions)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
@@ -67,6 +68,7 @@ def main(args: list[str] | None = None) -> None:
     if len(args := sys.argv[1:] if args is None else args) == 0 or args[0] not in (
         "generate",
         "chat",
+        "sessions",
         "serve",
         "demo",
         "doctor",

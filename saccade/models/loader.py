@@ -169,7 +169,10 @@ _FIXED_ROPE_TYPES = _ROPE_TYPES - {"longrope", "dynamic"}
 def _refuse_odd_rope(family: Family, config: Any, path: Path) -> None:
     kinds = {rope_type(config)}
     if family.rotary_per_layer_type:
-        kinds = {config.rope_parameters[kind]["rope_type"] for kind in set(config.layer_types)}
+        try:
+            kinds = {str(config.rope_parameters[kind]["rope_type"]) for kind in set(config.layer_types)}
+        except (KeyError, TypeError) as error:
+            raise ModelError(f"{path}: rope_parameters must give each layer type its rope_type") from error
     known = _FIXED_ROPE_TYPES if family.rotary_per_layer_type else _ROPE_TYPES
     odd = sorted(str(kind) for kind in kinds - known)
     if odd:

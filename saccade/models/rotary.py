@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.errors import shown
 from saccade.models.interface import Segment
 
 CosSin = tuple[Tensor, Tensor]  # each [rows, rotary_dim]
@@ -96,6 +97,8 @@ class Rotary:
 def rope_type(config: Any) -> str:
     """The rope type of a config whose layers share one; "per_layer_type" where each type has its own."""
     parameters = config.rope_parameters or {}
+    if not isinstance(parameters, dict):
+        return shown(parameters, 40)
     if any(isinstance(value, dict) for value in parameters.values()):
         return "per_layer_type"
-    return parameters.get("rope_type", "default")
+    return str(parameters.get("rope_type", "default"))

@@ -1,0 +1,222 @@
+"""What the engine's thread works on: letters come in, steps run, outputs go to whoever reads them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from saccade.engine.core import Engine
+from saccade.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    ClearPrefixes,
+    ForgetSession,
+    RestoreSession,
+    SaveSession,
+    StepOutput,
+)
+from saccade.engine.request import Request
+from saccade.engine.stream import Stream
+from saccade.errors import SaccadeError
+
+logger = logging.getLogger(__name__)
+
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession
+
+
+@dataclass
+class Letter:
+    """Messages for the loop, all acted on between the same two steps, and the promise of an answer. ``streams``: where
+    the outputs of added requests go. ``threads``: torch's setting where the letter was written, a thread's own."""
+
+    messages: Sequence[Message] = ()
+    streams: Sequence[Stream] = ()
+    reply: Future[Any] = field(default_factory=Future)
+    threads: int = field(default_factory=torch.get_num_threads)
+
+
+STOP = Letter()
+THREADS: dict[threading.Thread, Loop] = {}  # those that may not have ended
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+CLOSED = "this engine is closed; make a new LLM"
+FORKED = "this LLM was made before its process was forked, and runs in the parent; make a new LLM in the forked process"
+
+
+@atexit.register
+def _end_all() -> None:
+    """No thread of ours may be at work when the interpreter goes."""
+    for thread, loop in list(THREADS.items()):
+        loop.inbox.put(STOP)
+        thread.join()
+
+
+def _orphaned() -> None:
+    """In a forked process: all threads but one stayed in the parent."""
+    THREADS.clear()
+    if len(_loops):
+        torch.set_num_threads(1)  # torch's own threads too: it would wait for them for ever, or crash
+    for loop in list(_loops):
+        loop.orphaned()
+
+
+os.register_at_fork(after_in_child=_orphaned)
+
+
+@dataclass(eq=False)
+class Loop:
+    """What the loop's thread works on. It refers to the engine weakly while it sleeps."""
+
+    engine_ref: weakref.ref[Engine]
+    max_waiting: int
+    inbox: SimpleQueue[Letter] = field(default_factory=SimpleQueue)
+    held: deque[Letter] = field(default_factory=deque)  # letters that wait until the queue is shorter, in order
+    live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
+    closed: bool = False
+    why_closed: str = CLOSED
+
+    def __post_init__(self) -> None:
+        _loops.add(self)
+
+    def orphaned(self) -> None:
+        """Nothing comes any more."""
+        self.closed, self.why_closed, self.inbox = True, FORKED, SimpleQueue()
+        for _, stream in self.live.values():
+            stream.lose(FORKED)
+
+    @property
+    def engine(self) -> Engine:
+        engine = self.engine_ref()
+        assert engine is not None, "letters are read while somebody holds the engine"
+        return engine
+
+    def read(self, letter: Letter) -> None:
+        """Do what a letter asks for, or put it off."""
+        full = len(self.engine.scheduler.waiting) >= self.max_waiting
+        if letter.streams and (full or self.held):
+            self.held.append(letter)
+        else:
+            self._answer(letter)
+
+    def _answer(self, letter: Letter) -> None:
+        if not letter.reply.set_running_or_notify_cancel():
+            return  # its writer has gone
+        if torch.get_num_threads() != letter.threads:
+            torch.set_num_threads(letter.threads)
+        added: list[Request] = []
+        answer: Any = None
+        try:
+            for message in letter.messages:
+                answer = self._act(message, added)
+        except Exception as error:
+            for request in added:
+                self.engine.cancel(request)
+            letter.reply.set_exception(error)
+            return
+        self.live.update({request.id: (request, stream) for request, stream in zip(added, letter.streams)})
+        letter.reply.set_result(answer)
+
+    def _act(self, message: Message, added: list[Request]) -> Any:
+        engine = self.engine
+        if isinstance(message, AddRequest):
+            shared = next((one for one in added if one.id == message.shares), None)
+            added.append(engine.receive(message, shared))
+        elif isinstance(message, ForgetSession):
+            turn = engine.forget_session(message.session)
+            if turn is not None:
+                self._ended(turn.id)
+        elif isinstance(message, ClearPrefixes):
+            if engine.prefixes is not None:
+                engine.prefixes.clear()
+        elif isinstance(message, SaveSession):
+            return engine.save_session(message.session)
+        elif isinstance(message, RestoreSession):
+            return engine.restore_session(message.saved, message.damaged, message.recompute)
+        elif message.request_id in self.live:
+            engine.cancel(self.live[message.request_id][0])
+            self._ended(message.request_id)
+        return None
+
+    def _ended(self, request_id: int) -> None:
+        """Tell the reader of a request that ended between two steps."""
+        if request_id in self.live:
+            request, stream = self.live.pop(request_id)
+            stream.put(StepOutput(request_id, outcome=self.engine.answers.outcome(request)))
+
+    def step(self) -> None:
+        """One engine step, and its outputs to whoever reads them."""
+        engine = self.engine
+        try:
+            outputs = engine.step()
+        except BaseException as error:  # nothing that is one request's own: all that run give up, the loop goes on
+            logger.exception("an engine step failed")
+            outputs = engine.abandon(f"the engine's step failed: {type(error).__name__}: {error}")
+        for output in outputs:
+            known = self.live.get(output.request_id)
+            if known is not None:
+                if output.finished:
+                    del self.live[output.request_id]
+                known[1].put(output)
+        while self.held and len(engine.scheduler.waiting) < self.max_waiting:
+            self._answer(self.held.popleft())
+
+    def end(self) -> None:
+        """Cancel all requests and turn away all letters."""
+        self.closed = True
+        for request, _ in list(self.live.values()):
+            self.engine.cancel(request)
+            self._ended(request.id)
+        while True:
+            try:
+                self.held.append(self.inbox.get_nowait())
+            except Empty:
+                break
+        for letter in self.held:
+            if letter is not STOP and letter.reply.set_running_or_notify_cancel():
+                letter.reply.set_exception(SaccadeError("this engine was closed"))
+        self.held.clear()
+
+
+def drive(loop: Loop) -> None:
+    """The thread."""
+    try:
+        _work(loop)
+    except BaseException:  # a mistake of ours: nobody may wait for ever
+        logger.exception("the engine's loop broke")
+        loop.end()
+
+
+def _work(loop: Loop) -> None:
+    """Sleep on the inbox, work while requests live."""
+    while True:
+        letter = loop.inbox.get()
+        engine = loop.engine_ref()  # held while there is work
+        if letter is STOP or engine is None:
+            loop.end()
+            return
+        loop.read(letter)
+        del letter
+        while loop.live or loop.held:
+            try:
+                while True:
+                    letter = loop.inbox.get_nowait()
+                    if letter is STOP:
+                        loop.end()
+                        return
+                    loop.read(letter)
+            except Empty:
+                pass
+            if loop.live or loop.held:
+                loop.step()
+        del engine
