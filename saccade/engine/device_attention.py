@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,7 +80,6 @@ class DeviceAttention:
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
-        self._shared: list[dict[Any, Any]] = [{} for _ in groups]  # what their layers leave for later ones
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """See AttentionContext: q [heads, rows, head_dim], one row a sequence."""
@@ -190,11 +188,12 @@ class DeviceAttention:
                 spec.scale,
                 spec.softcap,
                 summaries,
-                self._shared[number],
                 watch,
             )
         )
-        self._read[number][layer] = read._replace(out=read.lse)  # of which nothing is needed any more
+        # Of what it read only the counts are needed any more: lists of all layers would fill the device.
+        short = replace(read.lists, starts=None, indices=pages.lengths)
+        self._read[number][layer] = read._replace(out=pages.lengths, lse=pages.lengths, lists=short)
         out = _with_sinks(read.out, read.lse, spec)
         if watch is not None:
             watch.end()

@@ -29,7 +29,7 @@ from saccade.methods.labels import (
 )
 from saccade.methods.labels.recorded import LabelledKeys, RecordedLabels
 from saccade.selection import Dense, Selection
-from saccade.selection.plan import DevicePlan, Known, PlanSpec, bucket
+from saccade.selection.plan import DevicePlan, Known, PlanSpec, Room
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class DoubleSparsity(Method):
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
-        room = bucket(max(int(self.k), self.sinks + self.local)) if self.k >= 1 else 0
+        room = Room.of(self.k, self.sinks + self.local)
         reading = SparseKeys(units, room, self._count(spec.head_dim), self.bits, self)
         return DevicePlan.alike(self, spec, reading, self.dense_layers)
 

@@ -12,15 +12,15 @@ from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budg
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.ops.scores import row_logits
 from saccade.selection import Candidates, Dense, Selection, Tokens
-from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, bucket
+from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, Room
 
 
 @dataclass(frozen=True)
 class BestKeys(OwnReading):
-    """The keys that ``TopK`` means, at most ``room`` for each of ``units``; 0: any number."""
+    """The keys that ``TopK`` means, as many as ``room`` says for each of ``units``."""
 
     units: int
-    room: int
+    room: Room
     method: TopK | None = None
 
     @property
@@ -38,7 +38,7 @@ class BestKeys(OwnReading):
         from saccade.ops.triton.batched_tokens import choose_keys, new_lists, score_keys
 
         scores = score_keys(rows, self.units)
-        room = new_lists(rows, self.units, self.room or rows.pages.longest)
+        room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
         lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
         out, lse = rows.attend(lists)
         return LayerRead(out, lse, lists)
@@ -107,7 +107,7 @@ class TopK(Method):
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         units = spec.heads if self.unit == "q_head" else spec.kv_heads
-        room = bucket(max(int(self.k), self.sinks + self.local)) if self.k >= 1 else 0
+        room = Room.of(self.k, self.sinks + self.local)
         return DevicePlan.alike(self, spec, BestKeys(units, room, self))
 
     def device_state(self, opening: Opening) -> DeviceState:

@@ -17,6 +17,7 @@ they do for block summaries, so that a graph survives a change of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -326,3 +327,23 @@ def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | Summariz
 def bucket(count: int) -> int:
     """The next power of two."""
     return 1 << max(0, count - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Room:
+    """How long a list may get, as part of a form: ``keys``, and the share ``of_all`` of the keys of the step's longest
+    row, each the next power of two of what is asked for."""
+
+    keys: int
+    of_all: float = 0.0
+
+    @classmethod
+    def of(cls, budget: float, more: int) -> Room:
+        """For ``budget`` keys, or below 1 that share of them, and ``more`` beside."""
+        if budget >= 1:
+            return cls(bucket(int(budget) + more))
+        return cls(bucket(more + 2), 2.0 ** math.ceil(math.log2(budget)))
+
+    def upto(self, longest: int) -> int:
+        """Keys of a list in a step whose rows have at most ``longest``."""
+        return min(longest, self.keys + math.ceil(self.of_all * longest))

@@ -11,18 +11,18 @@ import torch
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels.store import Labels
-from saccade.selection.plan import OwnReading
+from saccade.selection.plan import OwnReading, Room
 
 AHEAD = 1024  # keys that room is made for at a time
 
 
 @dataclass(frozen=True)
 class LabelledKeys(OwnReading):
-    """The keys of best label score, at most ``room`` for each of ``units`` (0: any number), beside forced ones; labels
-    are ``channels`` channels in ``bits`` each."""
+    """The keys of best label score, as many as ``room`` says for each of ``units``, beside forced ones; labels are
+    ``channels`` channels in ``bits`` each."""
 
     units: int
-    room: int
+    room: Room
     channels: int
     bits: int
 
@@ -34,7 +34,7 @@ class LabelledKeys(OwnReading):
 
         label_keys(rows, self.channels, self.bits)
         scores = score_labels(rows, self.units, self.channels, self.bits)
-        room = new_lists(rows, self.units, self.room or rows.pages.longest)
+        room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
         lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)
         out, lse = rows.attend(lists)
         return LayerRead(out, lse, lists)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.lfps.tables import GATES, learnt
-from saccade.selection.plan import Known, OwnReading, PlanSpec, Summarized, bucket
+from saccade.selection.plan import Known, OwnReading, PlanSpec, Room, Summarized
 
 if TYPE_CHECKING:
     from saccade.methods.lfps.method import LFPS, LFPSState
@@ -23,12 +23,12 @@ BYPASSES = ("sink", "sink_mean", "mean")
 
 @dataclass(frozen=True)
 class ForeseenKeys(OwnReading):
-    """What ``LFPS`` reads, at most ``room`` keys for each of ``units`` (0: any number). ``size``: of the blocks whose
+    """What ``LFPS`` reads, as many keys as ``room`` says for each of ``units``. ``size``: of the blocks whose
     means name candidates, 0 where none do; whether heads may be bypassed (``rests``), and whether something stands for
     what is not read (``joins``)."""
 
     units: int
-    room: int
+    room: Room
     size: int
     rests: bool
     joins: bool
@@ -37,7 +37,7 @@ class ForeseenKeys(OwnReading):
     @classmethod
     def of(cls, method: LFPS, spec: PlanSpec) -> ForeseenKeys:
         units = spec.heads if method.unit == "q_head" else spec.kv_heads
-        room = bucket(int(method.k) + method.sinks + method.local) if method.k >= 1 else 0
+        room = Room.of(method.k, method.sinks + method.local + (method.least if method.k < 1 else 0))
         rests = method.epsilon < 1 and method.sinks > 0
         joins = method.rest is not None or (rests and method.bypass != "sink")
         return cls(units, room, method.block_size if method.blocks else 0, rests, joins, method)
@@ -90,7 +90,7 @@ class ForeseenKeys(OwnReading):
         marks, listed, found = kernels.candidates(rows, units, idle, blocks, self.size)
         scores = score_keys(rows, units, lists=found, idle=idle)
         lists = kernels.choose(
-            rows, scores, found, listed, idle, rows.heads if self.rests else units, self.room or rows.pages.longest
+            rows, scores, found, listed, idle, rows.heads if self.rests else units, self.room.upto(rows.pages.longest)
         )
         out, lse = rows.attend(lists)
         joined, total = out, lse

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -45,7 +45,7 @@ class LayerRows:
     w] and ``reals`` float64 [rows, r] are those of the rows' device states, ``cones`` float64 [rows, 4] share, sinks,
     local and grid of their windows (selection.Cone; all 0: none), ``first`` and ``second`` int32 [rows] the numbers of
     the reading itself (selection.plan.Numbers). What is said of a padding row (length 0) means
-    nothing. ``shared`` is kept from layer to layer of a step."""
+    nothing."""
 
     layer: int
     q: Tensor
@@ -58,7 +58,6 @@ class LayerRows:
     scale: float
     softcap: float | None = None
     summaries: Summaries | None = None
-    shared: dict[Any, Any] = field(default_factory=dict)
     watch: Stretches | None = None
 
     @property
