@@ -55,8 +55,15 @@ def same(left, right) -> None:
     assert tokens(left) == tokens(right)
     assert set(right.report["decode"]["backends"]) == {"triton"}
     wanted, got = left.report["decode"], right.report["decode"]
-    for name in ("keys_attended", "keys_causal", "searches", "selections"):
+    for name in ("keys_attended", "keys_causal", "searches"):
         assert wanted[name] == got[name], name
+    # Under a window a device names what a short row reads by its length alone: a band of all keys may be dense.
+    assert [kinds(report["selections"]) for report in (wanted, got)] == [kinds(wanted["selections"])] * 2
+
+
+def kinds(selections: dict[str, int]) -> dict[str, int]:
+    others = {kind: count for kind, count in selections.items() if kind not in ("dense", "band")}
+    return others | {"ends or all": selections.get("dense", 0) + selections.get("band", 0)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -76,16 +83,18 @@ def test_all_side_by_side_with_rows_that_come_and_go(engines):
 
 
 def test_one_graph_serves_all_numbers(engines):
-    """Prompts and numbers drawn anew at each run."""
+    """Prompts and numbers drawn anew at each run. Rows come as prompts are done and go as answers are, so there are kinds
+    of several sizes: each is one group, all of one form."""
     gpu, seed = engines[1], int.from_bytes(os.urandom(3), "big")
     device = gpu.engine.worker.device
     device.kinds.clear()
     taus = [f"cis(k={30 + at % 9}, sinks={at % 4}, local={6 + at % 3}, tau={at / 64 - 0.5})" for at in range(64)]
     results = gpu.generate([random_ids(300, seed=seed + at) for at in range(64)], LONG, policy=taus)
     assert all(result.error is None for result in results), seed
-    full = [kind for kind in device.kinds._kinds.values() if kind.groups[0].rows == 64]
-    assert len(full) == 1
-    assert len(full[0].groups) == 1
+    made = list(device.kinds._kinds.values())
+    assert {len(kind.groups) for kind in made} == {1}
+    assert len({kind.groups[0].form for kind in made}) == 1
+    assert max(kind.groups[0].rows for kind in made) >= 16
 
 
 @pytest.mark.parametrize("policy", [POLICIES[2], POLICIES[6], POLICIES[10], POLICIES[14]])
