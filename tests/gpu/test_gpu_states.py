@@ -83,8 +83,8 @@ def test_all_side_by_side_with_rows_that_come_and_go(engines):
 
 
 def test_one_graph_serves_all_numbers(engines):
-    """Prompts and numbers drawn anew at each run. Rows come as prompts are done and go as answers are, so there are kinds
-    of several sizes: each is one group, all of one form."""
+    """Prompts and numbers drawn anew at each run. Rows come and go, so there are steps of several sizes: each is one
+    group, all of one form."""
     gpu, seed = engines[1], int.from_bytes(os.urandom(3), "big")
     device = gpu.engine.worker.device
     device.kinds.clear()
