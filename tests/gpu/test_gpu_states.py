@@ -88,7 +88,7 @@ def test_one_graph_serves_all_numbers(engines):
     gpu, seed = engines[1], int.from_bytes(os.urandom(3), "big")
     device = gpu.engine.worker.device
     device.kinds.clear()
-    taus = [f"cis(k={30 + at % 9}, sinks={at % 4}, local={6 + at % 3}, tau={at / 64 - 0.5})" for at in range(64)]
+    taus = [f"cis(k={34 + at % 9}, sinks={at % 4}, local={6 + at % 3}, tau={at / 64 - 0.5})" for at in range(64)]
     results = gpu.generate([random_ids(300, seed=seed + at) for at in range(64)], LONG, policy=taus)
     assert all(result.error is None for result in results), seed
     made = list(device.kinds._kinds.values())
