@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import chain
 
 import httpx
 import pytest
@@ -169,8 +170,12 @@ def test_a_failure_has_a_status_before_the_first_token_and_an_event_after_it(ser
 
     in_the_next_pass(fail, "prefill")
     assert error(server.complete([5, 6], stream=True))[:2] == (500, "generation_failed")
-    in_the_next_pass(fail, "decode")
-    events = server.events("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **GREEDY})
+    asked = {"messages": [{"role": "user", "content": "x"}], **GREEDY, "max_tokens": 600, "stream": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+        lines = response.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        in_the_next_pass(fail, "decode")
+        events = parsed(chain([first], lines))
     assert events[-1] == "[DONE]"
     assert "planted" in events[-2]["error"]["message"]
     assert all(event["choices"][0]["finish_reason"] is None for event in events[:-2])

@@ -24,13 +24,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from fuzz.commands import Commands
 from fuzz.kinds import Kinds
+from huggingface_hub import constants
 
 from saccade.errors import SaccadeError
 
@@ -51,7 +52,8 @@ def fuzz(
     outcomes: Counter[str] = Counter()
     wrong: dict[str, str] = {}
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    offline = patch.object(constants, "HF_HUB_OFFLINE", True), patch.dict(os.environ, HF_HUB_OFFLINE="1")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), offline[0], offline[1]:
         warnings.simplefilter("ignore")
         kinds = Kinds(Path(folder))
         commands = Commands(Path(folder) / "here", kinds.checkpoint)
