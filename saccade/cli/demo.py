@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.llm import LLM
     from saccade.session import Session
 
-POLICIES = ["dense", "streaming", "flexprefill(block_size=64, min_budget=256)+lfps"]
+POLICIES = ["dense", "streaming", "flexprefill(lines=block)+lfps"]
 TOKENS_A_FACT = 256  # a fact's sentence, its question and its answer
 
 
