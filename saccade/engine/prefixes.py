@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from saccade.engine.request import Request
 from saccade.engine.sequence import Sequence, Span
@@ -67,7 +66,7 @@ class PrefixCache:
         self.queries = self.hits = 0
         self._size = pool.format.block_size
         self._kept: OrderedDict[int, _Donor] = OrderedDict()
-        self._live: WeakKeyDictionary[Sequence, _Donor] = WeakKeyDictionary()
+        self._live: dict[Sequence, _Donor] = {}  # until they leave
         self._places: dict[int, list[_Donor]] = {}  # by the hash of all tokens up to a block's end
 
     def __len__(self) -> int:
