@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from saccade.engine.request import Request
-from saccade.engine.sequence import Sequence, Span
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+
+if TYPE_CHECKING:
+    from saccade.engine.request import Request
+    from saccade.engine.sequence import Sequence, Span
 
 MOST_KEPT = 1024  # prefixes of ended requests
 
@@ -77,7 +79,11 @@ class PrefixCache:
         better wait: one of those ``running`` is about to have a whole chunk of what it would compute, or half of it."""
         sequence = request.sequence
         most = self._most(request)
-        if most == 0 or sequence.computed:
+        if most == 0:
+            return True
+        if sequence.computed:
+            if sequence not in self._live:  # a restored session lends from now on
+                self._enter(sequence)
             return True
         own = self._enter(sequence)
         found, stop = self._find(own, most, running), sequence.spans[0].stop
@@ -108,6 +114,11 @@ class PrefixCache:
             while len(self._kept) > MOST_KEPT:
                 self.evict()
 
+    @property
+    def kept_slots(self) -> int:
+        """Slots that hold nothing but what ended requests left: whoever needs them gets them. For any thread."""
+        return self.pool.held_alone({donor.kv.id for donor in list(self._kept.values())})
+
     def evict(self) -> bool:
         """Give up the prefix of an ended request that was used least recently; False where there is none."""
         if not self._kept:
@@ -127,21 +138,21 @@ class PrefixCache:
         method wants to see. 0 for a method that follows the whole prefill, and where the prompt's log-probabilities are
         wanted."""
         first, method = request.sequence.spans[0], request.policy.decode
-        if not _shares(first) or method.watches or request.params.prompt_logprobs is not None:
+        if not _shares(first) or method.watches or request.sequence.private:
+            return 0
+        if request.params.prompt_logprobs is not None:
             return 0
         return self._whole(first, first.stop - max(1, method.tail_rows))
 
     def _whole(self, span: Span, length: int) -> int:
-        """The part of ``length`` tokens of a prefill that is shared whole."""
-        step = self._size if span.policy.prefill.is_dense else math.lcm(self.chunk, self._size)
-        return max(0, length) // step * step
+        return whole(span, length, self.chunk, self._size)
 
     def _usable(self, donor: _Donor) -> int:
         """Tokens that others can go on from."""
         sequence = donor.sequence
         if sequence is None:
             return len(donor.tokens)
-        if not sequence.spans or not _shares(sequence.spans[0]):
+        if not sequence.spans or sequence.private or not _shares(sequence.spans[0]):
             return 0
         first, stop = sequence.spans[0], 0
         for span in sequence.spans:
@@ -160,7 +171,7 @@ class PrefixCache:
             first.policy.prefill.text,
             "" if first.policy.window is None else first.policy.window.text,
             self.rope_regime(first.stop),
-            sequence.salt,
+            sequence.salt or "",
         )
         if donor is None or donor.origin != origin:
             if donor is not None:
@@ -207,6 +218,28 @@ class PrefixCache:
             if not holders:
                 del self._places[place]
         donor.hashes = []
+
+
+def whole(span: Span, length: int, chunk: int, block_size: int) -> int:
+    """The part of the first ``length`` tokens of a prefill that others can have: in whole blocks of a dense one, in
+    whole chunks of a sparse one."""
+    step = block_size if span.policy.prefill.is_dense else math.lcm(chunk, block_size)
+    return max(0, length) // step * step
+
+
+def usable(spans: list[Span], length: int, chunk: int, block_size: int) -> int:
+    """How many of the first ``length`` stored tokens a sequence of ``spans`` can go on from when it has lost all after
+    them, and what its method knew: what follows is then computed as a request with a shared prefix computes it."""
+    if not spans or not _shares(spans[0]):
+        return 0
+    first, stop = spans[0], spans[0].stop
+    for span in spans[1:] if first.policy.decode.is_dense else ():
+        if not _goes_on(first, span) or not span.policy.decode.is_dense:
+            break
+        stop = span.stop
+    if not first.policy.decode.is_dense:
+        stop = 0 if first.policy.decode.watches else stop - max(1, first.policy.decode.tail_rows)
+    return whole(first, min(stop, length), chunk, block_size)
 
 
 def _shares(span: Span) -> bool:

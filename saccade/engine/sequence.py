@@ -56,7 +56,9 @@ class Sequence:
 
     def __init__(self, pool: BlockManager, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
         self.id = next(_ids)
-        self.salt = ""  # sequences of unequal salt share no blocks
+        self.salt: str | None = None  # the turns'; sequences of unequal salt share no blocks
+        self.private = False  # turns named unequal salts: what they hold is for nobody else
+        self.note: str | None = None  # what the report of the next turn is to say
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
         self.memory = SequenceMemory(pool)
@@ -76,6 +78,11 @@ class Sequence:
             last.stop = len(self.tokens)
         else:
             self.spans.append(Span(start, len(self.tokens), phase, policy))
+
+    def salted(self, salt: str) -> None:
+        """A turn names ``salt``."""
+        self.private = self.private or (self.salt is not None and self.salt != salt)
+        self.salt = salt
 
     def begin_turn(self, tokens: list[int], policy: Policy, decoded: int = 0) -> None:
         """Append a turn, whose last ``decoded`` tokens run as decode steps. A last token of the turn before that was
