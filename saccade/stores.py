@@ -29,9 +29,9 @@ class Entry:
 class BlockStore(Protocol):
     """Bytes by key. A key is ``group/name`` or ``name``, of lower-case letters, digits, ``-`` and ``_``.
 
-    ``put`` puts the whole content in the place of what is there, or nothing. What is got may be torn all the same, after
-    a power failure say: whoever reads checks it. Every method may be called from any thread, and raises SaccadeError
-    where the store fails.
+    ``put`` puts the whole content in the place of what is there, or nothing. What is got may be torn all the same,
+    after a power failure say: whoever reads checks it. Every method may be called from any thread, and raises
+    SaccadeError where the store fails.
     """
 
     def get(self, key: str) -> Any:
@@ -142,13 +142,15 @@ class FileStore:
         if self._lock is None:
             raise SaccadeError(f"{self.path} was closed")
         if not _KEY.fullmatch(key) or key == "lock":
-            raise SaccadeError(f"key={shown(key)} must be lower-case letters, digits, '-' and '_', or two such with a /")
+            raise SaccadeError(
+                f"key={shown(key)} must be lower-case letters, digits, '-' and '_', or two such with a /"
+            )
         return self.path / key
 
 
 def _locked(path: Path) -> IO[str]:
     """The lock file, held until it is closed or the process ends."""
-    lock = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
+    lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
     try:
         import fcntl
 
@@ -158,9 +160,8 @@ def _locked(path: Path) -> IO[str]:
     except OSError as error:
         owner = lock.read(32).strip()
         lock.close()
-        raise RequestError(
-            f"{path.parent} is in use by another process{f' ({owner})' if owner else ''}; end it, or give another folder"
-        ) from error
+        other = f"another process ({owner})" if owner else "another process"
+        raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder") from error
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

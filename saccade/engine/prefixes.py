@@ -145,7 +145,9 @@ class PrefixCache:
         return self._whole(first, first.stop - max(1, method.tail_rows))
 
     def _whole(self, span: Span, length: int) -> int:
-        return whole(span, length, self.chunk, self._size)
+        """The part of ``length`` tokens of a prefill that is shared whole."""
+        step = self._size if span.policy.prefill.is_dense else math.lcm(self.chunk, self._size)
+        return max(0, length) // step * step
 
     def _usable(self, donor: _Donor) -> int:
         """Tokens that others can go on from."""
@@ -218,28 +220,6 @@ class PrefixCache:
             if not holders:
                 del self._places[place]
         donor.hashes = []
-
-
-def whole(span: Span, length: int, chunk: int, block_size: int) -> int:
-    """The part of the first ``length`` tokens of a prefill that others can have: in whole blocks of a dense one, in
-    whole chunks of a sparse one."""
-    step = block_size if span.policy.prefill.is_dense else math.lcm(chunk, block_size)
-    return max(0, length) // step * step
-
-
-def usable(spans: list[Span], length: int, chunk: int, block_size: int) -> int:
-    """How many of the first ``length`` stored tokens a sequence of ``spans`` can go on from when it has lost all after
-    them, and what its method knew: what follows is then computed as a request with a shared prefix computes it."""
-    if not spans or not _shares(spans[0]):
-        return 0
-    first, stop = spans[0], spans[0].stop
-    for span in spans[1:] if first.policy.decode.is_dense else ():
-        if not _goes_on(first, span) or not span.policy.decode.is_dense:
-            break
-        stop = span.stop
-    if not first.policy.decode.is_dense:
-        stop = 0 if first.policy.decode.watches else stop - max(1, first.policy.decode.tail_rows)
-    return whole(first, min(stop, length), chunk, block_size)
 
 
 def _shares(span: Span) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.engine.prefixes import usable
-from saccade.engine.sequence import Sequence, Span
+from saccade.engine.sequence import Sequence, Span, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError
 from saccade.kv.saved import SavedKV, described
 from saccade.kv.sequence import SequenceKV
@@ -146,7 +145,7 @@ def begin_restore(
 
 def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Exception | None) -> str | None:
     """What the method knew, once keys and values are there. Where some are ``lost``, as much is kept of those that are
-    there as a request with a shared prefix would take over."""
+    there as lets the rest be computed as it was."""
     memory, data = sequence.memory, saved.data
     kv, wanted = memory.kv, data["computed"]
     try:
@@ -166,7 +165,7 @@ def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Ex
     else:
         sequence.computed = wanted
         return None
-    left = usable(sequence.spans, min(kv.length, wanted), chunk, kv.pool.format.block_size)
+    left = usable(sequence.spans, min(kv.length, wanted), chunk)
     kv.truncate(left)
     memory.forget_method()
     sequence.computed = left

@@ -212,6 +212,22 @@ def common(ours: list[int], theirs: list[int]) -> int:
     return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))
 
 
+def usable(spans: list[Span], length: int, chunk: int) -> int:
+    """How many of the first ``length`` stored tokens a sequence can keep when it has lost all after them, and what its
+    method knew, so that the rest is computed as it was before: up to where a chunk of a prefill began, or a step; and
+    only within the first prefill where a decode method builds its state from more than its last rows."""
+    if any(span.policy.freeze is not None for span in spans):  # it counts from the prompt's end
+        return 0
+    if not all(span.policy.decode.is_dense for span in spans):
+        first = spans[0]
+        limit = 0 if first.policy.decode.watches else first.stop - max(1, first.policy.decode.tail_rows)
+        spans, length = spans[:1], min(length, limit)
+    for span in spans:
+        if length < span.stop:
+            return span.start + max(0, length - span.start) // chunk * chunk if span.phase == "prefill" else length
+    return spans[-1].stop if spans else 0
+
+
 def _merged_if_dense(spans: list[Span]) -> list[Span]:
     """Dense decode steps give the keys that a dense prefill gives, so they may be computed again in chunks."""
     if spans and all(span.policy == Policy() for span in spans):

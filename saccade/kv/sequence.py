@@ -16,7 +16,7 @@ from saccade.kv.saved import SavedKV, described
 from saccade.kv.table import BlockTable
 from saccade.kv.view import KVView
 
-MARKS = 4  # of a sequence that are kept
+MARKS = 256  # of a sequence that are kept
 
 
 class SequenceKV:
