@@ -134,8 +134,11 @@ class DurableSessions:
 
     def leave(self, number: int, name: str, owner: str = "") -> None:
         """Drop the engine's session ``number`` as soon as it is saved, without waiting."""
+        group = _group(owner, name)
         with self._lock:
-            pending = self._pending.get(_group(owner, name))
+            pending = self._pending.get(group)
+            if self._open.get(group) == number:
+                del self._open[group]
         if pending is None:
             self._loop.forget_soon(number)
         else:
