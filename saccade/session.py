@@ -40,7 +40,6 @@ class Session:
         self.policy = policy
         self.name = name  # under which it survives
         self.messages: list[dict[str, Any]] = []
-        self.memo: dict[str, Any] = {}  # the caller's own, as JSON can hold it: saved with the session
         self.note: str | None = None  # what is to be said of a restored one
         self._open(llm.engine.open_session())
 
@@ -61,7 +60,7 @@ class Session:
         """A session that the engine has again. ``policy`` None: the one that it was saved with."""
         session, data = cls.__new__(cls), restored.data
         session.llm, session.name, session.note = llm, name, restored.note
-        session.messages, session.memo = data["messages"], data.get("memo", {})
+        session.messages = data["messages"]
         session._open(restored.number)
         session._said = restored.tensors["said"].tolist() if "said" in restored.tensors else []
         session.policy = Policy.parse(data["policy"]) if policy is None else policy
@@ -78,7 +77,7 @@ class Session:
 
     def _own(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What is saved beside the engine's part."""
-        data = {"messages": [dict(one) for one in self.messages], "policy": self.policy.text, "memo": dict(self.memo)}
+        data = {"messages": [dict(one) for one in self.messages], "policy": self.policy.text}
         return data, {"said": torch.tensor(self._said, dtype=torch.int64, device="cpu")}
 
     def _ended(self) -> None:
