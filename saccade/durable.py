@@ -351,7 +351,7 @@ class DurableSessions:
         damaged = [name for name in head.damaged if not name.startswith("own/")]
         saved = SavedSession(data["engine"], parts)
         number = self._loop.piece(BeginRestore(saved, damaged, recompute)).result()
-        note: str | None = f"all {saved.data['tokens']} tokens are computed again" if recompute else None
+        note: str | None = self._loop.engine.sessions[number].note
         try:
             if saved.data["kv"] is not None and not recompute:
                 wanted = [Segment(*one) for one in data["segments"]]

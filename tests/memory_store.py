@@ -43,7 +43,7 @@ class MemoryStore:
 
     def list(self) -> list[Entry]:
         self._may("list")
-        return [Entry(key, len(content), self.used[key]) for key, content in self.content.items()]
+        return [Entry(key, len(content), self.used.get(key, 0.0)) for key, content in self.content.items()]
 
     def close(self) -> None:
         self.fail = {"get", "put", "delete", "exists", "list"}

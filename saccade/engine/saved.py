@@ -67,6 +67,7 @@ def save_sequence(sequence: Sequence, model: str, chunk: int, segment: int | Non
         "seen": sequence.seen,
         "salt": sequence.salt,
         "private": sequence.private,
+        "note": sequence.note,  # of an earlier restore, which no turn has told yet
         "spans": [
             [span.start, span.stop, span.phase, span.policy.text, span.length, span.after_cut]
             for span in sequence.spans
@@ -140,7 +141,11 @@ def begin_restore(
         )
     sequence.tokens, sequence.spans = saved.token_ids, spans
     sequence.reached, sequence.seen = data["reached"], data["seen"]
-    sequence.salt, sequence.private = data["salt"], data.get("private", False)
+    sequence.salt, sequence.private, sequence.note = data["salt"], data.get("private", False), data.get("note")
+    if data["reached"] and not data["computed"] and sequence.note is None:  # they had made room for others
+        sequence.note = (
+            f"restored session: its keys and values were not stored; all {data['tokens']} tokens are computed again"
+        )
 
 
 def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Exception | None) -> str | None:
@@ -164,7 +169,7 @@ def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Ex
         why = f"its keys and values, or what its method knew, cannot be used ({error})"
     else:
         sequence.computed = wanted
-        return None
+        return sequence.note
     left = usable(sequence.spans, min(kv.length, wanted), chunk)
     kv.truncate(left)
     memory.forget_method()
