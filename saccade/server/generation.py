@@ -71,7 +71,7 @@ class Generation:
         self._entered = True
         try:
             if ask.session is not None:
-                self._held = serving.sessions.acquire(self.caller, ask.session)
+                self._held = await serving.sessions.acquire(self.caller, ask.session)
             messages = self._messages()
             self._places = {message.request_id: index for index, message in enumerate(messages)}
             self._last = [0.0] * len(messages)
@@ -151,7 +151,7 @@ class Generation:
             self.serving.metrics.aborted(self.ask.samples - len(self.outcomes))
             self._outputs = None
         if self._held is not None:
-            self.serving.sessions.release(self._held)
+            self.serving.sessions.release(self._held, self.finished)
             self._held = None
         if self._entered:
             self._entered = False
