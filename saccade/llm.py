@@ -16,11 +16,12 @@ from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv.disk import DiskTier, parse_disk
 from saccade.machine import available_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.loader import LoadedModel, load_model
-from saccade.ops import cpu, triton
+from saccade.ops import cpu, debug, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.session import Session
@@ -187,6 +188,8 @@ class LLM:
     def close(self) -> None:
         """Cancel what runs and end the engine's thread. Nothing can be asked of this LLM afterwards."""
         self.loop.close()
+        if self.pool.tiers is not None:
+            self.pool.tiers.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -227,7 +230,11 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
             f"need one each; give at least {layers * per_block} bytes"
         )
-    return BlockManager(KVStorage(layout, blocks, model.device, triton.row_mover(model.device)), layers)
+    storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
+    if config.kv_disk is None:
+        return BlockManager(storage, layers)
+    tier = DiskTier(*parse_disk(config.kv_disk), storage)
+    return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:

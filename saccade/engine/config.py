@@ -11,6 +11,8 @@ import torch
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
+from saccade.kv.disk import parse_disk
+from saccade.kv.replacement import POLICIES as REPLACEMENTS
 from saccade.machine import best_device, check_threads
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
@@ -26,10 +28,12 @@ class EngineConfig:
     ``bfloat16`` or ``float16``.
     ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
     as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on a GPU), at most what
-    ``max_requests`` full-length sequences need. ``prefill_chunk``: most prompt tokens of one request in one step.
-    ``max_requests``: most requests that run at once. ``max_waiting``: most requests that queue behind them; whoever
-    adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++
-    kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
+    ``max_requests`` full-length sequences need. ``kv_disk``: a folder and a size such as ``"/tmp/kv:100GiB"``, where
+    keys and values go that ``kv_memory`` has no room for (kv/tiers.py); on a CPU. ``kv_replacement``: which of them
+    leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most prompt tokens of one request in one
+    step. ``max_requests``: most requests that run at once. ``max_waiting``: most requests that queue behind them;
+    whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu``
+    (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
     torch's by default. ``exact`` makes a result independent of its batch to the last bit, at the price of one pass over
     the weights per request, and per drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``,
     ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on its name. ``cuda_graphs`` records
@@ -47,6 +51,8 @@ class EngineConfig:
     dtype: str | torch.dtype = "auto"
     max_model_len: int | None = None
     kv_memory: int | float | str | None = None
+    kv_disk: str | None = None
+    kv_replacement: str = "clock"
     prefill_chunk: int = 4096
     max_requests: int = 64
     max_waiting: int = 1024
@@ -78,6 +84,17 @@ class EngineConfig:
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
+        if self.kv_disk is not None:
+            parse_disk(self.kv_disk)
+            if self.device != "cpu":
+                raise SaccadeError(
+                    f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; leave it out, "
+                    "or give device='cpu'"
+                )
+        if self.kv_replacement not in REPLACEMENTS:
+            raise SaccadeError(
+                f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
+            )
         for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
