@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.paged import Paged
+from saccade.kv.tier import TierFull
 from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
 
@@ -47,8 +48,11 @@ class TieredView(KVView):
 
     @property
     def piece_blocks(self) -> int:
-        """Blocks that one call may bring in together."""
-        return max(1, self.tiers.room)
+        """Blocks that one call may bring in together: all, where memory has room for those that nobody keeps there."""
+        room = self.tiers.room
+        if room < self.blocks and self.tiers.loose(self._layer, self._ids[: self.blocks]) <= room:
+            return self.blocks
+        return max(1, room)
 
     @property
     def hints(self) -> dict[int, int]:
@@ -61,11 +65,11 @@ class TieredView(KVView):
 
     def paged(self, start: int = 0) -> Paged:
         """Where the tokens from ``start`` on lie, for kernels: they are resident until another block is asked for.
-        SaccadeError where they are too many for that."""
+        TierFull where they are too many for that."""
         first = start // self.block_size
         wanted = np.arange(first, self.blocks)
         if len(wanted) > self.piece_blocks:
-            raise SaccadeError(
+            raise TierFull(
                 f"{len(wanted)} KV blocks of layer {self._layer} are to be read at once, but memory holds "
                 f"{self.piece_blocks}; raise kv_memory"
             )
@@ -154,5 +158,6 @@ class TieredView(KVView):
         """As kernels take it, the guard's slot in place of what is not resident."""
         storage = self._pool.storage
         slots = self._pool.slots_of(self._layer, self._ids)
-        table = torch.from_numpy(np.where(slots < 0, np.int32(self.tiers.guard), slots))
-        return Paged(storage.k, storage.v, table[None], length, storage.format)
+        table = np.full((1, max(1, len(slots))), self.tiers.guard, dtype=np.int32)
+        np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
+        return Paged(storage.k, storage.v, torch.from_numpy(table), length, storage.format)

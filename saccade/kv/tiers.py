@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
 
 LEAST_SLOTS = 8  # that something can run in
+FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
 RECORD = 1 << 20  # bytes of victims that leave together
 Array = np.ndarray[Any, Any]
 
@@ -46,6 +47,13 @@ class Hold:
                 f"{len(failed)} KV blocks of layer {layer} cannot be read back from the {tiers.tier.name}: what was "
                 "written there is damaged, or the device fails"
             )
+
+    def _load(self, missing: Array) -> None:
+        """Begin to read parts that have slots now."""
+        if len(missing):
+            tiers, layer = self._tiers, self._layer
+            cells, slots = tiers._cell[layer, missing].tolist(), tiers.pool.slots_of(layer, missing).tolist()
+            self._missing, self._loading = missing, tiers.tier.read(tiers._parts(layer, missing), cells, slots)
 
     def release(self) -> None:
         """Let the parts go again, those that never came among them."""
@@ -99,6 +107,10 @@ class Tiers:
         """Parts that one call may hold beside those that are held already."""
         return self.slots - self._pinned
 
+    def loose(self, layer: int, blocks: Array) -> int:
+        """How many of ``blocks`` nobody holds."""
+        return int((self._pins[layer, blocks] == 0).sum()) if self._pinned else len(blocks)
+
     @property
     def counts(self) -> TierCounts:
         return self.tier.counts
@@ -117,14 +129,12 @@ class Tiers:
         hold = Hold(self, layer, blocks)
         self._pin(layer, blocks)
         try:
-            if len(missing):
-                hold._missing = missing = self._admit(layer, missing)
-                if len(missing):
-                    self.counts.prefetched += ahead * len(missing)
-                    cells = self._cell[layer, missing]
-                    hold._loading = self.tier.read(
-                        self._parts(layer, missing), cells.tolist(), self.pool.slots_of(layer, missing).tolist()
-                    )
+            self.counts.prefetched += ahead * len(missing)
+            roomy = self.tier.free_cells >= len(missing) + self._batch
+            step = max(1, len(missing)) if roomy else FEW  # what comes keeps its cell while others leave for it
+            for first in range(0, len(missing), step):
+                hold.wait()
+                hold._load(self._admit(layer, missing[first : first + step], len(missing) - first))
         except BaseException:
             self._unpin(layer, blocks)
             raise
@@ -173,23 +183,24 @@ class Tiers:
         """The tier gives everything back."""
         self.tier.close()
 
-    def _admit(self, layer: int, missing: Array) -> Array:
-        """Slots for ``missing``; those of them whose content must be read."""
+    def _admit(self, layer: int, missing: Array, arriving: int) -> Array:
+        """Slots for ``missing``, of ``arriving`` parts that are held and not resident; those of them whose content must
+        be read."""
         short = len(missing) - self.pool.free_slots
         if short > 0:
-            self._evict(short, len(missing))
+            self._evict(short, arriving)
         self.pool.admit(layer, missing.tolist())
         return missing[self._cell[layer, missing] > 0]
 
     def _evict(self, count: int, arriving: int) -> None:
-        """Free ``count`` slots at least, for ``arriving`` parts that are held already. TierFull or TierError where
-        fewer can be had."""
+        """Free ``count`` slots at least, while ``arriving`` parts are held that are not resident. TierFull or
+        TierError where fewer can be had."""
         wanted, spare = count, self.slots - self.pool.free_slots - self._pinned + arriving
         if count > spare:
             raise TierFull(
                 f"{count} KV blocks wanted in memory at once but {spare} of {self.slots} can be spared; raise kv_memory"
             )
-        count = max(count, min(self._batch, spare))
+        count = max(count, min(self._batch, spare, self.tier.free_cells))
         layers, blocks = self._victims(count)
         has = self._cell[layers, blocks] > 0
         kept = has.copy()
