@@ -21,6 +21,7 @@ from saccade.server import tokens
 from saccade.server.admission import Caller
 from saccade.server.chat import Chat
 from saccade.server.completions import Completion
+from saccade.server.endpoint import Endpoint
 from saccade.server.errors import ApiError, from_saccade, from_validation
 from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
@@ -117,7 +118,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _completions(app: FastAPI, serving: Serving) -> None:
-    async def respond(request: Request, body: Sampling, job: Chat | Completion | Responses) -> Response:
+    async def respond(request: Request, body: Sampling, job: Endpoint) -> Response:
         """Check, admit, and answer at once or as a stream. A client that goes away ends what it asked for."""
         caller: Caller = request.state.caller
         header = request.headers.get("x-session-id")
