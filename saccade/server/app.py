@@ -41,6 +41,7 @@ def make_app(serving: Serving) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await serving.engine.start()
         yield
         serving.end_all()
         serving.close()
@@ -189,8 +190,8 @@ def _models(app: FastAPI, serving: Serving) -> None:
             "owned_by": "saccade",
             "root": serving.names[0],
             "parent": None,
-            "max_model_len": serving.llm.max_model_len,
-            "policy": serving.llm.policy.text,
+            "max_model_len": serving.about.limits.max_model_len,
+            "policy": serving.about.policy.text,
         }
 
     @app.get("/v1/models")
@@ -217,7 +218,7 @@ def _state(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = serving.llm.loop.alive
+        alive = serving.engine.alive
         return JSONAnswer({"status": "ok" if alive else "broken"}, 200 if alive else 503)
 
     @app.get("/ready")

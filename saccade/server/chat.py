@@ -63,7 +63,7 @@ class Chat(Choices):
 
     async def ask(self) -> Ask:
         body, serving = self.body, self.serving
-        policy = serving.policy(self.caller, body.policy)
+        policy = await serving.policy(self.caller, body.policy)
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -90,7 +90,7 @@ class Chat(Choices):
         return Ask([prompt], params, policy, body.session_id, constraint, body.deadline_seconds, body.cache_salt)
 
     def _check_tools(self) -> None:
-        template = str(getattr(self.serving.llm.get_tokenizer(), "chat_template", "") or "")
+        template = str(getattr(self.serving.tokenizer.hf, "chat_template", "") or "")
         if "tools" not in template:
             raise bad_request("this model's chat template knows no tools", "tools", "unsupported_field")
         if not self.tools.forced and self.serving.config.tool_parser is None:

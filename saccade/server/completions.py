@@ -32,7 +32,7 @@ class Completion(Choices):
 
     async def ask(self) -> Ask:
         body, serving = self.body, self.serving
-        policy = serving.policy(self.caller, body.policy)
+        policy = await serving.policy(self.caller, body.policy)
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         self.scores_alone = most == 0 and bool(body.echo)  # what lm-eval and others ask for: no answer, the prompt
         prompts = []
@@ -54,7 +54,7 @@ class Completion(Choices):
         constraint = await constraint_of(serving, grammar_of(body))
         self.policy, self.n, self.prompts = policy, params.n, prompts
         self.samples = len(prompts) * params.n
-        decode = serving.llm.tokenizer.decode
+        decode = serving.tokenizer.decode
         self.echoed = [decode(tokens) if body.echo else "" for tokens in prompts]
         self.scores = [
             TextLogprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids), 0 if body.echo else len(echoed))
@@ -88,7 +88,7 @@ class Completion(Choices):
             return self.scores[index].chunk(tokens, entries, [""] * len(tokens))
         prompt = self.prompts[index // self.n]
         scored = self._prompt_scores[index // self.n]
-        decode = self.serving.llm.tokenizer.decode
+        decode = self.serving.tokenizer.decode
         texts = [decode([token], skip_special_tokens=False) for token in prompt]
         return self.scores[index].chunk([*prompt, *tokens], [*scored, *entries], [*texts, *([""] * len(tokens))])
 

@@ -124,7 +124,7 @@ class Responses(Endpoint):
         return response
 
     def _usage(self, generation: Generation, outcome: RequestOutcome, thoughts: str) -> JSON:
-        encode = self.serving.llm.tokenizer.encode
+        encode = self.serving.tokenizer.encode
         prompt, answer = generation.prompt_tokens, generation.tokens
         thought = min(answer, len(encode(thoughts, add_special_tokens=False))) if thoughts else 0
         cached = outcome.report["cached_tokens"]
