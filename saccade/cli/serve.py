@@ -67,6 +67,12 @@ def serve(
         bool,
         typer.Option("--engine-process/--one-process", help="Whether the engine runs in a process of its own."),
     ] = True,
+    kv_events: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Publish what is kept, in vLLM's form: tcp://127.0.0.1:5557.")
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Where those ask again who missed some of it.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write requests to the log whole.")] = False,
     *,
@@ -80,7 +86,7 @@ def serve(
     from saccade.machine import parse_bytes
     from saccade.server import reasoning, tools
     from saccade.server.engine_client import EngineProcess
-    from saccade.server.engines import LocalEngine
+    from saccade.server.engines import EngineFace, LocalEngine
     from saccade.server.keys import KeyRing
     from saccade.server.keys import new_key as make_key
     from saccade.server.logs import log_to_stderr
@@ -132,7 +138,11 @@ def serve(
         max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
         enable_prefix_caching=prefix_caching,
     )
-    engine = EngineProcess(config, log_level) if engine_process else LocalEngine(load_model(config, quiet=True))
+    events = None if kv_events is None else {"endpoint": kv_events, "replay": kv_events_replay}
+    if engine_process:
+        engine: EngineFace = EngineProcess(config, log_level, events)
+    else:
+        engine = LocalEngine(load_model(config, quiet=True), events)
     if engine.note:
         print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)
