@@ -143,6 +143,10 @@ def application(
     """What ``serve.run`` takes. A request that names no deadline has one: a replica that is to go waits longer."""
     server = server if server.deadline is not None else replace(server, deadline=LONGEST)
     assert server.deadline is not None
+    if 0 < fleet.gpus < 1 and engine.kv_memory is None:
+        raise SaccadeError("replicas that share a GPU need kv_memory: each would take most of it; give --kv-memory")
+    # What "auto" found here says nothing about the machines that replicas run on.
+    engine = replace(engine, device="cuda" if fleet.gpus else "cpu")
     router = RequestRouterConfig(
         request_router_class=ROUTER, request_router_kwargs={"num_virtual_nodes": 100, "num_fallback_replicas": 2}
     )
@@ -210,7 +214,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         if name in server:
             server[name] = tuple(server[name])
     return application(
-        EngineConfig.of(**{"enable_prefix_caching": True, "device": "auto" if fleet.get("gpus") else "cpu", **engine}),
+        EngineConfig.of(**{"enable_prefix_caching": True, **engine}),
         ServerConfig(
             keys=KeyRing() if keys is None else KeyRing.load(keys),
             policies=PolicyRules(None if rules is None else tuple(rules)),
