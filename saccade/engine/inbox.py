@@ -22,6 +22,7 @@ from saccade.engine.messages import (
     CancelRequest,
     ClearPrefixes,
     ForgetSession,
+    ReportRunning,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -32,7 +33,7 @@ from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
-Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession
+Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession | ReportRunning
 
 
 @dataclass
@@ -139,6 +140,8 @@ class Loop:
         elif isinstance(message, ClearPrefixes):
             if engine.prefixes is not None:
                 engine.prefixes.clear()
+        elif isinstance(message, ReportRunning):
+            return engine.running_reports(message.most)
         elif isinstance(message, SaveSession):
             return engine.save_session(message.session)
         elif isinstance(message, RestoreSession):

@@ -21,6 +21,7 @@ from saccade.engine.messages import (
     CancelRequest,
     ClearPrefixes,
     ForgetSession,
+    ReportRunning,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -153,6 +154,11 @@ class AsyncEngine:
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
         """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
+
+    async def running_reports(self, most: int) -> list[dict[str, Any]]:
+        """What at most ``most`` of the requests at work have done so far: their reports, and ``request_id``."""
+        reports: list[dict[str, Any]] = await asyncio.wrap_future(self._send(Letter([ReportRunning(most)])))
+        return reports
 
     def clear_prefixes(self) -> None:
         """Give up what is kept of ended requests, and wait until its blocks are back."""

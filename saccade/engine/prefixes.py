@@ -127,7 +127,7 @@ class PrefixCache:
         method wants to see. 0 for a method that follows the whole prefill, and where the prompt's log-probabilities are
         wanted."""
         first, method = request.sequence.spans[0], request.policy.decode
-        if not _shares(first) or method.watches or request.params.prompt_logprobs is not None:
+        if not _shares(first) or method.watches or request.params.prompt_logprobs is not None or request.maps:
             return 0
         return self._whole(first, first.stop - max(1, method.tail_rows))
 
