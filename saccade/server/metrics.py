@@ -127,3 +127,11 @@ class _Engine(Collector):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        tier = "device" if pool.storage.device.type == "cuda" else "host"
+        for name, said, blocks in (
+            ("kv_cache_bytes", "Bytes of keys and values that are taken, by tier.", pool.used_blocks),
+            ("kv_cache_capacity_bytes", "Bytes that there are for keys and values, by tier.", pool.num_blocks),
+        ):
+            gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
+            gauge.add_metric([self._model, tier], blocks * pool.format.block_bytes)
+            yield gauge
