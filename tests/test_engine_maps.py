@@ -111,9 +111,9 @@ def test_a_running_request_reports_what_it_has_done(llm):
         while made < 20:
             for output in await outputs.take():
                 made += len(output.new_tokens)
-        reports = await llm.loop.running_reports(4)
+        reports = await asyncio.wrap_future(llm.loop.running_reports(4))
         outputs.close()
-        return outputs, reports, await llm.loop.running_reports(0)
+        return outputs, reports, llm.loop.running_reports(0).result()
 
     outputs, (report,), none = asyncio.run(main())
     assert none == []

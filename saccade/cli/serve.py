@@ -69,6 +69,10 @@ def serve(
     host_name: Annotated[
         list[str] | None, typer.Option(help="Name that a server without keys answers to, beside localhost.")
     ] = None,
+    engine_process: Annotated[
+        bool,
+        typer.Option("--engine-process/--one-process", help="Whether the engine runs in a process of its own."),
+    ] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write requests to the log whole.")] = False,
     *,
@@ -81,6 +85,8 @@ def serve(
     """
     from saccade.machine import parse_bytes
     from saccade.server import reasoning, tools
+    from saccade.server.engine_client import EngineProcess
+    from saccade.server.engines import LocalEngine
     from saccade.server.keys import KeyRing
     from saccade.server.keys import new_key as make_key
     from saccade.server.logs import log_to_stderr
@@ -126,15 +132,16 @@ def serve(
         tls_key=tls_key,
         tls_client_authorities=tls_client_authorities,
     )
-    llm = load_model(
-        replace(
-            config,
-            model=model_name or config.model,
-            policy=policy,
-            max_requests=max_requests,
-            max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
-            enable_prefix_caching=prefix_caching,
-        )
+    config = replace(
+        config,
+        model=model_name or config.model,
+        policy=policy,
+        max_requests=max_requests,
+        max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
+        enable_prefix_caching=prefix_caching,
     )
+    engine = EngineProcess(config, log_level) if engine_process else LocalEngine(load_model(config, quiet=True))
+    if engine.note:
+        print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)
-    run(llm, settings)
+    run(engine, settings)

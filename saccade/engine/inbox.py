@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,6 +22,7 @@ from saccade.engine.messages import (
     CancelRequest,
     ClearPrefixes,
     ForgetSession,
+    OpenSession,
     ReportRunning,
     RestoreSession,
     SaveSession,
@@ -33,7 +34,16 @@ from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
-Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession | ReportRunning
+Message = (
+    AddRequest
+    | CancelRequest
+    | OpenSession
+    | ForgetSession
+    | ClearPrefixes
+    | SaveSession
+    | RestoreSession
+    | ReportRunning
+)
 
 
 @dataclass
@@ -77,7 +87,8 @@ os.register_at_fork(after_in_child=_orphaned)
 
 @dataclass(eq=False)
 class Loop:
-    """What the loop's thread works on. It refers to the engine weakly while it sleeps."""
+    """What the loop's thread works on. It refers to the engine weakly while it sleeps. ``delivered`` is called by that
+    thread after each letter and each step, once their outputs are with the streams."""
 
     engine_ref: weakref.ref[Engine]
     max_waiting: int
@@ -86,6 +97,7 @@ class Loop:
     live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
     closed: bool = False
     why_closed: str = CLOSED
+    delivered: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         _loops.add(self)
@@ -109,6 +121,7 @@ class Loop:
             self.held.append(letter)
         else:
             self._answer(letter)
+        self.delivered()
 
     def _answer(self, letter: Letter) -> None:
         if not letter.reply.set_running_or_notify_cancel():
@@ -133,6 +146,8 @@ class Loop:
         if isinstance(message, AddRequest):
             shared = next((one for one in added if one.id == message.shares), None)
             added.append(engine.receive(message, shared))
+        elif isinstance(message, OpenSession):
+            return engine.open_session()
         elif isinstance(message, ForgetSession):
             turn = engine.forget_session(message.session)
             if turn is not None:
@@ -173,6 +188,7 @@ class Loop:
                 known[1].put(output)
         while self.held and len(engine.scheduler.waiting) < self.max_waiting:
             self._answer(self.held.popleft())
+        self.delivered()
 
     def end(self) -> None:
         """Cancel all requests and turn away all letters."""

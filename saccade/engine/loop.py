@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,9 @@ from saccade.engine.messages import (
     AddRequest,
     CancelRequest,
     ClearPrefixes,
+    EngineStatistics,
     ForgetSession,
+    OpenSession,
     ReportRunning,
     RestoreSession,
     SaveSession,
@@ -104,6 +106,11 @@ class AsyncEngine:
             raise
         return outputs
 
+    def post(self, messages: Sequence[AddRequest], streams: Sequence[Stream]) -> Future[None]:
+        """:meth:`add` without waiting, for streams of the caller's own. The future can be cancelled until the requests
+        are let in; it fails with what :meth:`add` raises."""
+        return self._send(Letter(messages, streams))
+
     async def stream(self, message: AddRequest) -> AsyncIterator[StepOutput]:
         """Queue a request and give its outputs until it has ended. Leaving early, or cancelling the task, cancels it.
         While the queue is full this waits without blocking the event loop."""
@@ -142,6 +149,21 @@ class AsyncEngine:
         """Whether requests can be added: not after :meth:`close`, or once the thread has broken."""
         return not self._loop.closed
 
+    def statistics(self) -> EngineStatistics:
+        """How the engine stands."""
+        pool = self.engine.pool
+        return EngineStatistics(
+            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions)
+        )
+
+    def after_steps(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread call this after each step, and after each letter, once their outputs are out."""
+        self._loop.delivered = call
+
+    def open_session(self) -> Future[int]:
+        """The id of a session that begins, without waiting for it."""
+        return self._send(Letter([OpenSession()]))
+
     def forget(self, session: int) -> None:
         """Drop a session and wait until its blocks are back."""
         if not self._loop.closed:
@@ -155,10 +177,10 @@ class AsyncEngine:
         """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
 
-    async def running_reports(self, most: int) -> list[dict[str, Any]]:
-        """What at most ``most`` of the requests at work have done so far: their reports, and ``request_id``."""
-        reports: list[dict[str, Any]] = await asyncio.wrap_future(self._send(Letter([ReportRunning(most)])))
-        return reports
+    def running_reports(self, most: int) -> Future[list[dict[str, Any]]]:
+        """What at most ``most`` of the requests at work have done so far, without waiting for it: their reports, each
+        with its ``request_id``."""
+        return self._send(Letter([ReportRunning(most)]))
 
     def clear_prefixes(self) -> None:
         """Give up what is kept of ended requests, and wait until its blocks are back."""

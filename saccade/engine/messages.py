@@ -52,6 +52,11 @@ class CancelRequest:
 
 
 @dataclass(frozen=True)
+class OpenSession:
+    """Begin a session; the answer is its id."""
+
+
+@dataclass(frozen=True)
 class ForgetSession:
     """Drop a session and give its blocks back; a turn that still runs is cancelled."""
 
@@ -86,6 +91,18 @@ class ReportRunning:
 @dataclass(frozen=True)
 class ClearPrefixes:
     """Give up what is kept of ended requests for others to go on from."""
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
+    ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int
+    sessions: int
 
 
 @dataclass

@@ -73,14 +73,14 @@ class Insight:
             {"id": one["id"], "finish_reason": one["finish_reason"], **summary(one["report"])}
             for one in self._ended.get(caller.name, ())
         ]
-        limits = {"selection_map_tokens": serving.config.selection_maps, "layers": serving.llm.model.spec.layers}
+        limits = {"selection_map_tokens": serving.config.selection_maps, "layers": serving.about.layers}
         return {"object": "list", "running": running, "ended": ended, **limits}
 
     async def _running(self, serving: Serving) -> list[JSON] | None:
         async with self._asking:
             if time.monotonic() - self._asked >= _SECONDS:
                 try:
-                    self._reports = await asyncio.wait_for(serving.llm.loop.running_reports(RUNNING), _PATIENCE)
+                    self._reports = await asyncio.wait_for(serving.engine.running_reports(RUNNING), _PATIENCE)
                 except (TimeoutError, SaccadeError):
                     self._reports = None
                 self._asked = time.monotonic()

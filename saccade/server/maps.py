@@ -32,7 +32,7 @@ class SelectionMap:
         model, most = serving.model(body.model), serving.config.selection_maps
         if not most:
             raise ApiError(403, "this server makes no selection maps; see --selection-maps", "maps_not_allowed")
-        policy = serving.policy(self.caller, body.policy)
+        policy = await serving.policy(self.caller, body.policy)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give a prompt or messages, and not both", "prompt")
         if body.prompt is not None:
@@ -70,11 +70,11 @@ class SelectionMap:
         }
 
     def _layers(self) -> tuple[int, ...]:
-        spec, asked = self.serving.llm.model.spec, self.body.layers
-        most = max(1, MOST_HEADS // spec.heads)
+        about, asked = self.serving.about, self.body.layers
+        most = max(1, MOST_HEADS // about.heads)
         if asked is None:
-            return tuple(range(min(spec.layers, most)))
+            return tuple(range(min(about.layers, most)))
         layers = tuple(sorted(set(asked)))
-        if not layers or layers[0] < 0 or layers[-1] >= spec.layers or len(layers) > most:
-            raise bad_request(f"layers must be 1 to {most} of those from 0 to {spec.layers - 1}", "layers")
+        if not layers or layers[0] < 0 or layers[-1] >= about.layers or len(layers) > most:
+            raise bad_request(f"layers must be 1 to {most} of those from 0 to {about.layers - 1}", "layers")
         return layers

@@ -10,8 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from saccade.engine.messages import RequestOutcome
-from saccade.llm import LLM
 from saccade.methods.policy import Policy
+from saccade.server.engines import EngineFace
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _TOKEN_LATENCY = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -22,7 +22,7 @@ _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 
 class Metrics:
     """The counters of one server. Everything is written on the event loop's thread."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
+    def __init__(self, engine: EngineFace, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         label = ("model_name",)
@@ -56,7 +56,7 @@ class Metrics:
         self.keys_dense = counter("keys_causal", "Keys that dense attention reads, likewise.", *phases)
         self.keys_scored = counter("keys_scored", "Scores computed to choose keys, likewise.", *phases)
         self.http = counter("http_requests", "Requests over HTTP.", "route", "status")
-        self.registry.register(_Engine(llm, model))
+        self.registry.register(_Engine(engine, model))
 
     def ended(self, outcome: RequestOutcome, policy: Policy) -> None:
         """A sample has ended."""
@@ -112,26 +112,27 @@ class Metrics:
 class _Engine(Collector):
     """What is read off the engine whenever somebody asks."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
-        self._llm, self._model = llm, model
+    def __init__(self, engine: EngineFace, model: str) -> None:
+        self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        loop, pool = self._llm.loop, self._llm.pool
+        now = self._engine.statistics()
         rows: Iterable[tuple[str, str, float]] = (
-            ("num_requests_running", "Samples that the engine works on.", loop.running),
-            ("num_requests_waiting", "Samples that wait for the engine.", loop.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool that is taken, 0 to 1.", pool.used_blocks / pool.num_blocks),
-            ("num_sessions", "Sessions that are kept.", len(self._llm.engine.sessions)),
+            ("num_requests_running", "Samples that the engine works on.", now.running),
+            ("num_requests_waiting", "Samples that wait for the engine.", now.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pool that is taken, 0 to 1.", now.used_blocks / now.num_blocks),
+            ("num_sessions", "Sessions that are kept.", now.sessions),
         )
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        tier = "device" if pool.storage.device.type == "cuda" else "host"
+        about = self._engine.about
+        tier = "device" if about.device.startswith("cuda") else "host"
         for name, said, blocks in (
-            ("kv_cache_bytes", "Bytes of keys and values that are taken, by tier.", pool.used_blocks),
-            ("kv_cache_capacity_bytes", "Bytes that there are for keys and values, by tier.", pool.num_blocks),
+            ("kv_cache_bytes", "Bytes of keys and values that are taken, by tier.", now.used_blocks),
+            ("kv_cache_capacity_bytes", "Bytes that there are for keys and values, by tier.", now.num_blocks),
         ):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
-            gauge.add_metric([self._model, tier], blocks * pool.format.block_bytes)
+            gauge.add_metric([self._model, tier], blocks * about.block_bytes)
             yield gauge

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from saccade.errors import shown
-from saccade.llm import LLM
 from saccade.server.admission import Caller
+from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request
 
 LONGEST = 256  # characters of a name
@@ -16,9 +17,9 @@ LONGEST = 256  # characters of a name
 
 @dataclass
 class Held:
-    """One session while the server keeps it. ``id``: the engine's."""
+    """One session while the server keeps it. ``id``: the engine's, None until it has one."""
 
-    id: int
+    id: int | None = None
     busy: bool = False
     used: float = field(default_factory=time.monotonic)
 
@@ -27,14 +28,14 @@ class Sessions:
     """At most ``most`` of them, the least recently used ones go first; each is forgotten ``seconds`` after its last
     turn. They live on the event loop's thread alone."""
 
-    def __init__(self, llm: LLM, most: int, seconds: float) -> None:
-        self._llm, self._most, self._seconds = llm, most, seconds
+    def __init__(self, engine: EngineFace, most: int, seconds: float) -> None:
+        self._engine, self._most, self._seconds = engine, most, seconds
         self._held: OrderedDict[tuple[str, str], Held] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def acquire(self, caller: Caller, name: str) -> Held:
+    async def acquire(self, caller: Caller, name: str) -> Held:
         """The caller's session of that name, made where there is none, for one turn. 409 while it has another."""
         self.check(name)
         self._expire()
@@ -42,7 +43,9 @@ class Sessions:
         held = self._held.get(place)
         if held is None:
             self._make_room()
-            held = self._held[place] = Held(self._llm.engine.open_session())
+            held = self._held[place] = Held(busy=True)
+            await self._open(place, held)
+            return held
         elif held.busy:
             raise ApiError(
                 409, f"the session {shown(name)} is still answering; wait for that turn", "session_busy", "session_id"
@@ -57,10 +60,28 @@ class Sessions:
 
     def forget(self, caller: Caller, name: str) -> bool:
         """Drop a session with its keys and values; a turn that runs is cancelled. False where there is none."""
-        held = self._held.pop((caller.name, name), None)
-        if held is not None:
-            self._llm.loop.forget_soon(held.id)
-        return held is not None
+        place = (caller.name, name)
+        if place not in self._held:
+            return False
+        self._drop(place)
+        return True
+
+    async def _open(self, place: tuple[str, str], held: Held) -> None:
+        """Have the engine begin a session, which is dropped where nobody wants it by then."""
+        opening = asyncio.ensure_future(self._engine.open_session())
+        try:
+            held.id = await asyncio.shield(opening)
+            if self._held.get(place) is not held:
+                raise ApiError(404, "the session was deleted before its turn began", "session_not_found", "session_id")
+        except BaseException:
+            if self._held.get(place) is held:
+                del self._held[place]
+            opening.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, opening: asyncio.Future[int]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._engine.forget_soon(opening.result())
 
     @staticmethod
     def check(name: str) -> None:
@@ -82,4 +103,6 @@ class Sessions:
             raise ApiError(429, f"all {self._most} sessions are answering; try again later", "too_many_sessions")
 
     def _drop(self, place: tuple[str, str]) -> None:
-        self._llm.loop.forget_soon(self._held.pop(place).id)
+        held = self._held.pop(place)
+        if held.id is not None:
+            self._engine.forget_soon(held.id)

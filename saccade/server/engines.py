@@ -1,0 +1,145 @@
+"""The engine as the HTTP side sees it: one contract, kept by an engine of this process or of another one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from saccade.engine.checks import PromptLimits
+from saccade.engine.messages import AddRequest, EngineStatistics
+from saccade.engine.params import SamplingParams
+from saccade.engine.stream import AsyncOutputs
+from saccade.llm import LLM
+from saccade.machine import device_note
+from saccade.methods.policy import Policy
+from saccade.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class About:
+    """What never changes of an engine. ``name``: of its model; ``path``: the folder of its tokenizer; ``policy``: of
+    requests that name none; ``defaults``: sampling parameters, likewise; ``max_requests``: most that run at once;
+    ``device``: where it runs, as torch writes it; ``block_bytes``: of a slot of its KV pool."""
+
+    name: str
+    path: Path
+    policy: Policy
+    defaults: SamplingParams
+    limits: PromptLimits
+    eos_token_ids: tuple[int, ...]
+    max_requests: int
+    device: str
+    layers: int
+    heads: int
+    block_bytes: int
+
+
+class EngineFace(Protocol):
+    """Everything that a server asks of an engine. It is used by one event loop's thread."""
+
+    about: About
+    tokenizer: Tokenizer
+    note: str | None  # one line on the device, where it is not plain
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be added."""
+        ...
+
+    async def start(self) -> None:
+        """Called once, on the event loop, before anything else."""
+        ...
+
+    async def check_policy(self, policy: Policy) -> None:
+        """PolicyError, or another SaccadeError, for a policy that the model cannot run."""
+        ...
+
+    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
+        """Queue requests, all of them before the same step, or none. See AsyncEngine.submit. EngineLost, here or where
+        outputs are taken, once the engine has ended by itself."""
+        ...
+
+    async def open_session(self) -> int:
+        """The id of a session that begins."""
+        ...
+
+    def forget_soon(self, session: int) -> None:
+        """Drop a session; a turn that runs is cancelled."""
+        ...
+
+    async def clear_prefixes(self) -> None:
+        """Give up what is kept of ended requests."""
+        ...
+
+    async def running_reports(self, most: int) -> list[dict[str, Any]]:
+        """Reports of at most ``most`` requests at work, once the step that runs has ended. See AsyncEngine."""
+        ...
+
+    def statistics(self) -> EngineStatistics:
+        """How the engine stands: of another process, when it last said something."""
+        ...
+
+    def close(self) -> None:
+        """Cancel everything and wait until the engine has ended."""
+        ...
+
+
+def about_llm(llm: LLM) -> About:
+    """What a server must know of a model."""
+    given = str(llm.config.model)
+    return About(
+        # Its hub name, or its folder's.
+        name=Path(given).name or given if Path(given).is_dir() else given,
+        path=llm.model.path,
+        policy=llm.policy,
+        defaults=llm.get_default_sampling_params(),
+        limits=llm.engine.checks.limits,
+        eos_token_ids=tuple(llm.model.eos_token_ids),
+        max_requests=llm.config.max_requests,
+        device=str(llm.model.device),
+        layers=llm.model.spec.layers,
+        heads=llm.model.spec.heads,
+        block_bytes=llm.pool.format.block_bytes,
+    )
+
+
+class LocalEngine:
+    """An engine on a thread of this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
+        self.note = device_note(llm.model.device)
+
+    @property
+    def alive(self) -> bool:
+        return self.llm.loop.alive
+
+    async def start(self) -> None:
+        pass
+
+    async def check_policy(self, policy: Policy) -> None:
+        self.llm.engine.checks.policy(policy)
+
+    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
+        return await self.llm.loop.submit(messages)
+
+    async def open_session(self) -> int:
+        return await asyncio.wrap_future(self.llm.loop.open_session())
+
+    def forget_soon(self, session: int) -> None:
+        self.llm.loop.forget_soon(session)
+
+    async def clear_prefixes(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.llm.reset_prefix_cache)
+
+    async def running_reports(self, most: int) -> list[dict[str, Any]]:
+        return await asyncio.wrap_future(self.llm.loop.running_reports(most))
+
+    def statistics(self) -> EngineStatistics:
+        return self.llm.loop.statistics()
+
+    def close(self) -> None:
+        self.llm.close()
