@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm fuzz sanitize fuzz-server storm-server test-page conformance clean
+.PHONY: setup demo test lint types build lock storm fuzz sanitize fuzz-server storm-server test-page conformance test-ray clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,10 @@ conformance: setup $(CLIENT)
 test-page: setup $(CLIENT)
 	npm install --silent --no-audit --no-fund --prefix build/page axe-core@4
 	SACCADE=$(BIN)/saccade $(CLIENT) tests/server_page.py build/page/node_modules/axe-core/axe.min.js $(PICTURES)
+
+test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minutes, and 200 MB for ray
+	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[ray]'
+	$(BIN)/python -m pytest -q tests/server_ray.py
 
 build: setup
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .

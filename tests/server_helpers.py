@@ -48,12 +48,13 @@ class Running:
 
     def idle(self, seconds: float = 20) -> None:
         """Wait until nothing is asked of the engine, and nothing is held for anybody."""
+        serving = self.serving
 
-        def done() -> bool:
-            now = self.serving.engine.statistics()
-            return not (now.running or now.waiting or self.serving.admission.samples or self.serving.running)
+        def quiet() -> bool:
+            now = serving.engine.statistics()
+            return not (now.running or now.waiting or serving.admission.samples or serving.running)
 
-        until(done, seconds)
+        until(quiet, seconds)
 
 
 def until(condition: Callable[[], object], seconds: float = 20) -> None:

@@ -87,8 +87,8 @@ os.register_at_fork(after_in_child=_orphaned)
 
 @dataclass(eq=False)
 class Loop:
-    """What the loop's thread works on. It refers to the engine weakly while it sleeps. ``delivered`` is called by that
-    thread after each letter and each step, once their outputs are with the streams."""
+    """What the loop's thread works on. It refers to the engine weakly while it sleeps. ``delivered``: what that thread
+    calls after each letter and each step, once their outputs are with the streams."""
 
     engine_ref: weakref.ref[Engine]
     max_waiting: int
@@ -97,7 +97,7 @@ class Loop:
     live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
     closed: bool = False
     why_closed: str = CLOSED
-    delivered: Callable[[], None] = lambda: None
+    delivered: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _loops.add(self)
@@ -121,7 +121,8 @@ class Loop:
             self.held.append(letter)
         else:
             self._answer(letter)
-        self.delivered()
+        for call in self.delivered:
+            call()
 
     def _answer(self, letter: Letter) -> None:
         if not letter.reply.set_running_or_notify_cancel():
@@ -188,7 +189,8 @@ class Loop:
                 known[1].put(output)
         while self.held and len(engine.scheduler.waiting) < self.max_waiting:
             self._answer(self.held.popleft())
-        self.delivered()
+        for call in self.delivered:
+            call()
 
     def end(self) -> None:
         """Cancel all requests and turn away all letters."""

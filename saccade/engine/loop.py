@@ -158,7 +158,7 @@ class AsyncEngine:
 
     def after_steps(self, call: Callable[[], None]) -> None:
         """Have the engine's thread call this after each step, and after each letter, once their outputs are out."""
-        self._loop.delivered = call
+        self._loop.delivered.append(call)
 
     def open_session(self) -> Future[int]:
         """The id of a session that begins, without waiting for it."""

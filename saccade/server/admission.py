@@ -13,12 +13,14 @@ from saccade.server.keys import Key
 
 @dataclass
 class Caller:
-    """Who sent a request. ``key``: None where the server needs none."""
+    """Who sent a request. ``key``: None where the server needs none. ``route``: which replica it belongs to, where an
+    ingress says so."""
 
     request_id: str
     key: Key | None = None
     span: Any = None  # OpenTelemetry's, where a server has it
     costs: dict[str, Any] = field(default_factory=dict)  # of its samples that have ended, for the log
+    route: str = ""
 
     @property
     def name(self) -> str:

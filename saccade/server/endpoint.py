@@ -29,7 +29,8 @@ class Endpoint:
 
     def __init__(self, serving: Serving, caller: Caller, body: Sampling) -> None:
         self.serving, self.caller = serving, caller
-        self.id = f"{self.prefix}{body.request_id or uuid4().hex}"
+        route = f"{caller.route}-" if caller.route else ""  # so that what goes on from this answer finds its replica
+        self.id = f"{self.prefix}{route}{body.request_id or uuid4().hex}"
         self.model = serving.model(body.model)
         self.created = int(time.time())
         refuse_unsupported(body)

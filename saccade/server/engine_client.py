@@ -28,14 +28,16 @@ CLOSING = 20.0  # seconds that an engine may take to end
 
 class EngineProcess(asyncio.Protocol):
     """An engine in a process of its own (an EngineFace). The constructor returns when the model is loaded; it raises
-    what loading raises. ``note``: what is to be said of the device.
+    what loading raises. ``kv_events``: the arguments of KVEvents, None for none.
 
     Where the process ends by itself, everything that was asked of it fails with EngineLost and nothing can be asked any
     more. It is not started again: sessions and stored prefixes are gone, and what killed it may do so again. Whoever
     runs servers starts a new one.
     """
 
-    def __init__(self, config: EngineConfig, log_level: str = "info") -> None:
+    def __init__(
+        self, config: EngineConfig, log_level: str = "info", kv_events: dict[str, str | None] | None = None
+    ) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -45,7 +47,9 @@ class EngineProcess(asyncio.Protocol):
             )
         self._frames = wire.Frames()
         try:
-            start = json.dumps({"config": wire.config_dict(config), "log_level": log_level}).encode()
+            start = json.dumps(
+                {"config": wire.config_dict(config), "log_level": log_level, "kv_events": kv_events}
+            ).encode()
             self._socket.sendall(len(start).to_bytes(4, "little") + start)
             ready = self._first()
         except BaseException:

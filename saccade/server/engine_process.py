@@ -28,6 +28,7 @@ from saccade.methods.policy import Policy
 from saccade.server import wire
 from saccade.server.engines import about_llm
 from saccade.server.grammar import Grammar, Grammars
+from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
 
 GRAMMARS = 64  # that are kept compiled
@@ -176,6 +177,8 @@ def main(descriptor: int) -> None:
 
             torch.set_num_threads(config.threads)
         llm = LLM(config=config)
+        if start["kv_events"] is not None:
+            KVEvents(llm, **start["kv_events"])
     except Exception as error:
         outbox.send(wire.Reply(0, None, wire.told(error)))
         sys.exit(2)

@@ -16,6 +16,7 @@ from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer
+from saccade.server.kv_events import KVEvents
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,11 @@ def about_llm(llm: LLM) -> About:
 
 
 class LocalEngine:
-    """An engine on a thread of this process."""
+    """An engine on a thread of this process. ``kv_events``: the arguments of KVEvents, None for none."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, kv_events: dict[str, str | None] | None = None) -> None:
+        if kv_events is not None:
+            KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
         self.note = device_note(llm.model.device)
 
