@@ -34,20 +34,24 @@ SHOTS = {("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)}
 def a_server(*options: str) -> Iterator[str]:
     """The command in a process of its own, with the built-in model: its address."""
     command = [os.environ.get("SACCADE", "saccade"), "serve", "--port", "0", "--selection-maps", "8192", *options]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
-        found = None
-        for _ in range(600):
-            log.seek(0)
-            found = re.search(r'"address": "([^"]+)"', log.read())
-            if found or process.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert found, "the server did not start"
-        try:
-            yield found[1]
-        finally:
-            process.terminate()
-            process.wait(60)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as process:
+            try:
+                found = None
+                for _ in range(3000):
+                    found = re.search(r'"address": "([^"]+)"', log.read_text())
+                    if found or process.poll() is not None:
+                        break
+                    time.sleep(0.1)
+                assert found, f"the server did not start: {log.read_text()[-2000:]}"
+                yield found[1]
+            finally:
+                process.terminate()
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def load(url: str, ended: threading.Event) -> None:
