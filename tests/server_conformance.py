@@ -26,7 +26,7 @@ SECRET = "7391-XKQ"
 def run(*command: str, **environment: str) -> str:
     """What a command prints. AssertionError with it where the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, env={**os.environ, **environment})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
 
 
