@@ -23,6 +23,7 @@ from saccade.engine.messages import (
     EngineStatistics,
     ForgetSession,
     OpenSession,
+    ReportRunning,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -181,6 +182,11 @@ class AsyncEngine:
     def piece(self, message: Piece) -> Future[Any]:
         """A part of saving or restoring a session, done between two steps (engine.pieces)."""
         return self._send(Letter([message]))
+
+    def running_reports(self, most: int) -> Future[list[dict[str, Any]]]:
+        """What at most ``most`` of the requests at work have done so far, without waiting for it: their reports, each
+        with its ``request_id``."""
+        return self._send(Letter([ReportRunning(most)]))
 
     def clear_prefixes(self) -> None:
         """Give up what is kept of ended requests, and wait until its blocks are back."""

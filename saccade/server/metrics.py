@@ -159,3 +159,12 @@ class _Engine(Collector):
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
             counted.add_metric([self._model], stored[name] or 0)
             yield counted
+        about = self._engine.about
+        tier = "device" if about.device.startswith("cuda") else "host"
+        for name, said, blocks in (
+            ("kv_cache_bytes", "Bytes of keys and values that are taken, by tier.", now.used_blocks),
+            ("kv_cache_capacity_bytes", "Bytes that there are for keys and values, by tier.", now.num_blocks),
+        ):
+            gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
+            gauge.add_metric([self._model, tier], blocks * about.block_bytes)
+            yield gauge
