@@ -111,7 +111,7 @@ NB_MODULE(_kernels, m) {
     saccade::bind_decode(m, set);
     saccade::bind_blocks(m, set);
     saccade::bind_rows(m, set);
-    saccade::bind_step(m);
+    saccade::bind_step(m, set);
     saccade::bind_sharing(m);
     saccade::bind_shares(m);
 }

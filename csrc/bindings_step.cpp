@@ -181,9 +181,14 @@ class DecodeStep {
     std::vector<std::unique_ptr<Row>> rows_;
 };
 
+void run_step(const KernelSet& set, DecodeStep& step, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
+              const Queries& queries, const Output& output, bool attends, bool follows) {
+    step.run(set, threads, layer, pool, fresh, queries, output, attends, follows);
+}
+
 }  // namespace
 
-void bind_step(nb::module_& m) {
+void bind_step(nb::module_& m, KernelSetClass& set) {
     bind_struct<BlockChoice>(
         m, "BlockChoice",
         {field<&BlockChoice::size>("size").at_least(1), field<&BlockChoice::units>("units").at_least(1),
@@ -220,8 +225,8 @@ void bind_step(nb::module_& m) {
         .def(nb::init<int64_t, int64_t, int64_t>())
         .def("add", &DecodeStep::add)
         .def("reads", &DecodeStep::reads)
-        .def("lists", &DecodeStep::lists)
-        .def("run", &DecodeStep::run);
+        .def("lists", &DecodeStep::lists);
+    set.def("run_step", &run_step);
 }
 
 }  // namespace saccade

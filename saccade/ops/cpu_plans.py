@@ -184,7 +184,7 @@ class PlannedRows:
         written = native.Output(out=out.data_ptr(), lse=self._lse.data_ptr(), rows=count)
         threads = max(1, torch.get_num_threads() if threads is None else threads)
         follows = count <= MOST_ROWS  # then the layer's other products are kernels of this pool, too
-        self._step.run(cpu.kernels(), threads, layer, self._pool, new, queries, written, attends, follows)
+        cpu.kernels().run_step(self._step, threads, layer, self._pool, new, queries, written, attends, follows)
 
     def ruled(self, i: int) -> Ruled | None:
         """What rules let row ``i`` do in the last step; None where it asked none."""
