@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.row_sampling import RowSampling
+from saccade.kv.tier import TierCounts
 from saccade.methods.base import Cost
 from saccade.methods.policy import Policy
 from saccade.selection import Selection
@@ -169,7 +170,8 @@ class RequestResult:
     """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the one of each
     row wanted, where the device chose them, with the ``logprobs`` that are wanted of these. ``late``: counts that stay
     on a device until a report is asked for. ``undone``: the step broke for reasons that need not be this request's; its
-    rows are to be taken back and scheduled again.
+    rows are to be taken back and scheduled again. ``lost``: keys that it needs cannot be had back from a tier; all is
+    to be computed again. ``tiers``: what moved for it between memory and a tier.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then."""
@@ -184,6 +186,8 @@ class RequestResult:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     undone: bool = False
+    lost: bool = False
+    tiers: TierCounts | None = None
     rows: list[RequestResult] = field(default_factory=list)
 
     def note(self, text: str) -> None:
