@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def kills(count: int, seed: int) -> Counter[str]:
                 try:
                     signal.alarm(60)
                     talks(folder, store, log)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             time.sleep(0.15 + rng.random() ** 2 * 1.5)
@@ -151,6 +154,8 @@ def kills(count: int, seed: int) -> Counter[str]:
                 code = 1
                 try:
                     code = look(folder, store, right, known, Path(scratch) / "seen")
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             _, status = os.waitpid(looked, 0)
@@ -242,6 +247,8 @@ def rounds(count: int, seed: int) -> Counter[str]:
         made: list[Talk] = []
         for number in range(count):
             if len(made) < 40 or number % 500 == 0:
+                store.content = {}
+                reopened(llm)
                 made = [*made[-60:], Talk(llm, rng.choice(POLICIES), rng)]
                 if len(made) < 40:
                     continue
