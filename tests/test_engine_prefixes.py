@@ -134,8 +134,8 @@ def test_nothing_is_shared_across_prefills_windows_and_salts(sharing):
 
 
 def test_a_session_whose_turns_name_unequal_salts_shares_nothing(sharing):
-    def asked(salt: str, ids=DOCUMENT + question(0), session=None) -> int:
-        request = sharing.engine.add(ids, GREEDY, Policy(), session, cache_salt=salt)
+    def asked(salt: str, ids=None, session=None) -> int:
+        request = sharing.engine.add(ids or DOCUMENT + question(0), GREEDY, Policy(), session, cache_salt=salt)
         finish(sharing.engine)
         return request.report.cached_tokens
 

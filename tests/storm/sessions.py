@@ -160,7 +160,9 @@ def kills(count: int, seed: int) -> Counter[str]:
                     os._exit(code)
             _, status = os.waitpid(looked, 0)
             assert status == 0, f"kill {number} (seed {seed}): something wrong was read"
-            seen.update(json.loads((Path(scratch) / "seen").read_text()))
+            found, stands = json.loads((Path(scratch) / "seen").read_text())
+            seen.update(found)
+            known = dict(enumerate(stands))
             log.write_text("".join(json.dumps(one) + "\n" for one in known.items()))
             seen["kills"] += 1
             if sys.stdout.isatty() or seen["kills"] % 20 == 0:
@@ -173,6 +175,7 @@ def look(folder: Path, store: Path, right: dict[int, Any], known: dict[int, int]
     import shutil
 
     seen: Counter[str] = Counter()
+    stands: list[int] = []  # turns of each
     copy = store.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(store, copy)
@@ -181,8 +184,8 @@ def look(folder: Path, store: Path, right: dict[int, Any], known: dict[int, int]
         with llm.session(POLICIES[talk % len(POLICIES)], name=f"talk {talk}") as session:
             ids = session.token_ids
             done = states_of.index(ids)  # ValueError: it never was like this
-            if done < known.get(talk, 0):  # it may have begun anew since
-                assert done == 0 or known[talk] == TURNS, (talk, done, known)
+            assert done >= known.get(talk, 0) or done == 0, (talk, done, known)  # 0: it was about to begin anew
+            stands.append(done)
             seen["restored" if done else "empty"] += 1
             if session.note is not None:
                 seen["recomputed"] += 1
@@ -190,7 +193,7 @@ def look(folder: Path, store: Path, right: dict[int, Any], known: dict[int, int]
             assert answer(session, turn(talk, done)) == answers[done], (talk, done, session.note)
     assert llm.sessions.counts["refused"] == 0
     llm.close()
-    into.write_text(json.dumps(seen))
+    into.write_text(json.dumps([seen, stands]))
     return 0
 
 
