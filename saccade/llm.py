@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from saccade.durable import DurableSessions
-from saccade.engine.config import EngineConfig
+from saccade.engine.config import SESSIONS, EngineConfig
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv.disk import DiskTier
 from saccade.machine import available_bytes, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.loader import LoadedModel, load_model
-from saccade.ops import cpu, triton
+from saccade.ops import cpu, debug, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.session import Session
@@ -53,7 +54,7 @@ class LLM:
         self.config = config
         most: int | None = None
         if config.session_dir is not None and session_store is None:  # before the model: another process may have it
-            folder, most = folder_and_size(config.session_dir, "session_dir")
+            folder, most = folder_and_size(config.session_dir, "session_dir", SESSIONS)
             session_store = FileStore(folder)
         self.policy = Policy.parse(config.policy)
         self.model = load_model(
@@ -230,6 +231,8 @@ class LLM:
         if self.sessions is not None:
             self.sessions.close()
         self.loop.close()
+        if self.pool.tiers is not None:
+            self.pool.tiers.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -270,7 +273,11 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
             f"need one each; give at least {layers * per_block} bytes"
         )
-    return BlockManager(KVStorage(layout, blocks, model.device, triton.row_mover(model.device)), layers)
+    storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
+    if config.kv_disk is None:
+        return BlockManager(storage, layers)
+    tier = DiskTier(*folder_and_size(config.kv_disk, "kv_disk"), storage)
+    return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:

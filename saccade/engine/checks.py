@@ -41,7 +41,7 @@ class Checks:
         if not self.pool.fits(total + 1):
             raise CapacityError(
                 f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
-                "shorten it or raise kv_memory"
+                f"shorten it or raise {'kv_memory' if self.pool.tiers is None else 'kv_memory or kv_disk'}"
             )
 
     @property

@@ -152,6 +152,8 @@ class PrefixCache:
     def _usable(self, donor: _Donor) -> int:
         """Tokens that others can go on from."""
         sequence = donor.sequence
+        if donor.kv.damaged:
+            return 0
         if sequence is None:
             return len(donor.tokens)
         if not sequence.spans or sequence.private or not _shares(sequence.spans[0]):

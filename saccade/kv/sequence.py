@@ -14,6 +14,8 @@ from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.saved import SavedKV, described
 from saccade.kv.table import BlockTable
+from saccade.kv.tiered import TieredView
+from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
 
 MARKS = 256  # of a sequence that are kept
@@ -36,6 +38,7 @@ class SequenceKV:
         self._lengths = [0] * pool.layers
         self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
         self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
+        self._hints: dict[int, int] = {}  # of tiered views
 
     @property
     def version(self) -> int:
@@ -70,6 +73,12 @@ class SequenceKV:
     def resident(self) -> bool:
         """Whether every part of every block has a slot."""
         return self._table.resident
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a tier has lost a part of it: it must be computed again."""
+        tiers = self.pool.tiers
+        return tiers is not None and tiers.damaged(self._table.numbers)
 
     def logical_slots(self, start: int, stop: int) -> list[int]:
         """Where the rows of tokens ``start .. stop - 1`` go in every layer: logical block * block_size + offset each.
@@ -109,11 +118,15 @@ class SequenceKV:
                 fresh.pop()
             self._table.extend(fresh)
         self.pool.touch(self._table.numbers)
+        if self.pool.tiers is not None:
+            self.pool.tiers.opened(slice(None), self._table.numbers[tail:])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
         start, count = self._lengths[layer], k.shape[1]
-        if count == 1 and self.pool.rows == 1:  # a decode step: the host knows its slot, and a device needs no index
+        if (
+            count == 1 and self.pool.rows == 1 and not self.pool.absent
+        ):  # a decode step: the host knows its slot, and a device needs no index
             slot, offset = self.place(layer)
             for pool, row in ((self.pool.storage.k, k), (self.pool.storage.v, v)):
                 pool.select(0, slot).select(1, offset).copy_(row.select(1, 0))
@@ -169,8 +182,29 @@ class SequenceKV:
         for length, one in zip(self._lengths, self._kept(kind, block_size)):
             one.filled = length // block_size
 
+    def hold_all(self) -> list[Hold]:
+        """Bring in every part, and keep them until all of these are released; rows that follow may be written. Raises
+        what Tiers.fetch raises, holding nothing."""
+        tiers, holds = self.pool.tiers, list[Hold]()
+        assert tiers is not None
+        try:
+            for layer in range(self.layers):
+                holds.append(tiers.fetch(layer, self._table.numbers))
+            for hold in holds:
+                hold.wait()
+        except BaseException:
+            for hold in holds:
+                hold.release()
+            raise
+        tiers.opened(slice(None), self._table.numbers[self.length // self._size :])
+        return holds
+
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
+        if self.pool.absent and self.pool.tiers is not None:
+            summaries = partial(self._summaries_of, layer)
+            length = self._lengths[layer]
+            return TieredView(self.pool, layer, self._table.numbers, length, summaries, self._hints)
         paged, pool = self._paged(layer, self._lengths[layer]), self.pool
         return KVView(paged, partial(self._summaries_of, layer), pool.storage.mover, pool.absent > 0)
 
@@ -325,7 +359,10 @@ class SequenceKV:
         return kept
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
-        paged = self._paged(layer, self._lengths[layer] if length is None else length)
+        length = self._lengths[layer] if length is None else length
+        if self.pool.absent and self.pool.tiers is not None:
+            return TieredView(self.pool, layer, self._table.numbers, length)
+        paged = self._paged(layer, length)
         return KVView(paged, None, self.pool.storage.mover, self.pool.absent > 0)
 
     def _paged(self, layer: int, length: int) -> Paged:
