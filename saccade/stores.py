@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class FileStore:
         self.path = Path(path).expanduser()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock: IO[str] | None = _locked(self.path / "lock")
+            self._unlock = weakref.finalize(self, os.close, _locked(self.path / "lock"))
             for left in (*self.path.glob(f".*{_ASIDE}"), *self.path.glob(f"*/.*{_ASIDE}")):
                 left.unlink(missing_ok=True)
         except OSError as error:
@@ -136,12 +137,10 @@ class FileStore:
         return entries
 
     def close(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        self._unlock()
 
     def _path(self, key: str) -> Path:
-        if self._lock is None:
+        if not self._unlock.alive:
             raise SaccadeError(f"{self.path} was closed")
         if not _KEY.fullmatch(key) or key == "lock":
             raise SaccadeError(
@@ -150,24 +149,23 @@ class FileStore:
         return self.path / key
 
 
-def _locked(path: Path) -> IO[str]:
-    """The lock file, held until it is closed or the process ends."""
-    lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
+def _locked(path: Path) -> int:
+    """A descriptor of the lock file, which holds the lock until it is closed or the process ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         import fcntl
 
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:  # no POSIX system: who wrote last has written
         pass
     except OSError as error:
-        owner = lock.read(32).strip()
-        lock.close()
+        owner = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
         other = f"another process ({owner})" if owner else "another process"
         raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder") from error
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+    os.truncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
 
 
 def _bring_to_disk(folder: Path) -> None:
