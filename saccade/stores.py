@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from saccade.errors import RequestError, SaccadeError, shown
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}(/[a-z0-9][a-z0-9_-]{0,127})?")
 _ASIDE = ".part"
+WAIT = 2.0  # seconds for a lock
 
 
 @dataclass(frozen=True)
@@ -150,22 +152,33 @@ class FileStore:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor of the lock file, which holds the lock until it is closed or the process ends."""
+    """A descriptor of the lock file, which holds the lock until it is closed or the process ends. A process that was
+    killed may take a moment to end, so another's lock is waited for."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    until = time.monotonic() + WAIT
+    while not _lock(descriptor):
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+        if owner == str(os.getpid()) or time.monotonic() > until:
+            os.close(descriptor)
+            other = f"another process ({owner})" if owner else "another process"
+            raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder")
+        time.sleep(0.02)
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the lock; False where another has it."""
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:  # no POSIX system: who wrote last has written
         pass
-    except OSError as error:
-        owner = os.read(descriptor, 32).decode(errors="replace").strip()
-        os.close(descriptor)
-        other = f"another process ({owner})" if owner else "another process"
-        raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder") from error
-    os.truncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-    return descriptor
+    except OSError:
+        return False
+    return True
 
 
 def _bring_to_disk(folder: Path) -> None:

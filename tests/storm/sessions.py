@@ -248,7 +248,12 @@ def rounds(count: int, seed: int) -> Counter[str]:
         llm, other = open_llm(folder, session_store=store), open_llm(twin, session_store=MemoryStore())
         foreign = Talk(other, "dense", rng)  # under the same name, of another model
         made: list[Talk] = []
-        for number in range(count):
+        number, printed = 0, time.monotonic()
+        while seen["rounds"] < count:
+            number += 1
+            if time.monotonic() > printed + 60:
+                printed = time.monotonic()
+                print(f"{seen['rounds']} rounds", flush=True)
             if len(made) < 40 or number % 500 == 0:
                 store.content = {}
                 reopened(llm)
