@@ -54,6 +54,11 @@ class SequenceKV:
         return min(self._lengths)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return self.layers * self._format.block_bytes // self._size
+
+    @property
     def blocks(self) -> int:
         """Slots that its blocks take when resident, all layers together, shared blocks among them."""
         return self.layers * len(self._table.ids)
