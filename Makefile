@@ -7,7 +7,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # The editable install lists the package's files, so it is made anew when one comes or goes.
 STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: setup demo test lint types build storm fuzz sanitize fuzz-server storm-server clean
+.PHONY: setup demo test lint types build storm storm-tiers fuzz sanitize fuzz-server storm-server clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,10 @@ build: setup
 # 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
 storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT)
+
+# 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
+storm-tiers: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT)
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT)

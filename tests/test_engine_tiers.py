@@ -7,8 +7,7 @@ import errno
 import pytest
 import torch
 from engine_helpers import EVERY, GREEDY, tokens
-from test_kv_tiers import nothing_left
-from tier_helpers import FaultySystem
+from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
@@ -114,8 +113,17 @@ def test_a_saved_session_comes_back_into_a_small_memory(folder, tmp_path, whole)
         session = llm.session("quest(budget=64, dense_layers=0)")
         assert tokens(session.generate(ask[0], GREEDY)) == want[0]
         session.save(tmp_path / "saved")
-        session.close()
         with llm.restore(tmp_path / "saved") as back:
+            assert tokens(back.generate(ask[1], GREEDY)) == want[1]
+        (sequence,) = llm.engine.sessions.values()
+        block = sequence.memory.kv.block_table[2:3].numpy()
+        with llm.pool.tiers.fetch(1, block):
+            pass
+        llm.pool.tiers.lose(1, block)
+        session.save(tmp_path / "text alone")
+        assert tokens(session.generate(ask[1], GREEDY)) == want[1]
+        session.close()
+        with llm.restore(tmp_path / "text alone") as back:
             assert tokens(back.generate(ask[1], GREEDY)) == want[1]
         nothing_left(llm.pool)
 

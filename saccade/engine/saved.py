@@ -15,6 +15,7 @@ from saccade.errors import CapacityError, RequestError, SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.saved import SavedKV
 from saccade.kv.sequence import SequenceKV
+from saccade.kv.tier import LostKV
 from saccade.methods import state as states
 from saccade.methods.policy import Policy
 
@@ -73,7 +74,11 @@ def save_sequence(sequence: Sequence, model: str, chunk: int) -> SavedSession:
         "memory": kept,
     }
     if sequence.computed:
-        saved = memory.kv.save()
+        try:
+            saved = memory.kv.save()
+        except LostKV:  # whoever has it back computes it again
+            sequence.drop_kv()
+            return save_sequence(sequence, model, chunk)
         data["kv"] = saved.metadata
         tensors |= {f"kv/{name}": tensor.cpu() for name, tensor in saved.tensors.items()}
         for name in _LISTS:

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from saccade.engine.messages import RequestOutcome
+from saccade.kv.tiers import Tiers
 from saccade.llm import LLM
 from saccade.methods.policy import Policy
 
@@ -123,7 +124,23 @@ class _Engine(Collector):
             ("kv_cache_usage_perc", "Share of the KV pool that is taken, 0 to 1.", pool.used_blocks / pool.num_blocks),
             ("num_sessions", "Sessions that are kept.", len(self._llm.engine.sessions)),
         )
+        if pool.tiers is not None:
+            rows = (*rows, *_tier_rows(pool.tiers))
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+
+
+def _tier_rows(tiers: Tiers) -> Iterator[tuple[str, str, float]]:
+    """What lies where, and what has moved since the engine began."""
+    name, counts = tiers.tier.name, tiers.counts
+    yield "kv_slots", "KV blocks of a layer that memory holds at most.", tiers.slots
+    yield f"kv_{name}_cells", f"KV blocks of a layer that the {name} holds at most.", tiers.tier.cells
+    yield f"kv_{name}_free_cells", f"Those of them that are free on the {name}.", tiers.tier.free_cells
+    yield f"kv_{name}_read_bytes", f"Bytes of KV read from the {name}.", counts.bytes_read
+    yield f"kv_{name}_written_bytes", f"Bytes of KV written to the {name}.", counts.bytes_written
+    yield f"kv_{name}_hits", "KV blocks of a layer that were in memory when asked for.", counts.hits
+    yield f"kv_{name}_misses", f"KV blocks of a layer that had to come from the {name}.", counts.misses
+    yield f"kv_{name}_lost", f"KV blocks of a layer that the {name} could not give back.", counts.lost
+    yield f"kv_{name}_wait_seconds", f"Seconds in which attention waited for the {name}.", counts.wait_seconds
