@@ -7,7 +7,13 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # The editable install lists the package's files, so it is made anew when one comes or goes.
 STAMP := $(VENV)/.installed-$(shell find saccade -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 
-.PHONY: setup demo test lint types build storm storm-tiers fuzz sanitize fuzz-server storm-server clean
+# make setup LOCKED=1 installs what CI does: the versions of $(LOCK), each checked by its hash. torch, whose builds differ by
+# machine, has its version alone; `make lock` writes the file anew, with uv from the package index.
+LOCK := requirements/dev.lock
+UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
+  cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
+
+.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers fuzz sanitize fuzz-server storm-server clean
 
 setup: $(STAMP)
 
@@ -20,7 +26,8 @@ $(STAMP): $(SOURCES)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "torch==$(TORCH)"
 	@echo "installing saccade into $(VENV)"
 	@$(BIN)/python -m pip uninstall -q -y saccade 2>/dev/null || true  # its distribution's name up to 0.1
-	@$(BIN)/python -m pip install -q -e '.[dev]'
+	@$(if $(LOCKED),$(BIN)/python -m pip install -q --no-deps --require-hashes -r $(LOCK))
+	@$(BIN)/python -m pip install -q $(if $(LOCKED),--no-deps -e .,-e '.[dev]')
 	@rm -f $(VENV)/.installed-* && touch $@
 
 demo: setup
@@ -28,6 +35,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist loadfile
+
+lock:
+	$(PYTHON) -m uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+	  --no-annotate --custom-compile-command 'make lock' $(addprefix --no-emit-package ,$(UNLOCKED)) -o $(LOCK)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -53,6 +64,10 @@ storm: setup
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT)
+
+# 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
+storm-sessions: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000)
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT)

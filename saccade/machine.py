@@ -47,6 +47,23 @@ def parse_bytes(size: int | float | str) -> int:
     return int(value)
 
 
+def folder_and_size(given: Any, what: str, default: str = "16GiB") -> tuple[Path, int]:
+    """``"folder:SIZE"``, or a folder alone, -> the folder and bytes. SaccadeError, naming ``what``, for anything
+    else."""
+    text = str(given) if isinstance(given, str | Path) else ""
+    folder, colon, size = text.rpartition(":")
+    if not colon or "/" in size or not size[:1].isdigit():
+        folder, size = text, default
+    try:
+        if not folder or "\0" in folder:
+            raise SaccadeError("no folder")
+        return Path(folder), parse_bytes(size)
+    except SaccadeError:
+        raise SaccadeError(
+            f"{what}={shown(given)} must be a folder, or a folder and a size, such as '~/sessions:20GiB'"
+        ) from None
+
+
 def check_threads(threads: Any) -> None:
     """Raise SaccadeError unless ``threads`` is a number of threads that a machine may run."""
     if not whole_number(threads, 1, MOST_THREADS):

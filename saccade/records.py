@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +44,13 @@ _DTYPES = {
 @dataclass
 class Record:
     """``tensors``, contiguous, on the CPU; ``data``, as JSON can hold it; ``damaged``: tensors that were stored, but
-    cannot be read or are not what was written."""
+    cannot be read or are not what was written. ``seal``: a checksum of all of it, once it was written or read."""
 
     kind: str
     data: Any
     tensors: dict[str, Tensor] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
+    seal: str = ""
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -75,9 +76,12 @@ def encode_record(record: Record) -> bytes:
     return save(*_described(record))
 
 
-def checksum(content: Any) -> str:
-    """Of the bytes of a buffer: 32 hexadecimal digits of XXH3. It finds what was torn or flipped; it is no seal."""
-    return xxhash.xxh3_128(content).hexdigest()
+def checksum(content: Any, about: str = "") -> str:
+    """Of the bytes of a buffer, and of a text about them: 32 hexadecimal digits of XXH3. It finds what was torn or
+    flipped; it is no seal against somebody who means harm."""
+    digest = xxhash.xxh3_128(content)
+    digest.update(about.encode())
+    return digest.hexdigest()
 
 
 def read_record(path: Path, kind: str) -> Record:
@@ -87,7 +91,8 @@ def read_record(path: Path, kind: str) -> Record:
 
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            body = _checked_body(str(path), kind, file.metadata() or {})
+            metadata = file.metadata() or {}
+            body = _checked_body(str(path), kind, metadata)
             tensors: dict[str, Tensor] = {}
             damaged = []
             for name in body["checksums"]:
@@ -101,7 +106,7 @@ def read_record(path: Path, kind: str) -> Record:
         raise RequestError(f"{path} is no {kind}, or is damaged: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-    return _whole_parts(kind, body, tensors, damaged)
+    return _whole_parts(kind, body, tensors, damaged, metadata["checksum"])
 
 
 def decode_record(content: Any, kind: str, name: str) -> Record:
@@ -123,7 +128,7 @@ def decode_record(content: Any, kind: str, name: str) -> Record:
             tensors[part] = _tensor(parts, header[part])
         except (KeyError, TypeError, ValueError, RuntimeError):
             damaged.append(part)
-    return _whole_parts(kind, body, tensors, damaged)
+    return _whole_parts(kind, body, tensors, damaged, metadata["checksum"])
 
 
 def _tensor(parts: memoryview, described: Any) -> Tensor:
@@ -131,8 +136,8 @@ def _tensor(parts: memoryview, described: Any) -> Tensor:
     (start, stop), shape, dtype = described["data_offsets"], described["shape"], _DTYPES[described["dtype"]]
     if not 0 <= start <= stop <= len(parts):
         raise ValueError("it lies behind the end")
-    if start == stop:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+    if start == stop:  # frombuffer takes no empty ones
+        return torch.empty(0, dtype=dtype, device="cpu").reshape(shape)
     return torch.frombuffer(parts[start:stop], dtype=torch.uint8).view(dtype).reshape(shape)
 
 
@@ -141,14 +146,15 @@ def _described(record: Record) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in record.tensors.items()}
     body = {"version": VERSION, "kind": record.kind, "checksums": _checksums(tensors), "data": record.data}
     text = json.dumps(body)
-    return tensors, {_KEY: text, "checksum": _digest(text.encode())}
+    record.seal = _digest(text.encode())
+    return tensors, {_KEY: text, "checksum": record.seal}
 
 
-def _whole_parts(kind: str, body: dict[str, Any], tensors: dict[str, Tensor], damaged: list[str]) -> Record:
+def _whole_parts(kind: str, body: dict[str, Any], tensors: dict[str, Tensor], damaged: list[str], seal: str) -> Record:
     found = _checksums(tensors, body["version"])
     damaged += [name for name in tensors if found[name] != body["checksums"][name]]
     whole = {name: tensor for name, tensor in tensors.items() if name not in damaged}
-    return Record(kind, body["data"], whole, sorted(damaged))
+    return Record(kind, body["data"], whole, sorted(damaged), seal)
 
 
 def _checked_body(name: str, kind: str, metadata: Any) -> dict[str, Any]:
@@ -166,15 +172,17 @@ def _checked_body(name: str, kind: str, metadata: Any) -> dict[str, Any]:
 
 def _checksums(tensors: Mapping[str, Tensor], version: int = VERSION) -> dict[str, str]:
     """Of each tensor's bytes, some at a time: hashing leaves other threads alone."""
-    digest = _digest if version == 1 else checksum
     if sum(tensor.nbytes for tensor in tensors.values()) < 2**22:  # too little to be worth threads
-        return {name: _of_bytes(tensor, digest) for name, tensor in tensors.items()}
+        return {name: _of_tensor(tensor, version) for name, tensor in tensors.items()}
     with ThreadPoolExecutor(max_workers=max(1, min(8, torch.get_num_threads()))) as pool:
-        return dict(zip(tensors, pool.map(lambda tensor: _of_bytes(tensor, digest), tensors.values())))
+        return dict(zip(tensors, pool.map(lambda tensor: _of_tensor(tensor, version), tensors.values())))
 
 
-def _of_bytes(tensor: Tensor, digest: Callable[[Any], str]) -> str:
-    return digest(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+def _of_tensor(tensor: Tensor, version: int) -> str:
+    content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if version == 1:
+        return _digest(content)  # type: ignore[arg-type]
+    return checksum(content, f"{tensor.dtype} {list(tensor.shape)}")
 
 
 def _digest(content: bytes) -> str:

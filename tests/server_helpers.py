@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,13 +47,16 @@ class Running:
 
     def idle(self, seconds: float = 20) -> None:
         """Wait until nothing is asked of the engine, and nothing is held for anybody."""
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            loop = self.llm.loop
-            if not (loop.running or loop.waiting or self.serving.admission.samples or self.serving.running):
-                return
-            time.sleep(0.01)
-        raise AssertionError("requests are still at work")
+        loop, serving = self.llm.loop, self.serving
+        until(lambda: not (loop.running or loop.waiting or serving.admission.samples or serving.running), seconds)
+
+
+def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Wait for it."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "what was waited for did not come"
+        time.sleep(0.005)
 
 
 GREEDY = {"temperature": 0, "max_tokens": 10, "ignore_eos": True}
@@ -81,10 +84,7 @@ def serving(llm: LLM, **settings: Any) -> Iterator[Running]:
     server = Server(state)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    for _ in range(1000):
-        if server.started or not thread.is_alive():
-            break
-        time.sleep(0.01)
+    until(lambda: server.started or not thread.is_alive())
     assert server.started
     host, port = server.address
     scheme = "https" if server.config.is_ssl else "http"

@@ -136,7 +136,9 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         assert [tokens(one) for one in done] == expected[:12]
         nothing_left(llm.pool)
     for settings in (
-        {"kv_disk": "nowhere"},
+        {"kv_disk": 5},
+        {"kv_disk": ":5GiB"},
+        {"kv_disk": "/dev/null/x:5GiB"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_replacement": "best"},
         {"kv_disk": f"{tmp_path}:1GiB", "device": "cuda"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_memory": 8 * SLOT},

@@ -14,7 +14,7 @@ from tier_helpers import FaultySystem, nothing_left
 
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
-from saccade.kv.disk import DiskTier, parse_disk
+from saccade.kv.disk import DiskTier
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.kv.tier import LostKV, TierError, TierFull
 
@@ -193,10 +193,6 @@ def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
             DiskTier(bad, MIB, storage)
     with pytest.raises(SaccadeError, match="holds no KV block"):
         DiskTier(tmp_path, 4096, storage)
-    for text in ("", "5GiB", ":5GiB", "a:", "a:b", 5, None):
-        with pytest.raises(SaccadeError, match="kv_disk"):
-            parse_disk(text)
-    assert parse_disk("/a:b/c:5KiB") == (parse_disk("/a:b/c:1")[0], 5120)
     tier = DiskTier(tmp_path, MIB, storage)
     descriptor, gone = tier._fd, weakref.ref(tier)
     assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 1')

@@ -8,6 +8,9 @@ from importlib.metadata import requires, version
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import saccade
 
@@ -56,3 +59,19 @@ def test_the_public_face_is_typed_and_can_be_listed():
     assert (Path(saccade.__file__).parent / "py.typed").is_file()
     assert set(saccade.__all__) <= set(dir(saccade))
     assert all(getattr(saccade, name) is not None for name in saccade.__all__)
+
+
+def test_the_lock_has_every_requirement_with_a_hash():
+    """`make lock` writes it anew."""
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    locked: dict[str, list[Version]] = {}
+    for block in re.split(r"\n(?=\S)", (ROOT / "requirements/dev.lock").read_text()):
+        if not block.startswith("#"):
+            assert "--hash=sha256:" in block
+            name, version = block.split(" ")[0].split("==")
+            locked.setdefault(name, []).append(Version(version))
+    for text in wanted:
+        requirement = Requirement(text)
+        if requirement.name != "torch":  # the Makefile names its version
+            found = locked.get(canonicalize_name(requirement.name), [])
+            assert any(version in requirement.specifier for version in found), text

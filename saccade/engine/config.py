@@ -11,9 +11,8 @@ import torch
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
-from saccade.kv.disk import parse_disk
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
-from saccade.machine import best_device, check_threads
+from saccade.machine import best_device, check_threads, folder_and_size
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 
@@ -40,7 +39,9 @@ class EngineConfig:
     launched one by one. ``generation_config``: where requests without sampling parameters take theirs from: ``auto``
     (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
     ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share their
-    blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room.
+    blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room. ``session_dir``: a
+    folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by default), where sessions
+    that have a name survive (durable.py).
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -64,6 +65,7 @@ class EngineConfig:
     generation_config: str | Path = "auto"
     revision: str | None = None
     enable_prefix_caching: bool = False
+    session_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -84,7 +86,7 @@ class EngineConfig:
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.kv_disk is not None:
-            parse_disk(self.kv_disk)
+            folder_and_size(self.kv_disk, "kv_disk")
             if self.device != "cpu":
                 raise SaccadeError(
                     f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; leave it out, "
@@ -98,6 +100,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
+        if self.session_dir is not None:
+            folder_and_size(self.session_dir, "session_dir")
         if self.threads is not None:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:

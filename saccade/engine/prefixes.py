@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from saccade.engine.request import Request
-from saccade.engine.sequence import Sequence, Span
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+
+if TYPE_CHECKING:
+    from saccade.engine.request import Request
+    from saccade.engine.sequence import Sequence, Span
 
 MOST_KEPT = 1024  # prefixes of ended requests
 
@@ -77,7 +79,11 @@ class PrefixCache:
         better wait: one of those ``running`` is about to have a whole chunk of what it would compute, or half of it."""
         sequence = request.sequence
         most = self._most(request)
-        if most == 0 or sequence.computed:
+        if most == 0:
+            return True
+        if sequence.computed:
+            if sequence not in self._live:  # a restored session lends from now on
+                self._enter(sequence)
             return True
         own = self._enter(sequence)
         found, stop = self._find(own, most, running), sequence.spans[0].stop
@@ -108,6 +114,11 @@ class PrefixCache:
             while len(self._kept) > MOST_KEPT:
                 self.evict()
 
+    @property
+    def kept_slots(self) -> int:
+        """Slots that hold nothing but what ended requests left: whoever needs them gets them. For any thread."""
+        return self.pool.held_alone({donor.kv.id for donor in list(self._kept.values())})
+
     def evict(self) -> bool:
         """Give up the prefix of an ended request that was used least recently; False where there is none."""
         if not self._kept:
@@ -127,7 +138,9 @@ class PrefixCache:
         method wants to see. 0 for a method that follows the whole prefill, and where the prompt's log-probabilities are
         wanted."""
         first, method = request.sequence.spans[0], request.policy.decode
-        if not _shares(first) or method.watches or request.params.prompt_logprobs is not None:
+        if not _shares(first) or method.watches or request.sequence.private:
+            return 0
+        if request.params.prompt_logprobs is not None:
             return 0
         return self._whole(first, first.stop - max(1, method.tail_rows))
 
@@ -143,7 +156,7 @@ class PrefixCache:
             return 0
         if sequence is None:
             return len(donor.tokens)
-        if not sequence.spans or not _shares(sequence.spans[0]):
+        if not sequence.spans or sequence.private or not _shares(sequence.spans[0]):
             return 0
         first, stop = sequence.spans[0], 0
         for span in sequence.spans:
@@ -162,7 +175,7 @@ class PrefixCache:
             first.policy.prefill.text,
             "" if first.policy.window is None else first.policy.window.text,
             self.rope_regime(first.stop),
-            sequence.salt,
+            sequence.salt or "",
         )
         if donor is None or donor.origin != origin:
             if donor is not None:

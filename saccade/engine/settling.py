@@ -98,6 +98,8 @@ class Settling:
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
             sequence.tokens.extend(request.dropped)
+        else:
+            sequence.note = None
         self.scheduler.park(sequence)
 
     def _fork(self, request: Request, result: RequestResult) -> list[StepOutput]:

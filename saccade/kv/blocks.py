@@ -136,6 +136,11 @@ class BlockManager:
         """The sequence that has held a block longest; None if it is free."""
         return self._holders[block][0] if self._holders[block] else None
 
+    def held_alone(self, holders: set[int]) -> int:
+        """Slots of blocks that only ``holders`` hold. May be asked by any thread."""
+        blocks = [block for block, held in enumerate(list(self._holders)) if held and holders.issuperset(held)]
+        return int((self._map[:, :, blocks] >= 0).sum()) // self.rows
+
     def allocate(self, count: int, owner: int) -> list[int]:
         """``count`` logical blocks for sequence ``owner``, resident in every layer unless there is a tier. Raises
         CapacityError, taking nothing, when slots or logical blocks are short."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from saccade.errors import SaccadeError, shown
+from saccade.errors import SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Part, TierCounts
@@ -192,21 +192,6 @@ class DiskLoading:
         self._jobs = []
         self._tier.counts.wait_seconds += time.perf_counter() - began
         return failed
-
-
-def parse_disk(text: object) -> tuple[Path, int]:
-    """``"path:500GiB"`` -> (path, bytes). SaccadeError for anything else."""
-    from saccade.machine import parse_bytes
-
-    path, colon, size = text.rpartition(":") if isinstance(text, str) else ("", "", "")
-    if not colon or not path:
-        raise SaccadeError(f"kv_disk={shown(text)} must be a folder and a size, such as '/tmp/kv:100GiB'")
-    try:
-        return Path(path).expanduser(), parse_bytes(size)
-    except SaccadeError as error:
-        raise SaccadeError(
-            f"kv_disk={shown(text)}: {shown(size)} is not a size; write a folder and a size, such as '/tmp/kv:100GiB'"
-        ) from error
 
 
 def _header(format: KVFormat, cell_bytes: int, tag: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -16,6 +17,8 @@ from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
 from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
+
+MARKS = 256  # of a sequence that are kept
 
 
 class SequenceKV:
@@ -35,6 +38,7 @@ class SequenceKV:
         self._lengths = [0] * pool.layers
         self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
         self._hints: dict[int, int] = {}  # of tiered views
+        self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
 
     @property
     def version(self) -> int:
@@ -205,6 +209,7 @@ class SequenceKV:
         if length < 0:
             raise SaccadeError(f"a sequence cannot be cut to {length} tokens; give 0 or more")
         self._version += 1
+        self.stood = {mark: min(stood, length) for mark, stood in self.stood.items()}
         self._lengths = [min(own, length) for own in self._lengths]
         self._table.cut(-(-length // self._size))
         for kept in self._summaries.values():
@@ -250,6 +255,45 @@ class SequenceKV:
                 if one.buffer.dim() > 1:
                     tensors[f"summary/{layer}/{kind}/{block_size}"] = one.made.clone()
         return SavedKV(tensors, described(self._format, self.layers) | {"length": length})
+
+    def mark(self, number: int) -> None:
+        """Note from now on in ``stood[number]`` how much of what is stored stays as it is. The last marks are kept."""
+        self.stood[number] = self._between_steps("marked")
+        while len(self.stood) > MARKS:
+            del self.stood[min(self.stood)]
+
+    def rows(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Tokens ``start .. stop - 1`` as copies on the host: ``k`` and ``v`` [layers, kv_heads, stop - start,
+        head_dim], and under ``summary/<kind>/<block size>`` what is known of the full blocks that lie there [layers,
+        blocks, parts, kv_heads, head_dim]."""
+        views = [self._plain_view(layer) for layer in range(self.layers)]
+        tensors = {
+            "k": torch.stack([view.keys(start, stop) for view in views]).cpu(),
+            "v": torch.stack([view.values(start, stop) for view in views]).cpu(),
+        }
+        for (kind, size), kept in self._summaries.items():
+            first, last = start // size, stop // size
+            if start % size == 0 and last > first and all(one.filled >= last for one in kept):
+                tensors[f"summary/{kind}/{size}"] = torch.stack([one.buffer[first:last] for one in kept]).cpu()
+        return tensors
+
+    def append_rows(self, tensors: Mapping[str, Tensor]) -> None:
+        """Append what ``rows`` gave of the tokens that follow. CapacityError, changing nothing, where the pool is
+        short; SaccadeError for rows of another shape."""
+        start, (k, v) = self.length, (tensors["k"], tensors["v"])
+        expected = (self.layers, self._format.kv_heads, k.shape[2], self._format.head_dim)
+        if not k.shape == v.shape == expected:
+            raise SaccadeError(f"stored rows have the shape {list(k.shape)}, not {list(expected)}")
+        self.reserve(start + k.shape[2])
+        device = self.pool.storage.device
+        for layer in range(self.layers):
+            self.append(layer, k[layer].to(device), v[layer].to(device))
+        for name, made in tensors.items():
+            if name.startswith("summary/"):
+                _, kind, size = name.split("/")
+                for one, part in zip(self._kept(kind, int(size)), made):
+                    if start % int(size) == 0 and one.filled == start // int(size):  # else they are made anew
+                        one.extend(part.to(device))
 
     @classmethod
     def load(cls, pool: BlockManager, saved: SavedKV) -> SequenceKV:

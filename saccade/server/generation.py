@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
@@ -51,6 +51,7 @@ class Generation:
     _held: Held | None = None
     _timer: asyncio.TimerHandle | None = None
     _why: ApiError | None = None  # what ended it early
+    _failure: ApiError | None = None  # of a sample; told once what came before it has been
     _entered: bool = False
 
     @property
@@ -59,7 +60,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        return len(self.outcomes) == self.ask.samples
+        return len(self.outcomes) == self.ask.samples and self._failure is None
 
     async def start(self) -> Generation:
         """Hand it to the engine. ApiError where it is not let in; nothing is left behind then."""
@@ -70,7 +71,7 @@ class Generation:
         self._entered = True
         try:
             if ask.session is not None:
-                self._held = serving.sessions.acquire(self.caller, ask.session)
+                self._held = await serving.sessions.acquire(self.caller, ask.session)
             messages = self._messages()
             self._places = {message.request_id: index for index, message in enumerate(messages)}
             self._last = [0.0] * len(messages)
@@ -81,7 +82,9 @@ class Generation:
                 self._timer = asyncio.get_running_loop().call_later(limit, self._expire, limit, status)
             self._outputs = await serving.llm.loop.submit(messages)
             serving.running.add(self)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):  # the client left while the engine had not let it in
+                self.serving.metrics.aborted(ask.samples)
             self.close()
             raise
         if self._why is not None:
@@ -90,19 +93,31 @@ class Generation:
 
     async def take(self) -> list[Piece]:
         """New tokens, text or ends of choices, as soon as there are any; nothing once all have ended. ApiError where a
-        sample failed or was ended early."""
+        sample failed or was ended early, once all that came before has been taken."""
         assert self._outputs is not None, "started"
+        if self._failure is not None:
+            raise self._failure
         while not self._outputs.finished:
             pieces = [
                 (self._places[output.request_id], output)
                 for output in await self._outputs.take()
                 if output.new_tokens or output.finished
             ]
-            for index, output in pieces:
-                self._count(index, output)
-            if pieces:
-                return pieces
+            told = [(index, said) for index, output in pieces if (said := self._told(index, output)) is not None]
+            if told:
+                return told
+            if self._failure is not None:
+                raise self._failure
         return []
+
+    def _told(self, index: int, output: StepOutput) -> StepOutput | None:
+        """Count an output, and give what of it the client is told: of a sample that failed what came before, if any."""
+        try:
+            self._count(index, output)
+        except ApiError as error:
+            self._failure = self._failure or error
+            return replace(output, outcome=None) if output.new_tokens else None
+        return output
 
     async def first(self, seconds: float) -> list[Piece]:
         """:meth:`take` for at most so long; nothing where nothing came."""
@@ -136,7 +151,7 @@ class Generation:
             self.serving.metrics.aborted(self.ask.samples - len(self.outcomes))
             self._outputs = None
         if self._held is not None:
-            self.serving.sessions.release(self._held)
+            self.serving.sessions.release(self._held, self.finished)
             self._held = None
         if self._entered:
             self._entered = False

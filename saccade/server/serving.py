@@ -42,12 +42,12 @@ class Serving:
         self.created = int(time.time())
         self.defaults = llm.get_default_sampling_params()
         self.admission = Admission(llm.config.max_requests + config.max_queue)
-        self.sessions = Sessions(llm, config.max_sessions, config.session_seconds)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
+        self.sessions = Sessions(llm, config.max_sessions, config.session_seconds, self._threads)
         self.responses = ResponseStore(config.max_responses)
         self.metrics = Metrics(llm, self.names[0])
         self.running: set[Running] = set()
         self.grammars = Grammars(llm)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
 
     @property
     def ready(self) -> bool:
