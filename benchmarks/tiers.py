@@ -5,7 +5,7 @@
 
 A random model of 125 M parameters decodes over made-up keys (as ``bench generate --synthetic-kv``, but some at a time).
 For each policy: the short context without a tier, the same with one (everything resident: what the tier costs then),
-and the long context. ``warm`` are the later half of the steps. With ``--cold`` the file leaves the system's page cache
+and the long context. ``warm`` are the later half of the steps, CPU their processor time over all threads. With ``--cold`` the file leaves the system's page cache
 before every step, so that what is read comes from the device.
 """
 
@@ -36,7 +36,8 @@ PIECE = 1 << 16  # tokens of made-up KV at a time
 
 
 class Filling:
-    """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to it."""
+    """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
+    piece of it."""
 
     def __init__(self, kv: SequenceKV, past: int, kv_heads: int, dtype: torch.dtype) -> None:
         self.kv, self.past, self.kv_heads, self.dtype = kv, past, kv_heads, dtype
@@ -45,9 +46,11 @@ class Filling:
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         for start in range(0, self.past, PIECE):
             made = plant(q, min(PIECE, self.past - start), self.kv_heads, spec.scale, self.generator)
-            self.kv.append(layer, *(part.to(self.dtype) for part in made))
+            past_k, past_v = (part.to(self.dtype) for part in made)
+            self.kv.append(layer, past_k, past_v)
         self.kv.append(layer, k, v)
-        return attend(q, self.kv.view(layer), scale=spec.scale, softcap=spec.softcap)[0]
+        seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+        return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         raise NotImplementedError
@@ -55,7 +58,7 @@ class Filling:
 
 @torch.inference_mode()
 def fill(llm: LLM, request: Request) -> None:
-    """Store made-up KV for all but the last rows of the prompt."""
+    """Store made-up KV for all but the last row of the prompt."""
     ids, kv, spec = request.sequence.tokens, request.sequence.memory.kv, llm.model.spec
     past = len(ids) - TAIL
     kv.reserve(len(ids))
@@ -67,8 +70,8 @@ def fill(llm: LLM, request: Request) -> None:
         segments=[Segment(0, TAIL, len(ids))],
         logit_rows=torch.empty(0, dtype=torch.long),
     )
-    kv.truncate(past)
-    request.sequence.advance(past)
+    kv.truncate(len(ids) - 1)
+    request.sequence.advance(len(ids) - 1)
 
 
 def resident_gb() -> float:
@@ -82,19 +85,20 @@ def steps(llm: LLM, tokens: int, policy: str, count: int, cold: bool) -> Iterato
     request = llm.engine.add(ids, params, Policy.parse(policy))
     fill(llm, request)
     tiers = llm.pool.tiers
-    while len(request.output_ids) < 2:  # the prompt's last rows, and the step that makes summaries
+    while len(request.output_ids) < 2:  # the prompt's last row, and the step that makes summaries
         llm.engine.step()
     while not request.finished:
         if cold and tiers is not None:
             os.fdatasync(tiers.tier._fd)  # type: ignore[attr-defined]
             os.posix_fadvise(tiers.tier._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined]
         before = None if tiers is None else tiers.counts.copy()
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         llm.engine.step()
-        seconds = time.perf_counter() - began
+        seconds, cpu = time.perf_counter() - began, time.process_time() - used
         moved = None if before is None or tiers is None else tiers.counts.since(before)
         yield {
             "seconds": seconds,
+            "cpu": cpu,
             "resident": resident_gb(),
             "hits": moved.hits if moved else 0,
             "misses": moved.misses if moved else 0,
@@ -117,10 +121,11 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(
-        "| policy | context | KV | ms a step, first half | warm | warm tokens/s | hits | MB read | ms waited | RSS GB |"
+    columns = (
+        *("policy", "context", "KV", "ms a step, first half", "warm", "warm tokens/s"),
+        *("CPU ms", "hits", "MB read", "ms waited", "RSS GB"),
     )
-    print("|---" * 10 + "|")
+    print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
     with tempfile.TemporaryDirectory() as folder:
         most = options.tokens + options.steps + 2
         path = model_folder(options.model, Path(folder), torch.bfloat16, most)
@@ -147,10 +152,11 @@ def main() -> None:
                 hits, misses, read, waited = (
                     sum(row[name] for row in rows[half:]) for name in ("hits", "misses", "read", "waited")
                 )
+                cpu = statistics.median(row["cpu"] for row in rows[half:])
                 resident = [row["resident"] for row in rows]
                 print(
                     f"| {policy} | {tokens} | {'memory' if disk is None else 'memory, disk'} | {first * 1e3:.1f} | "
-                    f"{warm * 1e3:.1f} | {1 / warm:.1f} | {hits / max(1, hits + misses):.1%} | "
+                    f"{warm * 1e3:.1f} | {1 / warm:.1f} | {cpu * 1e3:.1f} | {hits / max(1, hits + misses):.1%} | "
                     f"{read / half / 1e6:.1f} | {waited / half * 1e3:.1f} | {min(resident):.2f}..{max(resident):.2f} |",
                     flush=True,
                 )
