@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers fuzz sanitize fuzz-server storm-server clean
+.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers fuzz sanitize fuzz-server storm-server test-ray clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ fuzz-server: setup  # malformed requests against a server of its own; a quarter 
 
 storm-server: setup  # many requests at once, a tenth of which go away; every answer is compared with the library's
 	$(BIN)/python tests/server_storm.py $(or $(SHORT),100000) $(or $(STREAMED),10000)
+
+test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minutes, and 200 MB for ray
+	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[ray]'
+	$(BIN)/python -m pytest -q tests/server_ray.py
 
 build: setup
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .

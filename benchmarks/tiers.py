@@ -5,8 +5,8 @@
 
 A random model of 125 M parameters decodes over made-up keys (as ``bench generate --synthetic-kv``, but some at a time).
 For each policy: the short context without a tier, the same with one (everything resident: what the tier costs then),
-and the long context. ``warm`` are the later half of the steps, CPU their processor time over all threads. With ``--cold`` the file leaves the system's page cache
-before every step, so that what is read comes from the device.
+and the long context. ``warm`` are the later half of the steps, CPU their processor time over all threads. With
+``--cold`` the file leaves the system's page cache before every step, so that what is read comes from the device.
 """
 
 from __future__ import annotations

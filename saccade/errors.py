@@ -32,6 +32,10 @@ class CapacityError(SaccadeError):
     """A request that can never fit the KV pool."""
 
 
+class EngineLost(SaccadeError):
+    """An engine that ended by itself, with all that it was asked for."""
+
+
 def one_line(text: object) -> str:
     """A text without line breaks; what else a terminal has no letter for is spelt out."""
     line = " ".join(part.strip() for part in str(text).splitlines() if part.strip())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from saccade.durable import DurableSessions
-from saccade.engine.config import EngineConfig
+from saccade.engine.config import SESSIONS, EngineConfig
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
@@ -54,7 +54,7 @@ class LLM:
         self.config = config
         most: int | None = None
         if config.session_dir is not None and session_store is None:  # before the model: another process may have it
-            folder, most = folder_and_size(config.session_dir, "session_dir")
+            folder, most = folder_and_size(config.session_dir, "session_dir", SESSIONS)
             session_store = FileStore(folder)
         self.policy = Policy.parse(config.policy)
         self.model = load_model(

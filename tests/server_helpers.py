@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from saccade import LLM
+from saccade.server.engines import EngineFace, LocalEngine
 from saccade.server.run import Server
 from saccade.server.serving import Serving
 from saccade.server.settings import ServerConfig
@@ -22,7 +23,7 @@ from saccade.server.settings import ServerConfig
 class Running:
     """``ask`` posts JSON; ``events`` posts it and gives the data of what is streamed."""
 
-    llm: LLM
+    llm: LLM  # None where the engine is another process's
     serving: Serving
     url: str
     client: httpx.Client
@@ -47,8 +48,13 @@ class Running:
 
     def idle(self, seconds: float = 20) -> None:
         """Wait until nothing is asked of the engine, and nothing is held for anybody."""
-        loop, serving = self.llm.loop, self.serving
-        until(lambda: not (loop.running or loop.waiting or serving.admission.samples or serving.running), seconds)
+        serving = self.serving
+
+        def quiet() -> bool:
+            now = serving.engine.statistics()
+            return not (now.running or now.waiting or serving.admission.samples or serving.running)
+
+        until(quiet, seconds)
 
 
 def until(condition: Callable[[], object], seconds: float = 20) -> None:
@@ -78,9 +84,10 @@ def error(response: httpx.Response) -> tuple[int, str | None, str | None]:
 
 
 @contextmanager
-def serving(llm: LLM, **settings: Any) -> Iterator[Running]:
+def serving(llm: LLM | EngineFace, **settings: Any) -> Iterator[Running]:
     """A server on a free port of this machine. It closes ``llm`` at the end."""
-    state = Serving(llm, ServerConfig(**{"port": 0, "drain_seconds": 5, **settings}))
+    engine = LocalEngine(llm) if isinstance(llm, LLM) else llm
+    state = Serving(engine, ServerConfig(**{"port": 0, "drain_seconds": 5, **settings}))
     server = Server(state)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -89,8 +96,8 @@ def serving(llm: LLM, **settings: Any) -> Iterator[Running]:
     host, port = server.address
     scheme = "https" if server.config.is_ssl else "http"
     with httpx.Client(base_url=f"{scheme}://{host}:{port}", timeout=60, verify=False) as client:
-        yield Running(llm, state, f"{scheme}://{host}:{port}", client, server)
+        yield Running(getattr(engine, "llm", None), state, f"{scheme}://{host}:{port}", client, server)
     server.should_exit = True
     thread.join(30)
     assert not thread.is_alive()
-    assert not llm.loop.alive
+    assert not engine.alive

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
 from saccade.kv.disk import DiskTier
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.kv.tier import LostKV, TierError, TierFull
+from saccade.machine import folder_and_size
 
 FORMAT = KVFormat(torch.float32, 2, 16, 16)
 MIB = 1 << 20
@@ -193,6 +195,10 @@ def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
             DiskTier(bad, MIB, storage)
     with pytest.raises(SaccadeError, match="holds no KV block"):
         DiskTier(tmp_path, 4096, storage)
+    for text in ("", "5GiB", ":5GiB", "a:", "a:b", 5, None):
+        with pytest.raises(SaccadeError, match="kv_disk"):
+            folder_and_size(text, "kv_disk")
+    assert folder_and_size("/a:b/c:5KiB", "kv_disk") == (Path("/a:b/c"), 5120)
     tier = DiskTier(tmp_path, MIB, storage)
     descriptor, gone = tier._fd, weakref.ref(tier)
     assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 1')

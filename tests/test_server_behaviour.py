@@ -260,6 +260,7 @@ def test_the_command_answers_and_ends_in_order():
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "SACCADE_API_KEY": "a-key-that-tests-use"},
+        start_new_session=True,
     )
     assert process.stderr is not None
     lines = []
@@ -275,11 +276,11 @@ def test_the_command_answers_and_ends_in_order():
         assert response.status_code == 200
         events = response.iter_lines()
         first = next(events)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # as supervisors do: the engine's process gets it too
         got = parsed(iter([first, *events]))
     assert got[-1] == "[DONE]"
     assert got[-2]["choices"][0]["finish_reason"] == "length"
-    rest = process.stderr.read()
+    rest = process.stderr.read()  # until the engine's process, which writes there too, has ended
     assert process.wait(30) == 0
     assert "Traceback" not in rest
     assert secret not in rest

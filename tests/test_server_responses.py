@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from engine_helpers import make
@@ -230,6 +231,7 @@ def test_what_is_wrong_with_a_response_is_named(server, fields, param):
 
 def test_a_response_that_fails_says_so_in_an_event(server, in_the_next_pass):
     def fail():
+        time.sleep(0.3)  # the first token is on its way by then, and with it the stream's status
         raise RuntimeError("planted")
 
     in_the_next_pass(fail, "decode")

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,10 +125,10 @@ def test_records_as_bytes(tmp_path, monkeypatch):
     [("~/x:20GiB", "~/x", 20 * 2**30), ("/a/b", "/a/b", 2**34), ("C:/x", "C:/x", 2**34), ("a:b", "a:b", 2**34)],
 )
 def test_a_folder_and_a_size(given, folder, size):
-    assert folder_and_size(given, "session_dir") == (type(folder_and_size("x", "y")[0])(folder), size)
+    assert folder_and_size(given, "session_dir", "16GiB") == (Path(folder).expanduser(), size)
 
 
-@pytest.mark.parametrize("given", ["", ":3GiB", "x:0", 7, None, "a\0b", "x:3 apples"])
+@pytest.mark.parametrize("given", ["", ":3GiB", "x:0", 7, None, "a\0b", "x:3 apples", "~nobody-of-that-name/x"])
 def test_what_is_no_folder_and_size(given):
     with pytest.raises(SaccadeError, match=r"session_dir=.*must be a folder"):
-        folder_and_size(given, "session_dir")
+        folder_and_size(given, "session_dir", "16GiB")

@@ -67,6 +67,25 @@ def serve(
     host_name: Annotated[
         list[str] | None, typer.Option(help="Name that a server without keys answers to, beside localhost.")
     ] = None,
+    engine_process: Annotated[
+        bool,
+        typer.Option("--engine-process/--one-process", help="Whether the engine runs in a process of its own."),
+    ] = True,
+    kv_events: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Publish what is kept, in vLLM's form: tcp://127.0.0.1:5557.")
+    ] = None,
+    kv_events_replay: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Where those ask again who missed some of it.")
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Replicas on Ray Serve behind one address; needs saccade-llm[ray].")
+    ] = False,
+    replicas: Annotated[int, typer.Option(help="With --ray: how many always run.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="With --ray: most of them, as the queue grows; as many as --replicas by default.")
+    ] = None,
+    replica_gpus: Annotated[float, typer.Option(help="With --ray: GPUs of each; 0.5 lets two share one.")] = 0.0,
+    replica_cpus: Annotated[float, typer.Option(help="With --ray: CPUs of each.")] = 1.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write requests to the log whole.")] = False,
     *,
@@ -79,6 +98,8 @@ def serve(
     """
     from saccade.machine import parse_bytes
     from saccade.server import reasoning, tools
+    from saccade.server.engine_client import EngineProcess
+    from saccade.server.engines import EngineFace, LocalEngine
     from saccade.server.keys import KeyRing
     from saccade.server.keys import new_key as make_key
     from saccade.server.logs import log_to_stderr
@@ -122,16 +143,31 @@ def serve(
         tls_key=tls_key,
         tls_client_authorities=tls_client_authorities,
     )
-    llm = load_model(
-        replace(
-            config,
-            model=model_name or config.model,
-            policy=policy,
-            max_requests=max_requests,
-            max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
-            enable_prefix_caching=prefix_caching,
-            session_dir=session_dir,
-        )
+    config = replace(
+        config,
+        model=model_name or config.model,
+        policy=policy,
+        max_requests=max_requests,
+        max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
+        enable_prefix_caching=prefix_caching,
+        session_dir=session_dir,
     )
+    if ray:
+        if kv_events is not None:
+            raise SaccadeError("replicas of --ray publish no KV events; Ray routes them. Leave --kv-events out")
+        try:
+            from saccade.server import ray_app
+        except ImportError as error:
+            raise SaccadeError(f"--ray needs Ray Serve ({error}): pip install 'saccade-llm[ray]'") from None
+        fleet = ray_app.FleetConfig(replicas, max_replicas, replica_gpus, replica_cpus)
+        ray_app.run(config, settings, fleet, not engine_process, log_level)
+        return
+    events = None if kv_events is None else {"endpoint": kv_events, "replay": kv_events_replay}
+    if engine_process:
+        engine: EngineFace = EngineProcess(config, log_level, events)
+    else:
+        engine = LocalEngine(load_model(config, quiet=True), events)
+    if engine.note:
+        print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)
-    run(llm, settings)
+    run(engine, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
@@ -13,6 +14,41 @@ if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
 
 
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt is held against. ``max_position``: tokens that the model reads at most; ``max_model_len``: that it
+    is to read; ``most_tokens``: of one sequence, that the KV pool has room for, with its tier if it is ``tiered``."""
+
+    vocab_size: int
+    max_model_len: int
+    max_position: int
+    most_tokens: int
+    tiered: bool = False
+
+    def check(self, prompt: list[int], before: int = 0) -> None:
+        """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id {shown(token)} is not an integer from 0 to {self.vocab_size - 1}")
+        total = before + len(prompt)
+        if total >= self.max_model_len:
+            most = self.max_position
+            way_out = (
+                f"raise max_model_len (at most {most})" if self.max_model_len < most else "give a model that reads more"
+            )
+            raise RequestError(
+                f"the prompt has {total} tokens but max_model_len is {self.max_model_len}, one of them for the answer; "
+                f"shorten it or {way_out}"
+            )
+        if total + 1 > self.most_tokens:
+            raise CapacityError(
+                f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
+                f"shorten it or raise {'kv_memory or kv_disk' if self.tiered else 'kv_memory'}"
+            )
+
+
 class Checks:
     """Raises errors that name the value, what is allowed and the way out."""
 
@@ -22,32 +58,20 @@ class Checks:
 
     def prompt(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        vocab = self.model.spec.vocab_size
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                raise RequestError(f"token id {shown(token)} is not an integer from 0 to {vocab - 1}")
-        total = before + len(prompt)
-        if total >= self.max_model_len:
-            most = self.model.spec.max_position
-            way_out = (
-                f"raise max_model_len (at most {most})" if self.max_model_len < most else "give a model that reads more"
-            )
-            raise RequestError(
-                f"the prompt has {total} tokens but max_model_len is {self.max_model_len}, one of them for the answer; "
-                f"shorten it or {way_out}"
-            )
-        if not self.pool.fits(total + 1):
-            raise CapacityError(
-                f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
-                f"shorten it or raise {'kv_memory' if self.pool.tiers is None else 'kv_memory or kv_disk'}"
-            )
+        self.limits.check(prompt, before)
+
+    @property
+    def limits(self) -> PromptLimits:
+        """Of this model and its pool."""
+        spec = self.model.spec
+        tiered = self.pool.tiers is not None
+        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens, tiered)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that the KV pool has room for."""
-        return self.pool.num_blocks // self.pool.layers * self.pool.format.block_size
+        pool = self.pool
+        return min(pool.num_blocks // pool.layers, pool.logical_blocks) * pool.format.block_size
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""

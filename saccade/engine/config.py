@@ -16,6 +16,8 @@ from saccade.machine import best_device, check_threads, folder_and_size
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 
+SESSIONS = "16GiB"  # of a session_dir that names no size
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -25,23 +27,23 @@ class EngineConfig:
     is built in: ``"retriever"`` or ``"reference"``. ``revision``: of a hub's model: a branch, tag or commit.
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
     ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
-    ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on a
-    GPU), at most what ``max_requests`` full-length sequences need. ``kv_disk``: a folder and a size such as
+    ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
+    a GPU), at most what ``max_requests`` full-length sequences need. ``kv_disk``: a folder and a size such as
     ``"/tmp/kv:100GiB"``, where keys and values go that ``kv_memory`` has no room for (kv/tiers.py); on a CPU.
-    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most prompt
-    tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_waiting``: most requests
-    that queue behind them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block.
-    ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``.
-    ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the
-    last bit, at the price of one pass over the weights per request, and per drafted row; by default yes in float32 and
-    no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
-    its name. ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are
-    launched one by one. ``generation_config``: where requests without sampling parameters take theirs from: ``auto``
-    (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
-    ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share their
-    blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room. ``session_dir``: a
-    folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by default), where sessions
-    that have a name survive (durable.py).
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most
+    prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_waiting``:
+    most requests that queue behind them; whoever adds more waits until there is room. ``block_size``: tokens of a
+    KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or
+    ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of
+    its batch to the last bit, at the price of one pass over the weights per request, and per drafted row; by
+    default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where
+    torch sees one, and from then on its name. ``cuda_graphs`` records batched decode steps on a GPU and replays
+    them; without it their kernels are launched one by one. ``generation_config``: where requests without sampling
+    parameters take theirs from: ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that
+    holds such a file. ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed
+    the same way, share their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs
+    the room. ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16
+    GiB by default), where sessions that have a name survive (durable.py).
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -101,7 +103,7 @@ class EngineConfig:
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
         if self.session_dir is not None:
-            folder_and_size(self.session_dir, "session_dir")
+            folder_and_size(self.session_dir, "session_dir", SESSIONS)
         if self.threads is not None:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,6 +22,7 @@ from saccade.engine.messages import (
     CancelRequest,
     ClearPrefixes,
     ForgetSession,
+    OpenSession,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -33,7 +34,9 @@ from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
-Message = AddRequest | CancelRequest | ForgetSession | ClearPrefixes | SaveSession | RestoreSession | Piece
+Message = (
+    AddRequest | CancelRequest | OpenSession | ForgetSession | ClearPrefixes | SaveSession | RestoreSession | Piece
+)
 
 
 @dataclass
@@ -77,7 +80,8 @@ os.register_at_fork(after_in_child=_orphaned)
 
 @dataclass(eq=False)
 class Loop:
-    """What the loop's thread works on. It refers to the engine weakly while it sleeps."""
+    """What the loop's thread works on. It refers to the engine weakly while it sleeps. ``delivered``: what that thread
+    calls after each letter and each step, once their outputs are with the streams."""
 
     engine_ref: weakref.ref[Engine]
     max_waiting: int
@@ -86,6 +90,7 @@ class Loop:
     live: dict[int, tuple[Request, Stream]] = field(default_factory=dict)
     closed: bool = False
     why_closed: str = CLOSED
+    delivered: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _loops.add(self)
@@ -109,6 +114,8 @@ class Loop:
             self.held.append(letter)
         else:
             self._answer(letter)
+        for call in self.delivered:
+            call()
 
     def _answer(self, letter: Letter) -> None:
         if not letter.reply.set_running_or_notify_cancel():
@@ -133,6 +140,8 @@ class Loop:
         if isinstance(message, AddRequest):
             shared = next((one for one in added if one.id == message.shares), None)
             added.append(engine.receive(message, shared))
+        elif isinstance(message, OpenSession):
+            return engine.open_session()
         elif isinstance(message, ForgetSession):
             turn = engine.forget_session(message.session)
             if turn is not None:
@@ -173,6 +182,8 @@ class Loop:
                 known[1].put(output)
         while self.held and len(engine.scheduler.waiting) < self.max_waiting:
             self._answer(self.held.popleft())
+        for call in self.delivered:
+            call()
 
     def end(self) -> None:
         """Cancel all requests and turn away all letters."""

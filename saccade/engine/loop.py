@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,9 @@ from saccade.engine.messages import (
     AddRequest,
     CancelRequest,
     ClearPrefixes,
+    EngineStatistics,
     ForgetSession,
+    OpenSession,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -104,6 +106,11 @@ class AsyncEngine:
             raise
         return outputs
 
+    def post(self, messages: Sequence[AddRequest], streams: Sequence[Stream]) -> Future[None]:
+        """:meth:`add` without waiting, for streams of the caller's own. The future can be cancelled until the requests
+        are let in; it fails with what :meth:`add` raises."""
+        return self._send(Letter(messages, streams))
+
     async def stream(self, message: AddRequest) -> AsyncIterator[StepOutput]:
         """Queue a request and give its outputs until it has ended. Leaving early, or cancelling the task, cancels it.
         While the queue is full this waits without blocking the event loop."""
@@ -141,6 +148,28 @@ class AsyncEngine:
     def alive(self) -> bool:
         """Whether requests can be added: not after :meth:`close`, or once the thread has broken."""
         return not self._loop.closed
+
+    def statistics(self) -> EngineStatistics:
+        """How the engine stands."""
+        pool, prefixes = self.engine.pool, self.engine.prefixes
+        kept = 0 if prefixes is None else prefixes.kept_slots
+        return EngineStatistics(
+            self.running,
+            self.waiting,
+            pool.used_blocks,
+            pool.num_blocks,
+            len(self.engine.sessions),
+            kept,
+            tiers=None if pool.tiers is None else pool.tiers.numbers(),
+        )
+
+    def after_steps(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread call this after each step, and after each letter, once their outputs are out."""
+        self._loop.delivered.append(call)
+
+    def open_session(self) -> Future[int]:
+        """The id of a session that begins, without waiting for it."""
+        return self._send(Letter([OpenSession()]))
 
     def forget(self, session: int) -> None:
         """Drop a session and wait until its blocks are back."""

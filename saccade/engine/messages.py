@@ -42,6 +42,11 @@ class CancelRequest:
 
 
 @dataclass(frozen=True)
+class OpenSession:
+    """Begin a session; the answer is its id."""
+
+
+@dataclass(frozen=True)
 class ForgetSession:
     """Drop a session and give its blocks back; a turn that still runs is cancelled."""
 
@@ -68,6 +73,23 @@ class RestoreSession:
 @dataclass(frozen=True)
 class ClearPrefixes:
     """Give up what is kept of ended requests for others to go on from."""
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
+    ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
+    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
+    goes to a tier, what has moved, and the tier's cells, by name."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int
+    sessions: int
+    kept_blocks: int = 0
+    stored: dict[str, int | None] | None = None
+    tiers: dict[str, float] | None = None
 
 
 @dataclass

@@ -7,10 +7,12 @@ for a row may hang on the later rows of its chunk, so it shares whole chunks.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
@@ -56,9 +58,28 @@ class Found(NamedTuple):
     later: int
 
 
+class PrefixListener(Protocol):
+    """Is told what others can go on from once the request that computed it has ended. It runs on the engine's thread.
+    Blocks are known by the hashes of all tokens up to their end, and of what else decides on keys and values."""
+
+    def stored(self, hashes: list[int], parent: int | None, tokens: list[int], block_size: int) -> None:
+        """Blocks of ``tokens``, in order, are kept from now on; the one before them is ``parent``, None for none."""
+        ...
+
+    def removed(self, hashes: list[int]) -> None:
+        """Blocks that are kept no more."""
+        ...
+
+    def cleared(self) -> None:
+        """No block is kept."""
+        ...
+
+
 class PrefixCache:
     """Finds and keeps prefixes in the blocks of ``pool``. ``chunk``: rows of a prefill step. The least recently used is
     given up first, as soon as anybody needs its blocks.
+
+    ``listener`` is told of what is kept.
 
     ``queries``: prompt tokens that were looked up; ``hits``: those of them that did not have to be computed.
     """
@@ -66,6 +87,8 @@ class PrefixCache:
     def __init__(self, pool: BlockManager, chunk: int, rope_regime: Callable[[int], int]) -> None:
         self.pool, self.chunk, self.rope_regime = pool, chunk, rope_regime
         self.queries = self.hits = 0
+        self.listener: PrefixListener | None = None
+        self._holders: dict[int, int] = {}  # prefixes that keep a block, by its hash
         self._size = pool.format.block_size
         self._kept: OrderedDict[int, _Donor] = OrderedDict()
         self._live: dict[Sequence, _Donor] = {}  # until they leave
@@ -111,6 +134,7 @@ class PrefixCache:
             kept = _Donor(donor.origin, sequence.tokens[:length], None, sequence.memory.kv.fork(length))
             self._remember(kept, length)
             self._kept[id(kept)] = kept
+            self._hold(kept)
             while len(self._kept) > MOST_KEPT:
                 self.evict()
 
@@ -124,6 +148,7 @@ class PrefixCache:
         if not self._kept:
             return False
         _, donor = self._kept.popitem(last=False)
+        self._release(donor)
         self._forget(donor)
         donor.kv.free()
         return True
@@ -132,6 +157,28 @@ class PrefixCache:
         """Give up all that is kept of ended requests."""
         while self.evict():
             pass
+
+    def _hold(self, donor: _Donor) -> None:
+        """Count a prefix that is kept from now on, and tell of the blocks that no other one has: its last ones."""
+        new = [place for place in donor.hashes if place not in self._holders]
+        for place in donor.hashes:
+            self._holders[place] = self._holders.get(place, 0) + 1
+        if new and self.listener is not None:
+            known = len(donor.hashes) - len(new)
+            parent = donor.hashes[known - 1] if known else None
+            self.listener.stored(new, parent, donor.tokens[known * self._size :], self._size)
+
+    def _release(self, donor: _Donor) -> None:
+        gone = []
+        for place in donor.hashes:
+            self._holders[place] -= 1
+            if not self._holders[place]:
+                del self._holders[place]
+                gone.append(place)
+        if self.listener is not None and not self._holders:
+            self.listener.cleared()
+        elif gone and self.listener is not None:
+            self.listener.removed(gone[::-1])  # a block goes before the one that it follows
 
     def _most(self, request: Request) -> int:
         """How many tokens a request may take over: its prefill computes at least the last one, and what its decode
@@ -238,8 +285,10 @@ def _goes_on(first: Span, span: Span) -> bool:
 
 
 def _chain(origin: Origin, tokens: list[int], length: int, size: int) -> Iterator[int]:
-    """For each whole block of the first ``length`` tokens a hash of all up to its end, and of the origin."""
-    place = hash(origin)
-    for start in range(0, length - size + 1, size):
-        place = hash((place, *tokens[start : start + size]))
-        yield place
+    """For each whole block of the first ``length`` tokens a hash of all up to its end, and of the origin: 64 bits, the
+    same in every process."""
+    place = hashlib.blake2b(repr(tuple(origin)).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    content, width = array("q", tokens[:length]).tobytes(), 8 * size
+    for start in range(0, len(content) - width + 1, width):
+        place = hashlib.blake2b(content[start : start + width], digest_size=8, key=place).digest()
+        yield int.from_bytes(place, "little")

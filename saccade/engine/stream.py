@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from saccade.engine.messages import StepOutput
-from saccade.errors import SaccadeError
+from saccade.errors import EngineLost, SaccadeError
 
 
 class Stream:
@@ -57,18 +57,22 @@ class Stream:
 
 class AsyncOutputs:
     """The outputs of some requests for one asyncio task. ``cancel`` ends requests by their ids, without waiting.
+    ``threads``: whether outputs are put by another thread than the event loop's.
 
     Whoever is done early calls :meth:`close`; what was not taken by then is lost.
     """
 
-    def __init__(self, request_ids: Sequence[int], cancel: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self, request_ids: Sequence[int], cancel: Callable[[Sequence[int]], None], threads: bool = True
+    ) -> None:
         self._arrived, loop = asyncio.Event(), asyncio.get_running_loop()
+        self._lost: str | None = None
 
         def wake() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._arrived.set)
 
-        self.streams = [Stream(request_id, wake) for request_id in request_ids]
+        self.streams = [Stream(request_id, wake if threads else self._arrived.set) for request_id in request_ids]
         self._live = {stream.request_id: stream for stream in self.streams}
         self._cancel = cancel
 
@@ -79,7 +83,7 @@ class AsyncOutputs:
 
     async def take(self) -> list[StepOutput]:
         """What came since the last time, or what comes next: at least one output, and one for a request at most; none
-        once all have ended."""
+        once all have ended. EngineLost where nothing can come any more."""
         while self._live:
             outputs = [output for stream in list(self._live.values()) if (output := stream.take()) is not None]
             if outputs:
@@ -87,9 +91,16 @@ class AsyncOutputs:
                     if output.finished:
                         del self._live[output.request_id]
                 return outputs
+            if self._lost is not None:
+                raise EngineLost(self._lost)
             await self._arrived.wait()
             self._arrived.clear()
         return []
+
+    def lose(self, why: str) -> None:
+        """Nothing will come any more. Called by the event loop's thread."""
+        self._lost = why
+        self._arrived.set()
 
     def close(self) -> None:
         """Cancel what has not ended. Its last outputs can still be taken."""

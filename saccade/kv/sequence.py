@@ -37,8 +37,8 @@ class SequenceKV:
         self._table = BlockTable(pool, self.id)
         self._lengths = [0] * pool.layers
         self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
-        self._hints: dict[int, int] = {}  # of tiered views
         self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
+        self._hints: dict[int, int] = {}  # of tiered views
 
     @property
     def version(self) -> int:

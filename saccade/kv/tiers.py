@@ -179,6 +179,11 @@ class Tiers:
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
 
+    def numbers(self) -> dict[str, float]:
+        """What has moved, and how the tier stands; any thread may ask."""
+        tier = self.tier
+        return {**self.counts.as_dict(), "slots": self.slots, "cells": tier.cells, "free_cells": tier.free_cells}
+
     def close(self) -> None:
         """The tier gives everything back."""
         self.tier.close()

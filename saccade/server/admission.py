@@ -12,10 +12,12 @@ from saccade.server.keys import Key
 
 @dataclass
 class Caller:
-    """Who sent a request. ``key``: None where the server needs none."""
+    """Who sent a request. ``key``: None where the server needs none. ``route``: which replica it belongs to, where an
+    ingress says so."""
 
     request_id: str
     key: Key | None = None
+    route: str = ""
 
     @property
     def name(self) -> str:

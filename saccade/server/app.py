@@ -21,6 +21,7 @@ from saccade.server import tokens
 from saccade.server.admission import Caller
 from saccade.server.chat import Chat
 from saccade.server.completions import Completion
+from saccade.server.endpoint import Endpoint
 from saccade.server.errors import ApiError, from_saccade, from_validation
 from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
@@ -40,6 +41,7 @@ def make_app(serving: Serving) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await serving.engine.start()
         yield
         serving.end_all()
         serving.close()
@@ -117,7 +119,7 @@ def _errors(app: FastAPI) -> None:
 
 
 def _completions(app: FastAPI, serving: Serving) -> None:
-    async def respond(request: Request, body: Sampling, job: Chat | Completion | Responses) -> Response:
+    async def respond(request: Request, body: Sampling, job: Endpoint) -> Response:
         """Check, admit, and answer at once or as a stream. A client that goes away ends what it asked for."""
         caller: Caller = request.state.caller
         header = request.headers.get("x-session-id")
@@ -188,8 +190,8 @@ def _models(app: FastAPI, serving: Serving) -> None:
             "owned_by": "saccade",
             "root": serving.names[0],
             "parent": None,
-            "max_model_len": serving.llm.max_model_len,
-            "policy": serving.llm.policy.text,
+            "max_model_len": serving.about.limits.max_model_len,
+            "policy": serving.about.policy.text,
         }
 
     @app.get("/v1/models")
@@ -216,7 +218,7 @@ def _state(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = serving.llm.loop.alive
+        alive = serving.engine.alive
         return JSONAnswer({"status": "ok" if alive else "broken"}, 200 if alive else 503)
 
     @app.get("/ready")

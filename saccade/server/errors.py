@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saccade.errors import CapacityError, SaccadeError, one_line, shown
+from saccade.errors import CapacityError, EngineLost, SaccadeError, one_line, shown
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _NAMED = re.compile(r"([a-z_]+)=")  # how the engine's messages begin when they are about one parameter
@@ -49,6 +49,8 @@ def too_long(message: str, param: str | None = None) -> ApiError:
 
 def from_saccade(error: SaccadeError) -> ApiError:
     """What the engine says of bad input."""
+    if isinstance(error, EngineLost):
+        return ApiError(503, f"{error}; ask another server", "engine_lost")
     if isinstance(error, CapacityError):
         return too_long(str(error))
     named = _NAMED.match(str(error))

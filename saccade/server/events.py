@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,11 +26,11 @@ T = TypeVar("T")
 
 
 def encoded(data: Any) -> bytes:
-    """JSON in ASCII, whatever a client sent that is told again: half of a surrogate pair passes, and a number that is
+    """JSON, whatever a client sent that is told again: half of a surrogate pair passes, escaped, and a number that is
     none becomes null."""
     try:
-        return _encode(data).encode()
-    except ValueError:
+        return msgspec.json.encode(data)
+    except (ValueError, OverflowError, TypeError):  # half a pair, or a number that no machine word holds
         return _encode(json.loads(json.dumps(data), parse_constant=lambda _: None)).encode()
 
 

@@ -15,6 +15,7 @@ from saccade.server.admission import Caller
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.keys import Key
 from saccade.server.logs import logger
+from saccade.server.routing import ROUTE_HEADER, is_route
 from saccade.server.serving import Serving
 from saccade.server.settings import is_local
 
@@ -37,7 +38,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        caller = Caller(_request_id(headers))
+        caller = Caller(_request_id(headers), route=_route(headers))
         status, began = 0, time.perf_counter()
 
         async def reply(message: Message) -> None:
@@ -157,6 +158,11 @@ def check_nesting(body: bytes, most: int) -> None:
                 raise bad_request(f"the body's brackets lie more than {most} deep", code="too_deep")
         elif first in b"]}":
             depth -= 1
+
+
+def _route(headers: dict[bytes, bytes]) -> str:
+    given = headers.get(ROUTE_HEADER, b"").decode("latin-1")
+    return given if is_route(given) else ""
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

@@ -12,9 +12,10 @@ from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.steering import Constraint
 from saccade.engine.stream import AsyncOutputs
+from saccade.errors import EngineLost
 from saccade.methods.policy import Policy
 from saccade.server.admission import Caller
-from saccade.server.errors import ApiError, bad_request
+from saccade.server.errors import ApiError, bad_request, from_saccade
 from saccade.server.serving import Serving
 from saccade.server.sessions import Held
 
@@ -80,7 +81,7 @@ class Generation:
             if limits:
                 limit, status = min(limits)
                 self._timer = asyncio.get_running_loop().call_later(limit, self._expire, limit, status)
-            self._outputs = await serving.llm.loop.submit(messages)
+            self._outputs = await serving.engine.submit(messages)
             serving.running.add(self)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):  # the client left while the engine had not let it in
@@ -98,10 +99,12 @@ class Generation:
         if self._failure is not None:
             raise self._failure
         while not self._outputs.finished:
+            try:
+                outputs = await self._outputs.take()
+            except EngineLost as error:
+                raise from_saccade(error) from error
             pieces = [
-                (self._places[output.request_id], output)
-                for output in await self._outputs.take()
-                if output.new_tokens or output.finished
+                (self._places[output.request_id], output) for output in outputs if output.new_tokens or output.finished
             ]
             told = [(index, said) for index, output in pieces if (said := self._told(index, output)) is not None]
             if told:

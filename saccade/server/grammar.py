@@ -15,7 +15,6 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from saccade.errors import RequestError
-from saccade.llm import LLM
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.protocol import Sampling
 
@@ -44,20 +43,21 @@ class GrammarMatcher:
 
 
 class Grammar:
-    """What answers must follow (a Constraint of the engine)."""
+    """What answers must follow (a Constraint of the engine). ``source``: as llguidance writes it."""
 
-    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: LLMatcher, vocab: int, source: str) -> None:
+        self._matcher, self._vocab, self.source = matcher, vocab, source
 
     def begin(self) -> GrammarMatcher:
         return GrammarMatcher(self._matcher.deep_copy(), self._vocab)
 
 
 class Grammars:
-    """Compiles grammars for one model's tokens. What llguidance needs of the tokenizer is made at the first one."""
+    """Compiles grammars for one model's tokens. ``hf``: transformers' tokenizer, if there is one; ``vocab``: how many
+    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made at the first grammar."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self._lock = llm, threading.Lock()
+    def __init__(self, hf: Any, vocab: int, ends: Sequence[int]) -> None:
+        self._hf, self._vocab, self._ends, self._lock = hf, vocab, list(ends), threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, grammar: str, param: str) -> Grammar:
@@ -65,16 +65,13 @@ class Grammars:
         matcher = LLMatcher(self._tokens(), grammar)
         if matcher.is_error():
             raise bad_request(f"{param} cannot be compiled: {matcher.get_error()[:500]}", param)
-        return Grammar(matcher, self._llm.model.spec.vocab_size)
+        return Grammar(matcher, self._vocab, grammar)
 
     def _tokens(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
-                ends = list(self._llm.model.eos_token_ids)
                 try:
-                    self._tokenizer = llguidance.hf.from_tokenizer(
-                        self._llm.get_tokenizer(), self._llm.model.spec.vocab_size, ends
-                    )
+                    self._tokenizer = llguidance.hf.from_tokenizer(self._hf, self._vocab, self._ends)
                 except Exception as error:  # no tokenizer, a slow one, no end token, or one llguidance cannot read
                     raise bad_request(
                         f"structured outputs need a fast tokenizer with an end token: {type(error).__name__}: {error}"

@@ -10,15 +10,28 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from saccade.engine.messages import RequestOutcome
-from saccade.kv.tiers import Tiers
-from saccade.llm import LLM
 from saccade.methods.policy import Policy
+from saccade.server.engines import EngineFace
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 _TOKEN_LATENCY = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TOKENS = tuple(2**power for power in range(0, 21, 2))
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 
+_TIERS = {  # a part is one layer's keys and values of a block; since the engine began
+    "hits": "KV parts that were in memory when they were asked for.",
+    "misses": "KV parts that were asked for and not in memory.",
+    "evicted": "KV parts that left memory.",
+    "prefetched": "KV parts whose load began before they were wanted.",
+    "bytes_read": "Bytes of KV read from disk.",
+    "bytes_written": "Bytes of KV written to disk.",
+    "retries": "Reads and writes of KV that failed and were tried again.",
+    "lost": "KV parts that the disk could not give back.",
+    "wait_seconds": "Seconds in which attention waited for the disk.",
+    "slots": "KV parts that memory holds at most.",
+    "cells": "KV parts that the disk holds at most.",
+    "free_cells": "KV parts that the disk has room for.",
+}
 _STORED = {  # counts of DurableSessions.report
     "saves": "Turns after which a session was stored.",
     "restores": "Sessions that came back from the folder.",
@@ -34,7 +47,7 @@ _STORED = {  # counts of DurableSessions.report
 class Metrics:
     """The counters of one server. Everything is written on the event loop's thread."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
+    def __init__(self, engine: EngineFace, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         label = ("model_name",)
@@ -68,7 +81,7 @@ class Metrics:
         self.keys_dense = counter("keys_causal", "Keys that dense attention reads, likewise.", *phases)
         self.keys_scored = counter("keys_scored", "Scores computed to choose keys, likewise.", *phases)
         self.http = counter("http_requests", "Requests over HTTP.", "route", "status")
-        self.registry.register(_Engine(llm, model))
+        self.registry.register(_Engine(engine, model))
 
     def ended(self, outcome: RequestOutcome, policy: Policy) -> None:
         """A sample has ended."""
@@ -124,48 +137,43 @@ class Metrics:
 class _Engine(Collector):
     """What is read off the engine whenever somebody asks."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
-        self._llm, self._model = llm, model
+    def __init__(self, engine: EngineFace, model: str) -> None:
+        self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        loop, pool, prefixes = self._llm.loop, self._llm.pool, self._llm.engine.prefixes
-        kept, stored = 0 if prefixes is None else prefixes.kept_slots, self._llm.sessions
-        used = max(kept, pool.used_blocks)  # the engine goes on meanwhile
+        now = self._engine.statistics()
+        stored = now.stored or {}
+        used = max(now.kept_blocks, now.used_blocks)  # the engine goes on meanwhile
         rows: Iterable[tuple[str, str, float]] = (
-            ("num_requests_running", "Samples that the engine works on.", loop.running),
-            ("num_requests_waiting", "Samples that wait for the engine.", loop.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool that is taken, 0 to 1.", (used - kept) / pool.num_blocks),
-            ("kv_cache_kept_perc", "Share that holds what ended requests left, for others.", kept / pool.num_blocks),
-            ("num_sessions", "Sessions that are kept.", len(self._llm.engine.sessions)),
+            ("num_requests_running", "Samples that the engine works on.", now.running),
+            ("num_requests_waiting", "Samples that wait for the engine.", now.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV pool that is taken, 0 to 1.",
+                (used - now.kept_blocks) / now.num_blocks,
+            ),
+            (
+                "kv_cache_kept_perc",
+                "Share that holds what ended requests left, for others.",
+                now.kept_blocks / now.num_blocks,
+            ),
+            ("num_sessions", "Sessions that are kept.", now.sessions),
         )
-        if pool.tiers is not None:
-            rows = (*rows, *_tier_rows(pool.tiers))
-        report = {} if stored is None else stored.report()
-        if report:
+        if stored:
             rows = (
                 *rows,
-                ("num_stored_sessions", "Sessions in the folder.", report["sessions"]),
-                ("stored_session_bytes", "Bytes of them.", report["bytes"]),
+                ("num_stored_sessions", "Sessions in the folder.", stored["sessions"] or 0),
+                ("stored_session_bytes", "Bytes of them.", stored["bytes"] or 0),
             )
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        for name, said in _STORED.items() if report else ():
+        for name, value in (now.tiers or {}).items():
+            gauge = GaugeMetricFamily(f"saccade:kv_disk_{name}", _TIERS[name], labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, said in _STORED.items() if stored else ():
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
-            counted.add_metric([self._model], report[name])
+            counted.add_metric([self._model], stored[name] or 0)
             yield counted
-
-
-def _tier_rows(tiers: Tiers) -> Iterator[tuple[str, str, float]]:
-    """What lies where, and what has moved since the engine began."""
-    name, counts = tiers.tier.name, tiers.counts
-    yield "kv_slots", "KV blocks of a layer that memory holds at most.", tiers.slots
-    yield f"kv_{name}_cells", f"KV blocks of a layer that the {name} holds at most.", tiers.tier.cells
-    yield f"kv_{name}_free_cells", f"Those of them that are free on the {name}.", tiers.tier.free_cells
-    yield f"kv_{name}_read_bytes", f"Bytes of KV read from the {name}.", counts.bytes_read
-    yield f"kv_{name}_written_bytes", f"Bytes of KV written to the {name}.", counts.bytes_written
-    yield f"kv_{name}_hits", "KV blocks of a layer that were in memory when asked for.", counts.hits
-    yield f"kv_{name}_misses", f"KV blocks of a layer that had to come from the {name}.", counts.misses
-    yield f"kv_{name}_lost", f"KV blocks of a layer that the {name} could not give back.", counts.lost
-    yield f"kv_{name}_wait_seconds", f"Seconds in which attention waited for the {name}.", counts.wait_seconds

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Iterable
 from typing import Any
-from uuid import uuid4
 
 from pydantic import ValidationError
 
 from saccade.engine.messages import RequestOutcome, StepOutput
 from saccade.server.admission import Caller
 from saccade.server.chat import Chat
+from saccade.server.endpoint import JSON, Endpoint
 from saccade.server.errors import ApiError, from_validation
-from saccade.server.events import DONE
-from saccade.server.generation import Ask, Generation, Piece
+from saccade.server.generation import Ask, Generation
 from saccade.server.logprobs import chat_logprobs
-from saccade.server.params import refuse_unsupported
 from saccade.server.protocol import ChatRequest, Sampling
 from saccade.server.responses_items import chat_choice, chat_tools, kept_items, messages_of
 from saccade.server.responses_protocol import ResponsesRequest
@@ -24,19 +22,17 @@ from saccade.server.responses_writer import Writer
 from saccade.server.serving import Serving
 from saccade.server.usage import costs
 
-JSON = dict[str, Any]
 _OWN = {"n", "request_id", "stream", "stream_options", "response_format", "max_tokens"}  # not handed on as they are
 
 
-class Responses:
-    """One request. :meth:`ask` checks it; then :meth:`answer`, or :meth:`stream`, tells what a generation gives."""
+class Responses(Endpoint):
+    """One request for a response."""
+
+    prefix = "resp_"
 
     def __init__(self, serving: Serving, caller: Caller, body: ResponsesRequest) -> None:
-        self.serving, self.caller, self.body = serving, caller, body
-        self.id = f"resp_{body.request_id or uuid4().hex}"
-        self.created = int(time.time())
-        self.model = serving.model(body.model)
-        refuse_unsupported(body)
+        super().__init__(serving, caller, body)
+        self.body, self.writer = body, Writer()
         earlier = body.previous_response_id
         before = [] if earlier is None else serving.responses.get(caller, earlier, "previous_response_id").messages
         self.messages = [*before, *messages_of(body.input)]
@@ -70,7 +66,6 @@ class Responses:
             raise from_validation(error.errors()) from error
 
     async def ask(self) -> Ask:
-        """What the engine is to do. ApiError for a request that it cannot serve as asked."""
         self.chat.body.session_id = self.body.session_id  # a header may have named it since
         ask = await self.chat.ask()
         self.params = ask.params
@@ -116,9 +111,9 @@ class Responses:
             "user": body.user,
         }
 
-    def _finished(self, generation: Generation, writer: Writer) -> JSON:
+    def _finished(self, generation: Generation) -> JSON:
         """The resource of an answer that has ended, which is kept if it is to be."""
-        outcome = generation.outcomes[0]
+        outcome, writer = generation.outcomes[0], self.writer
         status = "incomplete" if outcome.finish_reason == "length" else "completed"
         response = self._response(status, writer.output, self._usage(generation, outcome, writer.thoughts))
         if self.body.report:
@@ -129,7 +124,7 @@ class Responses:
         return response
 
     def _usage(self, generation: Generation, outcome: RequestOutcome, thoughts: str) -> JSON:
-        encode = self.serving.llm.tokenizer.encode
+        encode = self.serving.tokenizer.encode
         prompt, answer = generation.prompt_tokens, generation.tokens
         thought = min(answer, len(encode(thoughts, add_special_tokens=False))) if thoughts else 0
         cached = outcome.report["cached_tokens"]
@@ -143,46 +138,35 @@ class Responses:
         }
 
     async def answer(self, generation: Generation) -> JSON:
-        """The whole response."""
         [outcome] = await generation.all()
-        writer = Writer()
         scores = self._scores(outcome.token_ids, outcome.logprobs or [])
-        writer.feed(self.chat.readers[0].feed(outcome.text, final=True), scores)
-        writer.end("incomplete" if outcome.finish_reason == "length" else "completed")
-        return self._finished(generation, writer)
+        self.writer.feed(self.chat.readers[0].feed(outcome.text, final=True), scores)
+        self.writer.end("incomplete" if outcome.finish_reason == "length" else "completed")
+        return self._finished(generation)
 
-    async def stream(self, generation: Generation, first: list[Piece]) -> AsyncGenerator[bytes, None]:
-        """The response as events; what goes wrong from here on is one too. ``generation`` is closed at the end."""
-        writer, begun = Writer(), self._response("in_progress", [])
-        yield writer.event("response.created", response=begun)
-        yield writer.event("response.in_progress", response=begun)
-        try:
-            pieces = first
-            while pieces or not generation.finished:
-                for _, output in pieces or await generation.take():
-                    for chunk in self._events(writer, output):
-                        yield chunk
-                pieces = []
-            response = self._finished(generation, writer)
-            yield writer.event(f"response.{response['status']}", response=response)
-        except ApiError as error:
-            failed = self._response("failed", writer.output)
-            failed["error"] = {"code": "server_error", "message": error.message}
-            # Open Responses has what went wrong in `error`, OpenAI's client beside it.
-            told = {"code": error.code, "message": error.message, "param": error.param}
-            yield writer.event("error", **told, error=error.body()["error"])
-            yield writer.event("response.failed", response=failed)
-        finally:
-            generation.close()
-        yield DONE
+    def opening(self, generation: Generation) -> Iterable[bytes]:
+        begun = self._response("in_progress", [])
+        yield self.writer.event("response.created", response=begun)
+        yield self.writer.event("response.in_progress", response=begun)
 
-    def _events(self, writer: Writer, output: StepOutput) -> list[bytes]:
-        outcome = output.outcome
+    def events(self, generation: Generation, index: int, output: StepOutput) -> Iterable[bytes]:
+        outcome, writer = output.outcome, self.writer
         delta = self.chat.readers[0].feed(output.new_text, final=outcome is not None)
-        events = writer.feed(delta, self._scores(output.new_tokens, output.new_logprobs))
+        yield from writer.feed(delta, self._scores(output.new_tokens, output.new_logprobs))
         if outcome is not None:
-            events += writer.end("incomplete" if outcome.finish_reason == "length" else "completed")
-        return events
+            yield from writer.end("incomplete" if outcome.finish_reason == "length" else "completed")
+
+    def closing(self, generation: Generation) -> Iterable[bytes]:
+        response = self._finished(generation)
+        yield self.writer.event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: ApiError) -> Iterable[bytes]:
+        failed = self._response("failed", self.writer.output)
+        failed["error"] = {"code": "server_error", "message": error.message}
+        # Open Responses has what went wrong in `error`, OpenAI's client beside it.
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        yield self.writer.event("error", **told, error=error.body()["error"])
+        yield self.writer.event("response.failed", response=failed)
 
     def _scores(self, tokens: list[int], entries: list[Any]) -> list[JSON]:
         as_ids = bool(self.body.return_tokens_as_token_ids)

@@ -12,8 +12,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from saccade.errors import SaccadeError
-from saccade.llm import LLM
 from saccade.server.app import make_app
+from saccade.server.engines import EngineFace
 from saccade.server.logs import logger
 from saccade.server.serving import Serving
 from saccade.server.settings import ServerConfig
@@ -22,10 +22,10 @@ MOST_HEADER_BYTES = 65536
 _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 
 
-def serve(llm: LLM, config: ServerConfig) -> None:
+def serve(engine: EngineFace, config: ServerConfig) -> None:
     """Serve a model until a signal ends it. SIGTERM and Ctrl-C: take no more requests, let those that run end for at
     most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then."""
-    serving = Serving(llm, config)
+    serving = Serving(engine, config)
     Server(serving).run()
 
 

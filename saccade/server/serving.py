@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from saccade.errors import RequestError, SaccadeError, shown
-from saccade.llm import LLM
+from saccade.errors import EngineLost, RequestError, SaccadeError, shown
 from saccade.methods.policy import Policy
 from saccade.server.admission import Admission, Caller
+from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammar import Grammars
 from saccade.server.metrics import Metrics
@@ -36,23 +35,25 @@ class Running(Protocol):
 class Serving:
     """One model behind one server."""
 
-    def __init__(self, llm: LLM, config: ServerConfig) -> None:
-        self.llm, self.config = llm, config
-        self.names = config.names or (_name(llm),)
+    def __init__(self, engine: EngineFace, config: ServerConfig) -> None:
+        self.engine, self.config = engine, config
+        about = self.about = engine.about
+        self.tokenizer = engine.tokenizer
+        self.names = config.names or (about.name,)
         self.created = int(time.time())
-        self.defaults = llm.get_default_sampling_params()
-        self.admission = Admission(llm.config.max_requests + config.max_queue)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
-        self.sessions = Sessions(llm, config.max_sessions, config.session_seconds, self._threads)
+        self.defaults = about.defaults
+        self.admission = Admission(about.max_requests + config.max_queue)
+        self.sessions = Sessions(engine, config.max_sessions, config.session_seconds)
         self.responses = ResponseStore(config.max_responses)
-        self.metrics = Metrics(llm, self.names[0])
+        self.metrics = Metrics(engine, self.names[0])
         self.running: set[Running] = set()
-        self.grammars = Grammars(llm)
+        self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
 
     @property
     def ready(self) -> bool:
         """Whether new requests are answered."""
-        return self.llm.loop.alive and not self.admission.draining
+        return self.engine.alive and not self.admission.draining
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -66,7 +67,7 @@ class Serving:
     def close(self) -> None:
         """End the engine; nothing can be asked any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self.llm.close()
+        self.engine.close()
 
     def model(self, name: str | None) -> str:
         """The name that an answer bears. 404 for a model that is not served here."""
@@ -79,16 +80,18 @@ class Serving:
             )
         return name
 
-    def policy(self, caller: Caller, asked: str | Mapping[str, Any] | None) -> Policy:
+    async def policy(self, caller: Caller, asked: str | Mapping[str, Any] | None) -> Policy:
         """The policy of a request. 400 for one that is none or cannot run, 403 for one that it may not choose."""
         if asked is None:
-            return self.llm.policy
+            return self.about.policy
         try:
             policy = Policy.parse(asked)
-            self.llm.engine.checks.policy(policy)
+            await self.engine.check_policy(policy)
+        except EngineLost as error:
+            raise from_saccade(error) from error
         except SaccadeError as error:
             raise bad_request(str(error), "policy") from error
-        if policy == self.llm.policy:
+        if policy == self.about.policy:
             return policy
         for rules in (self.config.policies, *([] if caller.key is None else [caller.key.policies])):
             if not rules.allows(policy):
@@ -108,7 +111,7 @@ class Serving:
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; 400 for text that is none."""
-        tokenizer = self.llm.tokenizer
+        tokenizer = self.tokenizer
         return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
 
     async def template(
@@ -116,13 +119,13 @@ class Serving:
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template."""
         size = sum(len(str(message.get("content") or "")) for message in messages) + 64 * len(messages)
-        tokenizer = self.llm.tokenizer
+        tokenizer = self.tokenizer
         return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables))
 
     def check_length(self, prompt: Sequence[int], answer: int | None, param: str) -> None:
         """400 with the code ``context_length_exceeded`` for a prompt, or a prompt and its answer, that can never fit;
         other mistakes of a prompt too."""
-        most = self.llm.max_model_len
+        most = self.about.limits.max_model_len
         if len(prompt) >= most or (answer is not None and len(prompt) + answer > most):
             asked = f" and {answer} of its answer" if answer is not None else ""
             raise too_long(
@@ -131,14 +134,8 @@ class Serving:
                 param,
             )
         try:
-            self.llm.engine.checks.prompt(list(prompt))
+            self.about.limits.check(list(prompt))
         except RequestError as error:
             raise bad_request(str(error), param) from error
         except SaccadeError as error:
             raise from_saccade(error) from error
-
-
-def _name(llm: LLM) -> str:
-    """What a model is called by default: its hub name, or its folder's."""
-    given = str(llm.config.model)
-    return Path(given).name or given if Path(given).is_dir() else given

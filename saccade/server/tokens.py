@@ -25,11 +25,11 @@ async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
             variables["tools"] = body.tools
         messages = conversation(body.messages or [])
         tokens = await serving.template(messages, body.add_generation_prompt is not False, variables)
-    decode = serving.llm.tokenizer.decode
+    decode = serving.tokenizer.decode
     texts = [decode([token], skip_special_tokens=False) for token in tokens] if body.return_token_strs else None
     return {
         "count": len(tokens),
-        "max_model_len": serving.llm.max_model_len,
+        "max_model_len": serving.about.limits.max_model_len,
         "tokens": tokens,
         "token_strs": texts,
     }
@@ -38,10 +38,10 @@ async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
 async def detokenize(serving: Serving, body: DetokenizeRequest) -> JSON:
     """The text of tokens, special ones included."""
     serving.model(body.model)
-    most = serving.llm.model.spec.vocab_size
+    most = serving.about.limits.vocab_size
     for token in body.tokens:
         if not 0 <= token < most:
             raise bad_request(f"token id {str(token)[:40]} is not an integer from 0 to {most - 1}", "tokens")
-    decode = serving.llm.tokenizer.decode
+    decode = serving.tokenizer.decode
     text = await serving.off_loop(len(body.tokens), lambda: decode(body.tokens, skip_special_tokens=False))
     return {"prompt": text}

@@ -1,0 +1,224 @@
+"""The engine in a process of its own: reads frames, lets the engine's loop run, writes what each step did.
+
+It ends with the process that started it: where that goes, whatever killed it, the socket between them is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import lru_cache, partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from saccade.engine.config import EngineConfig
+from saccade.engine.messages import StepOutput
+from saccade.engine.stream import Stream
+from saccade.llm import LLM
+from saccade.machine import device_note
+from saccade.methods.policy import Policy
+from saccade.server import wire
+from saccade.server.engines import about_llm
+from saccade.server.grammar import Grammar, Grammars
+from saccade.server.kv_events import KVEvents
+from saccade.server.logs import log_to_stderr
+from saccade.server.named_sessions import NamedSessions
+
+GRAMMARS = 64  # that are kept compiled
+ALIVE = 1.0  # seconds between two looks at whether the loop still runs
+
+
+class Outbox:
+    """Frames on their way out. The engine's thread never waits for a reader: what the socket does not take at once a
+    thread of its own sends, in order."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+        self._rest: deque[memoryview] = deque()
+        self._more = threading.Semaphore(0)
+        threading.Thread(target=self._send_rest, name="saccade-outbox", daemon=True).start()
+
+    def send(self, frame: wire.Frame) -> None:
+        """Send a frame after those before it."""
+        data = memoryview(wire.framed(frame))
+        with self._lock:
+            if not self._rest:
+                try:
+                    data = data[self._channel.send(data, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:  # nobody reads any more; the reading side sees it too
+                    return
+            if data:
+                self._rest.append(data)
+                self._more.release()
+
+    def drained(self) -> bool:
+        with self._lock:
+            return not self._rest
+
+    def _send_rest(self) -> None:
+        while True:
+            self._more.acquire()
+            try:
+                self._channel.sendall(self._rest[0])
+            except OSError:
+                return
+            with self._lock:
+                self._rest.popleft()
+
+
+class Outlet(Stream):
+    """A stream whose outputs are collected until the step has ended."""
+
+    def __init__(self, request_id: int, collected: list[StepOutput]) -> None:
+        super().__init__(request_id)
+        self._collected = collected
+
+    def put(self, output: StepOutput) -> None:
+        self.ended = output.finished
+        self._collected.append(output)
+
+
+class EngineServer:
+    """Does what frames ask for. ``collected``: outputs since the last frame, which the engine's thread alone touches
+    once the loop runs."""
+
+    def __init__(self, llm: LLM, outbox: Outbox) -> None:
+        self.llm, self.outbox = llm, outbox
+        self.collected: list[StepOutput] = []
+        self._named = NamedSessions(llm)
+        self._added: dict[int, tuple[Future[Any], list[Outlet]]] = {}
+        grammars = Grammars(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
+
+        @lru_cache(GRAMMARS)
+        def compile(text: str) -> Grammar:
+            return grammars.compile(text, "grammar")
+
+        self._compile = compile
+        llm.loop.after_steps(self._flush)
+
+    def handle(self, frame: wire.ToEngine) -> bool:
+        """Do what a frame asks for; False for the last one."""
+        loop = self.llm.loop
+        try:
+            if isinstance(frame, wire.Add):
+                messages = [wire.add_request(one, self._compile) for one in frame.requests]
+                outlets = [Outlet(one.request_id, self.collected) for one in messages]
+                self._answer(frame.call, future := loop.post(messages, outlets))
+                if not future.done():
+                    self._added[frame.call] = future, outlets
+            elif isinstance(frame, wire.Withdraw):
+                self._withdraw(frame.call)
+            elif isinstance(frame, wire.Cancel):
+                loop.cancel_soon(frame.request_ids)
+            elif isinstance(frame, wire.CheckPolicy):
+                self.llm.engine.checks.policy(Policy.parse(frame.policy))
+                self._reply(frame.call, None)
+            elif isinstance(frame, wire.Session):
+                self._session(frame, wire.decoded(frame.name), wire.decoded(frame.owner))
+            elif isinstance(frame, wire.ClearPrefixes):
+                loop.clear_prefixes()
+                self._reply(frame.call, None)
+            else:
+                return False
+        except Exception as error:
+            self._reply(frame.call, error)
+        return True
+
+    def close(self) -> None:
+        """End the engine, once what is to be saved is."""
+        self._named.close()
+        self.llm.close()
+
+    def _session(self, frame: wire.Session, name: str, owner: str) -> None:
+        named = self._named
+        if isinstance(frame, wire.OpenSession):
+            self._answer(frame.call, named.open(name, owner))
+        elif isinstance(frame, wire.ForgetSession):
+            self._answer(frame.call, named.forget(frame.session, name, owner))
+        elif frame.session is not None:
+            act = named.save_soon if isinstance(frame, wire.SaveSession) else named.leave
+            act(frame.session, name, owner)
+
+    def _answer(self, call: int, future: Future[Any]) -> None:
+        """Reply with what ``future`` will be."""
+
+        def done(ended: Future[Any]) -> None:
+            self._added.pop(call, None)
+            if not ended.cancelled():
+                self._reply(call, ended.exception(), None if ended.exception() else ended.result())
+
+        future.add_done_callback(done)
+
+    def _reply(self, call: int, error: BaseException | None, value: int | None = None) -> None:
+        self.outbox.send(wire.Reply(call, value, None if error is None else wire.told(error)))
+
+    def _withdraw(self, call: int) -> None:
+        future, outlets = self._added.pop(call, (None, []))
+        if future is not None and not future.cancel():
+            self.llm.loop.cancel_soon([outlet.request_id for outlet in outlets])
+
+    def _flush(self) -> None:
+        outputs = [wire.output(one) for one in self.collected]
+        self.collected.clear()
+        self.outbox.send(wire.Outputs(0, outputs, self._named.statistics()))
+
+
+def main(descriptor: int) -> None:
+    """Serve the socket ``descriptor`` until it is closed."""
+    for one in (signal.SIGINT, signal.SIGTERM):  # a terminal and a supervisor signal whole groups; the parent drains
+        signal.signal(one, signal.SIG_IGN)
+    channel = socket.socket(fileno=descriptor)
+    frames: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=partial(_read, channel, frames), name="saccade-frames", daemon=True).start()
+    outbox = Outbox(channel)
+    start = json.loads(frames.get())
+    log_to_stderr(start["log_level"])
+    try:
+        config = EngineConfig.of(**start["config"])
+        if config.threads is not None:
+            import torch
+
+            torch.set_num_threads(config.threads)
+        llm = LLM(config=config)
+        if start["kv_events"] is not None:
+            KVEvents(llm, **start["kv_events"])
+    except Exception as error:
+        outbox.send(wire.Reply(0, None, wire.told(error)))
+        sys.exit(2)
+    server = EngineServer(llm, outbox)
+    note = device_note(llm.model.device)
+    outbox.send(wire.Ready(0, wire.about_dict(about_llm(llm)), note, llm.loop.statistics()))
+    more = True
+    while more:
+        with suppress(Empty):
+            more = server.handle(wire.to_engine(frames.get(timeout=ALIVE)))
+        if more and not llm.loop.alive:
+            sys.exit(1)
+    server.close()
+    while not outbox.drained():
+        time.sleep(0.01)
+
+
+def _read(channel: socket.socket, into: SimpleQueue[bytes]) -> None:
+    """Frames from the parent. Without it there is nothing to do, and nobody to tell."""
+    frames = wire.Frames()
+    try:
+        while data := channel.recv(1 << 20):
+            for content in frames.feed(data):
+                into.put(content)
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

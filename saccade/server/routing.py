@@ -1,0 +1,106 @@
+"""Which replica a request belongs to: the one that has its keys and values, if any has.
+
+A request's *route* is a hash of the first of these that it has: the response that it goes on from, its session, its
+``prompt_cache_key``, and how its prompt begins. Equal routes go to one replica by consistent hashing, so that a replica
+that comes or goes moves its own share of routes alone (Karger et al., STOC 1997).
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+ROUTE_HEADER = b"x-saccade-route"
+PREFIX = 2048  # characters of a text that say where it belongs: the head of a system prompt, say, or of a document
+_ROUTE = re.compile(r"[0-9a-f]{16}")
+_ROUTED_ID = re.compile(r"resp_([0-9a-f]{16})-")
+_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]+)(?:/input_items)?")
+_SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)")
+
+
+def is_route(text: str) -> bool:
+    return _ROUTE.fullmatch(text) is not None
+
+
+def route_of(path: str, headers: Mapping[bytes, bytes], body: bytes) -> str:
+    """The route of a request: 16 hexadecimal digits. Whatever the body is, there is one; who may ask is another's to
+    decide."""
+    if found := _RESPONSE_PATH.fullmatch(path):
+        return _of_response(found[1])
+    owner = headers.get(b"authorization", b"").decode("latin-1")
+    if found := _SESSION_PATH.fullmatch(path):
+        return _hashed("session", owner, found[1])
+    try:
+        asked = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        asked = {}
+    if not isinstance(asked, dict):
+        asked = {}
+    earlier = asked.get("previous_response_id")
+    if isinstance(earlier, str):
+        return _of_response(earlier)
+    session = asked.get("session_id") or headers.get(b"x-session-id", b"").decode("latin-1")
+    if session:
+        return _hashed("session", owner, session)
+    for name in ("prompt_cache_key", "cache_salt"):
+        if asked.get(name):
+            return _hashed(name, owner, asked[name])
+    return _hashed("prefix", owner, _beginning(asked))
+
+
+def _of_response(name: str) -> str:
+    """Ids of responses bear the route of the request that made them."""
+    found = _ROUTED_ID.match(name)
+    return _hashed("response", "", name) if found is None else found[1]
+
+
+def _beginning(asked: dict[str, Any]) -> str:
+    """How the prompt begins: the heads of all texts up to the user's first one. Later turns of a conversation begin the
+    same, and users who have a system prompt in common are still told apart."""
+    prompt = asked.get("prompt", asked.get("input"))
+    messages = asked.get("messages", prompt)
+    parts = [asked.get("instructions"), asked.get("tools")]
+    for one in messages if isinstance(messages, list) and not _tokens(messages) else [messages]:
+        parts.append(one.get("content") if isinstance(one, dict) else one)
+        if isinstance(one, dict) and one.get("role") == "user":
+            break
+    return "\0".join((one if isinstance(one, str) else json.dumps(one, sort_keys=True))[:PREFIX] for one in parts)
+
+
+def _tokens(given: list[Any]) -> bool:
+    return bool(given) and isinstance(given[0], int)
+
+
+def _hashed(kind: str, owner: str, value: object) -> str:
+    text = f"{kind}\0{owner}\0{value}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+class Ring:
+    """Consistent hashing of routes over replicas, by their names. ``points``: of each replica on the ring; the more,
+    the evener are the shares."""
+
+    def __init__(self, replicas: Iterable[str], points: int = 100) -> None:
+        placed = sorted((_place(f"{name}:{number}"), name) for name in set(replicas) for number in range(points))
+        self._places = [place for place, _ in placed]
+        self._names = [name for _, name in placed]
+
+    def ranked(self, route: str, most: int = 3) -> Sequence[str]:
+        """The owner of a route, and then those that take its place while it cannot."""
+        ranked: list[str] = []
+        start = bisect.bisect(self._places, _place(route))
+        for offset in range(len(self._names)):
+            name = self._names[(start + offset) % len(self._names)]
+            if name not in ranked:
+                ranked.append(name)
+                if len(ranked) == most:
+                    break
+        return ranked
+
+
+def _place(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

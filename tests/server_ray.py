@@ -1,0 +1,161 @@
+"""Replicas on Ray Serve (``make test-ray``): sessions stay with their replica, a killed one is told of and replaced,
+one that goes ends what it is at. Routing, the ingress and replicas alone are in test_server_fleet.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from server_helpers import GREEDY, parsed, until
+from tiny_models import make_checkpoint, random_ids
+
+ray = pytest.importorskip("ray")
+
+from ray import serve  # noqa: E402
+from ray.serve.config import RequestRouterConfig  # noqa: E402
+
+from saccade.engine.config import EngineConfig  # noqa: E402
+from saccade.errors import SaccadeError  # noqa: E402
+from saccade.server import ray_app  # noqa: E402
+from saccade.server.ray_app import APPLICATION, FleetConfig, application, build, deployment_name  # noqa: E402
+from saccade.server.settings import ServerConfig  # noqa: E402
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def target(folder, replicas: int):
+    engine = EngineConfig.of(model=str(folder), kv_memory="64MiB", threads=1, enable_prefix_caching=True)
+    return application(engine, ServerConfig(), FleetConfig(replicas, cpus=0.2), True, "warning")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(target(folder, 3), name=APPLICATION, route_prefix="/")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+        yield client, folder
+    serve.shutdown()
+    ray.shutdown()
+
+
+def workers() -> list[int]:
+    """Processes of engine replicas."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if "ServeReplica:saccade:engine" in place.read_text():
+                found.append(int(place.parent.name))
+        except OSError:
+            continue
+    return sorted(found)
+
+
+def streamed(client: httpx.Client, **fields) -> list:
+    body = {"prompt": "x", **GREEDY, "stream": True, **fields}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        return parsed(response.iter_lines())
+
+
+def test_no_turn_leaves_its_owner(fleet):
+    client, _ = fleet
+    for session in range(30):
+        ids = random_ids(100, session)
+        for turn in range(4):
+            ids += random_ids(40 * bool(turn), 100 * session + turn)
+            asked = {"prompt": ids, **GREEDY, "session_id": f"s{session}"}
+            usage = client.post("/v1/completions", json=asked).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= (len(ids) - 41 if turn else 0)
+    first = client.post("/v1/responses", json={"input": "hello", "max_output_tokens": 4}).json()
+    for _ in range(8):
+        first = client.post(
+            "/v1/responses", json={"input": "more", "previous_response_id": first["id"], "max_output_tokens": 4}
+        ).json()
+    assert client.get(f"/v1/responses/{first['id']}").status_code == 200
+
+
+def test_a_killed_replica_is_told_of_and_replaced(fleet):
+    client, _ = fleet
+    before, ends = workers(), []
+
+    def ask(number: int) -> None:
+        events = streamed(client, max_tokens=1500, session_id=f"k{number}")
+        assert events[-1] == "[DONE]"
+        reasons = [choice["finish_reason"] for one in events[:-1] for choice in one.get("choices", [])]
+        failed = [one["error"]["code"] for one in events[:-1] if "error" in one]
+        assert (reasons[-1:] == ["length"]) != bool(failed), "complete, or an error that says so"
+        ends.append(failed[0] if failed else "complete")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    os.kill(before[0], signal.SIGKILL)
+    for thread in threads:
+        thread.join(120)
+    assert len(ends) == 12
+    assert set(ends) <= {"complete", "replica_lost"}
+    assert "replica_lost" in ends
+    for number in range(12):
+        asked = {"prompt": random_ids(50, number), **GREEDY, "session_id": f"k{number}"}
+        assert client.post("/v1/completions", json=asked).status_code == 200
+    until(lambda: len(workers()) == 3 and before[0] not in workers(), 120)
+    assert client.get("/ready").status_code == 200
+
+
+def test_a_replica_that_goes_ends_what_it_is_at(fleet):
+    client, folder = fleet
+    events: list[list] = []
+    threads = [
+        threading.Thread(target=lambda n=n: events.append(streamed(client, max_tokens=1900, session_id=f"d{n}")))
+        for n in range(9)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    serve.run(target(folder, 1), name=APPLICATION, route_prefix="/")
+    for thread in threads:
+        thread.join(120)
+    assert len(events) == 9
+    assert all(one[-2]["choices"][0]["finish_reason"] == "length" for one in events)
+    until(lambda: len(workers()) == 1, 60)
+
+
+def test_the_manifest_builds_and_its_times_fit(monkeypatch):
+    service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    serve.schema.ServeDeploySchema.model_validate(config)
+    (app,) = config["applications"]
+    assert app["import_path"] == "saccade.server.ray_app:build"
+    monkeypatch.setattr(ray_app.KeyRing, "load", lambda path: ray_app.KeyRing().with_secret("a-key-that-tests-use"))
+    build(app["args"])
+    with pytest.raises(SaccadeError, match="unknown argument 'modle'"):
+        build({"modle": 1})
+    with pytest.raises(SaccadeError, match="kv_memory"):
+        build({"fleet": {"gpus": 0.5}})
+    deadline = app["args"]["server"]["deadline"]
+    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= deadline + ray_app.MARGIN
+    assert config["http_options"]["request_timeout_s"] >= deadline + ray_app.MARGIN
+    assert service["spec"]["rayClusterConfig"]["rayVersion"] == json.loads(json.dumps(ray.__version__))
+
+
+def test_another_way_to_route_is_another_deployment():
+    routers = [
+        RequestRouterConfig(request_router_class=ray_app.ROUTER, request_router_kwargs={"num_fallback_replicas": most})
+        for most in (0, 2)
+    ]
+    assert deployment_name(routers[0]) != deployment_name(routers[1])

@@ -1,0 +1,272 @@
+"""Routing, the ingress and replicas, without Ray: what is promised to clients while replicas come, drain and die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from engine_helpers import make
+from server_helpers import GREEDY, parsed
+from tiny_models import random_ids
+
+from saccade.server import ingress
+from saccade.server.engines import LocalEngine
+from saccade.server.errors import ApiError
+from saccade.server.ingress import Forwarded, Head, Ingress, Part, ReplicaLost
+from saccade.server.replica import Replica
+from saccade.server.routing import Ring, is_route, route_of
+from saccade.server.settings import ServerConfig
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+def route(path: str, body: Any = None, **headers: str) -> str:
+    named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    return route_of(path, named, b"" if body is None else json.dumps(body).encode())
+
+
+def chat(*texts: str, **fields: Any) -> dict[str, Any]:
+    roles = ["system", *["user", "assistant"] * len(texts)]
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts)], **fields}
+
+
+def test_routes_follow_what_a_replica_may_have_stored():
+    path = "/v1/chat/completions"
+    first = route(path, chat("be brief", "a long question " * 500))
+    assert is_route(first)
+    assert first == route(path, chat("be brief", "a long question " * 500, "an answer", "more"))  # later turns
+    assert first == route(path, chat("be brief", "a long question " * 500 + "about something else"))  # same document
+    assert first != route(path, chat("be brief", "another question"))  # a system prompt in common is not enough
+    assert first != route(path, chat("be brief", "a long question " * 500), authorization="Bearer other")
+    for one in ("session_id", "prompt_cache_key", "cache_salt"):
+        same = {route(path, chat("x", text, **{one: "k"})) for text in "abc"}
+        assert len(same) == 1
+        assert same != {route(path, chat("x", "a", **{one: "l"}))}
+    named = route(path, chat("x", "a"), x_session_id="s")
+    assert named == route("/v1/completions", {"prompt": "b", "session_id": "s", "prompt_cache_key": "k"})
+    assert named == route("/v1/sessions/s")
+    assert route("/v1/responses/resp_0123456789abcdef-77") == "0123456789abcdef"
+    assert route("/v1/responses", {"previous_response_id": "resp_0123456789abcdef-77", "input": "x"}) == (
+        "0123456789abcdef"
+    )
+    assert route("/v1/completions", {"prompt": random_ids(900, 1)[:800]}) == route(
+        "/v1/completions", {"prompt": random_ids(900, 1)}
+    )
+    for odd in (
+        b"",
+        b"[",
+        b"[" * 10_000,
+        b'{"prompt": {"a": 1}}',
+        b'"x"',
+        b'{"messages": [3, null], "input": "\\ud800"}',
+    ):
+        assert is_route(route_of("/v1/completions", {b"authorization": b"\xff"}, odd))
+
+
+def test_a_replica_that_leaves_moves_its_own_routes_alone():
+    names = [f"replica-{number}" for number in range(10)]
+    routes = [f"{number:016x}" for number in range(20_000)]
+    ring, smaller = Ring(names), Ring(names[1:])
+    owners = {one: ring.ranked(one)[0] for one in routes}
+    shares = Counter(owners.values())
+    assert max(shares.values()) < 1.35 * min(shares.values()) * 1.35
+    for one in routes:
+        ranked = ring.ranked(one)
+        assert len(set(ranked)) == 3
+        expected = ranked[1] if owners[one] == "replica-0" else owners[one]
+        assert smaller.ranked(one)[0] == expected
+    assert Ring([]).ranked("x") == []
+
+
+class Called:
+    """One request to an ASGI application, and what it sends."""
+
+    def __init__(self, app: Any, path: str, body: Any = None, method: str = "POST") -> None:
+        content = b"" if body is None else json.dumps(body).encode()
+        self.sent: list[dict[str, Any]] = []
+        self.left = asyncio.Event()
+        self._content: bytes | None = content
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"host", b"localhost"), JSON_TYPE, (b"content-length", str(len(content)).encode())],
+            "client": ("127.0.0.1", 1),
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._content is not None:
+            content, self._content = self._content, None
+            return {"type": "http.request", "body": content, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    async def result(self) -> tuple[int, bytes]:
+        await asyncio.wait_for(self.task, 30)
+        assert [one["type"] for one in self.sent].count("http.response.start") == 1
+        assert self.sent[-1]["more_body"] is False if "more_body" in self.sent[-1] else True
+        return self.sent[0]["status"], b"".join(one.get("body", b"") for one in self.sent[1:])
+
+    async def events(self) -> list[Any]:
+        status, body = await self.result()
+        assert status == 200, body
+        return parsed(iter(body.decode().splitlines()))
+
+
+class Fleet:
+    """Replicas by name over a ring, in this process. ``breaks``: after how many parts the next answers break."""
+
+    def __init__(self, replicas: dict[str, Replica]) -> None:
+        self.replicas, self.breaks, self.asked = replicas, list[int](), list[str]()
+
+    async def send(self, request: Forwarded, route: str) -> AsyncIterator[Part]:
+        name = Ring(self.replicas).ranked(route)[0]
+        self.asked.append(name)
+        left = self.breaks.pop(0) if self.breaks else -1
+        if left == 0:
+            raise ReplicaLost("before anything")
+        async for part in self.replicas[name].answer(request):
+            yield part
+            left -= 1
+            if left == 0:
+                raise ReplicaLost("in the middle")
+
+
+@pytest.fixture(scope="module")
+def llms(tiny_llama):
+    made = [make(tiny_llama, enable_prefix_caching=True) for _ in range(2)]
+    yield made
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def fleet(llms, monkeypatch):
+    monkeypatch.setattr(ingress, "PAUSE", 0.01)
+    return Fleet({f"r{number}": Replica(LocalEngine(llm), ServerConfig()) for number, llm in enumerate(llms)})
+
+
+def test_answers_are_the_replicas_and_sessions_keep_to_theirs(fleet):
+    async def ask() -> None:
+        app = Ingress(fleet)
+        for session in range(6):
+            ids, cached, asked = random_ids(100, session), [], len(fleet.asked)
+            for turn in range(3):
+                prompt = ids + random_ids(turn * 30, 100 + session)
+                body = {"prompt": prompt, **GREEDY, "session_id": f"s{session}"}
+                status, answer = await Called(app, "/v1/completions", body).result()
+                assert status == 200
+                cached.append(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert len(set(fleet.asked[asked:])) == 1
+            assert cached[1] >= 99
+            assert cached[2] >= 129
+            status, _ = await Called(app, f"/v1/sessions/s{session}", method="DELETE").result()
+            assert status == 200
+        assert set(fleet.asked) == {"r0", "r1"}
+        first = json.loads((await Called(app, "/v1/responses", {"input": "hello", "max_output_tokens": 4}).result())[1])
+        more = {"input": "and", "previous_response_id": first["id"], "max_output_tokens": 4}
+        assert (await Called(app, "/v1/responses", more).result())[0] == 200
+        assert (await Called(app, f"/v1/responses/{first['id']}", method="GET").result())[0] == 200
+        assert (await Called(app, "/v1/nothing", {}).result())[0] == 404
+        assert (await Called(app, "/ready", method="GET").result())[0] == 200
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_broken_replica_is_retried_before_the_first_token_and_told_of_after_it(fleet, path):
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path)
+    body = {field: "x"} if field else {"messages": [{"role": "user", "content": "x"}]}
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body |= {"temperature": 0, "ignore_eos": True, limit: 60, "stream": True}
+
+    async def ask() -> None:
+        app = Ingress(fleet)
+        whole = await Called(app, path, body).events()
+        fleet.breaks = [0, 1]  # before the head, and between the head and the first event
+        assert len(await Called(app, path, body).events()) > 1
+        assert len(fleet.asked) == 4
+        fleet.breaks = [3]
+        broken = await Called(app, path, body).events()
+        assert broken[-1] == "[DONE]"
+        assert broken[-2]["error"]["code"] == "replica_lost"
+        assert not any(choice.get("finish_reason") for one in broken[:-2] for choice in one.get("choices", []))
+        assert not any(one.get("type") == "response.completed" for one in broken[:-1])
+        if path == "/v1/responses":
+            assert [one["sequence_number"] for one in broken[:-1]] == list(range(len(broken) - 1))
+        assert whole[-1] == "[DONE]"
+        body["stream"] = False
+        fleet.breaks = [0, 1, 2]  # nothing of an answer that is no stream has been sent by then
+        status, answer = await Called(app, path, {**body, limit: 5}).result()
+        assert status == 200
+        assert json.loads(answer)["usage"]
+        fleet.breaks = [0] * ingress.ATTEMPTS
+        status, answer = await Called(app, path, body).result()
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "replica_lost")
+
+    asyncio.run(ask())
+
+
+def test_half_an_event_is_closed_before_the_error():
+    class Half:
+        async def send(self, request: Forwarded, route: str) -> AsyncIterator[Part]:
+            yield Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+            yield b'data: {"choices": [{"te'
+            raise ReplicaLost("gone")
+
+    async def ask() -> list[bytes]:
+        _, body = await Called(Ingress(Half()), "/v1/completions", {"prompt": "x"}).result()
+        return body.split(b"\n\n")
+
+    half, said, done, _ = asyncio.run(ask())
+    assert half == b'data: {"choices": [{"te'
+    assert json.loads(said[6:])["error"]["code"] == "replica_lost"
+    assert done == b"data: [DONE]"
+
+
+def test_clients_that_leave_and_replicas_that_drain(fleet, llms):
+    async def ask() -> None:
+        app = Ingress(fleet, max_body=100_000)
+        asked = Called(app, "/v1/completions", {"prompt": "x", **GREEDY, "max_tokens": 1900, "stream": True})
+        while len(asked.sent) < 2:
+            await asyncio.sleep(0.005)
+        asked.left.set()
+        await asyncio.wait_for(asked.task, 5)
+        while any(llm.loop.running for llm in llms):
+            await asyncio.sleep(0.005)
+        assert sum(one.queue_length() for one in fleet.replicas.values()) == 0
+        assert (await Called(app, "/v1/completions", {"prompt": "x" * 100_000}).result())[0] == 413
+
+        owner = fleet.asked[-1]
+        fleet.replicas[owner].serving.drain()
+        drained = fleet.replicas[owner]
+        answer = asyncio.ensure_future(Called(app, "/v1/completions", {"prompt": "x", **GREEDY}).result())
+        await asyncio.sleep(0)
+        fleet.replicas[owner] = next(one for name, one in fleet.replicas.items() if name != owner)
+        assert (await answer)[0] == 200  # the drained one said 503, and the ring knows better by now
+        drained.check()  # it lives on, for those that it has at work
+
+    asyncio.run(ask())
+
+
+def test_a_probe_of_an_empty_fleet_is_answered_in_time():
+    class Nobody:
+        async def send(self, request: Forwarded, route: str) -> AsyncIterator[Part]:
+            await asyncio.sleep(60)
+            yield Head(200, [])
+
+    async def ask() -> tuple[int, bytes]:
+        return await Called(Ingress(Nobody(), probe_seconds=0.05), "/ready", method="GET").result()
+
+    status, body = asyncio.run(ask())
+    assert (status, json.loads(body)["error"]["code"]) == (503, "not_ready")
+    assert ApiError(503, "x").kind == "server_error"
