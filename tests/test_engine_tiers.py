@@ -6,6 +6,7 @@ import errno
 
 import pytest
 import torch
+from drafters import Perfect, drafting
 from engine_helpers import EVERY, GREEDY, tokens
 from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
@@ -14,6 +15,7 @@ from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
+from saccade.server.metrics import _TIERS
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 MIXED = (
@@ -125,6 +127,19 @@ def test_a_saved_session_comes_back_into_a_small_memory(folder, tmp_path, whole)
         session.close()
         with llm.restore(tmp_path / "text alone") as back:
             assert tokens(back.generate(ask[1], GREEDY)) == want[1]
+        nothing_left(llm.pool)
+
+
+def test_drafted_rows_over_a_small_memory(folder, tmp_path, whole):
+    long = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    policies = ["dense", "topk(k=24)", "psa(epsilon=0.4, block_size=16, microbatch=1)"]
+    want = [tokens(one) for one in whole.generate(PROMPTS[:3], long, policy=policies)]
+    with small(folder, tmp_path, 14) as llm:
+        with drafting(llm, Perfect([ids + answer for ids, answer in zip(PROMPTS, want)])):
+            done = llm.generate(PROMPTS[:3], long, policy=policies)
+        assert [tokens(one) for one in done] == want
+        assert all(one.report["accepted_tokens"] > 10 for one in done)
+        assert set(llm.loop.statistics().tiers) == set(_TIERS)
         nothing_left(llm.pool)
 
 
