@@ -155,7 +155,13 @@ class AsyncEngine:
         pool, prefixes = self.engine.pool, self.engine.prefixes
         kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
-            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions), kept
+            self.running,
+            self.waiting,
+            pool.used_blocks,
+            pool.num_blocks,
+            len(self.engine.sessions),
+            kept,
+            tiers=None if pool.tiers is None else pool.tiers.numbers(),
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

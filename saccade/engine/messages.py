@@ -97,7 +97,8 @@ class ClearPrefixes:
 class EngineStatistics:
     """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
     ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
-    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored."""
+    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
+    goes to a tier, what has moved, and the tier's cells, by name."""
 
     running: int
     waiting: int
@@ -106,6 +107,7 @@ class EngineStatistics:
     sessions: int
     kept_blocks: int = 0
     stored: dict[str, int | None] | None = None
+    tiers: dict[str, float] | None = None
 
 
 @dataclass
