@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PromptLimits:
     """What a prompt is held against. ``max_position``: tokens that the model reads at most; ``max_model_len``: that it
-    is to read; ``most_tokens``: of one sequence, that the KV pool has room for."""
+    is to read; ``most_tokens``: of one sequence, that the KV pool has room for; ``more_room``: the settings that make
+    it larger."""
 
     vocab_size: int
     max_model_len: int
     max_position: int
     most_tokens: int
+    more_room: str = "kv_memory"
 
     def check(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
@@ -44,7 +46,7 @@ class PromptLimits:
         if total + 1 > self.most_tokens:
             raise CapacityError(
                 f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
-                "shorten it or raise kv_memory"
+                f"shorten it or raise {self.more_room}"
             )
 
 
@@ -63,7 +65,8 @@ class Checks:
     def limits(self) -> PromptLimits:
         """Of this model and its pool."""
         spec = self.model.spec
-        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens)
+        more_room = "kv_memory" if self.pool.tiers is None else "kv_memory or kv_disk"
+        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens, more_room)
 
     @property
     def most_tokens(self) -> int:

@@ -27,13 +27,16 @@ from saccade.engine.messages import (
     SaveSession,
     StepOutput,
 )
+from saccade.engine.pieces import Piece, act
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
 from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
 
-Message = AddRequest | CancelRequest | OpenSession | ForgetSession | ClearPrefixes | SaveSession | RestoreSession
+Message = (
+    AddRequest | CancelRequest | OpenSession | ForgetSession | ClearPrefixes | SaveSession | RestoreSession | Piece
+)
 
 
 @dataclass
@@ -150,6 +153,8 @@ class Loop:
             return engine.save_session(message.session)
         elif isinstance(message, RestoreSession):
             return engine.restore_session(message.saved, message.damaged, message.recompute)
+        elif isinstance(message, Piece):
+            return act(engine, message)
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)

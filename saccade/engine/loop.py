@@ -27,6 +27,7 @@ from saccade.engine.messages import (
     SaveSession,
     StepOutput,
 )
+from saccade.engine.pieces import Piece
 from saccade.engine.saved import SavedSession
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
@@ -150,9 +151,10 @@ class AsyncEngine:
 
     def statistics(self) -> EngineStatistics:
         """How the engine stands."""
-        pool = self.engine.pool
+        pool, prefixes = self.engine.pool, self.engine.prefixes
+        kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
-            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions)
+            self.running, self.waiting, pool.used_blocks, pool.num_blocks, kept, len(self.engine.sessions)
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:
@@ -175,6 +177,10 @@ class AsyncEngine:
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
         """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
+
+    def piece(self, message: Piece) -> Future[Any]:
+        """A part of saving or restoring a session, done between two steps (engine.pieces)."""
+        return self._send(Letter([message]))
 
     def clear_prefixes(self) -> None:
         """Give up what is kept of ended requests, and wait until its blocks are back."""

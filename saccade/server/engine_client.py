@@ -23,7 +23,7 @@ from saccade.server import wire
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
-CLOSING = 20.0  # seconds that an engine may take to end
+CLOSING = 120.0  # seconds that an engine may take to end: it stores what sessions have said last
 
 
 class EngineProcess(asyncio.Protocol):
@@ -62,7 +62,7 @@ class EngineProcess(asyncio.Protocol):
         self._closing = False
         assert ready.statistics is not None
         self._statistics = ready.statistics
-        self._calls: dict[int, asyncio.Future[int | None]] = {}
+        self._calls: dict[int, asyncio.Future[int | bool | None]] = {}
         self._number = 0
         self._asked: dict[int, tuple[Stream, list[int], AsyncOutputs]] = {}  # by request id, with its prompt
         self._checked: OrderedDict[str, SaccadeError | None] = OrderedDict()
@@ -108,10 +108,19 @@ class EngineProcess(asyncio.Protocol):
             raise
         return outputs
 
-    async def open_session(self) -> int:
-        session = await self._call(wire.OpenSession())
+    async def open_session(self, owner: str, name: str) -> int:
+        session = await self._call(_named(wire.OpenSession(), owner, name))
         assert session is not None
         return session
+
+    def save_session_soon(self, session: int, owner: str, name: str) -> None:
+        self._send(_named(wire.SaveSession(0, session), owner, name))
+
+    def leave_session(self, session: int, owner: str, name: str) -> None:
+        self._send(_named(wire.LeaveSession(0, session), owner, name))
+
+    async def forget_stored(self, owner: str, name: str) -> bool:
+        return bool(await self._call(_named(wire.ForgetStored(), owner, name)))
 
     def forget_soon(self, session: int) -> None:
         self._send(wire.Forget(0, session))
@@ -228,6 +237,11 @@ class EngineProcess(asyncio.Protocol):
                 transport.abort()
                 return
         self._socket.close()
+
+
+def _named(frame: wire.Named, owner: str, name: str) -> wire.Named:
+    frame.owner, frame.name = wire.as_bytes(owner), wire.as_bytes(name)
+    return frame
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:

@@ -16,6 +16,7 @@ from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer
+from saccade.server.kept_sessions import KeptSessions
 from saccade.server.kv_events import KVEvents
 
 
@@ -60,8 +61,20 @@ class EngineFace(Protocol):
         outputs are taken, once the engine has ended by itself."""
         ...
 
-    async def open_session(self) -> int:
-        """The id of a session that begins."""
+    async def open_session(self, owner: str, name: str) -> int:
+        """The id of a session that goes on from what is stored under that name of that owner, or that begins."""
+        ...
+
+    def save_session_soon(self, session: int, owner: str, name: str) -> None:
+        """Store it as it is between two turns, if sessions are stored."""
+        ...
+
+    def leave_session(self, session: int, owner: str, name: str) -> None:
+        """Drop it; what is stored of it stays."""
+        ...
+
+    async def forget_stored(self, owner: str, name: str) -> bool:
+        """Remove what is stored under a name; False where there is nothing."""
         ...
 
     def forget_soon(self, session: int) -> None:
@@ -104,6 +117,7 @@ class LocalEngine:
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
+        self._sessions = KeptSessions(llm)
         self.note = device_note(llm.model.device)
 
     @property
@@ -119,8 +133,17 @@ class LocalEngine:
     async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
         return await self.llm.loop.submit(messages)
 
-    async def open_session(self) -> int:
-        return await asyncio.wrap_future(self.llm.loop.open_session())
+    async def open_session(self, owner: str, name: str) -> int:
+        return await asyncio.wrap_future(self._sessions.open(owner, name))
+
+    def save_session_soon(self, session: int, owner: str, name: str) -> None:
+        self._sessions.save_soon(session, owner, name)
+
+    def leave_session(self, session: int, owner: str, name: str) -> None:
+        self._sessions.leave(session, owner, name)
+
+    async def forget_stored(self, owner: str, name: str) -> bool:
+        return await asyncio.wrap_future(self._sessions.forget_stored(owner, name))
 
     def forget_soon(self, session: int) -> None:
         self.llm.loop.forget_soon(session)
@@ -129,7 +152,8 @@ class LocalEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.llm.reset_prefix_cache)
 
     def statistics(self) -> EngineStatistics:
-        return self.llm.loop.statistics()
+        return self._sessions.statistics()
 
     def close(self) -> None:
+        self._sessions.close()
         self.llm.close()

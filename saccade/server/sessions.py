@@ -1,4 +1,4 @@
-"""Sessions that clients name. Each key has names of its own."""
+"""Sessions that clients name. Each key has names of its own. With a ``session_dir`` they survive the server."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ LONGEST = 256  # characters of a name
 
 @dataclass
 class Held:
-    """One session while the server keeps it. ``id``: the engine's, None until it has one."""
+    """One session while the server keeps it. ``id``: the engine's, 0 until it is there."""
 
-    id: int | None = None
-    busy: bool = False
+    owner: str
+    name: str
+    id: int = 0
+    busy: bool = True
     used: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
     """At most ``most`` of them, the least recently used ones go first; each is forgotten ``seconds`` after its last
-    turn. They live on the event loop's thread alone."""
+    turn. What the engine stores of them stays, and is restored when it is asked for. They live on the event loop's
+    thread alone."""
 
     def __init__(self, engine: EngineFace, most: int, seconds: float) -> None:
         self._engine, self._most, self._seconds = engine, most, seconds
@@ -36,16 +39,16 @@ class Sessions:
         return len(self._held)
 
     async def acquire(self, caller: Caller, name: str) -> Held:
-        """The caller's session of that name, made where there is none, for one turn. 409 while it has another."""
+        """The caller's session of that name, restored or made where there is none, for one turn. 409 while it has
+        another."""
         self.check(name)
         self._expire()
         place = (caller.name, name)
         held = self._held.get(place)
         if held is None:
             self._make_room()
-            held = self._held[place] = Held(busy=True)
-            await self._open(place, held)
-            return held
+            held = self._held[place] = Held(*place)
+            await self._open(held)
         elif held.busy:
             raise ApiError(
                 409, f"the session {shown(name)} is still answering; wait for that turn", "session_busy", "session_id"
@@ -54,21 +57,27 @@ class Sessions:
         self._held.move_to_end(place)
         return held
 
-    def release(self, held: Held) -> None:
-        """Its turn has ended."""
+    def release(self, held: Held, answered: bool) -> None:
+        """Its turn has ended; one that was ``answered`` is saved."""
         held.busy, held.used = False, time.monotonic()
+        if self._held.get((held.owner, held.name)) is not held:  # forgotten meanwhile
+            self._engine.forget_soon(held.id)
+        elif answered:
+            self._engine.save_session_soon(held.id, held.owner, held.name)
 
-    def forget(self, caller: Caller, name: str) -> bool:
-        """Drop a session with its keys and values; a turn that runs is cancelled. False where there is none."""
-        place = (caller.name, name)
-        if place not in self._held:
-            return False
-        self._drop(place)
-        return True
+    async def forget(self, caller: Caller, name: str) -> bool:
+        """Drop a session with its keys and values, those that are stored too; a turn that runs is cancelled. False
+        where there is none."""
+        held = self._held.pop((caller.name, name), None)
+        if held is not None and held.id:
+            self._engine.forget_soon(held.id)
+        return await self._engine.forget_stored(caller.name, name) or held is not None
 
-    async def _open(self, place: tuple[str, str], held: Held) -> None:
-        """Have the engine begin a session, which is dropped where nobody wants it by then."""
-        opening = asyncio.ensure_future(self._engine.open_session())
+    async def _open(self, held: Held) -> None:
+        """Have the engine restore or begin a session, which leaves again where nobody wants it by then: a client that
+        has gone finds it when it comes again."""
+        place = held.owner, held.name
+        opening = asyncio.ensure_future(self._engine.open_session(*place))
         try:
             held.id = await asyncio.shield(opening)
             if self._held.get(place) is not held:
@@ -76,12 +85,12 @@ class Sessions:
         except BaseException:
             if self._held.get(place) is held:
                 del self._held[place]
-            opening.add_done_callback(self._unwanted)
+            opening.add_done_callback(lambda done: self._unwanted(done, held))
             raise
 
-    def _unwanted(self, opening: asyncio.Future[int]) -> None:
+    def _unwanted(self, opening: asyncio.Future[int], held: Held) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._engine.forget_soon(opening.result())
+            self._engine.leave_session(opening.result(), held.owner, held.name)
 
     @staticmethod
     def check(name: str) -> None:
@@ -104,5 +113,4 @@ class Sessions:
 
     def _drop(self, place: tuple[str, str]) -> None:
         held = self._held.pop(place)
-        if held.id is not None:
-            self._engine.forget_soon(held.id)
+        self._engine.leave_session(held.id, held.owner, held.name)

@@ -67,7 +67,27 @@ class CheckPolicy(Frame, tag="policy"):
     policy: str = ""
 
 
-class OpenSession(Frame, tag="open"):
+class Named(Frame):
+    """A session's name, which is its owner's own."""
+
+    session: int = 0
+    owner: bytes = b""
+    name: bytes = b""
+
+
+class OpenSession(Named, tag="open"):
+    pass
+
+
+class SaveSession(Named, tag="save"):
+    pass
+
+
+class LeaveSession(Named, tag="leave"):
+    pass
+
+
+class ForgetStored(Named, tag="forget stored"):
     pass
 
 
@@ -94,7 +114,7 @@ class Ready(Frame, tag="ready"):
 class Reply(Frame, tag="reply"):
     """``error``: the name of an error's class, and its message."""
 
-    value: int | None = None
+    value: int | bool | None = None
     error: tuple[str, str] | None = None
 
 
@@ -118,7 +138,19 @@ class Outputs(Frame, tag="outputs"):
     statistics: EngineStatistics | None = None
 
 
-ToEngine = Add | Withdraw | Cancel | CheckPolicy | OpenSession | Forget | ClearPrefixes | Close
+ToEngine = (
+    Add
+    | Withdraw
+    | Cancel
+    | CheckPolicy
+    | OpenSession
+    | SaveSession
+    | LeaveSession
+    | ForgetStored
+    | Forget
+    | ClearPrefixes
+    | Close
+)
 FromEngine = Ready | Reply | Outputs
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -175,7 +207,7 @@ def request(message: AddRequest) -> Request:
         message.decoded,
         message.shares,
         None if constraint is None else constraint.source,
-        _bytes(message.cache_salt),
+        as_bytes(message.cache_salt),
     )
 
 
@@ -192,7 +224,7 @@ def add_request(given: Request, compile: Callable[[str], Constraint]) -> AddRequ
         given.decoded,
         given.shares,
         None if given.grammar is None else compile(given.grammar),
-        _text(given.cache_salt),
+        as_text(given.cache_salt),
     )
 
 
@@ -283,7 +315,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
     given = {name: value for name, usual in _USUAL.items() if (value := getattr(params, name)) != usual}
     for name in _TEXTS:
         if name in given:
-            given[name] = [_bytes(text) for text in given[name]]
+            given[name] = [as_bytes(text) for text in given[name]]
     if "stop_token_ids" in given:  # one that no machine word holds never comes
         given["stop_token_ids"] = [token for token in given["stop_token_ids"] if abs(token) < 2**63]
     return given
@@ -292,7 +324,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
 def _params_of(given: dict[str, Any]) -> SamplingParams:
     for name in _TEXTS:
         if name in given:
-            given[name] = tuple(_text(text) for text in given[name])
+            given[name] = tuple(as_text(text) for text in given[name])
     return SamplingParams(**given)
 
 
@@ -300,9 +332,9 @@ _USUAL = vars(SamplingParams())
 _policy = lru_cache(256)(Policy.parse)
 
 
-def _bytes(text: str) -> bytes:
+def as_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _text(given: bytes) -> str:
+def as_text(given: bytes) -> str:
     return given.decode("utf-8", "surrogatepass")
