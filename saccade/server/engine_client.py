@@ -72,6 +72,7 @@ class EngineProcess(asyncio.Protocol):
         return self._lost is None and not self._closing and self.process.poll() is None
 
     async def start(self) -> None:
+        self._socket.setblocking(False)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self, self._socket)
 
     async def check_policy(self, policy: Policy) -> None:
