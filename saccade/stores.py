@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from saccade.errors import RequestError, SaccadeError, shown
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}(/[a-z0-9][a-z0-9_-]{0,127})?")
 _ASIDE = ".part"
+WAIT = 2.0  # seconds for a lock
 
 
 @dataclass(frozen=True)
@@ -149,23 +151,36 @@ class FileStore:
 
 
 def _locked(path: Path) -> IO[str]:
-    """The lock file, held until it is closed or the process ends."""
+    """The lock file, held until it is closed or the process ends. A process that was killed may take a moment to end,
+    so another's lock is waited for."""
     lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
-    try:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # no POSIX system: who wrote last has written
-        pass
-    except OSError as error:
+    until = time.monotonic() + WAIT
+    while not _lock(lock):
+        lock.seek(0)
         owner = lock.read(32).strip()
-        lock.close()
-        other = f"another process ({owner})" if owner else "another process"
-        raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder") from error
+        if owner == str(os.getpid()) or time.monotonic() > until:
+            lock.close()
+            other = f"another process ({owner})" if owner else "another process"
+            raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder")
+        time.sleep(0.02)
+    lock.seek(0)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
     return lock
+
+
+def _lock(file: IO[str]) -> bool:
+    """Take the lock; False where another has it."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # no POSIX system: who wrote last has written
+        pass
+    except OSError:
+        return False
+    return True
 
 
 def _bring_to_disk(folder: Path) -> None:

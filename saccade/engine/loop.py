@@ -154,7 +154,7 @@ class AsyncEngine:
         pool, prefixes = self.engine.pool, self.engine.prefixes
         kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
-            self.running, self.waiting, pool.used_blocks, pool.num_blocks, kept, len(self.engine.sessions)
+            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions), kept
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

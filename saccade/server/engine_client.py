@@ -62,7 +62,7 @@ class EngineProcess(asyncio.Protocol):
         self._closing = False
         assert ready.statistics is not None
         self._statistics = ready.statistics
-        self._calls: dict[int, asyncio.Future[int | bool | None]] = {}
+        self._calls: dict[int, asyncio.Future[int | None]] = {}
         self._number = 0
         self._asked: dict[int, tuple[Stream, list[int], AsyncOutputs]] = {}  # by request id, with its prompt
         self._checked: OrderedDict[str, SaccadeError | None] = OrderedDict()
@@ -109,22 +109,19 @@ class EngineProcess(asyncio.Protocol):
             raise
         return outputs
 
-    async def open_session(self, owner: str, name: str) -> int:
-        session = await self._call(_named(wire.OpenSession(), owner, name))
+    async def open_session(self, name: str, owner: str) -> int:
+        session = await self._call(wire.OpenSession(0, None, wire.encoded(name), wire.encoded(owner)))
         assert session is not None
         return session
 
-    def save_session_soon(self, session: int, owner: str, name: str) -> None:
-        self._send(_named(wire.SaveSession(0, session), owner, name))
+    def save_soon(self, session: int, name: str, owner: str) -> None:
+        self._send(wire.SaveSession(0, session, wire.encoded(name), wire.encoded(owner)))
 
-    def leave_session(self, session: int, owner: str, name: str) -> None:
-        self._send(_named(wire.LeaveSession(0, session), owner, name))
+    def leave(self, session: int, name: str, owner: str) -> None:
+        self._send(wire.LeaveSession(0, session, wire.encoded(name), wire.encoded(owner)))
 
-    async def forget_stored(self, owner: str, name: str) -> bool:
-        return bool(await self._call(_named(wire.ForgetStored(), owner, name)))
-
-    def forget_soon(self, session: int) -> None:
-        self._send(wire.Forget(0, session))
+    async def forget(self, session: int | None, name: str, owner: str) -> bool:
+        return bool(await self._call(wire.ForgetSession(0, session, wire.encoded(name), wire.encoded(owner))))
 
     async def clear_prefixes(self) -> None:
         await self._call(wire.ClearPrefixes())
@@ -238,11 +235,6 @@ class EngineProcess(asyncio.Protocol):
                 transport.abort()
                 return
         self._socket.close()
-
-
-def _named(frame: wire.Named, owner: str, name: str) -> wire.Named:
-    frame.owner, frame.name = wire.as_bytes(owner), wire.as_bytes(name)
-    return frame
 
 
 def _how(process: subprocess.Popen[bytes]) -> str:

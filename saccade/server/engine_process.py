@@ -15,13 +15,12 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from saccade.engine.config import EngineConfig
-from saccade.engine.messages import EngineStatistics, StepOutput
+from saccade.engine.messages import StepOutput
 from saccade.engine.stream import Stream
 from saccade.llm import LLM
 from saccade.machine import device_note
@@ -29,12 +28,11 @@ from saccade.methods.policy import Policy
 from saccade.server import wire
 from saccade.server.engines import about_llm
 from saccade.server.grammar import Grammar, Grammars
-from saccade.server.kept_sessions import KeptSessions
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
+from saccade.server.named_sessions import NamedSessions
 
 GRAMMARS = 64  # that are kept compiled
-STORED = 1.0  # seconds between two looks at what is stored
 ALIVE = 1.0  # seconds between two looks at whether the loop still runs
 
 
@@ -97,7 +95,7 @@ class EngineServer:
     def __init__(self, llm: LLM, outbox: Outbox) -> None:
         self.llm, self.outbox = llm, outbox
         self.collected: list[StepOutput] = []
-        self._read, self._stored = -STORED, dict[str, Any]()
+        self._named = NamedSessions(llm)
         self._added: dict[int, tuple[Future[Any], list[Outlet]]] = {}
         grammars = Grammars(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
 
@@ -106,7 +104,6 @@ class EngineServer:
             return grammars.compile(text, "grammar")
 
         self._compile = compile
-        self._sessions = KeptSessions(llm)
         llm.loop.after_steps(self._flush)
 
     def handle(self, frame: wire.ToEngine) -> bool:
@@ -126,18 +123,8 @@ class EngineServer:
             elif isinstance(frame, wire.CheckPolicy):
                 self.llm.engine.checks.policy(Policy.parse(frame.policy))
                 self._reply(frame.call, None)
-            elif isinstance(frame, wire.OpenSession):
-                self._answer(frame.call, self._sessions.open(wire.as_text(frame.owner), wire.as_text(frame.name)))
-            elif isinstance(frame, wire.ForgetStored):
-                self._answer(
-                    frame.call, self._sessions.forget_stored(wire.as_text(frame.owner), wire.as_text(frame.name))
-                )
-            elif isinstance(frame, wire.SaveSession):
-                self._sessions.save_soon(frame.session, wire.as_text(frame.owner), wire.as_text(frame.name))
-            elif isinstance(frame, wire.LeaveSession):
-                self._sessions.leave(frame.session, wire.as_text(frame.owner), wire.as_text(frame.name))
-            elif isinstance(frame, wire.Forget):
-                loop.forget_soon(frame.session)
+            elif isinstance(frame, wire.Session):
+                self._session(frame, wire.decoded(frame.name), wire.decoded(frame.owner))
             elif isinstance(frame, wire.ClearPrefixes):
                 loop.clear_prefixes()
                 self._reply(frame.call, None)
@@ -146,6 +133,21 @@ class EngineServer:
         except Exception as error:
             self._reply(frame.call, error)
         return True
+
+    def close(self) -> None:
+        """End the engine, once what is to be saved is."""
+        self._named.close()
+        self.llm.close()
+
+    def _session(self, frame: wire.Session, name: str, owner: str) -> None:
+        named = self._named
+        if isinstance(frame, wire.OpenSession):
+            self._answer(frame.call, named.open(name, owner))
+        elif isinstance(frame, wire.ForgetSession):
+            self._answer(frame.call, named.forget(frame.session, name, owner))
+        elif frame.session is not None:
+            act = named.save_soon if isinstance(frame, wire.SaveSession) else named.leave
+            act(frame.session, name, owner)
 
     def _answer(self, call: int, future: Future[Any]) -> None:
         """Reply with what ``future`` will be."""
@@ -157,7 +159,7 @@ class EngineServer:
 
         future.add_done_callback(done)
 
-    def _reply(self, call: int, error: BaseException | None, value: int | bool | None = None) -> None:
+    def _reply(self, call: int, error: BaseException | None, value: int | None = None) -> None:
         self.outbox.send(wire.Reply(call, value, None if error is None else wire.told(error)))
 
     def _withdraw(self, call: int) -> None:
@@ -165,17 +167,10 @@ class EngineServer:
         if future is not None and not future.cancel():
             self.llm.loop.cancel_soon([outlet.request_id for outlet in outlets])
 
-    def _statistics(self) -> EngineStatistics:
-        """Those of the store are read now and then: they take longer."""
-        now = time.monotonic()
-        if now - self._read > STORED:
-            self._read, self._stored = now, self._sessions.statistics().stored
-        return replace(self.llm.loop.statistics(), stored=self._stored)
-
     def _flush(self) -> None:
         outputs = [wire.output(one) for one in self.collected]
         self.collected.clear()
-        self.outbox.send(wire.Outputs(0, outputs, self._statistics()))
+        self.outbox.send(wire.Outputs(0, outputs, self._named.statistics()))
 
 
 def main(descriptor: int) -> None:
@@ -209,7 +204,7 @@ def main(descriptor: int) -> None:
             more = server.handle(wire.to_engine(frames.get(timeout=ALIVE)))
         if more and not llm.loop.alive:
             sys.exit(1)
-    llm.close()
+    server.close()
     while not outbox.drained():
         time.sleep(0.01)
 

@@ -16,8 +16,8 @@ from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer
-from saccade.server.kept_sessions import KeptSessions
 from saccade.server.kv_events import KVEvents
+from saccade.server.named_sessions import NamedSessions
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,20 @@ class EngineFace(Protocol):
         outputs are taken, once the engine has ended by itself."""
         ...
 
-    async def open_session(self, owner: str, name: str) -> int:
-        """The id of a session that goes on from what is stored under that name of that owner, or that begins."""
+    async def open_session(self, name: str, owner: str) -> int:
+        """The id of the session that is stored under the owner's name, or of one that begins."""
         ...
 
-    def save_session_soon(self, session: int, owner: str, name: str) -> None:
-        """Store it as it is between two turns, if sessions are stored."""
+    def save_soon(self, session: int, name: str, owner: str) -> None:
+        """After a turn: store the session, where the engine stores any."""
         ...
 
-    def leave_session(self, session: int, owner: str, name: str) -> None:
-        """Drop it; what is stored of it stays."""
+    def leave(self, session: int, name: str, owner: str) -> None:
+        """Drop a session, once it is stored where the engine stores any; a turn that runs is cancelled."""
         ...
 
-    async def forget_stored(self, owner: str, name: str) -> bool:
-        """Remove what is stored under a name; False where there is nothing."""
-        ...
-
-    def forget_soon(self, session: int) -> None:
-        """Drop a session; a turn that runs is cancelled."""
+    async def forget(self, session: int | None, name: str, owner: str) -> bool:
+        """Drop a session, and what is stored under its name; whether anything was stored."""
         ...
 
     async def clear_prefixes(self) -> None:
@@ -117,7 +113,7 @@ class LocalEngine:
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
-        self._sessions = KeptSessions(llm)
+        self._named = NamedSessions(llm)
         self.note = device_note(llm.model.device)
 
     @property
@@ -133,27 +129,24 @@ class LocalEngine:
     async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
         return await self.llm.loop.submit(messages)
 
-    async def open_session(self, owner: str, name: str) -> int:
-        return await asyncio.wrap_future(self._sessions.open(owner, name))
+    async def open_session(self, name: str, owner: str) -> int:
+        return await asyncio.wrap_future(self._named.open(name, owner))
 
-    def save_session_soon(self, session: int, owner: str, name: str) -> None:
-        self._sessions.save_soon(session, owner, name)
+    def save_soon(self, session: int, name: str, owner: str) -> None:
+        self._named.save_soon(session, name, owner)
 
-    def leave_session(self, session: int, owner: str, name: str) -> None:
-        self._sessions.leave(session, owner, name)
+    def leave(self, session: int, name: str, owner: str) -> None:
+        self._named.leave(session, name, owner)
 
-    async def forget_stored(self, owner: str, name: str) -> bool:
-        return await asyncio.wrap_future(self._sessions.forget_stored(owner, name))
-
-    def forget_soon(self, session: int) -> None:
-        self.llm.loop.forget_soon(session)
+    async def forget(self, session: int | None, name: str, owner: str) -> bool:
+        return await asyncio.wrap_future(self._named.forget(session, name, owner))
 
     async def clear_prefixes(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.llm.reset_prefix_cache)
 
     def statistics(self) -> EngineStatistics:
-        return self._sessions.statistics()
+        return self._named.statistics()
 
     def close(self) -> None:
-        self._sessions.close()
+        self._named.close()
         self.llm.close()

@@ -128,6 +128,7 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._engine.statistics()
+        stored = now.stored or {}
         used = max(now.kept_blocks, now.used_blocks)  # the engine goes on meanwhile
         rows: Iterable[tuple[str, str, float]] = (
             ("num_requests_running", "Samples that the engine works on.", now.running),
@@ -144,18 +145,17 @@ class _Engine(Collector):
             ),
             ("num_sessions", "Sessions that are kept.", now.sessions),
         )
-        report = now.stored
-        if report:
+        if stored:
             rows = (
                 *rows,
-                ("num_stored_sessions", "Sessions in the folder.", report["sessions"]),
-                ("stored_session_bytes", "Bytes of them.", report["bytes"]),
+                ("num_stored_sessions", "Sessions in the folder.", stored["sessions"] or 0),
+                ("stored_session_bytes", "Bytes of them.", stored["bytes"] or 0),
             )
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        for name, said in _STORED.items() if report else ():
+        for name, said in _STORED.items() if stored else ():
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
-            counted.add_metric([self._model], report[name])
+            counted.add_metric([self._model], stored[name] or 0)
             yield counted

@@ -1,4 +1,4 @@
-"""Sessions that clients name. Each key has names of its own. With a ``session_dir`` they survive the server."""
+"""Sessions that clients name. Each key has names of its own. Those that the engine stores survive the server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LONGEST = 256  # characters of a name
 
 @dataclass
 class Held:
-    """One session while the server keeps it. ``id``: the engine's, 0 until it is there."""
+    """One session while the server keeps it. ``id``: the engine's, None until it has one."""
 
     owner: str
     name: str
-    id: int = 0
+    id: int | None = None
     busy: bool = True
     used: float = field(default_factory=time.monotonic)
 
@@ -48,8 +48,9 @@ class Sessions:
         if held is None:
             self._make_room()
             held = self._held[place] = Held(*place)
-            await self._open(held)
-        elif held.busy:
+            await self._open(place, held)
+            return held
+        if held.busy:
             raise ApiError(
                 409, f"the session {shown(name)} is still answering; wait for that turn", "session_busy", "session_id"
             )
@@ -58,26 +59,21 @@ class Sessions:
         return held
 
     def release(self, held: Held, answered: bool) -> None:
-        """Its turn has ended; one that was ``answered`` is saved."""
+        """Its turn has ended; one that was ``answered`` is stored, unless it was forgotten meanwhile."""
         held.busy, held.used = False, time.monotonic()
-        if self._held.get((held.owner, held.name)) is not held:  # forgotten meanwhile
-            self._engine.forget_soon(held.id)
-        elif answered:
-            self._engine.save_session_soon(held.id, held.owner, held.name)
+        if answered and held.id is not None and self._held.get((held.owner, held.name)) is held:
+            self._engine.save_soon(held.id, held.name, held.owner)
 
     async def forget(self, caller: Caller, name: str) -> bool:
         """Drop a session with its keys and values, those that are stored too; a turn that runs is cancelled. False
         where there is none."""
         held = self._held.pop((caller.name, name), None)
-        if held is not None and held.id:
-            self._engine.forget_soon(held.id)
-        return await self._engine.forget_stored(caller.name, name) or held is not None
+        stored = await self._engine.forget(None if held is None else held.id, name, caller.name)
+        return stored or held is not None
 
-    async def _open(self, held: Held) -> None:
-        """Have the engine restore or begin a session, which leaves again where nobody wants it by then: a client that
-        has gone finds it when it comes again."""
-        place = held.owner, held.name
-        opening = asyncio.ensure_future(self._engine.open_session(*place))
+    async def _open(self, place: tuple[str, str], held: Held) -> None:
+        """Have the engine begin a session, or restore it; it is left again where nobody wants it by then."""
+        opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner))
         try:
             held.id = await asyncio.shield(opening)
             if self._held.get(place) is not held:
@@ -90,7 +86,7 @@ class Sessions:
 
     def _unwanted(self, opening: asyncio.Future[int], held: Held) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._engine.leave_session(opening.result(), held.owner, held.name)
+            self._engine.leave(opening.result(), held.name, held.owner)
 
     @staticmethod
     def check(name: str) -> None:
@@ -113,4 +109,5 @@ class Sessions:
 
     def _drop(self, place: tuple[str, str]) -> None:
         held = self._held.pop(place)
-        self._engine.leave_session(held.id, held.owner, held.name)
+        if held.id is not None:
+            self._engine.leave(held.id, held.name, held.owner)

@@ -67,32 +67,28 @@ class CheckPolicy(Frame, tag="policy"):
     policy: str = ""
 
 
-class Named(Frame):
-    """A session's name, which is its owner's own."""
+class Session(Frame):
+    """``session``: the engine's, None where it has none. ``name`` is bytes: a client's text."""
 
-    session: int = 0
-    owner: bytes = b""
+    session: int | None = None
     name: bytes = b""
+    owner: bytes = b""
 
 
-class OpenSession(Named, tag="open"):
+class OpenSession(Session, tag="open"):
     pass
 
 
-class SaveSession(Named, tag="save"):
+class SaveSession(Session, tag="save"):
     pass
 
 
-class LeaveSession(Named, tag="leave"):
+class LeaveSession(Session, tag="leave"):
     pass
 
 
-class ForgetStored(Named, tag="forget stored"):
+class ForgetSession(Session, tag="forget"):
     pass
-
-
-class Forget(Frame, tag="forget"):
-    session: int = 0
 
 
 class ClearPrefixes(Frame, tag="clear"):
@@ -146,8 +142,7 @@ ToEngine = (
     | OpenSession
     | SaveSession
     | LeaveSession
-    | ForgetStored
-    | Forget
+    | ForgetSession
     | ClearPrefixes
     | Close
 )
@@ -207,7 +202,7 @@ def request(message: AddRequest) -> Request:
         message.decoded,
         message.shares,
         None if constraint is None else constraint.source,
-        as_bytes(message.cache_salt),
+        encoded(message.cache_salt),
     )
 
 
@@ -224,7 +219,7 @@ def add_request(given: Request, compile: Callable[[str], Constraint]) -> AddRequ
         given.decoded,
         given.shares,
         None if given.grammar is None else compile(given.grammar),
-        as_text(given.cache_salt),
+        decoded(given.cache_salt),
     )
 
 
@@ -315,7 +310,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
     given = {name: value for name, usual in _USUAL.items() if (value := getattr(params, name)) != usual}
     for name in _TEXTS:
         if name in given:
-            given[name] = [as_bytes(text) for text in given[name]]
+            given[name] = [encoded(text) for text in given[name]]
     if "stop_token_ids" in given:  # one that no machine word holds never comes
         given["stop_token_ids"] = [token for token in given["stop_token_ids"] if abs(token) < 2**63]
     return given
@@ -324,7 +319,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
 def _params_of(given: dict[str, Any]) -> SamplingParams:
     for name in _TEXTS:
         if name in given:
-            given[name] = tuple(as_text(text) for text in given[name])
+            given[name] = tuple(decoded(text) for text in given[name])
     return SamplingParams(**given)
 
 
@@ -332,9 +327,11 @@ _USUAL = vars(SamplingParams())
 _policy = lru_cache(256)(Policy.parse)
 
 
-def as_bytes(text: str) -> bytes:
+def encoded(text: str) -> bytes:
+    """Text that a client wrote, as it passes."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def as_text(given: bytes) -> str:
+def decoded(given: bytes) -> str:
+    """The text again."""
     return given.decode("utf-8", "surrogatepass")
