@@ -13,7 +13,8 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm fuzz sanitize fuzz-server storm-server test-page conformance test-ray clean
+.PHONY: setup demo test lint types build lock storm storm-sessions fuzz sanitize fuzz-server storm-server \
+  test-page conformance test-ray clean
 
 setup: $(STAMP)
 
@@ -77,6 +78,10 @@ build: setup
 # 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
 storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT)
+
+# 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
+storm-sessions: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000)
 
 fuzz: setup
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT)

@@ -9,29 +9,33 @@ from typing import Any
 
 import torch
 
-from saccade.engine.config import EngineConfig
+from saccade.durable import DurableSessions
+from saccade.engine.config import SESSIONS, EngineConfig
 from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager, KVFormat, KVStorage
-from saccade.machine import available_bytes, parse_bytes
+from saccade.kv.disk import DiskTier
+from saccade.machine import available_bytes, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
 from saccade.models.loader import LoadedModel, load_model
-from saccade.ops import cpu, triton
+from saccade.ops import cpu, debug, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.session import Session
+from saccade.stores import BlockStore, FileStore
 
 
 class LLM:
     """A model with its KV pool, ready to generate: a synchronous and an asyncio face of :class:`AsyncEngine`.
 
     Settings are those of :class:`EngineConfig`, by name, or a ``config`` of them. Every method may be called from any
-    thread. ``engine`` and its parts may be looked at while nothing runs. Raises SaccadeError with one line that says
-    the way out.
+    thread. ``engine`` and its parts may be looked at while nothing runs. ``sessions``: those that survive, in
+    ``session_dir`` or in a ``session_store`` of the caller's own. Raises SaccadeError with one line that says the way
+    out.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class LLM:
         policy: PolicyLike = "dense",
         *,
         config: EngineConfig | None = None,
+        session_store: BlockStore | None = None,
         **settings: Any,
     ) -> None:
         if config is None:
@@ -47,6 +52,10 @@ class LLM:
         elif settings:
             raise SaccadeError(f"give a config or single settings ({', '.join(sorted(settings))}), not both")
         self.config = config
+        most: int | None = None
+        if config.session_dir is not None and session_store is None:  # before the model: another process may have it
+            folder, most = folder_and_size(config.session_dir, "session_dir", SESSIONS)
+            session_store = FileStore(folder)
         self.policy = Policy.parse(config.policy)
         self.model = load_model(
             checkpoint_folder(config.model, config.revision), dtype=config.dtype, device=config.device
@@ -60,6 +69,7 @@ class LLM:
         self.engine = Engine(config, self.model, pool, self.max_model_len, exact)
         self.engine.checks.policy(self.policy)
         self.loop = AsyncEngine(self.engine, config.max_waiting)
+        self.sessions = None if session_store is None else DurableSessions(session_store, self.loop, most)
 
     @property
     def tokenizer(self) -> Any:
@@ -180,13 +190,49 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, policy=policy, use_tqdm=use_tqdm)
 
-    def session(self, policy: PolicyLike = None) -> Session:
-        """A conversation that keeps its keys, values and method state between turns."""
-        return Session(self, self._policy(policy))
+    def session(self, policy: PolicyLike = None, *, name: str | None = None, recompute: bool = False) -> Session:
+        """A conversation that keeps its keys, values and method state between turns.
+
+        With ``name`` it goes on from what ``session_dir`` holds under that name, of this process or an earlier one, and
+        is saved there behind every turn, in the background (``sessions.flush()`` waits for it). Without ``policy`` its
+        turns use the one that it was saved with. RequestError where what is stored is another model's or damaged beyond
+        use: ``recompute`` takes over what was said alone, ``sessions.forget(name)`` removes it.
+        """
+        if name is None:
+            return Session(self, self._policy(policy))
+        if self.sessions is None:
+            raise RequestError(f"name={shown(name)}: sessions survive in a session_dir; give one to LLM(...)")
+        if not isinstance(name, str) or not 1 <= len(name) <= 256:
+            raise RequestError(f"name={shown(name)} must be a text of 1 to 256 characters")
+        chosen = None if policy is None else self._policy(policy)
+        restored = self.sessions.restore(name, recompute=recompute)
+        if restored is None:
+            return Session(self, self.policy if chosen is None else chosen, name)
+        return Session.back(self, restored, chosen, name)
+
+    def cache_report(self) -> dict[str, Any]:
+        """What was not computed because it was there. ``prefixes`` (None without ``enable_prefix_caching``): prompt
+        tokens looked up and found, their share, and the bytes that ended requests left; ``sessions`` (None without
+        ``session_dir``): see ``DurableSessions.report``."""
+        prefixes, format = self.engine.prefixes, self.pool.format
+        found: dict[str, Any] | None = None
+        if prefixes is not None:
+            found = {
+                "tokens": prefixes.queries,
+                "tokens_found": prefixes.hits,
+                "hit_rate": prefixes.hits / prefixes.queries if prefixes.queries else None,
+                "kept_bytes": prefixes.kept_slots * format.block_bytes,
+            }
+        return {"prefixes": found, "sessions": None if self.sessions is None else self.sessions.report()}
 
     def close(self) -> None:
-        """Cancel what runs and end the engine's thread. Nothing can be asked of this LLM afterwards."""
+        """Save what is to be saved, cancel what runs and end the engine's thread. Nothing can be asked of this LLM
+        afterwards."""
+        if self.sessions is not None:
+            self.sessions.close()
         self.loop.close()
+        if self.pool.tiers is not None:
+            self.pool.tiers.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -227,7 +273,11 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
             f"need one each; give at least {layers * per_block} bytes"
         )
-    return BlockManager(KVStorage(layout, blocks, model.device, triton.row_mover(model.device)), layers)
+    storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
+    if config.kv_disk is None:
+        return BlockManager(storage, layers)
+    tier = DiskTier(*folder_and_size(config.kv_disk, "kv_disk"), storage)
+    return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:

@@ -47,6 +47,23 @@ def parse_bytes(size: int | float | str) -> int:
     return int(value)
 
 
+def folder_and_size(given: Any, what: str, default: str | None = None) -> tuple[Path, int]:
+    """``"folder:SIZE"`` -> the folder, with ``~`` expanded, and bytes; a folder alone where there is a ``default``
+    size. SaccadeError, naming ``what``, for anything else."""
+    text = str(given) if isinstance(given, str | Path) else ""
+    folder, colon, last = text.rpartition(":")
+    size: str | None = last
+    if not colon or "/" in last or not last[:1].isdigit():
+        folder, size = text, default
+    try:
+        if not folder or "\0" in folder or size is None:
+            raise SaccadeError("no folder, or no size")
+        return Path(folder).expanduser(), parse_bytes(size)
+    except (SaccadeError, RuntimeError):  # the latter for the home of nobody
+        allowed = "a folder and a size" if default is None else "a folder, or a folder and a size"
+        raise SaccadeError(f"{what}={shown(given)} must be {allowed}, such as '~/kept:20GiB'") from None
+
+
 def check_threads(threads: Any) -> None:
     """Raise SaccadeError unless ``threads`` is a number of threads that a machine may run."""
     if not whole_number(threads, 1, MOST_THREADS):

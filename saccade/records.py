@@ -1,7 +1,8 @@
-"""Records: named tensors and plain data in one file, written whole, read with care.
+"""Records: named tensors and plain data in one piece, written whole, read with care.
 
-A record is a safetensors file. Its metadata holds the data as JSON and a checksum of every part, so that what was torn,
-flipped or written by somebody else is known before it is used.
+A record is what a safetensors file holds, in a file of its own or as bytes that some store keeps. Its metadata has the
+data as JSON and a checksum of every part, so that what was torn, flipped or written by somebody else is known before it
+is used.
 """
 
 from __future__ import annotations
@@ -16,24 +17,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from saccade.errors import RequestError
 from saccade.files import written_whole
 
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # version 1 has checksums by BLAKE2b
 _KEY = "saccade.record"
+_LONGEST = 100 * 2**20  # bytes of a header, as safetensors has it
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
 
 
 @dataclass
 class Record:
     """``tensors``, contiguous, on the CPU; ``data``, as JSON can hold it; ``damaged``: tensors that were stored, but
-    cannot be read or are not what was written."""
+    cannot be read or are not what was written. ``seal``: a checksum of all of it, once it was written or read."""
 
     kind: str
     data: Any
     tensors: dict[str, Tensor] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
+    seal: str = ""
 
 
 def write_record(path: Path, record: Record) -> None:
@@ -41,17 +58,30 @@ def write_record(path: Path, record: Record) -> None:
     system refuses."""
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in record.tensors.items()}
-    body = {"version": VERSION, "kind": record.kind, "checksums": _checksums(tensors), "data": record.data}
-    text = json.dumps(body)
+    tensors, metadata = _described(record)
     with written_whole(path, record.kind) as aside:
         aside.touch(mode=0o600)
-        save_file(tensors, aside, {_KEY: text, "checksum": _digest(text.encode())})
+        save_file(tensors, aside, metadata)
         descriptor = os.open(aside, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def encode_record(record: Record) -> bytes:
+    """What :func:`write_record` writes, as bytes for :func:`decode_record`."""
+    from safetensors.torch import save
+
+    return save(*_described(record))
+
+
+def checksum(content: Any, about: str = "") -> str:
+    """Of the bytes of a buffer, and of a text about them: 32 hexadecimal digits of XXH3. It finds what was torn or
+    flipped; it is no seal against somebody who means harm."""
+    digest = xxhash.xxh3_128(content)
+    digest.update(about.encode())
+    return digest.hexdigest()
 
 
 def read_record(path: Path, kind: str) -> Record:
@@ -62,9 +92,7 @@ def read_record(path: Path, kind: str) -> Record:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            if _KEY not in metadata:
-                raise RequestError(f"{path} is no {kind}: it was not written by saccade")
-            body = _checked_body(path, kind, metadata)
+            body = _checked_body(str(path), kind, metadata)
             tensors: dict[str, Tensor] = {}
             damaged = []
             for name in body["checksums"]:
@@ -78,32 +106,83 @@ def read_record(path: Path, kind: str) -> Record:
         raise RequestError(f"{path} is no {kind}, or is damaged: {str(error).splitlines()[0]}") from error
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
-    found = _checksums(tensors)
+    return _whole_parts(kind, body, tensors, damaged, metadata["checksum"])
+
+
+def decode_record(content: Any, kind: str, name: str) -> Record:
+    """The record in a buffer, which its tensors share; ``name``: what errors call it. A torn end costs the tensors that
+    lay there. Raises as :func:`read_record` does."""
+    view = memoryview(content).cast("B")
+    length = int.from_bytes(view[:8], "little")
+    if len(view) < 8 or length > min(_LONGEST, len(view) - 8):
+        raise RequestError(f"{name} is no {kind}, or is damaged: its header is not whole")
+    try:
+        header = json.loads(bytes(view[8 : 8 + length]))
+        metadata = header.pop("__metadata__", {})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise RequestError(f"{name} is no {kind}, or is damaged: its header is not JSON") from error
+    body = _checked_body(name, kind, metadata)
+    parts, tensors, damaged = view[8 + length :], {}, []
+    for part in body["checksums"]:
+        try:
+            tensors[part] = _tensor(parts, header[part])
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            damaged.append(part)
+    return _whole_parts(kind, body, tensors, damaged, metadata["checksum"])
+
+
+def _tensor(parts: memoryview, described: Any) -> Tensor:
+    """A tensor as a header describes it. KeyError, TypeError, ValueError or RuntimeError where it is not there."""
+    (start, stop), shape, dtype = described["data_offsets"], described["shape"], _DTYPES[described["dtype"]]
+    if not 0 <= start <= stop <= len(parts):
+        raise ValueError("it lies behind the end")
+    if start == stop:  # frombuffer takes no empty ones
+        return torch.empty(0, dtype=dtype, device="cpu").reshape(shape)
+    return torch.frombuffer(parts[start:stop], dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _described(record: Record) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors as they are written, and the metadata."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in record.tensors.items()}
+    body = {"version": VERSION, "kind": record.kind, "checksums": _checksums(tensors), "data": record.data}
+    text = json.dumps(body)
+    record.seal = _digest(text.encode())
+    return tensors, {_KEY: text, "checksum": record.seal}
+
+
+def _whole_parts(kind: str, body: dict[str, Any], tensors: dict[str, Tensor], damaged: list[str], seal: str) -> Record:
+    found = _checksums(tensors, body["version"])
     damaged += [name for name in tensors if found[name] != body["checksums"][name]]
     whole = {name: tensor for name, tensor in tensors.items() if name not in damaged}
-    return Record(kind, body["data"], whole, sorted(damaged))
+    return Record(kind, body["data"], whole, sorted(damaged), seal)
 
 
-def _checked_body(path: Path, kind: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    text = metadata[_KEY]
+def _checked_body(name: str, kind: str, metadata: Any) -> dict[str, Any]:
+    if not isinstance(metadata, Mapping) or not isinstance(text := metadata.get(_KEY), str):
+        raise RequestError(f"{name} is no {kind}: it was not written by saccade")
     if _digest(text.encode()) != metadata.get("checksum"):
-        raise RequestError(f"{path} is damaged: its description is not what was written")
+        raise RequestError(f"{name} is damaged: its description is not what was written")
     body: dict[str, Any] = json.loads(text)
-    if body["version"] != VERSION:
-        raise RequestError(f"{path} is a record of version {body['version']}; this build reads version {VERSION}")
+    if body["version"] not in READ:
+        raise RequestError(f"{name} is a record of version {body['version']}; this build reads up to version {VERSION}")
     if body["kind"] != kind:
-        raise RequestError(f"{path} is a {body['kind']}, not a {kind}")
+        raise RequestError(f"{name} is a {body['kind']}, not a {kind}")
     return body
 
 
-def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _checksums(tensors: Mapping[str, Tensor], version: int = VERSION) -> dict[str, str]:
     """Of each tensor's bytes, some at a time: hashing leaves other threads alone."""
+    if sum(tensor.nbytes for tensor in tensors.values()) < 2**22:  # too little to be worth threads
+        return {name: _of_tensor(tensor, version) for name, tensor in tensors.items()}
     with ThreadPoolExecutor(max_workers=max(1, min(8, torch.get_num_threads()))) as pool:
-        return dict(zip(tensors, pool.map(_tensor_digest, tensors.values())))
+        return dict(zip(tensors, pool.map(lambda tensor: _of_tensor(tensor, version), tensors.values())))
 
 
-def _tensor_digest(tensor: Tensor) -> str:
-    return _digest(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+def _of_tensor(tensor: Tensor, version: int) -> str:
+    content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if version == 1:
+        return _digest(content)  # type: ignore[arg-type]
+    return checksum(content, f"{tensor.dtype} {list(tensor.shape)}")
 
 
 def _digest(content: bytes) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from saccade.durable import Restored
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
@@ -33,9 +35,10 @@ class Session:
     A turn that fails or is cancelled leaves the session as it was before it.
     """
 
-    def __init__(self, llm: LLM, policy: Policy) -> None:
+    def __init__(self, llm: LLM, policy: Policy, name: str | None = None) -> None:
         self.llm = llm
         self.policy = policy
+        self.name = name  # under which it survives
         self.messages: list[dict[str, Any]] = []
         self.note: str | None = None  # what is to be said of a restored one
         self._open(llm.engine.open_session())
@@ -49,11 +52,19 @@ class Session:
         chosen = Policy.parse(record.data["policy"]) if policy is None else policy
         llm.engine.checks.policy(chosen)
         number, note = llm.loop.restore(saved, [name for name in record.damaged if name != "said"], recompute)
-        session = cls.__new__(cls)
-        session.llm, session.policy, session.note = llm, chosen, note
-        session.messages = record.data["messages"]
-        session._open(number)
-        session._said = [] if said is None else said.tolist()
+        own = {} if said is None else {"said": said}
+        return cls.back(llm, Restored(number, note, record.data, own), chosen)
+
+    @classmethod
+    def back(cls, llm: LLM, restored: Restored, policy: Policy | None, name: str | None = None) -> Session:
+        """A session that the engine has again. ``policy`` None: the one that it was saved with."""
+        session, data = cls.__new__(cls), restored.data
+        session.llm, session.name, session.note = llm, name, restored.note
+        session.messages = data["messages"]
+        session._open(restored.number)
+        session._said = restored.tensors["said"].tolist() if "said" in restored.tensors else []
+        session.policy = Policy.parse(data["policy"]) if policy is None else policy
+        llm.engine.checks.policy(session.policy)
         return session
 
     def save(self, path: str | Path) -> None:
@@ -61,9 +72,18 @@ class Session:
         keys and values, and what the decode method knows. The file takes the place of one that is there, whole or not
         at all, and only its owner can read it. RequestError while a turn runs, or where the system refuses."""
         saved = self.llm.loop.save(self.id)
-        data = {"engine": saved.data, "messages": self.messages, "policy": self.policy.text}
-        said = torch.tensor(self._said, dtype=torch.int64, device="cpu")
-        write_record(Path(path), Record(RECORD, data, saved.tensors | {"said": said}))
+        data, own = self._own()
+        write_record(Path(path), Record(RECORD, data | {"engine": saved.data}, saved.tensors | own))
+
+    def _own(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """What is saved beside the engine's part."""
+        data = {"messages": [dict(one) for one in self.messages], "policy": self.policy.text}
+        return data, {"said": torch.tensor(self._said, dtype=torch.int64, device="cpu")}
+
+    def _ended(self) -> None:
+        """A turn has ended: one with a name is saved."""
+        if self.name is not None and self.llm.sessions is not None:
+            self.llm.sessions.save_soon(self.id, self.name, *self._own())
 
     def _open(self, number: int) -> None:
         llm = self.llm
@@ -71,7 +91,11 @@ class Session:
         self.sequence: TokenSequence = llm.engine.sessions[self.id]  # the engine's own: to look at between turns
         self._said: list[int] = []  # the context as the last message left it
         # A session that is dropped without close() gives its blocks back before the engine's next step.
-        self._finalizer = weakref.finalize(self, llm.loop.forget_soon, self.id)
+        give_back: Callable[[], None] = partial(llm.loop.forget_soon, self.id)
+        if self.name is not None and llm.sessions is not None:
+            llm.sessions.opened(self.id, self.name)
+            give_back = partial(llm.sessions.leave, self.id, self.name)
+        self._finalizer = weakref.finalize(self, give_back)
         self._finalizer.atexit = False
 
     @property
@@ -83,14 +107,19 @@ class Session:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> RequestOutput:
         """Append ``prompt`` (text or token ids) to the context and complete it."""
-        return self._finished(self._turn(prompt, sampling_params, policy), prompt)
+        output = self._finished(self._turn(prompt, sampling_params, policy), prompt)
+        self._ended()
+        return output
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, policy: PolicyLike = None
     ) -> Iterator[StepOutput]:
         """Like ``generate``, step by step; leaving the loop early cancels the turn."""
         with self.llm.loop.asked([self._turn(prompt, sampling_params, policy)]) as (stream,):
-            yield from self.llm.loop.outputs(stream)
+            for output in self.llm.loop.outputs(stream):
+                if output.finished:
+                    self._ended()
+                yield output
 
     def complete(
         self,
@@ -105,7 +134,9 @@ class Session:
         computed again, but at most its first ``keep`` tokens are kept. A stretch that a sparse prefill computed is kept
         whole or not at all. The last ``decoded`` tokens, a question say, run one by one as decode steps under the
         policy's decode method, so that they read as sparsely as the answer's."""
-        return self._finished(self._turn(token_ids, sampling_params, policy, keep, decoded, whole=True))
+        output = self._finished(self._turn(token_ids, sampling_params, policy, keep, decoded, whole=True))
+        self._ended()
+        return output
 
     def chat(
         self,
@@ -146,6 +177,7 @@ class Session:
     def _answered(self, turn: dict[str, Any], text: str) -> None:
         self.messages += [turn, {"role": "assistant", "content": text}]
         self._said = self.token_ids
+        self._ended()
 
     def _say(
         self,
@@ -168,8 +200,11 @@ class Session:
         return turn, self._turn(ids, params, policy, whole=True)
 
     def close(self) -> None:
-        """Give the session's blocks back. A turn after that begins a new context."""
+        """Give the session's blocks back. A turn after that begins a new context, which takes the place of what is
+        stored under the session's name; until then that stays."""
         self._finalizer.detach()
+        if self.name is not None and self.llm.sessions is not None:
+            self.llm.sessions.wait(self.name)  # keys and values are copied until then
         self.llm.loop.forget(self.id)
         self._said = []
 

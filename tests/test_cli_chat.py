@@ -69,10 +69,10 @@ def test_a_document_goes_before_the_next_message_and_stays(conversation, notes, 
     assert notes == [f"{file}: {len(FACT) + 1} tokens; they go before your next message"]
     assert said(conversation, ASK) == " 7391-XKQ"
     assert conversation.session.messages[0]["content"] == f"{FACT}\n\n{ASK}"
-    assert (conversation.documents, conversation.pinned) == ([], [conversation.session.messages[0]])
+    assert (conversation.documents, conversation.session.messages[0]["document"]) == ([], True)
     assert "7391-XK" in said(conversation, ASK)
     conversation.command("/reset")
-    assert (conversation.session.messages, conversation.pinned) == ([], [])
+    assert conversation.session.messages == []
     assert said(conversation, ASK) != " 7391-XKQ"
 
 

@@ -16,7 +16,9 @@ from saccade.engine import device_attention
 from saccade.engine.attention import Watch
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
+from saccade.engine.device_sampling import choose_tokens
 from saccade.engine.report import LayerStats
+from saccade.engine.row_sampling import RowSampling
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model
 from saccade.ops.triton import progressive
@@ -170,6 +172,30 @@ def test_logits_that_are_not_finite_go_to_the_sampler(runner):
     result = DeviceBackend(runner).run(sequences.step(greedy=True), sequences.memories)[100]
     assert result.tokens is None
     assert not torch.isfinite(result.logits).any()
+
+
+@pytest.mark.parametrize("asked", [RowSampling(seed=5, logprobs=2), RowSampling(0.0, repetition_penalty=1.5)])
+def test_tokens_are_chosen_beside_the_logits(runner, asked):
+    sequences = Sequences(runner, ["dense"] * 2, [40, 50])
+    if asked.repetition_penalty != 1.0:
+        asked = asked._replace(seen=torch.arange(40))
+    plain = DeviceBackend(runner).run(sequences.step(), sequences.memories)
+    again = Sequences(runner, ["dense"] * 2, [40, 50])
+    results = DeviceBackend(runner).run(again.step(sampling=asked), again.memories)
+    logits = torch.cat([plain[100 + row].logits for row in range(2)])
+    tokens, logprobs = choose_tokens(logits, [asked] * 2, [41, 51])
+    for row in range(2):
+        assert results[100 + row].logits is None
+        assert results[100 + row].tokens == [tokens[row]]
+        assert results[100 + row].logprobs == (None if asked.logprobs is None else [logprobs[row]])
+    again = Sequences(runner, ["dense"] * 2, [40, 50])
+    for layer in range(runner.spec.layers):
+        view = again.memories[0].kv.view(layer)
+        view.write(0, view.keys(), view.values() * float("nan"))
+    results = DeviceBackend(runner).run(again.step(sampling=asked), again.memories)
+    assert results[100].tokens is None
+    assert not torch.isfinite(results[100].logits).any()
+    assert results[101].tokens == [tokens[1]]
 
 
 def test_who_is_not_served_is_told_why(runner):

@@ -12,7 +12,7 @@ from engine_helpers import finish, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_attention
+from saccade.engine import device_attention, device_sampling
 
 POLICIES = [
     "dense",
@@ -75,16 +75,28 @@ def test_methods_side_by_side_with_one_that_is_not_served(engines):
         same([left.report, right.report])
 
 
-def test_sampling_and_logprobs(engines):
+def test_sampling_and_logprobs(engines, monkeypatch):
     params = [
         SamplingParams(max_tokens=4, seed=3, ignore_eos=True),
         SamplingParams(max_tokens=4, temperature=0, logprobs=2),
+        SamplingParams(max_tokens=4, seed=4, top_p=0.8, min_tokens=3, repetition_penalty=1.3, logit_bias={9: 2}),
+        SamplingParams(max_tokens=4, temperature=0, presence_penalty=1.5, frequency_penalty=0.5, bad_words=["a"]),
     ]
-    prompts = [random_ids(100, seed=1), random_ids(110, seed=2)]
+    prompts = [random_ids(100 + row, seed=row) for row in range(4)]
+    chosen: list[int] = []
+    real = device_sampling.choose_tokens
+
+    def noted(logits, asked, places):
+        chosen.append(len(asked))
+        return real(logits, asked, places)
+
+    monkeypatch.setattr(device_sampling, "choose_tokens", noted)
     own, batched = (one.generate(prompts, params, policy="dense") for one in engines)
     for left, right in zip(own, batched):
         assert tokens(left) == tokens(right)
-        assert (left.outputs[0].logprobs is None) == (right.outputs[0].logprobs is None)
+        scores = [one.outputs[0].logprobs or [] for one in (left, right)]
+        assert [list(entries) for entries in scores[0]] == [list(entries) for entries in scores[1]]
+    assert sum(chosen) == 4 * 3  # every token but the prompts' own
     assert all(len(entries) >= 2 for entries in batched[1].outputs[0].logprobs)
 
 

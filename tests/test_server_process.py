@@ -150,7 +150,7 @@ def test_an_engine_is_asked_without_a_server(tiny_llama):
 
     async def ask() -> None:
         with pytest.raises(EngineLost, match="not been started"):
-            await engine.open_session()
+            await engine.open_session("s", "")
         await engine.start()
         message = AddRequest(1, ids, replace(params, max_tokens=1), Policy())
         outputs = await engine.submit([message])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ import typer
 
 from saccade.cli.options import POLICY, load_model, takes_engine
 from saccade.cli.sampling import takes_sampling
-from saccade.cli.sessions import held, path_of
+from saccade.cli.sessions import held, older_file, path_of
 from saccade.cli.streaming import hint, show_stream
 from saccade.errors import RequestError, SaccadeError
 
@@ -32,7 +33,7 @@ def chat(
     policy: Annotated[str | None, POLICY] = None,
     session: Annotated[
         str | None,
-        typer.Option(help="Keep the conversation under this name: go on from it, and save it after every answer."),
+        typer.Option(help="Keep the conversation under this name: go on from it, and save it behind every answer."),
     ] = None,
     *,
     params: SamplingParams,
@@ -48,9 +49,12 @@ def chat(
 
     chosen = None if policy is None else Policy.parse(policy)
     path = None if session is None else path_of(session)
+    if path is not None:
+        config = replace(config, session_dir=path)
     with nullcontext() if path is None else held(path):
         llm, model = load_model(config), str(config.model)
-        conversation = Conversation(llm, chosen, params, _note, path)
+        older = None if path is None else older_file(path)
+        conversation = Conversation(llm, chosen, params, _note, session, older)
         if prompt_file is not None:
             conversation.load(prompt_file)
         at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -59,6 +63,10 @@ def chat(
             under = conversation.policy.text
             _note(f"{model} under {under}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.")
         talk(conversation, read, model)
+        conversation.saved()
+        llm.close()
+        if older is not None and conversation.is_saved:
+            older.unlink(missing_ok=True)
 
 
 def talk(conversation: Conversation, read: Callable[[], str | None], model: str) -> None:

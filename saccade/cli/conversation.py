@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.cli.inputs import read_text
 from saccade.errors import RequestError
+from saccade.machine import show_bytes
 from saccade.methods.policy import Policy
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from saccade.engine.params import SamplingParams
     from saccade.llm import LLM
 
+PINNED = "document"  # marks messages that hold documents: these are dropped by /reset alone
 HELP = """\
 /load FILE    read a UTF-8 text; it goes before your next message and stays until /reset
 /policy TEXT  answer under another policy from now on; without TEXT, say which one holds
@@ -29,9 +31,8 @@ A message that begins with // is sent with one / less."""
 class Conversation:
     """Turns over one session. ``note`` says something to the user. Turns that fail leave it as it was.
 
-    With ``path`` it goes on from what is saved there, and is saved there after every answer; ``policy`` None is then
-    the saved one's, else dense. Documents of a restored conversation count as messages: they may be dropped when the
-    context is full.
+    With ``name`` it goes on from what the model's ``session_dir`` holds under it, and is saved there behind every
+    answer; ``policy`` None is then the saved one's, else dense. ``older``: a file of an earlier version to go on from.
     """
 
     def __init__(
@@ -40,23 +41,27 @@ class Conversation:
         policy: Policy | None,
         params: SamplingParams,
         note: Callable[[str], None],
-        path: Path | None = None,
+        name: str | None = None,
+        older: Path | None = None,
     ) -> None:
         if not llm.tokenizer.has_chat_template:
             raise RequestError("this model has no chat template; saccade generate completes plain prompts with it")
-        self.llm, self.params, self.note, self.path = llm, params, note, path
-        if path is not None and path.exists():
-            self.session = llm.restore(path, policy)
+        self.llm, self.params, self.note, self.name = llm, params, note, name
+        if older is not None and older.is_file():
+            self.session = llm.restore(older, policy)
+            self.session.name = name
+        else:
+            chosen = "dense" if policy is None and not self._is_stored() else policy
+            self.session = llm.session(chosen, name=name)
+        if self.session.messages:
             turns, length = len(self.session.messages) // 2, len(self.session.token_ids)
             note(
                 f"going on from {turns} turns, {length:,} tokens"
                 + (f"; {self.session.note}" if self.session.note else "")
             )
-        else:
-            self.session = llm.session("dense" if policy is None else policy)
         self.policy = self.session.policy
         self.documents: list[str] = []  # that go with the next message
-        self.pinned: list[dict[str, Any]] = []  # messages that hold documents: these are dropped by /reset alone
+        self._told: str | None = None  # of what could not be saved
         self.last: RequestOutcome | None = None
         self.commands: dict[str, Callable[[str], None]] = {
             "load": lambda name: self.load(Path(name).expanduser()) if name else self.note("/load needs a file"),
@@ -80,19 +85,35 @@ class Conversation:
     def say(self, text: str) -> Iterator[StepOutput]:
         """Send a message with what was loaded before it, and give the answer step by step. Leaving early stops the
         answer, and the turn was never said."""
-        turn = {"role": "user", "content": "\n\n".join([*self.documents, text])}
+        turn: dict[str, Any] = {"role": "user", "content": "\n\n".join([*self.documents, text])}
+        if self.documents:
+            turn[PINNED] = True
         dropped = self.make_room(turn)
         if dropped:
             self.note(f"the context is full: the oldest {dropped} of the turns were dropped")
         for step in self.session.stream_chat(turn, self.params, policy=self.policy):
             if step.outcome is not None:
                 self.last = step.outcome
-                if step.outcome.error is None and self.documents:
+                if step.outcome.error is None:
                     self.documents = []
-                    self.pinned.append(self.session.messages[-2])
-                if step.outcome.error is None and self.path is not None:
-                    self.session.save(self.path)
             yield step
+        self.saved(wait=False)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether an answer of this process is in the folder."""
+        return self.llm.sessions is not None and self.llm.sessions.counts["saves"] > 0
+
+    def saved(self, wait: bool = True) -> None:
+        """Tell what could not be saved, once; with ``wait``, of the last answer too."""
+        stored = self.llm.sessions
+        if self.name is None or stored is None:
+            return
+        if wait:
+            stored.flush()
+        if stored.last_error is not None and stored.last_error != self._told:
+            self._told = stored.last_error
+            self.note(f"warning: {self._told}")
 
     def make_room(self, turn: dict[str, Any]) -> int:
         """Drop the oldest turns without documents until ``turn`` and its answer fit; returns how many. RequestError
@@ -102,7 +123,7 @@ class Conversation:
         answer = min(self.params.max_tokens or room, max(1, room // 4))
         dropped = 0
         while (length := self._length([*messages, turn])) + answer > room:
-            oldest = next((at for at in range(0, len(messages), 2) if not self._is_pinned(messages[at])), None)
+            oldest = next((at for at in range(0, len(messages), 2) if not messages[at].get(PINNED)), None)
             if oldest is None:
                 if length >= room:
                     raise RequestError(
@@ -126,8 +147,8 @@ class Conversation:
     def _length(self, messages: list[dict[str, Any]]) -> int:
         return len(self.llm.tokenizer.apply_chat_template(messages))
 
-    def _is_pinned(self, message: dict[str, Any]) -> bool:
-        return any(message is one for one in self.pinned)
+    def _is_stored(self) -> bool:
+        return self.name is not None and self.llm.sessions is not None and self.llm.sessions.has(self.name)
 
     def _set_policy(self, text: str) -> None:
         if text:
@@ -138,10 +159,10 @@ class Conversation:
 
     def _reset(self, _: str) -> None:
         self.session.close()
-        self.session = self.llm.session(self.policy)
-        self.documents, self.pinned, self.last = [], [], None
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        if self.name is not None and self.llm.sessions is not None:
+            self.llm.sessions.forget(self.name)
+        self.session = self.llm.session(self.policy, name=self.name)
+        self.documents, self.last = [], None
         self.note("forgotten: what was said and loaded")
 
     def _report(self, _: str) -> None:
@@ -161,3 +182,7 @@ class Conversation:
                 )
         for said in report["notes"]:
             self.note(said)
+        stored = self.llm.cache_report()["sessions"]
+        if stored is not None:
+            read, written = show_bytes(stored["bytes_read"]), show_bytes(stored["bytes_written"])
+            self.note(f"session: {show_bytes(stored['bytes'])} stored, {written} written, {read} read since the start")

@@ -48,6 +48,10 @@ def serve(
     drain: Annotated[float, typer.Option(help="Most seconds that running requests have after SIGTERM.")] = 120.0,
     max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "32MiB",
     max_sessions: Annotated[int, typer.Option(help="Most sessions that are kept.")] = 256,
+    session_dir: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER[:SIZE]", help="Where sessions survive the server, and the most bytes (16GiB)."),
+    ] = None,
     tool_parser: Annotated[
         str | None, typer.Option(help="How the model writes calls of tools: hermes, qwen3_coder or llama3_json.")
     ] = None,
@@ -154,6 +158,7 @@ def serve(
         max_requests=max_requests,
         max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
         enable_prefix_caching=prefix_caching,
+        session_dir=session_dir,
     )
     if ray:
         if kv_events is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import typer
 from saccade.errors import RequestError, shown
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_SUFFIX = ".session"
+_OLDER = ".session"  # files, as they were before folders
 
 
 def folder() -> Path:
@@ -29,12 +30,17 @@ def folder() -> Path:
 
 
 def path_of(name: str) -> Path:
-    """The file of a name; RequestError for what is none."""
+    """The folder of a name; RequestError for what is none."""
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"session={shown(name)} must be 1 to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
         )
-    return folder() / f"{name}{_SUFFIX}"
+    return folder() / name
+
+
+def older_file(path: Path) -> Path:
+    """Where an earlier version kept the session of a folder."""
+    return path.with_name(path.name + _OLDER)
 
 
 @contextmanager
@@ -42,7 +48,7 @@ def held(path: Path) -> Iterator[None]:
     """Keep other processes out of a session. RequestError where one has it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = open(path.with_suffix(".lock"), "w", encoding="utf-8")  # noqa: SIM115  (closed below)
+        lock = open(_lock_of(path), "w", encoding="utf-8")  # noqa: SIM115  (closed below)
     except OSError as error:
         raise RequestError(f"{path.parent} cannot be written: {error.strerror or error}") from error
     with lock:
@@ -54,7 +60,7 @@ def held(path: Path) -> Iterator[None]:
             pass
         except OSError as error:
             raise RequestError(
-                f"another process talks in the session '{path.stem}'; end it, or take another name"
+                f"another process talks in the session '{path.name}'; end it, or take another name"
             ) from error
         yield
 
@@ -68,20 +74,34 @@ def sessions(
     """
     for name in remove or ():
         path = path_of(name)
-        if not path.is_file():
+        if not path.is_dir() and not older_file(path).is_file():
             raise RequestError(f"there is no session '{name}' in {folder()}; saccade sessions lists them")
         with held(path):
-            path.unlink()
-        path.with_suffix(".lock").unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+            older_file(path).unlink(missing_ok=True)
+        _lock_of(path).unlink(missing_ok=True)
         print(f"removed {name}")
     if remove:
         return
     from saccade.machine import show_bytes
 
-    files = sorted(folder().glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime)
-    for path in files:
-        facts = path.stat()
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts.st_mtime))
-        print(f"{path.stem:30}  {saved}  {show_bytes(facts.st_size):>10}")
-    if not files:
+    listed = sorted(_stored(), key=lambda one: -one[1])
+    for name, when, size in listed:
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
+        print(f"{name:30}  {saved}  {show_bytes(size):>10}")
+    if not listed:
         print(f"no sessions in {folder()}; saccade chat --session NAME keeps one")
+
+
+def _stored() -> Iterator[tuple[str, float, int]]:
+    """Name, time of the last save and bytes of each session."""
+    for path in folder().glob("*"):
+        name = path.name.removesuffix(_OLDER) if path.is_file() else path.name
+        records = [path] if path.is_file() and path.name.endswith(_OLDER) else list(path.glob("*/*"))
+        facts = [one.stat() for one in records]
+        if facts and _NAME.fullmatch(name):
+            yield name, max(one.st_mtime for one in facts), sum(one.st_size for one in facts)
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from saccade.engine.messages import RequestOutcome, StepOutput, TokenLogprob
 from saccade.engine.request import Request
 from saccade.engine.sampler import top_logprobs
@@ -38,12 +36,15 @@ class Answers:
         params, sequence = request.params, request.sequence
         if result.tokens is not None:
             token = result.tokens[-1]
+            if params.logprobs is not None:
+                assert result.logprobs is not None
+                self._record_logprobs(request, result.logprobs[-1], token)
         else:
             assert result.logits is not None
             logits = result.logits[-1]
             token = request.sampler.sample(sequence.tokens, logits, len(sequence.tokens))
             if params.logprobs is not None:
-                self._record_logprobs(request, logits, token)
+                self._record_logprobs(request, top_logprobs(logits, token, params.logprobs), token)
         sequence.extend([token], "decode", request.policy)
         if len(sequence.tokens) == self.model.runner.restart_length:
             sequence.restart(request.policy)
@@ -100,8 +101,7 @@ class Answers:
             selection_map=None if request.maps is None else request.maps.as_dict(),
         )
 
-    def _record_logprobs(self, request: Request, logits: Tensor, token: int) -> None:
-        entries = top_logprobs(logits, token, request.params.logprobs or 0)
+    def _record_logprobs(self, request: Request, entries: LogprobEntries, token: int) -> None:
         request.cumulative_logprob += entries[token][0]
         request.logprobs.append(self._named(entries))
 

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PromptLimits:
     """What a prompt is held against. ``max_position``: tokens that the model reads at most; ``max_model_len``: that it
-    is to read; ``most_tokens``: of one sequence, that the KV pool has room for."""
+    is to read; ``most_tokens``: of one sequence, that the KV pool has room for, with its tier if it is ``tiered``."""
 
     vocab_size: int
     max_model_len: int
     max_position: int
     most_tokens: int
+    tiered: bool = False
 
     def check(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
@@ -44,7 +45,7 @@ class PromptLimits:
         if total + 1 > self.most_tokens:
             raise CapacityError(
                 f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
-                "shorten it or raise kv_memory"
+                f"shorten it or raise {'kv_memory or kv_disk' if self.tiered else 'kv_memory'}"
             )
 
 
@@ -63,12 +64,14 @@ class Checks:
     def limits(self) -> PromptLimits:
         """Of this model and its pool."""
         spec = self.model.spec
-        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens)
+        tiered = self.pool.tiers is not None
+        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens, tiered)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that the KV pool has room for."""
-        return self.pool.num_blocks // self.pool.layers * self.pool.format.block_size
+        pool = self.pool
+        return min(pool.num_blocks // pool.layers, pool.logical_blocks) * pool.format.block_size
 
     def policy(self, policy: Policy) -> None:
         """Raise PolicyError for a policy that this model cannot run."""

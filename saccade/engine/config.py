@@ -11,9 +11,12 @@ import torch
 from saccade.errors import SaccadeError, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
-from saccade.machine import best_device, check_threads
+from saccade.kv.replacement import POLICIES as REPLACEMENTS
+from saccade.machine import best_device, check_threads, folder_and_size
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
+
+SESSIONS = "16GiB"  # of a session_dir that names no size
 
 
 @dataclass(frozen=True)
@@ -23,21 +26,24 @@ class EngineConfig:
     ``model``: a checkpoint folder, a hub name such as ``"Qwen/Qwen3-8B"`` or ``"Qwen/Qwen3-8B@main"``, or a model that
     is built in: ``"retriever"`` or ``"reference"``. ``revision``: of a hub's model: a branch, tag or commit.
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
-    ``bfloat16`` or ``float16``.
-    ``max_model_len``: most tokens of one sequence, the model's own limit by default. ``kv_memory``: bytes or text such
-    as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on a GPU), at most what
-    ``max_requests`` full-length sequences need. ``prefill_chunk``: most prompt tokens of one request in one step.
-    ``max_requests``: most requests that run at once. ``max_waiting``: most requests that queue behind them; whoever
-    adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++
-    kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU,
-    torch's by default. ``exact`` makes a result independent of its batch to the last bit, at the price of one pass over
-    the weights per request, and per drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``,
-    ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on its name. ``cuda_graphs`` records
-    batched decode steps on a GPU and replays them; without it their kernels are launched one by one.
-    ``generation_config``: where requests without sampling parameters take theirs from: ``auto`` (the checkpoint's
-    generation_config.json), ``none`` or another folder that holds such a file. ``enable_prefix_caching``: requests and
-    sessions that begin with the same tokens, computed the same way, share their blocks (engine/prefixes.py); what ended
-    requests leave is kept until somebody needs the room.
+    ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
+    ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
+    a GPU), at most what ``max_requests`` full-length sequences need. ``kv_disk``: a folder and a size such as
+    ``"/tmp/kv:100GiB"``, where keys and values go that ``kv_memory`` has no room for (kv/tiers.py); on a CPU.
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most
+    prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_waiting``:
+    most requests that queue behind them; whoever adds more waits until there is room. ``block_size``: tokens of a
+    KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or
+    ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of
+    its batch to the last bit, at the price of one pass over the weights per request, and per drafted row; by
+    default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where
+    torch sees one, and from then on its name. ``cuda_graphs`` records batched decode steps on a GPU and replays
+    them; without it their kernels are launched one by one. ``generation_config``: where requests without sampling
+    parameters take theirs from: ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that
+    holds such a file. ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed
+    the same way, share their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs
+    the room. ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16
+    GiB by default), where sessions that have a name survive (durable.py).
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
@@ -47,6 +53,8 @@ class EngineConfig:
     dtype: str | torch.dtype = "auto"
     max_model_len: int | None = None
     kv_memory: int | float | str | None = None
+    kv_disk: str | None = None
+    kv_replacement: str = "clock"
     prefill_chunk: int = 4096
     max_requests: int = 64
     max_waiting: int = 1024
@@ -59,6 +67,7 @@ class EngineConfig:
     generation_config: str | Path = "auto"
     revision: str | None = None
     enable_prefix_caching: bool = False
+    session_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -78,10 +87,23 @@ class EngineConfig:
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
+        if self.kv_disk is not None:
+            folder_and_size(self.kv_disk, "kv_disk")
+            if self.device != "cpu":
+                raise SaccadeError(
+                    f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; leave it out, "
+                    "or give device='cpu'"
+                )
+        if self.kv_replacement not in REPLACEMENTS:
+            raise SaccadeError(
+                f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
+            )
         for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
+        if self.session_dir is not None:
+            folder_and_size(self.session_dir, "session_dir", SESSIONS)
         if self.threads is not None:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:

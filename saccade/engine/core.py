@@ -213,7 +213,9 @@ class Engine:
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
-        request.sequence.salt = cache_salt
+        request.sequence.salted(cache_salt)
+        if request.sequence.note is not None:
+            request.report.note(request.sequence.note)
         if shares is not None and not shares.finished and not shares.output_ids:
             request.parent = shares
             shares.forks.append(request)

@@ -20,6 +20,7 @@ from saccade.engine.device_attention import DeviceAttention, Group, why_not
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_sampling import fetch_tokens
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.engine.memory import SequenceMemory
@@ -105,8 +106,8 @@ class DeviceBackend:
 
     def run(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> dict[int, RequestResult]:
         """Run a step of requests that are all served, at most ``MOST_ROWS``. ``memories`` by sequence id; results by
-        request id: where logits are wanted, the likeliest token if that is enough, else logits fp32 [1, vocab] on the
-        CPU.
+        request id: where logits are wanted, the token that is to be chosen from them if the step says how and they are
+        sound, else logits fp32 [1, vocab] on the CPU.
 
         StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
         """
@@ -121,7 +122,7 @@ class DeviceBackend:
                 if row is not None and row.result.error is None:
                     self._count(number, row)
                     counted.append((number, row))
-            best, logits = self._fetched(kind, placed)
+            fetch_tokens(kind, placed)
         except torch.cuda.OutOfMemoryError as error:
             self._clean_up(counted)
             self.kinds.free()
@@ -134,11 +135,6 @@ class DeviceBackend:
             self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
-        for number, row in counted:
-            if number in best:
-                row.result.tokens = [best[number]]
-            elif number in logits:
-                row.result.logits = logits[number]
         return results
 
     def _plan_of(self, policy: Policy) -> _Planned:
@@ -291,23 +287,6 @@ class DeviceBackend:
         if self.kinds.note is not None:
             row.result.note(self.kinds.note)
         row.result.late[row.plan.name] = counts
-
-    def _fetched(
-        self, kind: StepKind, placed: list[PlacedRow | None]
-    ) -> tuple[dict[int, int], dict[int, torch.Tensor]]:
-        """By row: likeliest tokens, and logits [1, vocab] on the CPU, of rows that want them. Waits for the step."""
-        greedy: list[int] = []
-        others: list[int] = []
-        for number, row in enumerate(placed):
-            if row is not None and (row.scheduled.wants_logits or row.scheduled.all_logits):
-                (greedy if row.scheduled.greedy else others).append(number)
-        tokens = kind.best.tolist()
-        others += [number for number in greedy if tokens[number] < 0]
-        logits = {}
-        if others:
-            chosen = kind.logits[torch.tensor(others, device="cpu").to(self.runner.device)].cpu()
-            logits = {number: chosen[at : at + 1] for at, number in enumerate(others)}
-        return {number: tokens[number] for number in greedy if tokens[number] >= 0}, logits
 
     def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
         """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_rows import FixedPlans, JoinedRows
+from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, LayerAttention
@@ -23,6 +24,11 @@ class HostBackend:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.fixed = FixedPlans(setting)
+        self._held = HeldRows()
+
+    def done(self) -> None:
+        """A step is over: what it kept in memory may leave."""
+        self._held.release()
 
     def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
         """Every request can be served here."""
@@ -36,11 +42,16 @@ class HostBackend:
             for one, first in zip(step.scheduled, step.query_start_loc)
         ]
         setting = self.setting
+        self.done()
         frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
         joined = [one for one in rows if one.decodes]
         if not joined or frozen is not None or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
             return HostAttention(setting, rows, frozen)
-        others = [one for one in rows if not one.decodes]
+        joined = self._held.gather(joined)
+        if not joined:
+            return HostAttention(setting, rows, frozen)
+        together = set(map(id, joined))
+        others = [one for one in rows if id(one) not in together]
         return HostAttention(setting, rows, frozen, others, JoinedRows(setting, self.fixed, joined))
 
 
@@ -82,10 +93,13 @@ class HostAttention:
             start = here.stop
             if rows.result.error is not None or here.start == here.stop:
                 continue
+            before = tier_counts(rows)
             try:
                 out[:, here] = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)
             except Exception as error:  # one request's failure must not take the others down
                 rows.failed(layer, error)
+            if before is not None:
+                count_tiers(rows, before)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -125,10 +139,14 @@ class HostAttention:
     def _whole(self, rows: RequestRows, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """The attention of a step that holds nothing but one request's rows."""
         if rows.result.error is None:
+            before = tier_counts(rows)
             try:
                 return self._attend(rows, layer, q, k, v, spec, None)
             except Exception as error:
                 rows.failed(layer, error)
+            finally:
+                if before is not None:
+                    count_tiers(rows, before)
         return torch.zeros_like(q)
 
     def _skipped(self, rows: RequestRows, layer: int) -> Tensor | None:

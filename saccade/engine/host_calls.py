@@ -16,6 +16,7 @@ from saccade.engine.observe import AttentionCall
 from saccade.engine.report import ran_dense, selection_kind
 from saccade.engine.states import follow_prefill, gone_before
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
+from saccade.kv.tier import LostKV
 from saccade.methods.base import Chunk, Evicting, Method, Query
 from saccade.models.calibration import Calibrations
 from saccade.models.interface import LayerAttention, ModelSpec
@@ -79,6 +80,7 @@ class RequestRows:
         """Pass over these rows of the request, and those after them, from now on."""
         for result in self.results:
             result.error = f"layer {layer}, {self.scheduled.phase}: {type(error).__name__}: {error}"
+            result.lost = isinstance(error, LostKV)
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ from saccade.engine.messages import (
     SaveSession,
     StepOutput,
 )
+from saccade.engine.pieces import Piece, act
 from saccade.engine.request import Request
 from saccade.engine.stream import Stream
 from saccade.errors import SaccadeError
@@ -43,6 +44,7 @@ Message = (
     | SaveSession
     | RestoreSession
     | ReportRunning
+    | Piece
 )
 
 
@@ -162,6 +164,8 @@ class Loop:
             return engine.save_session(message.session)
         elif isinstance(message, RestoreSession):
             return engine.restore_session(message.saved, message.damaged, message.recompute)
+        elif isinstance(message, Piece):
+            return act(engine, message)
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)

@@ -28,6 +28,7 @@ from saccade.engine.messages import (
     SaveSession,
     StepOutput,
 )
+from saccade.engine.pieces import Piece
 from saccade.engine.saved import SavedSession
 from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import SaccadeError
@@ -151,9 +152,10 @@ class AsyncEngine:
 
     def statistics(self) -> EngineStatistics:
         """How the engine stands."""
-        pool = self.engine.pool
+        pool, prefixes = self.engine.pool, self.engine.prefixes
+        kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
-            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions)
+            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions), kept
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:
@@ -176,6 +178,10 @@ class AsyncEngine:
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
         """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
+
+    def piece(self, message: Piece) -> Future[Any]:
+        """A part of saving or restoring a session, done between two steps (engine.pieces)."""
+        return self._send(Letter([message]))
 
     def running_reports(self, most: int) -> Future[list[dict[str, Any]]]:
         """What at most ``most`` of the requests at work have done so far, without waiting for it: their reports, each

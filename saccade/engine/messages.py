@@ -96,13 +96,16 @@ class ClearPrefixes:
 @dataclass(frozen=True)
 class EngineStatistics:
     """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
-    ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``."""
+    ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
+    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored."""
 
     running: int
     waiting: int
     used_blocks: int
     num_blocks: int
     sessions: int
+    kept_blocks: int = 0
+    stored: dict[str, int | None] | None = None
 
 
 @dataclass

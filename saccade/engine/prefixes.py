@@ -12,12 +12,14 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from saccade.engine.request import Request
-from saccade.engine.sequence import Sequence, Span
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+
+if TYPE_CHECKING:
+    from saccade.engine.request import Request
+    from saccade.engine.sequence import Sequence, Span
 
 MOST_KEPT = 1024  # prefixes of ended requests
 
@@ -100,7 +102,11 @@ class PrefixCache:
         better wait: one of those ``running`` is about to have a whole chunk of what it would compute, or half of it."""
         sequence = request.sequence
         most = self._most(request)
-        if most == 0 or sequence.computed:
+        if most == 0:
+            return True
+        if sequence.computed:
+            if sequence not in self._live:  # a restored session lends from now on
+                self._enter(sequence)
             return True
         own = self._enter(sequence)
         found, stop = self._find(own, most, running), sequence.spans[0].stop
@@ -131,6 +137,11 @@ class PrefixCache:
             self._hold(kept)
             while len(self._kept) > MOST_KEPT:
                 self.evict()
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots that hold nothing but what ended requests left: whoever needs them gets them. For any thread."""
+        return self.pool.held_alone({donor.kv.id for donor in list(self._kept.values())})
 
     def evict(self) -> bool:
         """Give up the prefix of an ended request that was used least recently; False where there is none."""
@@ -174,7 +185,9 @@ class PrefixCache:
         method wants to see. 0 for a method that follows the whole prefill, and where the prompt's log-probabilities are
         wanted."""
         first, method = request.sequence.spans[0], request.policy.decode
-        if not _shares(first) or method.watches or request.params.prompt_logprobs is not None or request.maps:
+        if not _shares(first) or method.watches or request.sequence.private:
+            return 0
+        if request.params.prompt_logprobs is not None or request.maps:
             return 0
         return self._whole(first, first.stop - max(1, method.tail_rows))
 
@@ -186,9 +199,11 @@ class PrefixCache:
     def _usable(self, donor: _Donor) -> int:
         """Tokens that others can go on from."""
         sequence = donor.sequence
+        if donor.kv.damaged:
+            return 0
         if sequence is None:
             return len(donor.tokens)
-        if not sequence.spans or not _shares(sequence.spans[0]):
+        if not sequence.spans or sequence.private or not _shares(sequence.spans[0]):
             return 0
         first, stop = sequence.spans[0], 0
         for span in sequence.spans:
@@ -207,7 +222,7 @@ class PrefixCache:
             first.policy.prefill.text,
             "" if first.policy.window is None else first.policy.window.text,
             self.rope_regime(first.stop),
-            sequence.salt,
+            sequence.salt or "",
         )
         if donor is None or donor.origin != origin:
             if donor is not None:

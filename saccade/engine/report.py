@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from saccade.engine.device_counts import DeviceCounts, LayerCounts
 from saccade.engine.messages import RequestMetrics
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
+from saccade.kv.tier import TierCounts
 from saccade.selection import Selection
 
 
@@ -222,6 +224,7 @@ class Report:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.preemptions = 0
+        self.tiers: TierCounts | None = None
         self.notes: list[str] = []
         self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
         self._arrived = time.perf_counter()
@@ -249,8 +252,17 @@ class Report:
             (self.prefill, rows.policy.prefill) if rows.phase == "prefill" else (self.decode, rows.policy.decode)
         )
         stats.take(result, method.text, rows.stop - rows.start, seconds)
+        self.take_tiers([result])
         for note in result.notes:
             self.note(note)
+
+    def take_tiers(self, results: Sequence[RequestResult]) -> None:
+        """Count what moved between memory and tiers."""
+        for result in results:
+            if result.tiers is not None:
+                self.tiers = self.tiers or TierCounts()
+                self.tiers.add(result.tiers)
+                result.tiers = None
 
     def token(self) -> None:
         """A token was chosen."""
@@ -288,6 +300,7 @@ class Report:
             "total_seconds": round(ended - self._arrived, 6),
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
+            "tiers": None if self.tiers is None else self.tiers.as_dict(),
             "notes": list(self.notes),
         }
 

@@ -55,6 +55,7 @@ class Request:
         self.parent: Request | None = None  # whose prompt this one waits for, to share it
         self.forks: list[Request] = []  # who waits for the prompt of this one
         self.undrafted = False  # whether its steps are to have no drafts any more: one that had them broke
+        self.losses = 0  # times that its keys had to be computed again because a tier lost some
         self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
 
     def begin(self, sequence: Sequence, max_length: int, decoded: int = 0) -> None:

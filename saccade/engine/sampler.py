@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.params import SamplingParams
+from saccade.engine.row_sampling import RowSampling, TokenCounts
 from saccade.engine.steering import Steering
 from saccade.errors import ModelError, RequestError
 from saccade.models.warpers import Warpers
@@ -37,6 +38,21 @@ class Sampler:
         # Whether the next token is the likeliest, whatever came before, and nothing else of the logits is wanted.
         plain = params.repetition_penalty == 1.0 and self.steering.neutral
         self.takes_likeliest = params.greedy and plain and params.logprobs is None
+        self._row = RowSampling(
+            temperature=self.warpers.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            seed=self.seed,
+            sample=params.sample,
+            logprobs=params.logprobs,
+            biases=self.steering.bias_tensors(),
+        )
+        self._seen = TokenCounts() if params.repetition_penalty != 1.0 else None
+        self._answer = TokenCounts() if self.steering.counts else None
 
     def sample(self, ids: list[int], logits: Tensor, position: int) -> int:
         """The token at ``position`` of the sequence: ``ids`` the tokens so far, ``logits`` fp32 [vocab] -> token id.
@@ -56,6 +72,20 @@ class Sampler:
         draw = uniform(self.seed, self.params.sample, position)
         cumulative = weights.cumsum(-1)
         return int(torch.searchsorted(cumulative, draw * cumulative[-1], right=True).clamp(max=weights.numel() - 1))
+
+    def row(self, ids: list[int]) -> RowSampling | None:
+        """:meth:`sample` of the token after ``ids`` as plain data; None for an answer under a constraint, whose matcher
+        has to see the tokens one by one."""
+        if self.steering.matcher is not None:
+            return None
+        if self._seen is None and self._answer is None and not self.steering.bans:
+            return self._row
+        answer = ids[self.steering.answer_start :]
+        return self._row._replace(
+            seen=None if self._seen is None else self._seen.of(ids)[0],
+            answer=None if self._answer is None else self._answer.of(answer),
+            banned=tuple(self.steering.banned(answer)),
+        )
 
     def processed(self, ids: list[int], logits: Tensor) -> Tensor:
         """The logits that a token is drawn from: ``ids`` the whole sequence so far, fp32 [vocab] -> fp32 [vocab].

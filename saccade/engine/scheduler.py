@@ -9,6 +9,7 @@ import torch
 
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
+from saccade.engine.row_sampling import RowSampling
 from saccade.engine.sequence import Sequence
 from saccade.engine.step import ScheduledRequest, StepInput
 from saccade.kv.blocks import BlockManager
@@ -174,9 +175,17 @@ def next_rows(request: Request, chunk: int) -> ScheduledRequest:
         span.after_cut,
         wants_logits=stop == len(sequence.tokens),
         greedy=request.sampler.takes_likeliest,
+        sampling=_sampling(request, stop) if span.phase == "decode" else None,
         scored=request.to_score(start, stop),
         top=request.params.prompt_logprobs or 0,
     )
+
+
+def _sampling(request: Request, stop: int) -> RowSampling | None:
+    """How the token after the row that ends at ``stop`` is to be chosen, where one is and it takes more than the
+    likeliest."""
+    tokens, sampler = request.sequence.tokens, request.sampler
+    return None if sampler.takes_likeliest or stop != len(tokens) else sampler.row(tokens)
 
 
 def step_input(batch: list[tuple[Request, ScheduledRequest]]) -> StepInput:

@@ -56,7 +56,9 @@ class Sequence:
 
     def __init__(self, pool: BlockManager, rope_regime: Callable[[int], int] = lambda length: 0) -> None:
         self.id = next(_ids)
-        self.salt = ""  # sequences of unequal salt share no blocks
+        self.salt: str | None = None  # the turns'; sequences of unequal salt share no blocks
+        self.private = False  # turns named unequal salts: what they hold is for nobody else
+        self.note: str | None = None  # what the report of the next turn is to say
         self.rope_regime = rope_regime  # sequences of unequal regime have unequal rotary factors
         self.tokens: list[int] = []
         self.memory = SequenceMemory(pool)
@@ -76,6 +78,11 @@ class Sequence:
             last.stop = len(self.tokens)
         else:
             self.spans.append(Span(start, len(self.tokens), phase, policy))
+
+    def salted(self, salt: str) -> None:
+        """A turn names ``salt``."""
+        self.private = self.private or (self.salt is not None and self.salt != salt)
+        self.salt = salt
 
     def begin_turn(self, tokens: list[int], policy: Policy, decoded: int = 0) -> None:
         """Append a turn, whose last ``decoded`` tokens run as decode steps. A last token of the turn before that was
@@ -203,6 +210,22 @@ class Sequence:
 def common(ours: list[int], theirs: list[int]) -> int:
     """How many tokens both begin with."""
     return next((at for at, (one, other) in enumerate(zip(ours, theirs)) if one != other), min(len(ours), len(theirs)))
+
+
+def usable(spans: list[Span], length: int, chunk: int) -> int:
+    """How many of the first ``length`` stored tokens a sequence can keep when it has lost all after them, and what its
+    method knew, so that the rest is computed as it was before: up to where a chunk of a prefill began, or a step; and
+    only within the first prefill where a decode method builds its state from more than its last rows."""
+    if any(span.policy.freeze is not None for span in spans):  # it counts from the prompt's end
+        return 0
+    if not all(span.policy.decode.is_dense for span in spans):
+        first = spans[0]
+        limit = 0 if first.policy.decode.watches else first.stop - max(1, first.policy.decode.tail_rows)
+        spans, length = spans[:1], min(length, limit)
+    for span in spans:
+        if length < span.stop:
+            return span.start + max(0, length - span.start) // chunk * chunk if span.phase == "prefill" else length
+    return spans[-1].stop if spans else 0
 
 
 def _merged_if_dense(spans: list[Span]) -> list[Span]:

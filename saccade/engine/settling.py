@@ -10,6 +10,8 @@ from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler
 from saccade.engine.step import RequestResult, ScheduledRequest
 
+MOST_LOSSES = 4  # of a request's keys, after which it ends with the error
+
 
 class Settling:
     """Takes over what steps did for the requests of ``scheduler``, and ends them. ``memories``: the worker's, by
@@ -43,6 +45,12 @@ class Settling:
             if rows.drafts:
                 request.undrafted = True
                 report.note("drafts: a step with them broke; all after it were done without")
+            return [output]
+        if (result.lost or any(row.lost for row in result.rows)) and request.losses < MOST_LOSSES:
+            request.losses += 1
+            report.note("KV that was lost in a tier was computed again")
+            report.take_tiers([result, *result.rows])
+            self.scheduler.preempt(request)
             return [output]
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
@@ -90,6 +98,8 @@ class Settling:
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
             sequence.tokens.extend(request.dropped)
+        else:
+            sequence.note = None
         self.scheduler.park(sequence)
 
     def _fork(self, request: Request, result: RequestResult) -> list[StepOutput]:

@@ -73,16 +73,30 @@ class Steering:
         answer = ids[self.answer_start :]
         if self.matcher is not None:
             logits[~self.matcher.allowed(answer)] = -torch.inf
-        for word in self.words:
-            before = list(word[:-1])
-            if answer[len(answer) - len(before) :] == before:
-                logits[word[-1]] = -torch.inf
-        if len(answer) < self.params.min_tokens:
-            logits[self.ends] = -torch.inf
-        if self.biases:
-            tokens = torch.tensor(list(self.biases), dtype=torch.long, device=logits.device)
-            logits[tokens] += torch.tensor(list(self.biases.values()), dtype=logits.dtype, device=logits.device)
+        if banned := self.banned(answer):
+            logits[banned] = -torch.inf
+        if (biases := self.bias_tensors()) is not None:
+            tokens, values = (part.to(logits.device) for part in biases)
+            logits[tokens] += values.to(logits.dtype)
         return logits
+
+    @property
+    def bans(self) -> bool:
+        """Whether :meth:`banned` may name tokens."""
+        return bool(self.words or self.params.min_tokens)
+
+    def banned(self, answer: list[int]) -> list[int]:
+        """Tokens that may not come after ``answer``: they would end a bad word, or the answer too early."""
+        ends = self.ends if len(answer) < self.params.min_tokens else []
+        last = [word[-1] for word in self.words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])]
+        return [*ends, *last]
+
+    def bias_tensors(self) -> tuple[Tensor, Tensor] | None:
+        """``logit_bias`` as tokens int64 [n] and what is added to their logits fp32 [n]; None without one."""
+        if not self.biases:
+            return None
+        values = torch.tensor(list(self.biases.values()), dtype=torch.float32)
+        return torch.tensor(list(self.biases), dtype=torch.long), values
 
     def penalise(self, ids: list[int], logits: Tensor) -> Tensor:
         """After the repetition penalty: frequency and presence, over the tokens of the answer."""

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.row_sampling import RowSampling
+from saccade.kv.tier import TierCounts
 from saccade.methods.base import Cost
 from saccade.methods.policy import Policy
 from saccade.selection import Selection
@@ -31,8 +33,9 @@ class ScheduledRequest(NamedTuple):
     up to its own. Whoever runs them takes them row by row (:meth:`apart`); ``row`` is then the row's number among them.
 
     ``wants_logits``: the last row's logits choose the next token; ``all_logits``: so do those of all rows. ``greedy``:
-    of these only the likeliest token is wanted. ``scored``: pairs (row, token) whose log-probability is wanted, with
-    the ``top`` likeliest ones beside it.
+    of these only the likeliest token is wanted. ``sampling``: how else a decode row's token is to be chosen, for
+    whoever can do so where the logits lie; None where they are wanted themselves. ``scored``: pairs (row, token) whose
+    log-probability is wanted, with the ``top`` likeliest ones beside it.
     """
 
     request_id: int
@@ -48,6 +51,7 @@ class ScheduledRequest(NamedTuple):
     wants_logits: bool = False
     all_logits: bool = False
     greedy: bool = False
+    sampling: RowSampling | None = None
     scored: tuple[tuple[int, int], ...] = ()
     top: int = 0
     drafts: tuple[int, ...] = ()
@@ -163,16 +167,18 @@ class SkipCount:
 
 @dataclass
 class RequestResult:
-    """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the likeliest of
-    each row wanted, where that was asked for and the device found it. ``late``: counts that stay on a device until a
-    report is asked for. ``undone``: the step broke for reasons that need not be this request's; its rows are to be
-    taken back and scheduled again.
+    """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the one of each
+    row wanted, where the device chose them, with the ``logprobs`` that are wanted of these. ``late``: counts that stay
+    on a device until a report is asked for. ``undone``: the step broke for reasons that need not be this request's; its
+    rows are to be taken back and scheduled again. ``lost``: keys that it needs cannot be had back from a tier; all is
+    to be computed again. ``tiers``: what moved for it between memory and a tier.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
+    logprobs: list[LogprobEntries] | None = None
     prompt_scores: dict[int, LogprobEntries] = field(default_factory=dict)  # by place of the token in the sequence
     calls: list[CallCount] = field(default_factory=list)
     skips: list[SkipCount] = field(default_factory=list)
@@ -180,6 +186,8 @@ class RequestResult:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     undone: bool = False
+    lost: bool = False
+    tiers: TierCounts | None = None
     rows: list[RequestResult] = field(default_factory=list)
 
     def note(self, text: str) -> None:

@@ -60,6 +60,8 @@ class Worker:
                     self._pass(packed, result)
                 except Exception as error:
                     self._broke(packed, result, error)
+                finally:
+                    self.host.done()
         result.seconds = time.perf_counter() - began
         return result
 

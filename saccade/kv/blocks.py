@@ -16,6 +16,8 @@ import torch
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.storage import KVStorage
+from saccade.kv.tier import Tier
+from saccade.kv.tiers import LEAST_SLOTS, Tiers
 
 
 class BlockManager:
@@ -29,12 +31,31 @@ class BlockManager:
     Slots are counted by num_blocks, free_blocks and used_blocks; with ``heads_apart`` a slot is free where all its
     heads are. ``logical_blocks`` defaults to what the storage holds when every block is resident in every layer.
     Not safe for use by several threads at once.
+
+    With a ``tier`` behind it (see tiers.py) memory and tier together count as slots: a new block has slots at once
+    while some are free, else once rows are written to it. ``replacement``: who leaves, one of replacement.POLICIES.
     """
 
     def __init__(
-        self, storage: KVStorage, layers: int, *, heads_apart: bool = False, logical_blocks: int | None = None
+        self,
+        storage: KVStorage,
+        layers: int,
+        *,
+        heads_apart: bool = False,
+        logical_blocks: int | None = None,
+        tier: Tier | None = None,
+        replacement: str = "clock",
+        debug: bool = False,
     ) -> None:
-        count = max(1, storage.num_blocks // max(1, layers)) if logical_blocks is None else logical_blocks
+        self._parts = storage.num_blocks
+        if tier is not None:  # one slot stands for what is absent; a few parts may be on their way
+            self._parts = storage.num_blocks - 1 + max(0, tier.cells - LEAST_SLOTS)
+            if storage.num_blocks <= LEAST_SLOTS:
+                raise CapacityError(
+                    f"a KV pool of {storage.num_blocks} blocks is too small for tiers: it needs {LEAST_SLOTS + 1}, "
+                    f"{(LEAST_SLOTS + 1) * storage.format.block_bytes} bytes; raise kv_memory"
+                )
+        count = max(1, self._parts // max(1, layers)) if logical_blocks is None else logical_blocks
         if layers < 1 or count < 1:
             raise SaccadeError(f"layers={layers} and logical_blocks={count} must both be at least 1")
         self.storage, self.layers = storage, layers
@@ -43,6 +64,10 @@ class BlockManager:
         self.slots = self.host_slots.to(storage.device)  # the same tensor on a CPU
         self._map = self.host_slots.numpy()
         self._free_slots = [list(range(storage.num_blocks - 1, -1, -1)) for _ in range(self.rows)]
+        self.tiers: Tiers | None = None
+        if tier is not None:
+            self.tiers = Tiers(self, tier, replacement, debug)
+            self._free_slots[0].remove(self.tiers.guard)
         self._free = list(range(count - 1, -1, -1))
         self._holders: list[tuple[int, ...]] = [()] * count  # sequences, the owner first
         self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
@@ -57,10 +82,17 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        return self.storage.num_blocks
+        return self._parts
 
     @property
     def free_blocks(self) -> int:
+        if self.tiers is not None:
+            return self._parts - (self.logical_blocks - self.free_logical) * self.layers
+        return min(map(len, self._free_slots))
+
+    @property
+    def free_slots(self) -> int:
+        """Slots in memory that nothing lies in."""
         return min(map(len, self._free_slots))
 
     @property
@@ -104,9 +136,14 @@ class BlockManager:
         """The sequence that has held a block longest; None if it is free."""
         return self._holders[block][0] if self._holders[block] else None
 
+    def held_alone(self, holders: set[int]) -> int:
+        """Slots of blocks that only ``holders`` hold. May be asked by any thread."""
+        blocks = [block for block, held in enumerate(list(self._holders)) if held and holders.issuperset(held)]
+        return int((self._map[:, :, blocks] >= 0).sum()) // self.rows
+
     def allocate(self, count: int, owner: int) -> list[int]:
-        """``count`` logical blocks for sequence ``owner``, resident in every layer. Raises CapacityError, taking
-        nothing, when slots or logical blocks are short."""
+        """``count`` logical blocks for sequence ``owner``, resident in every layer unless there is a tier. Raises
+        CapacityError, taking nothing, when slots or logical blocks are short."""
         if count <= 0:
             return []
         wanted = count * self.layers
@@ -117,9 +154,17 @@ class BlockManager:
                 f"{count} logical KV blocks wanted but {len(self._free)} of {self.logical_blocks} are free"
             )
         blocks = _take(self._free, count)
-        places = [np.array(_take(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
-        self._map[:, :, blocks] = np.stack(places, 1)
-        self._publish(blocks)
+        if wanted <= self.free_slots:
+            places = [np.array(_take(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
+            self._map[:, :, blocks] = np.stack(places, 1)
+            self._publish(blocks)
+            if self.tiers is not None:
+                for layer, slots in enumerate(places[0]):
+                    self.tiers.placed(layer, blocks, slots)
+        else:
+            self.absent += wanted
+        if self.tiers is not None:
+            self.tiers.born(blocks)
         for block in blocks:
             self._holders[block] = (owner,)
         self.last_use[blocks] = self.step
@@ -151,6 +196,8 @@ class BlockManager:
             if not self._holders[block]:
                 freed.append(block)
         if freed:
+            if self.tiers is not None:
+                self.tiers.forget(freed)
             self.absent -= int((self._map[:, :, freed] < 0).sum())
             for layer in range(self.layers - 1, -1, -1):  # so that the next to allocate gets them in the same order
                 self._vacate(layer, range(self.rows), freed)
@@ -158,19 +205,38 @@ class BlockManager:
             self._free.extend(reversed(freed))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a block's content in every layer. SaccadeError where a part of either is not resident."""
+        """Copy a block's content in every layer. Without a tier, SaccadeError where a part of either is not
+        resident."""
+        if self.tiers is not None and self.absent:
+            both = np.array([source, target])
+            for layer in range(self.layers):
+                with self.tiers.fetch(layer, both):
+                    self.tiers.opened(slice(layer, layer + 1), both[1:])
+                    slots = torch.from_numpy(self.slots_of(layer, both))[:, None]
+                    self.storage.copy(slots[:1], slots[1:])
+            return
         self.require_resident(source)
         self.require_resident(target)
         self.storage.copy(*(torch.from_numpy(self.lookup([block])[..., 0]) for block in (source, target)))
 
     def require_resident(self, block: int) -> None:
-        """Raise SaccadeError unless every part of a block has a slot."""
+        """Raise SaccadeError unless every part of a block has a slot, or can have one."""
+        if self.tiers is not None:
+            return
         for layer, head in np.argwhere(self._map[:, :, block] < 0)[:1].tolist():
             raise SaccadeError(f"KV block {block} is not resident in layer {layer}, KV head {head}: admit it first")
 
     def lookup(self, blocks: Sequence[int]) -> np.ndarray:
         """Slots of ``blocks``: int32 [layers, kv_heads or 1, len(blocks)], on the host."""
         return self._map[:, :, list(blocks)]
+
+    def slots_of(self, layer: int, blocks: np.ndarray) -> np.ndarray:
+        """Slots of ``blocks`` (int ids) in one layer, as all KV heads share them: int32 like them, on the host."""
+        return self._map[layer, 0, blocks]
+
+    def map_flat(self) -> np.ndarray:
+        """The slot of every part as all KV heads share it, by layer * logical_blocks + block; not to be written to."""
+        return self._map[:, 0].reshape(-1)
 
     def resident(self, layer: int, block: int, kv_head: int = 0) -> bool:
         """Whether one KV head's part of a block has a slot in ``layer``; heads that share slots answer alike."""
@@ -180,9 +246,10 @@ class BlockManager:
         """Free the slots of ``blocks`` in one layer, of one KV head if they lie apart. What was in them is gone from
         here: whoever evicts keeps it elsewhere. SaccadeError for a part that is not resident."""
         rows = self._rows(kv_head)
-        for block in blocks:
-            if (self._map[layer, rows, block] < 0).any():
-                raise SaccadeError(f"KV block {block} is not resident in layer {layer}: it cannot be evicted")
+        absent = (self._map[layer, rows.start : rows.stop][:, list(blocks)] < 0).any(0)
+        if absent.any():
+            block = blocks[int(absent.argmax())]
+            raise SaccadeError(f"KV block {block} is not resident in layer {layer}: it cannot be evicted")
         self._vacate(layer, rows, list(blocks))
         self._publish(list(blocks))
         self.version += 1
@@ -192,14 +259,17 @@ class BlockManager:
         """Give ``blocks`` slots in one layer again, whose rows the caller fills. Raises CapacityError, taking nothing,
         when slots are short; SaccadeError for a part that is resident or a block that is free."""
         rows, blocks = self._rows(kv_head), list(blocks)
-        for block in blocks:
-            if not self._holders[block] or (self._map[layer, rows, block] >= 0).any():
+        present = np.atleast_1d((self._map[layer, rows.start : rows.stop][:, blocks] >= 0).any(0))
+        for at, block in enumerate(blocks):
+            if present[at] or not self._holders[block]:
                 raise SaccadeError(f"KV block {block} is free, or resident in layer {layer}: it cannot be admitted")
         free = min(len(self._free_slots[row]) for row in rows)
         if len(blocks) > free:
             raise CapacityError(f"{len(blocks)} KV blocks wanted but {free} of {self.num_blocks} are free")
         for row in rows:
             self._map[layer, row, blocks] = _take(self._free_slots[row], len(blocks))
+        if self.tiers is not None:
+            self.tiers.placed(layer, blocks, self._map[layer, 0, blocks])
         self._publish(blocks)
         self.version += 1
         self.absent -= len(blocks) * len(rows)

@@ -41,6 +41,14 @@ class KeptSummaries:
             self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
         return self.buffer
 
+    def extend(self, made: Tensor) -> None:
+        """Take over summaries of the blocks that follow those there are."""
+        count = self.filled + len(made)
+        if self.buffer.dim() == 1 or count > self.buffer.shape[0]:
+            self._grow(max(count, self.filled + self.filled // 2), made)
+        self.buffer[self.filled : count] = made
+        self.filled = count
+
     def truncate(self, length: int) -> None:
         """Forget blocks that are not full any more when ``length`` tokens are left."""
         self.filled = min(self.filled, length // self.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -13,7 +14,11 @@ from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.saved import SavedKV, described
 from saccade.kv.table import BlockTable
+from saccade.kv.tiered import TieredView
+from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
+
+MARKS = 256  # of a sequence that are kept
 
 
 class SequenceKV:
@@ -32,6 +37,8 @@ class SequenceKV:
         self._table = BlockTable(pool, self.id)
         self._lengths = [0] * pool.layers
         self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
+        self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
+        self._hints: dict[int, int] = {}  # of tiered views
 
     @property
     def version(self) -> int:
@@ -61,6 +68,12 @@ class SequenceKV:
     def resident(self) -> bool:
         """Whether every part of every block has a slot."""
         return self._table.resident
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a tier has lost a part of it: it must be computed again."""
+        tiers = self.pool.tiers
+        return tiers is not None and tiers.damaged(self._table.numbers)
 
     def logical_slots(self, start: int, stop: int) -> list[int]:
         """Where the rows of tokens ``start .. stop - 1`` go in every layer: logical block * block_size + offset each.
@@ -100,11 +113,15 @@ class SequenceKV:
                 fresh.pop()
             self._table.extend(fresh)
         self.pool.touch(self._table.numbers)
+        if self.pool.tiers is not None:
+            self.pool.tiers.opened(slice(None), self._table.numbers[tail:])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
         start, count = self._lengths[layer], k.shape[1]
-        if count == 1 and self.pool.rows == 1:  # a decode step: the host knows its slot, and a device needs no index
+        if (
+            count == 1 and self.pool.rows == 1 and not self.pool.absent
+        ):  # a decode step: the host knows its slot, and a device needs no index
             slot, offset = self.place(layer)
             for pool, row in ((self.pool.storage.k, k), (self.pool.storage.v, v)):
                 pool.select(0, slot).select(1, offset).copy_(row.select(1, 0))
@@ -160,8 +177,29 @@ class SequenceKV:
         for length, one in zip(self._lengths, self._kept(kind, block_size)):
             one.filled = length // block_size
 
+    def hold_all(self) -> list[Hold]:
+        """Bring in every part, and keep them until all of these are released; rows that follow may be written. Raises
+        what Tiers.fetch raises, holding nothing."""
+        tiers, holds = self.pool.tiers, list[Hold]()
+        assert tiers is not None
+        try:
+            for layer in range(self.layers):
+                holds.append(tiers.fetch(layer, self._table.numbers))
+            for hold in holds:
+                hold.wait()
+        except BaseException:
+            for hold in holds:
+                hold.release()
+            raise
+        tiers.opened(slice(None), self._table.numbers[self.length // self._size :])
+        return holds
+
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
+        if self.pool.absent and self.pool.tiers is not None:
+            summaries = partial(self._summaries_of, layer)
+            length = self._lengths[layer]
+            return TieredView(self.pool, layer, self._table.numbers, length, summaries, self._hints)
         paged, pool = self._paged(layer, self._lengths[layer]), self.pool
         return KVView(paged, partial(self._summaries_of, layer), pool.storage.mover, pool.absent > 0)
 
@@ -171,6 +209,7 @@ class SequenceKV:
         if length < 0:
             raise SaccadeError(f"a sequence cannot be cut to {length} tokens; give 0 or more")
         self._version += 1
+        self.stood = {mark: min(stood, length) for mark, stood in self.stood.items()}
         self._lengths = [min(own, length) for own in self._lengths]
         self._table.cut(-(-length // self._size))
         for kept in self._summaries.values():
@@ -216,6 +255,45 @@ class SequenceKV:
                 if one.buffer.dim() > 1:
                     tensors[f"summary/{layer}/{kind}/{block_size}"] = one.made.clone()
         return SavedKV(tensors, described(self._format, self.layers) | {"length": length})
+
+    def mark(self, number: int) -> None:
+        """Note from now on in ``stood[number]`` how much of what is stored stays as it is. The last marks are kept."""
+        self.stood[number] = self._between_steps("marked")
+        while len(self.stood) > MARKS:
+            del self.stood[min(self.stood)]
+
+    def rows(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Tokens ``start .. stop - 1`` as copies on the host: ``k`` and ``v`` [layers, kv_heads, stop - start,
+        head_dim], and under ``summary/<kind>/<block size>`` what is known of the full blocks that lie there [layers,
+        blocks, parts, kv_heads, head_dim]."""
+        views = [self._plain_view(layer) for layer in range(self.layers)]
+        tensors = {
+            "k": torch.stack([view.keys(start, stop) for view in views]).cpu(),
+            "v": torch.stack([view.values(start, stop) for view in views]).cpu(),
+        }
+        for (kind, size), kept in self._summaries.items():
+            first, last = start // size, stop // size
+            if start % size == 0 and last > first and all(one.filled >= last for one in kept):
+                tensors[f"summary/{kind}/{size}"] = torch.stack([one.buffer[first:last] for one in kept]).cpu()
+        return tensors
+
+    def append_rows(self, tensors: Mapping[str, Tensor]) -> None:
+        """Append what ``rows`` gave of the tokens that follow. CapacityError, changing nothing, where the pool is
+        short; SaccadeError for rows of another shape."""
+        start, (k, v) = self.length, (tensors["k"], tensors["v"])
+        expected = (self.layers, self._format.kv_heads, k.shape[2], self._format.head_dim)
+        if not k.shape == v.shape == expected:
+            raise SaccadeError(f"stored rows have the shape {list(k.shape)}, not {list(expected)}")
+        self.reserve(start + k.shape[2])
+        device = self.pool.storage.device
+        for layer in range(self.layers):
+            self.append(layer, k[layer].to(device), v[layer].to(device))
+        for name, made in tensors.items():
+            if name.startswith("summary/"):
+                _, kind, size = name.split("/")
+                for one, part in zip(self._kept(kind, int(size)), made):
+                    if start % int(size) == 0 and one.filled == start // int(size):  # else they are made anew
+                        one.extend(part.to(device))
 
     @classmethod
     def load(cls, pool: BlockManager, saved: SavedKV) -> SequenceKV:
@@ -276,7 +354,10 @@ class SequenceKV:
         return kept
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
-        paged = self._paged(layer, self._lengths[layer] if length is None else length)
+        length = self._lengths[layer] if length is None else length
+        if self.pool.absent and self.pool.tiers is not None:
+            return TieredView(self.pool, layer, self._table.numbers, length)
+        paged = self._paged(layer, length)
         return KVView(paged, None, self.pool.storage.mover, self.pool.absent > 0)
 
     def _paged(self, layer: int, length: int) -> Paged:

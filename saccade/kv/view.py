@@ -69,8 +69,17 @@ class KVView:
         view.write(0, k, v)
         return view
 
-    def paged(self) -> Paged:
-        """Where the tokens lie, for kernels."""
+    @property
+    def in_pieces(self) -> bool:
+        """Whether memory cannot hold all of it at once (see tiered.py): kernels that read everything cannot run."""
+        return False
+
+    def paged(self, start: int = 0) -> Paged:
+        """Where the tokens lie, for kernels; the caller reads none before ``start``."""
+        return self._paged
+
+    def layout(self) -> Paged:
+        """Like :meth:`paged`, for whoever asks how tokens lie and reads none."""
         return self._paged
 
     @property

@@ -27,6 +27,7 @@ class Warpers:
         self.penalty = (
             None if repetition_penalty == 1.0 else RepetitionPenaltyLogitsProcessor(float(repetition_penalty))
         )
+        self.temperature = temperature
         processors = LogitsProcessorList()
         if temperature > 0:
             if temperature != 1.0:

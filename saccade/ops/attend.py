@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.tiered import TieredView
 from saccade.kv.view import KVView
-from saccade.ops import debug
+from saccade.ops import debug, tiered
 from saccade.ops.backends import CPU, NAMED, REFERENCE, TRITON
 from saccade.ops.call import Backend, Call, KVLike, Result, pair
 from saccade.ops.merge import merge_state
@@ -54,9 +56,14 @@ def run(call: Call, backend: str = "auto") -> Result:
     Raises SaccadeError for a call that does not fit together, and for a backend that cannot serve it, with its reason.
     """
     call.check()
-    if debug.ON:
-        debug.check(call.kv, call.selection)
-    result = _chosen(call, backend).attend(call)
+    if isinstance(call.kv, TieredView):
+        result, whole = tiered.run(call, call.kv, partial(run, backend=backend), backend)
+        if whole:
+            return result
+    else:
+        if debug.ON:
+            debug.check(call.kv, call.selection)
+        result = _chosen(call, backend).attend(call)
     if call.want_weights and result.weights is None:
         used = result.used.to(call.q.device)
         weights = selected_weights(call.q, call.kv, used, result.lse, scale=call.scale, softcap=call.softcap)

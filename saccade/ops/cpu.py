@@ -91,10 +91,11 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None = None) -> str | N
             return f"it has no kernel for {type(inner).__name__} of {inner.shape.q_len} rows"
         if why := uneven(inner.units, kv.kv_heads):
             return why
-    paged = kv.paged()
+    paged = kv.layout()
     keys, layout = paged.k, paged.format
     if (
         native is not None
+        and not kv.in_pieces
         and q.dtype in STORAGE
         and q.dtype == keys.dtype
         and q.device.type == keys.device.type == "cpu"
@@ -104,7 +105,7 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None = None) -> str | N
         and layout.block_size % 16 == 0
     ):
         return None
-    return _unread(q, paged)
+    return "its keys do not fit the memory at once" if kv.in_pieces else _unread(q, paged)
 
 
 def uneven(units: int, kv_heads: int) -> str | None:

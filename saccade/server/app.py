@@ -188,7 +188,7 @@ def _completions(app: FastAPI, serving: Serving) -> None:
     @app.delete("/v1/sessions/{name}")
     async def forget(request: Request, name: str) -> Response:
         serving.sessions.check(name)
-        if not serving.sessions.forget(request.state.caller, name):
+        if not await serving.sessions.forget(request.state.caller, name):
             raise ApiError(404, "there is no such session", "session_not_found", "session_id")
         return JSONAnswer({"id": name, "object": "session", "deleted": True})
 

@@ -108,12 +108,18 @@ class EngineProcess(asyncio.Protocol):
             raise
         return outputs
 
-    async def open_session(self) -> int:
-        session: int = await self._call(wire.OpenSession())
+    async def open_session(self, name: str, owner: str) -> int:
+        session: int = await self._call(wire.OpenSession(0, None, wire.encoded(name), wire.encoded(owner)))
         return session
 
-    def forget_soon(self, session: int) -> None:
-        self._send(wire.Forget(0, session))
+    def save_soon(self, session: int, name: str, owner: str) -> None:
+        self._send(wire.SaveSession(0, session, wire.encoded(name), wire.encoded(owner)))
+
+    def leave(self, session: int, name: str, owner: str) -> None:
+        self._send(wire.LeaveSession(0, session, wire.encoded(name), wire.encoded(owner)))
+
+    async def forget(self, session: int | None, name: str, owner: str) -> bool:
+        return bool(await self._call(wire.ForgetSession(0, session, wire.encoded(name), wire.encoded(owner))))
 
     async def clear_prefixes(self) -> None:
         await self._call(wire.ClearPrefixes())

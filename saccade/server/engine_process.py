@@ -30,6 +30,7 @@ from saccade.server.engines import about_llm
 from saccade.server.grammar import Grammar, Grammars
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
+from saccade.server.named_sessions import NamedSessions
 
 GRAMMARS = 64  # that are kept compiled
 ALIVE = 1.0  # seconds between two looks at whether the loop still runs
@@ -94,6 +95,7 @@ class EngineServer:
     def __init__(self, llm: LLM, outbox: Outbox) -> None:
         self.llm, self.outbox = llm, outbox
         self.collected: list[StepOutput] = []
+        self._named = NamedSessions(llm)
         self._added: dict[int, tuple[Future[Any], list[Outlet]]] = {}
         grammars = Grammars(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
 
@@ -121,12 +123,10 @@ class EngineServer:
             elif isinstance(frame, wire.CheckPolicy):
                 self.llm.engine.checks.policy(Policy.parse(frame.policy))
                 self._reply(frame.call, None)
-            elif isinstance(frame, wire.OpenSession):
-                self._answer(frame.call, loop.open_session())
+            elif isinstance(frame, wire.Session):
+                self._session(frame, wire.decoded(frame.name), wire.decoded(frame.owner))
             elif isinstance(frame, wire.ReportRunning):
                 self._answer(frame.call, loop.running_reports(frame.most))
-            elif isinstance(frame, wire.Forget):
-                loop.forget_soon(frame.session)
             elif isinstance(frame, wire.ClearPrefixes):
                 loop.clear_prefixes()
                 self._reply(frame.call, None)
@@ -135,6 +135,21 @@ class EngineServer:
         except Exception as error:
             self._reply(frame.call, error)
         return True
+
+    def close(self) -> None:
+        """End the engine, once what is to be saved is."""
+        self._named.close()
+        self.llm.close()
+
+    def _session(self, frame: wire.Session, name: str, owner: str) -> None:
+        named = self._named
+        if isinstance(frame, wire.OpenSession):
+            self._answer(frame.call, named.open(name, owner))
+        elif isinstance(frame, wire.ForgetSession):
+            self._answer(frame.call, named.forget(frame.session, name, owner))
+        elif frame.session is not None:
+            act = named.save_soon if isinstance(frame, wire.SaveSession) else named.leave
+            act(frame.session, name, owner)
 
     def _answer(self, call: int, future: Future[Any]) -> None:
         """Reply with what ``future`` will be."""
@@ -157,7 +172,7 @@ class EngineServer:
     def _flush(self) -> None:
         outputs = [wire.output(one) for one in self.collected]
         self.collected.clear()
-        self.outbox.send(wire.Outputs(0, outputs, self.llm.loop.statistics()))
+        self.outbox.send(wire.Outputs(0, outputs, self._named.statistics()))
 
 
 def main(descriptor: int) -> None:
@@ -191,7 +206,7 @@ def main(descriptor: int) -> None:
             more = server.handle(wire.to_engine(frames.get(timeout=ALIVE)))
         if more and not llm.loop.alive:
             sys.exit(1)
-    llm.close()
+    server.close()
     while not outbox.drained():
         time.sleep(0.01)
 

@@ -17,6 +17,7 @@ from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer
 from saccade.server.kv_events import KVEvents
+from saccade.server.named_sessions import NamedSessions
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,20 @@ class EngineFace(Protocol):
         outputs are taken, once the engine has ended by itself."""
         ...
 
-    async def open_session(self) -> int:
-        """The id of a session that begins."""
+    async def open_session(self, name: str, owner: str) -> int:
+        """The id of the session that is stored under the owner's name, or of one that begins."""
         ...
 
-    def forget_soon(self, session: int) -> None:
-        """Drop a session; a turn that runs is cancelled."""
+    def save_soon(self, session: int, name: str, owner: str) -> None:
+        """After a turn: store the session, where the engine stores any."""
+        ...
+
+    def leave(self, session: int, name: str, owner: str) -> None:
+        """Drop a session, once it is stored where the engine stores any; a turn that runs is cancelled."""
+        ...
+
+    async def forget(self, session: int | None, name: str, owner: str) -> bool:
+        """Drop a session, and what is stored under its name; whether anything was stored."""
         ...
 
     async def clear_prefixes(self) -> None:
@@ -114,6 +123,7 @@ class LocalEngine:
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
+        self._named = NamedSessions(llm)
         self.note = device_note(llm.model.device)
 
     @property
@@ -129,11 +139,17 @@ class LocalEngine:
     async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
         return await self.llm.loop.submit(messages)
 
-    async def open_session(self) -> int:
-        return await asyncio.wrap_future(self.llm.loop.open_session())
+    async def open_session(self, name: str, owner: str) -> int:
+        return await asyncio.wrap_future(self._named.open(name, owner))
 
-    def forget_soon(self, session: int) -> None:
-        self.llm.loop.forget_soon(session)
+    def save_soon(self, session: int, name: str, owner: str) -> None:
+        self._named.save_soon(session, name, owner)
+
+    def leave(self, session: int, name: str, owner: str) -> None:
+        self._named.leave(session, name, owner)
+
+    async def forget(self, session: int | None, name: str, owner: str) -> bool:
+        return await asyncio.wrap_future(self._named.forget(session, name, owner))
 
     async def clear_prefixes(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.llm.reset_prefix_cache)
@@ -142,7 +158,8 @@ class LocalEngine:
         return await asyncio.wrap_future(self.llm.loop.running_reports(most))
 
     def statistics(self) -> EngineStatistics:
-        return self.llm.loop.statistics()
+        return self._named.statistics()
 
     def close(self) -> None:
+        self._named.close()
         self.llm.close()

@@ -161,7 +161,7 @@ class Generation:
             self.serving.metrics.aborted(self.ask.samples - len(self.outcomes))
             self._outputs = None
         if self._held is not None:
-            self.serving.sessions.release(self._held)
+            self.serving.sessions.release(self._held, self.finished)
             self._held = None
         if self._entered:
             self._entered = False

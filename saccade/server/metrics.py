@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from saccade.engine.messages import RequestOutcome
@@ -17,6 +17,17 @@ _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80,
 _TOKEN_LATENCY = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TOKENS = tuple(2**power for power in range(0, 21, 2))
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
+
+_STORED = {  # counts of DurableSessions.report
+    "saves": "Turns after which a session was stored.",
+    "restores": "Sessions that came back from the folder.",
+    "bytes_written": "Bytes of sessions written.",
+    "bytes_read": "Bytes of sessions read.",
+    "tokens_restored": "Tokens whose keys and values came back.",
+    "tokens_recomputed": "Tokens of restored sessions that had to be computed again.",
+    "refused": "Stored sessions that could not be used.",
+    "failed": "Saves that failed.",
+}
 
 
 class Metrics:
@@ -117,16 +128,37 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._engine.statistics()
+        stored = now.stored or {}
+        used = max(now.kept_blocks, now.used_blocks)  # the engine goes on meanwhile
         rows: Iterable[tuple[str, str, float]] = (
             ("num_requests_running", "Samples that the engine works on.", now.running),
             ("num_requests_waiting", "Samples that wait for the engine.", now.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool that is taken, 0 to 1.", now.used_blocks / now.num_blocks),
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV pool that is taken, 0 to 1.",
+                (used - now.kept_blocks) / now.num_blocks,
+            ),
+            (
+                "kv_cache_kept_perc",
+                "Share that holds what ended requests left, for others.",
+                now.kept_blocks / now.num_blocks,
+            ),
             ("num_sessions", "Sessions that are kept.", now.sessions),
         )
+        if stored:
+            rows = (
+                *rows,
+                ("num_stored_sessions", "Sessions in the folder.", stored["sessions"] or 0),
+                ("stored_session_bytes", "Bytes of them.", stored["bytes"] or 0),
+            )
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        for name, said in _STORED.items() if stored else ():
+            counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
+            counted.add_metric([self._model], stored[name] or 0)
+            yield counted
         about = self._engine.about
         tier = "device" if about.device.startswith("cuda") else "host"
         for name, said, blocks in (

@@ -1,4 +1,4 @@
-"""Sessions that clients name. Each key has names of its own."""
+"""Sessions that clients name. Each key has names of its own. Those that the engine stores survive the server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ LONGEST = 256  # characters of a name
 class Held:
     """One session while the server keeps it. ``id``: the engine's, None until it has one."""
 
+    owner: str
+    name: str
     id: int | None = None
-    busy: bool = False
+    busy: bool = True
     used: float = field(default_factory=time.monotonic)
 
 
 class Sessions:
     """At most ``most`` of them, the least recently used ones go first; each is forgotten ``seconds`` after its last
-    turn. They live on the event loop's thread alone."""
+    turn. What the engine stores of them stays, and is restored when it is asked for. They live on the event loop's
+    thread alone."""
 
     def __init__(self, engine: EngineFace, most: int, seconds: float) -> None:
         self._engine, self._most, self._seconds = engine, most, seconds
@@ -36,17 +39,18 @@ class Sessions:
         return len(self._held)
 
     async def acquire(self, caller: Caller, name: str) -> Held:
-        """The caller's session of that name, made where there is none, for one turn. 409 while it has another."""
+        """The caller's session of that name, restored or made where there is none, for one turn. 409 while it has
+        another."""
         self.check(name)
         self._expire()
         place = (caller.name, name)
         held = self._held.get(place)
         if held is None:
             self._make_room()
-            held = self._held[place] = Held(busy=True)
+            held = self._held[place] = Held(*place)
             await self._open(place, held)
             return held
-        elif held.busy:
+        if held.busy:
             raise ApiError(
                 409, f"the session {shown(name)} is still answering; wait for that turn", "session_busy", "session_id"
             )
@@ -54,21 +58,22 @@ class Sessions:
         self._held.move_to_end(place)
         return held
 
-    def release(self, held: Held) -> None:
-        """Its turn has ended."""
+    def release(self, held: Held, answered: bool) -> None:
+        """Its turn has ended; one that was ``answered`` is stored, unless it was forgotten meanwhile."""
         held.busy, held.used = False, time.monotonic()
+        if answered and held.id is not None and self._held.get((held.owner, held.name)) is held:
+            self._engine.save_soon(held.id, held.name, held.owner)
 
-    def forget(self, caller: Caller, name: str) -> bool:
-        """Drop a session with its keys and values; a turn that runs is cancelled. False where there is none."""
-        place = (caller.name, name)
-        if place not in self._held:
-            return False
-        self._drop(place)
-        return True
+    async def forget(self, caller: Caller, name: str) -> bool:
+        """Drop a session with its keys and values, those that are stored too; a turn that runs is cancelled. False
+        where there is none."""
+        held = self._held.pop((caller.name, name), None)
+        stored = await self._engine.forget(None if held is None else held.id, name, caller.name)
+        return stored or held is not None
 
     async def _open(self, place: tuple[str, str], held: Held) -> None:
-        """Have the engine begin a session, which is dropped where nobody wants it by then."""
-        opening = asyncio.ensure_future(self._engine.open_session())
+        """Have the engine begin a session, or restore it; it is left again where nobody wants it by then."""
+        opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner))
         try:
             held.id = await asyncio.shield(opening)
             if self._held.get(place) is not held:
@@ -76,12 +81,12 @@ class Sessions:
         except BaseException:
             if self._held.get(place) is held:
                 del self._held[place]
-            opening.add_done_callback(self._unwanted)
+            opening.add_done_callback(lambda done: self._unwanted(done, held))
             raise
 
-    def _unwanted(self, opening: asyncio.Future[int]) -> None:
+    def _unwanted(self, opening: asyncio.Future[int], held: Held) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._engine.forget_soon(opening.result())
+            self._engine.leave(opening.result(), held.name, held.owner)
 
     @staticmethod
     def check(name: str) -> None:
@@ -105,4 +110,4 @@ class Sessions:
     def _drop(self, place: tuple[str, str]) -> None:
         held = self._held.pop(place)
         if held.id is not None:
-            self._engine.forget_soon(held.id)
+            self._engine.leave(held.id, held.name, held.owner)

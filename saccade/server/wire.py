@@ -68,16 +68,32 @@ class CheckPolicy(Frame, tag="policy"):
     policy: str = ""
 
 
-class OpenSession(Frame, tag="open"):
+class Session(Frame):
+    """``session``: the engine's, None where it has none. ``name`` is bytes: a client's text."""
+
+    session: int | None = None
+    name: bytes = b""
+    owner: bytes = b""
+
+
+class OpenSession(Session, tag="open"):
+    pass
+
+
+class SaveSession(Session, tag="save"):
+    pass
+
+
+class LeaveSession(Session, tag="leave"):
+    pass
+
+
+class ForgetSession(Session, tag="forget"):
     pass
 
 
 class ReportRunning(Frame, tag="report"):
     most: int = 0
-
-
-class Forget(Frame, tag="forget"):
-    session: int = 0
 
 
 class ClearPrefixes(Frame, tag="clear"):
@@ -123,7 +139,19 @@ class Outputs(Frame, tag="outputs"):
     statistics: EngineStatistics | None = None
 
 
-ToEngine = Add | Withdraw | Cancel | CheckPolicy | OpenSession | ReportRunning | Forget | ClearPrefixes | Close
+ToEngine = (
+    Add
+    | Withdraw
+    | Cancel
+    | CheckPolicy
+    | OpenSession
+    | SaveSession
+    | LeaveSession
+    | ForgetSession
+    | ReportRunning
+    | ClearPrefixes
+    | Close
+)
 FromEngine = Ready | Reply | Outputs
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -180,7 +208,7 @@ def request(message: AddRequest) -> Request:
         message.decoded,
         message.shares,
         None if constraint is None else constraint.source,
-        _bytes(message.cache_salt),
+        encoded(message.cache_salt),
         message.map_order,
     )
 
@@ -198,7 +226,7 @@ def add_request(given: Request, compile: Callable[[str], Constraint]) -> AddRequ
         given.decoded,
         given.shares,
         None if given.grammar is None else compile(given.grammar),
-        _text(given.cache_salt),
+        decoded(given.cache_salt),
         given.map_order,
     )
 
@@ -293,7 +321,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
     given = {name: value for name, usual in _USUAL.items() if (value := getattr(params, name)) != usual}
     for name in _TEXTS:
         if name in given:
-            given[name] = [_bytes(text) for text in given[name]]
+            given[name] = [encoded(text) for text in given[name]]
     if "stop_token_ids" in given:  # one that no machine word holds never comes
         given["stop_token_ids"] = [token for token in given["stop_token_ids"] if abs(token) < 2**63]
     return given
@@ -302,7 +330,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
 def _params_of(given: dict[str, Any]) -> SamplingParams:
     for name in _TEXTS:
         if name in given:
-            given[name] = tuple(_text(text) for text in given[name])
+            given[name] = tuple(decoded(text) for text in given[name])
     return SamplingParams(**given)
 
 
@@ -310,9 +338,11 @@ _USUAL = vars(SamplingParams())
 _policy = lru_cache(256)(Policy.parse)
 
 
-def _bytes(text: str) -> bytes:
+def encoded(text: str) -> bytes:
+    """Text that a client wrote, as it passes."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def _text(given: bytes) -> str:
+def decoded(given: bytes) -> str:
+    """The text again."""
     return given.decode("utf-8", "surrogatepass")

@@ -73,8 +73,8 @@ class Labels(MethodState):
         if kv.length == self.length:
             return
         self.begun = self.begun or kv.length
-        paged = kv.paged()
-        readable = kv.dtype in STORAGE and kv.head_dim % 16 == 0
+        paged = kv.layout()
+        readable = kv.dtype in STORAGE and kv.head_dim % 16 == 0 and not kv.in_pieces
         if self._serves(paged.k) is None and self.basis is None and readable:
             self._extend(kv)
             return
@@ -182,7 +182,7 @@ class Labels(MethodState):
         codes = torch.empty(kv_heads, 0, planes, TILE, dtype=torch.uint8, device="cpu")
         extent = torch.empty(kv_heads, 0, 2, TILE, device="cpu")
         self._make_room(-(-kv.length // TILE), codes, extent)
-        channels, paged = self.channels.contiguous(), kv.paged()
+        channels, paged = self.channels.contiguous(), kv.paged(self.length // TILE * TILE)
         wanted = native.LabelKeys(
             threads=torch.get_num_threads(),
             channel=channels.data_ptr(),

@@ -1,0 +1,440 @@
+"""Sessions that survive their process: saved behind every turn, restored by name when somebody asks for them.
+
+A session is a *group* of records in a store: a head (what was said, how it was computed, what the method knows, keys
+and values of the open tail) and segments, which have the keys and values of so many tokens each and never change. A
+save writes the segments that are new, then the head, then removes what the head does not name; so a process that is
+killed leaves the session as it was after one of its turns. Nothing is used that is not what was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from secrets import token_hex
+from typing import Any
+
+from torch import Tensor
+
+from saccade.engine.loop import AsyncEngine
+from saccade.engine.pieces import BeginRestore, Captured, CaptureSession, CopyRows, FinishRestore, LoadRows
+from saccade.engine.saved import SavedSession
+from saccade.errors import RequestError, SaccadeError, shown
+from saccade.records import Record, decode_record, encode_record
+from saccade.stores import BlockStore
+
+logger = logging.getLogger(__name__)
+HEAD, SEGMENT = "saccade session head", "saccade session segment"
+SEGMENT_TOKENS = 1024
+AHEAD = 3  # segments that are read while one is loaded
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stored one: tokens ``start .. stop - 1``; ``seal``: its record's."""
+
+    key: str
+    start: int
+    stop: int
+    seal: str
+
+
+@dataclass
+class Kept:
+    """What the store has of a session that lives here: ``segments`` in order, true of the keys and values that stand
+    since ``mark``."""
+
+    segments: list[Segment]
+    mark: int
+
+
+@dataclass
+class Restored:
+    """A session that is back. ``number``: the engine's; ``data`` and ``tensors``: what its owner saved with it."""
+
+    number: int
+    note: str | None
+    data: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What is stored under one name. ``size``: bytes; ``used``: seconds since the epoch; ``why``: what is wrong with
+    it, if it can be told."""
+
+    owner: str
+    name: str
+    tokens: int
+    size: int
+    used: float
+    why: str | None = None
+
+
+@dataclass
+class _Group:
+    sizes: dict[str, int] = field(default_factory=dict)  # by key
+    used: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes.values())
+
+
+class DurableSessions:
+    """The sessions of one engine in ``store``, at most ``limit`` bytes of them: the least recently used go first. A
+    session has a name, which is its ``owner``'s own. Every method may be called from any thread.
+
+    ``counts``: saves, restores, ``bytes_written``, ``bytes_read``, ``tokens_restored``, ``tokens_recomputed``,
+    ``refused``, ``failed`` (saves that the store did not take), ``removed`` (for room).
+    """
+
+    def __init__(
+        self, store: BlockStore, loop: AsyncEngine, limit: int | None = None, segment: int = SEGMENT_TOKENS
+    ) -> None:
+        self.store, self.limit, self.segment = store, limit, segment
+        self.counts: Counter[str] = Counter()
+        self.last_error: str | None = None
+        self._loop = loop
+        self._lock = threading.RLock()
+        self._kept: dict[str, Kept] = {}
+        self._open: dict[str, int] = {}  # the engine's session of a group
+        self._pending: dict[str, Future[None]] = {}  # the last save of a group
+        self._busy: Counter[str] = Counter()  # groups that are written or read now
+        self._groups: dict[str, _Group] = {}
+        for entry in store.list():
+            group = self._groups.setdefault(entry.key.partition("/")[0], _Group())
+            group.sizes[entry.key] = entry.size
+            group.used = max(group.used, entry.used)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="saccade-sessions")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="saccade-sessions")
+
+    @property
+    def size(self) -> int:
+        """Bytes that are stored."""
+        with self._lock:
+            return sum(group.size for group in self._groups.values())
+
+    def has(self, name: str, owner: str = "") -> bool:
+        """Whether there is a session of that name; it may still turn out to be damaged."""
+        group = _group(owner, name)
+        with self._lock:
+            return group in self._pending or self.store.exists(f"{group}/head")
+
+    def opened(self, number: int, name: str, owner: str = "") -> None:
+        """The engine's session ``number`` is the one of that name from now on."""
+        with self._lock:
+            self._open[_group(owner, name)] = number
+
+    def leave(self, number: int, name: str, owner: str = "") -> None:
+        """Drop the engine's session ``number`` as soon as it is saved, without waiting."""
+        group = _group(owner, name)
+        with self._lock:
+            pending = self._pending.get(group)
+            if self._open.get(group) == number:
+                del self._open[group]
+        if pending is None:
+            self._loop.forget_soon(number)
+        else:
+            pending.add_done_callback(lambda _: self._loop.forget_soon(number))
+
+    def wait(self, name: str, owner: str = "") -> None:
+        """Wait until the last turn of that session is saved."""
+        self._wait(_group(owner, name))
+
+    def save_soon(
+        self, number: int, name: str, data: dict[str, Any], tensors: dict[str, Tensor], owner: str = ""
+    ) -> Future[None]:
+        """Save the engine's session ``number`` as it is now, between two turns, in the background. What fails is
+        counted, and told to the log; the next save tries again."""
+        group = _group(owner, name)
+        captured: Future[Captured] = Future()
+        try:
+            captured = self._loop.piece(CaptureSession(number, self.segment))
+        except SaccadeError as error:  # closed
+            captured.set_exception(error)
+        about = {"group": group, "name": name, "owner": owner, "own": data}
+        with self._lock:
+            self._open[group] = number
+            saving = self._pending[group] = Future()
+        try:
+            self._writer.submit(self._save, saving, number, captured, about, tensors)
+        except RuntimeError:  # closed
+            self._done(group, saving)
+        return saving
+
+    def restore(self, name: str, owner: str = "", recompute: bool = False) -> Restored | None:
+        """The session of that name as a new one of the engine; None where there is none. RequestError that says why
+        where what is stored cannot be used: of another model, say, unless ``recompute`` takes over what was said alone.
+        Keys and values that are damaged are computed again by the next turn, and ``note`` says which."""
+        group = _group(owner, name)
+        with self._lock:
+            if self._open.get(group) in self._loop.engine.sessions:
+                raise RequestError(f"the session {shown(name)} is open already; close() it first")
+        self._wait(group)
+        with self._in_use(group):
+            try:
+                return self._restore(group, f"the session {shown(name)}", recompute)
+            except RequestError:
+                self.counts["refused"] += 1
+                raise
+
+    def forget(self, name: str, owner: str = "") -> bool:
+        """Remove what is stored under a name; False where there is nothing."""
+        group = _group(owner, name)
+        self._wait(group)
+        with self._lock:
+            there = group in self._groups
+            self._remove(group)
+        return there
+
+    def stored(self) -> list[Listed]:
+        """All sessions, the last used one first."""
+        with self._lock:
+            groups = {group: (one.size, one.used) for group, one in self._groups.items()}
+        listed = []
+        for group, (size, used) in groups.items():
+            owner, name, tokens, why = "", group, 0, None
+            try:
+                content = self.store.get(f"{group}/head")
+                if content is None:
+                    raise RequestError("its head is missing")
+                data = decode_record(content, HEAD, group).data
+                owner, name, tokens = data["owner"], data["name"], data["engine"]["tokens"]
+            except SaccadeError as error:
+                why = str(error)
+            listed.append(Listed(owner, name, tokens, size, used, why))
+        return sorted(listed, key=lambda one: -one.used)
+
+    def flush(self) -> None:
+        """Wait until what was to be saved is saved."""
+        while True:
+            with self._lock:
+                pending = list(self._pending.values())
+            if not pending:
+                return
+            for one in pending:
+                one.result()
+
+    def close(self) -> None:
+        """Finish what is to be saved and give the store back."""
+        self.flush()
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self.store.close()
+
+    def report(self) -> dict[str, Any]:
+        """``counts``, and what is stored."""
+        names = ("saves", "restores", "bytes_written", "bytes_read", "tokens_restored", "tokens_recomputed")
+        counted = {name: self.counts[name] for name in (*names, "refused", "failed", "removed")}
+        with self._lock:
+            return counted | {"sessions": len(self._groups), "bytes": self.size, "bytes_most": self.limit}
+
+    # Saving, on the writer's thread
+
+    def _save(
+        self,
+        saving: Future[None],
+        number: int,
+        captured: Future[Captured],
+        about: dict[str, Any],
+        tensors: dict[str, Tensor],
+    ) -> None:
+        group = about["group"]
+        try:
+            with self._lock:
+                superseded = self._pending.get(group) is not saving
+            if not superseded:  # a later turn's save has all that this one has
+                with self._in_use(group):
+                    self._write(number, captured.result(), about, tensors)
+                self.counts["saves"] += 1
+        except Exception as error:  # the session itself goes on
+            self.counts["failed"] += 1
+            self.last_error = f"the session {shown(about['name'])} was not saved: {error}"
+            logger.warning("%s", self.last_error)
+        finally:
+            self._done(group, saving)
+
+    def _write(self, number: int, captured: Captured, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        group, saved = about["group"], captured.saved
+        kept = self._kept.get(group)
+        segments: list[Segment] = []
+        if kept is not None:
+            stood = captured.stood.get(kept.mark, 0)
+            segments = [one for one in kept.segments if one.stop <= stood]
+        stop = segments[-1].stop if segments else 0
+        sealed = 0 if saved.data["kv"] is None else saved.data["kv"]["sealed"]
+        while stop < sealed:
+            start, stop = stop, min(stop + self.segment, sealed)
+            rows = self._loop.piece(CopyRows(number, captured.mark, start, stop)).result()
+            if rows is None:  # gone in the meantime: what was said is kept, and these are computed again if need be
+                break
+            key = f"{group}/{start:010d}-{token_hex(8)}"
+            record = Record(SEGMENT, {"key": key, "model": saved.data["model"], "start": start, "stop": stop}, rows)
+            if not self._put(key, encode_record(record)):
+                break
+            segments.append(Segment(key, start, stop, record.seal))
+        own = {f"own/{key}": tensor for key, tensor in tensors.items()}
+        if not self._put(f"{group}/head", _head(about, saved, segments, saved.tensors | own)):
+            # What was said is kept in any case, and as many of the segments as there is room for.
+            said = {"tokens": saved.tensors["tokens"]} | own
+            while segments and self._over(group, segments) > 0:
+                segments.pop()
+            self._put(f"{group}/head", _head(about, saved, segments, said), anyhow=True)
+        self._kept[group] = Kept(segments, captured.mark)
+        named = {f"{group}/head", *(one.key for one in segments)}
+        with self._lock:
+            left = [key for key in self._groups[group].sizes if key not in named]
+        for key in left:
+            self._delete(group, key)
+
+    def _over(self, group: str, segments: list[Segment]) -> int:
+        """Bytes by which the bound is passed if ``group`` keeps no more than ``segments`` and its head as it is."""
+        with self._lock:
+            sizes, others = self._groups[group].sizes, self.size - self._groups[group].size
+            return others + sum(sizes[one.key] for one in segments) + sizes.get(f"{group}/head", 0) - (self.limit or 0)
+
+    def _put(self, key: str, content: bytes, anyhow: bool = False) -> bool:
+        """False where there is no room, unless it is to be stored ``anyhow``."""
+        group = key.partition("/")[0]
+        with self._lock:
+            have = self._groups.setdefault(group, _Group())
+            while self.limit is not None and self.size - have.sizes.get(key, 0) + len(content) > self.limit:
+                others = [one for one in self._groups if one != group and not self._busy[one]]
+                if not others and anyhow:
+                    break
+                if not others:
+                    logger.warning("no room for %s: the bound is %d bytes", key, self.limit)
+                    return False
+                self._remove(min(others, key=lambda one: self._groups[one].used))
+                self.counts["removed"] += 1
+        self.store.put(key, content)
+        with self._lock:
+            have.sizes[key], have.used = len(content), time.time()
+        self.counts["bytes_written"] += len(content)
+        return True
+
+    def _remove(self, group: str) -> None:
+        """Remove a whole group, its head first: without one the rest means nothing."""
+        self._kept.pop(group, None)
+        have = self._groups.get(group)
+        for key in sorted(have.sizes, key=lambda key: not key.endswith("/head")) if have is not None else ():
+            self._delete(group, key)
+        self._groups.pop(group, None)
+
+    def _delete(self, group: str, key: str) -> None:
+        self.store.delete(key)
+        with self._lock:
+            self._groups[group].sizes.pop(key, None)
+
+    # Restoring, on the caller's thread
+
+    def _restore(self, group: str, called: str, recompute: bool) -> Restored | None:
+        content = self.store.get(f"{group}/head")
+        if content is None:
+            return None
+        self.counts["bytes_read"] += len(content)
+        head = decode_record(content, HEAD, called)
+        data = head.data
+        if data["group"] != group:
+            raise RequestError(
+                f"{called} cannot be used: another session's record, {shown(data['name'])}, is in its place"
+            )
+        own = {key.removeprefix("own/"): part for key, part in head.tensors.items() if key.startswith("own/")}
+        parts = {key: part for key, part in head.tensors.items() if not key.startswith("own/")}
+        damaged = [name for name in head.damaged if not name.startswith("own/")]
+        saved = SavedSession(data["engine"], parts)
+        number = self._loop.piece(BeginRestore(saved, damaged, recompute)).result()
+        note: str | None = self._loop.engine.sessions[number].note
+        try:
+            if saved.data["kv"] is not None and not recompute:
+                wanted = [Segment(*one) for one in data["segments"]]
+                loaded, lost = self._load(number, wanted, saved)
+                if lost is None and damaged:
+                    lost = f"damaged: {', '.join(damaged)}"
+                mark, note = self._loop.piece(FinishRestore(number, saved, lost)).result()
+                self._kept[group] = Kept(loaded, mark)
+        except BaseException:
+            self._loop.forget_soon(number)
+            raise
+        with self._lock:
+            self._open[group] = number
+            if group in self._groups:
+                self._groups[group].used = time.time()
+        computed = self._loop.engine.sessions[number].computed
+        self.counts["restores"] += 1
+        self.counts["tokens_restored"] += computed
+        self.counts["tokens_recomputed"] += saved.data["tokens"] - computed if note else 0
+        return Restored(number, note, data["own"], own)
+
+    def _load(self, number: int, wanted: list[Segment], saved: SavedSession) -> tuple[list[Segment], str | None]:
+        """Load segments into a session, some read ahead; those that were loaded, and why the rest was not."""
+        ahead = [self._readers.submit(self._read, one) for one in wanted[:AHEAD]]
+        loaded: list[Segment] = []
+        model, sealed = saved.data["model"], saved.data["kv"]["sealed"]
+        for at, one in enumerate(wanted):
+            try:
+                record = ahead.pop(0).result()
+            except SaccadeError as error:
+                return loaded, str(error)
+            if at + AHEAD < len(wanted):
+                ahead.append(self._readers.submit(self._read, wanted[at + AHEAD]))
+            place = {"key": one.key, "model": model, "start": one.start, "stop": one.stop}
+            if record.seal != one.seal or record.data != place:
+                return loaded, f"another record is in the place of tokens {one.start} to {one.stop - 1}"
+            if record.damaged:
+                return loaded, f"tokens {one.start} to {one.stop - 1} are damaged: {', '.join(record.damaged)}"
+            refusal = self._loop.piece(LoadRows(number, one.start, record.tensors)).result()
+            if refusal is not None:
+                return loaded, str(refusal)
+            loaded.append(one)
+        stop = loaded[-1].stop if loaded else 0
+        return loaded, None if stop == sealed else f"tokens {stop} to {sealed - 1} were not stored"
+
+    def _read(self, one: Segment) -> Record:
+        content = self.store.get(one.key)
+        if content is None:
+            raise RequestError(f"the record of tokens {one.start} to {one.stop - 1} is missing")
+        self.counts["bytes_read"] += len(content)
+        return decode_record(content, SEGMENT, f"the record of tokens {one.start} to {one.stop - 1}")
+
+    # Both
+
+    @contextmanager
+    def _in_use(self, group: str) -> Iterator[None]:
+        """Nobody removes it for room meanwhile."""
+        with self._lock:
+            self._busy[group] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy[group] -= 1
+
+    def _wait(self, group: str) -> None:
+        with self._lock:
+            pending = self._pending.get(group)
+        if pending is not None:
+            pending.result()
+
+    def _done(self, group: str, saving: Future[None]) -> None:
+        with self._lock:
+            if self._pending.get(group) is saving:
+                del self._pending[group]
+        saving.set_result(None)
+
+
+def _head(about: dict[str, Any], saved: SavedSession, segments: list[Segment], tensors: dict[str, Tensor]) -> bytes:
+    listed = [[one.key, one.start, one.stop, one.seal] for one in segments]
+    return encode_record(Record(HEAD, about | {"engine": saved.data, "segments": listed}, tensors))
+
+
+def _group(owner: str, name: str) -> str:
+    """What a session's records lie under, whatever its name looks like."""
+    return "s" + hashlib.blake2b(f"{owner}\0{name}".encode(), digest_size=16).hexdigest()

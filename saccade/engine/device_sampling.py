@@ -1,0 +1,167 @@
+"""Choosing the tokens of many rows at once, where their logits lie: what :class:`~saccade.engine.sampler.Sampler` does
+for one row, in the same order, without bringing a vocabulary of logits to the host for each.
+
+What stays with the row's own sampler: answers under a constraint, whose matcher sees the tokens one by one, and logits
+that are not finite, of which it says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from saccade.engine.device_graphs import StepKind
+from saccade.engine.device_watch import PlacedRow
+from saccade.engine.row_sampling import RowSampling
+from saccade.engine.sampler import row_logprobs
+from saccade.engine.step import LogprobEntries
+from saccade.randomness import uniform
+
+LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
+
+
+@torch.inference_mode()
+def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
+    """Write down the token of each row that wants one, or its logits [1, vocab] on the CPU. Waits for the step."""
+    likeliest = kind.best.tolist()
+    sampled: list[tuple[int, PlacedRow, RowSampling]] = []
+    left: list[tuple[int, PlacedRow]] = []
+    for number, row in enumerate(placed):
+        if row is None or not (row.scheduled.wants_logits or row.scheduled.all_logits):
+            continue
+        sound = likeliest[number] >= 0
+        if sound and row.scheduled.greedy:
+            row.result.tokens = [likeliest[number]]
+        elif sound and row.scheduled.sampling is not None:
+            sampled.append((number, row, row.scheduled.sampling))
+        else:
+            left.append((number, row))
+    if sampled:
+        logits = kind.logits[_whole([number for number, _, _ in sampled], kind.logits.device)]
+        places = [row.scheduled.stop for _, row, _ in sampled]
+        tokens, logprobs = choose_tokens(logits, [asked for _, _, asked in sampled], places)
+        for (number, row, _), token, entries in zip(sampled, tokens, logprobs):
+            if token == LEFT:
+                left.append((number, row))
+                continue
+            row.result.tokens, row.result.logprobs = [token], None if entries is None else [entries]
+    if left:
+        logits = kind.logits[_whole([number for number, _ in left], kind.logits.device)].cpu()
+        for at, (_, row) in enumerate(left):
+            row.result.logits = logits[at : at + 1]
+
+
+def choose_tokens(
+    logits: Tensor, asked: Sequence[RowSampling], places: Sequence[int]
+) -> tuple[list[int], list[LogprobEntries | None]]:
+    """The tokens of rows ``logits`` fp32 [rows, vocab], each at its place of its sequence, and what each row wants to
+    know of its log-probabilities. ``LEFT`` where the logits, or what became of them, have no finite maximum.
+
+    A row's token does not depend on the rows beside it.
+    """
+    scores = _steered(logits, asked)
+    tokens, greatest = scores.argmax(-1), scores.amax(-1)
+    drawn = [row for row, one in enumerate(asked) if one.temperature > 0]
+    if drawn:
+        # A lone row would be scanned by another kernel, which adds up in another order: it goes twice.
+        rows = drawn if len(drawn) > 1 else drawn * 2
+        at = _whole(rows, logits.device)
+        theirs = [asked[row] for row in rows]
+        warped = _warped(scores[at], theirs)
+        tokens[at], greatest[at] = _draw(warped, theirs, [places[row] for row in rows]), warped.amax(-1)
+    sound = logits.amax(-1).isfinite() & greatest.isfinite()
+    chosen = torch.where(sound, tokens, LEFT).tolist()
+    return chosen, _entries(logits, asked, chosen)
+
+
+def _whole(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.long).to(device)
+
+
+def _column(asked: Sequence[RowSampling], name: str, like: Tensor) -> Tensor:
+    """One number of each row, of the dtype and on the device of ``like``: [rows]."""
+    return torch.tensor([getattr(one, name) for one in asked], dtype=torch.float64).to(like)
+
+
+def _places(lists: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Where each row's list of tokens points: rows and tokens, both int64 [n]; None if no row has any."""
+    lengths = [0 if one is None else len(one) for one in lists]
+    if not any(lengths):
+        return None
+    rows = torch.repeat_interleave(torch.arange(len(lists)), torch.tensor(lengths))
+    return rows.to(device), torch.cat([one for one in lists if one is not None]).to(device)
+
+
+def _steered(logits: Tensor, asked: Sequence[RowSampling]) -> Tensor:
+    """Bans, biases and penalties, in :class:`Sampler`'s order."""
+    scores, device = logits.clone(), logits.device
+    if at := _places([torch.tensor(one.banned, dtype=torch.long) if one.banned else None for one in asked], device):
+        scores[at] = -torch.inf
+    biases = [one.biases for one in asked]
+    if at := _places([None if one is None else one[0] for one in biases], device):
+        scores[at] += torch.cat([one[1] for one in biases if one is not None]).to(device)
+    if at := _places([one.seen for one in asked], device):
+        penalties, old = _column(asked, "repetition_penalty", scores)[at[0]], scores[at]
+        scores[at] = torch.where(old < 0, old * penalties, old / penalties)
+    answers = [one.answer for one in asked]
+    if at := _places([None if one is None else one[0] for one in answers], device):
+        counts = torch.cat([one[1] for one in answers if one is not None]).to(device)
+        lower = _column(asked, "frequency_penalty", scores)[at[0]] * counts
+        scores[at] = scores[at] - lower - _column(asked, "presence_penalty", scores)[at[0]]
+    return scores
+
+
+def _warped(scores: Tensor, asked: Sequence[RowSampling]) -> Tensor:
+    """Temperature, top-k, top-p and min-p in transformers' order and by its rules: equal logits stay together at the
+    border of top-k, and each rule sees what the one before it has left."""
+    scores = scores / _column(asked, "temperature", scores)[:, None]
+    vocab = scores.shape[-1]
+    ranks = [min(one.top_k or vocab, vocab) for one in asked]
+    if min(ranks) < vocab:
+        most = max(rank for rank in ranks if rank < vocab)
+        best = torch.topk(scores, most).values
+        last = best.gather(-1, _whole([min(rank, most) - 1 for rank in ranks], scores.device)[:, None])
+        limited = _whole([rank < vocab for rank in ranks], scores.device).bool()[:, None]
+        scores = scores.masked_fill(limited & (scores < last), -torch.inf)
+    if any(one.top_p < 1.0 for one in asked):
+        rising, order = torch.sort(scores)
+        # `1 - top_p` is rounded once, as the number that transformers compares with.
+        rest = torch.tensor([1 - one.top_p for one in asked], dtype=torch.float64).to(scores)[:, None]
+        gone = rising.softmax(-1).cumsum(-1) <= rest
+        gone[:, -1] = False
+        gone &= _whole([one.top_p < 1.0 for one in asked], scores.device).bool()[:, None]
+        scores = scores.masked_fill(gone.scatter(-1, order, gone), -torch.inf)
+    if any(one.min_p > 0.0 for one in asked):
+        weights = scores.softmax(-1)
+        least = _column(asked, "min_p", scores)[:, None] * weights.amax(-1, keepdim=True)
+        scores = scores.masked_fill(weights < least, -torch.inf)
+    return scores
+
+
+def _draw(scores: Tensor, asked: Sequence[RowSampling], places: Sequence[int]) -> Tensor:
+    """One token of each row by its own draw: int64 [rows]."""
+    device = scores.device
+    draws = uniform(
+        _whole([one.seed for one in asked], device),
+        _whole([one.sample for one in asked], device),
+        _whole(places, device),
+    )
+    cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
+    wanted = draws[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
+
+
+def _entries(logits: Tensor, asked: Sequence[RowSampling], chosen: Sequence[int]) -> list[LogprobEntries | None]:
+    """Log-probabilities of the rows that want some."""
+    found: list[LogprobEntries | None] = [None] * len(asked)
+    wanting = [row for row, one in enumerate(asked) if one.logprobs is not None and chosen[row] != LEFT]
+    if not wanting:
+        return found
+    counts = [asked[row].logprobs or 0 for row in wanting]
+    tokens = [chosen[row] for row in wanting]
+    entries = row_logprobs(logits[_whole(wanting, logits.device)], tokens, max(counts))
+    for row, token, count, every in zip(wanting, tokens, counts, entries):
+        found[row] = {other: entry for other, entry in every.items() if entry[1] <= count or other == token}
+    return found

@@ -1,0 +1,151 @@
+"""Sessions saved and restored piece by piece, so that no step waits for long: what each message does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from saccade.engine.saved import SavedSession, begin_restore, finish_restore, save_sequence, under
+from saccade.errors import RequestError, SaccadeError
+from saccade.kv.saved import SavedKV
+
+if TYPE_CHECKING:
+    from saccade.engine.core import Engine
+    from saccade.engine.sequence import Sequence
+
+_marks = count(1)
+
+
+@dataclass(frozen=True)
+class CaptureSession:
+    """Copy a session between two turns, but for the keys and values of its whole segments of ``segment`` tokens. The
+    answer is a :class:`Captured`."""
+
+    session: int
+    segment: int
+
+
+@dataclass(frozen=True)
+class CopyRows:
+    """Copy the keys and values of tokens ``start .. stop - 1`` as they were captured under ``mark``; the answer is
+    None where they are gone: the session was closed, cut or lost its blocks since."""
+
+    session: int
+    mark: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BeginRestore:
+    """Open a session with the tokens of a captured one; the answer is its id."""
+
+    saved: SavedSession
+    damaged: list[str] = field(default_factory=list)
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class LoadRows:
+    """Give a session that is being restored the keys and values of the tokens ``start ..``; the answer is None, or the
+    error for which they cannot be had."""
+
+    session: int
+    start: int
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class FinishRestore:
+    """All segments are loaded, or ``lost`` says why not. The answer is the new mark, 0 where keys and values are to be
+    computed again, and what is to be said of it."""
+
+    session: int
+    saved: SavedSession
+    lost: str | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """``stood``: by earlier marks, the tokens that are as they were then; ``mark``: the one that was set now."""
+
+    saved: SavedSession
+    mark: int
+    stood: dict[int, int]
+
+
+Piece = CaptureSession | CopyRows | BeginRestore | LoadRows | FinishRestore
+
+
+def act(engine: Engine, piece: Piece) -> Any:
+    """Do what a message asks for, between two steps."""
+    if isinstance(piece, BeginRestore):
+        return _begin(engine, piece)
+    sequence = engine.sessions.get(piece.session)
+    if isinstance(piece, CopyRows):
+        return _copy(sequence, piece)
+    if sequence is None:
+        raise RequestError(f"there is no session {piece.session}; it was closed")
+    if isinstance(piece, CaptureSession):
+        kv = sequence.memory.kv
+        saved = save_sequence(sequence, engine.fingerprint, engine.config.prefill_chunk, piece.segment)
+        stood, mark = dict(kv.stood), next(_marks)
+        kv.mark(mark)
+        return Captured(saved, mark, stood)
+    if isinstance(piece, LoadRows):
+        return _load(sequence, piece)
+    return _finish(engine, sequence, piece)
+
+
+def _begin(engine: Engine, piece: BeginRestore) -> int:
+    sequence, chunk = engine.new_sequence(), engine.config.prefill_chunk
+    try:
+        begin_restore(sequence, piece.saved, engine.fingerprint, chunk, piece.damaged, piece.recompute)
+    except BaseException:
+        engine.worker.memories.pop(sequence.id, None)
+        raise
+    engine.sessions[sequence.id] = sequence
+    engine.scheduler.park(sequence)  # whoever needs its blocks meanwhile gets them
+    return sequence.id
+
+
+def _copy(sequence: Sequence | None, piece: CopyRows) -> dict[str, Tensor] | None:
+    if sequence is None or sequence.memory.kv.stood.get(piece.mark, 0) < piece.stop:
+        return None
+    try:
+        return sequence.memory.kv.rows(piece.start, piece.stop)
+    except SaccadeError:  # a block that is not resident, mostly
+        return None
+
+
+def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
+    kv = sequence.memory.kv
+    if kv.length != piece.start:
+        return SaccadeError("others needed its blocks while it was restored")
+    try:
+        kv.append_rows(piece.tensors)
+    except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        return error
+    sequence.computed = kv.length
+    return None
+
+
+def _finish(engine: Engine, sequence: Sequence, piece: FinishRestore) -> tuple[int, str | None]:
+    saved, kv = piece.saved, sequence.memory.kv
+    lost: Exception | None = None if piece.lost is None else SaccadeError(piece.lost)
+    stored = saved.data["kv"]
+    if stored is not None and lost is None:
+        try:
+            SavedKV({}, stored).check(kv.pool.format, kv.layers)
+            if stored["sealed"] != kv.length:
+                raise SaccadeError("others needed its blocks while it was restored")
+            kv.append_rows(under("kv", saved.tensors))
+        except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
+            lost = error
+    finish_restore(sequence, saved, engine.config.prefill_chunk, lost)
+    mark = next(_marks)
+    kv.mark(mark)
+    return mark, sequence.note

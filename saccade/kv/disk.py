@@ -1,0 +1,231 @@
+"""The disk tier: parts of KV blocks in a private file, written in records of about a MiB, checked when they are read.
+
+The file has no name: it is unlinked as soon as it is open, so that the system takes it back however this process ends.
+A page at its head names the version and the KV format; behind it lie *cells* of equal size, each a frame and a part's
+keys and values. A frame says whose part it is (this file, layer, block, generation) and holds checksums of both, so
+that a torn, flipped, stale or misplaced part is known before anything reads it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from saccade.errors import SaccadeError
+from saccade.kv.format import KVFormat
+from saccade.kv.storage import KVStorage
+from saccade.kv.tier import Part, TierCounts
+from saccade.machine import show_bytes
+from saccade.records import checksum
+
+VERSION = 1
+PAGE = 4096
+RECORD = 1 << 20  # bytes that one call writes, or reads, at most (one cell at least)
+ATTEMPTS = 3
+THREADS = 4  # that read
+_VECTORS = 900  # buffers of one call: systems take 1024
+_FRAME = struct.Struct("<4sHHqq8s16s16s")  # magic, version, layer, block, generation, file, checksums of keys, values
+_MAGIC = b"SKVp"
+
+
+class System(Protocol):
+    """The calls that move bytes: the ``os`` module, or what a test puts in its place."""
+
+    def preadv(self, fd: int, buffers: Sequence[Any], offset: int, /) -> int: ...
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int, /) -> int: ...
+
+
+class DiskTier:
+    """Keeps parts of ``storage`` in a file in ``folder``, ``max_bytes`` at most. Raises SaccadeError where there is no
+    such folder, or nothing can be written there, or one part is too much."""
+
+    name = "disk"
+
+    def __init__(self, folder: Path, max_bytes: int, storage: KVStorage, system: System = os) -> None:
+        self.format, self._system = storage.format, system
+        self._half = storage.format.block_bytes // 2
+        self.cell_bytes = _FRAME.size + 2 * self._half
+        self.cells = (max_bytes - PAGE) // self.cell_bytes
+        if self.cells < 1:
+            raise SaccadeError(
+                f"kv_disk={show_bytes(max_bytes)} holds no KV block; give at least {PAGE + self.cell_bytes} bytes"
+            )
+        self._k, self._v = (part.view(torch.uint8).flatten(1).numpy() for part in (storage.k, storage.v))
+        self._tag = os.urandom(8)
+        self._fd = _private_file(folder, _header(storage.format, self.cell_bytes, self._tag))
+        self._next = 1  # cells from here on were never used
+        self._free: list[int] = []  # a heap: neighbours are written in one go
+        self.counts = TierCounts()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="saccade-kv")
+        self._end = weakref.finalize(self, _close, self._fd, self._pool)
+
+    @property
+    def free_cells(self) -> int:
+        return len(self._free) + self.cells + 1 - self._next
+
+    @property
+    def file_bytes(self) -> int:
+        """How large the file has grown."""
+        return PAGE + (self._next - 1) * self.cell_bytes
+
+    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+        """See Tier. A record that cannot be written is tried again elsewhere."""
+        began, cells = time.perf_counter(), self._take(min(len(parts), self.free_cells))
+        done = [0] * len(parts)
+        for first, last in self._runs(cells):
+            for attempt in range(ATTEMPTS):
+                if self._write_record(parts[first:last], cells[first:last], slots[first:last]):
+                    done[first:last] = cells[first:last]
+                    self.counts.bytes_written += (last - first) * self.cell_bytes
+                    break
+                self.counts.retries += attempt + 1 < ATTEMPTS
+            else:
+                self.release(cells[first:last])
+        self.counts.wait_seconds += time.perf_counter() - began
+        return done
+
+    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> DiskLoading:
+        """See Tier."""
+        order = sorted(range(len(cells)), key=cells.__getitem__)
+        ordered = [cells[i] for i in order]
+        jobs: list[tuple[list[int], Future[list[int]]]] = []
+        for first, last in self._runs(ordered, most=max(1, -(-len(cells) // THREADS))):
+            which = order[first:last]
+            own = [(parts[i], cells[i], slots[i]) for i in which]
+            jobs.append((which, self._pool.submit(self._read_record, own)))
+        self.counts.bytes_read += len(cells) * self.cell_bytes
+        return DiskLoading(self, jobs)
+
+    def release(self, cells: Sequence[int]) -> None:
+        """See Tier."""
+        for cell in cells:
+            heapq.heappush(self._free, cell)
+
+    def close(self) -> None:
+        """See Tier."""
+        self._end()
+
+    def _take(self, count: int) -> list[int]:
+        reused = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        fresh = list(range(self._next, self._next + count - len(reused)))
+        self._next += len(fresh)
+        return reused + fresh
+
+    def _runs(self, cells: Sequence[int], most: int = _VECTORS) -> list[tuple[int, int]]:
+        """Stretches of neighbours, each of one record at most."""
+        most = max(1, min(most, RECORD // self.cell_bytes, _VECTORS // 3))
+        runs, first = [], 0
+        for at in range(1, len(cells) + 1):
+            if at == len(cells) or cells[at] != cells[at - 1] + 1 or at - first == most:
+                runs.append((first, at))
+                first = at
+        return runs if cells else []
+
+    def _frame(self, part: Part, k: Any, v: Any) -> bytes:
+        sums = bytes.fromhex(checksum(k)), bytes.fromhex(checksum(v))
+        return _FRAME.pack(_MAGIC, VERSION, part.layer, part.block, part.generation, self._tag, *sums)
+
+    def _write_record(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> bool:
+        buffers: list[Any] = []
+        for part, slot in zip(parts, slots):
+            k, v = self._k[slot], self._v[slot]
+            buffers += (self._frame(part, k, v), k, v)
+        try:
+            written = self._system.pwritev(self._fd, buffers, self._offset(cells[0]))
+        except OSError:
+            return False
+        return written == len(cells) * self.cell_bytes
+
+    def _read_record(self, own: list[tuple[Part, int, int]]) -> list[int]:
+        """Read neighbours into their slots; which of them are not what was written, tried again one by one."""
+        failed = self._read_once(own)
+        for _ in range(ATTEMPTS - 1):
+            if not failed:
+                break
+            self.counts.retries += len(failed)
+            failed = [i for i in failed if self._read_once([own[i]])]
+        return failed
+
+    def _read_once(self, own: list[tuple[Part, int, int]]) -> list[int]:
+        frames = [bytearray(_FRAME.size) for _ in own]
+        buffers: list[Any] = []
+        for frame, (_, _, slot) in zip(frames, own):
+            buffers += (frame, self._k[slot], self._v[slot])
+        try:
+            got = self._system.preadv(self._fd, buffers, self._offset(own[0][1])) // self.cell_bytes
+        except OSError:
+            got = 0
+        return [
+            i
+            for i, (frame, (part, _, slot)) in enumerate(zip(frames, own))
+            if i >= got or bytes(frame) != self._frame(part, self._k[slot], self._v[slot])
+        ]
+
+    def _offset(self, cell: int) -> int:
+        return PAGE + (cell - 1) * self.cell_bytes
+
+
+class DiskLoading:
+    """Reads under way (see tier.Loading)."""
+
+    def __init__(self, tier: DiskTier, jobs: list[tuple[list[int], Future[list[int]]]]) -> None:
+        self._tier, self._jobs = tier, jobs
+
+    def wait(self) -> list[int]:
+        began, failed = time.perf_counter(), []
+        for which, job in self._jobs:
+            try:
+                failed += [which[i] for i in job.result()]
+            except Exception:  # out of memory, say: nothing is known of these
+                failed += which
+        self._jobs = []
+        self._tier.counts.wait_seconds += time.perf_counter() - began
+        return failed
+
+
+def _header(format: KVFormat, cell_bytes: int, tag: bytes) -> bytes:
+    own = {
+        "kind": "saccade KV parts",
+        "version": VERSION,
+        "layout": format.version,
+        "dtype": str(format.dtype).removeprefix("torch."),
+        "kv_heads": format.kv_heads,
+        "head_dim": format.head_dim,
+        "block_size": format.block_size,
+        "cell_bytes": cell_bytes,
+        "generation": tag.hex(),
+    }
+    text = json.dumps(own)
+    return json.dumps({**own, "checksum": checksum(text.encode())}).encode().ljust(PAGE)
+
+
+def _private_file(folder: Path, header: bytes) -> int:
+    """A new file that nobody else can open, ``header`` written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix="saccade-kv-", dir=folder)
+    except OSError as error:
+        raise SaccadeError(f"kv_disk: nothing can be written to {folder}: {error.strerror or error}") from error
+    try:
+        os.unlink(name)
+        os.write(fd, header)
+    except OSError as error:
+        os.close(fd)
+        raise SaccadeError(f"kv_disk: nothing can be written to {folder}: {error.strerror or error}") from error
+    return fd
+
+
+def _close(fd: int, pool: ThreadPoolExecutor) -> None:
+    pool.shutdown(wait=True)
+    os.close(fd)

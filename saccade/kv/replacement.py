@@ -1,0 +1,61 @@
+"""Who leaves its slot next: second chance (clock), least recently used, or first in, first out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from saccade.errors import SaccadeError, shown
+
+POLICIES = ("clock", "lru", "fifo")
+Array = np.ndarray[Any, Any]
+
+
+class Replacement:
+    """Over ``slots`` slots. What a slot holds is a number of the caller's; -1 is nothing."""
+
+    def __init__(self, slots: int, policy: str = "clock") -> None:
+        if policy not in POLICIES:
+            raise SaccadeError(f"kv_replacement={shown(policy)} is unknown; known: {', '.join(POLICIES)}")
+        self.policy = policy
+        self._held = np.full(slots, -1, dtype=np.int64)
+        self._seen = np.zeros(slots, dtype=np.int64)  # clock: 1 is a second chance; else when it was used, or came
+        self._now = 0
+        self._hand = 0
+
+    def place(self, slots: Array, held: Array) -> None:
+        """``slots`` hold ``held`` from now on."""
+        self._held[slots] = held
+        self._now += 1
+        self._seen[slots] = 0 if self.policy == "clock" else self._now
+
+    def touch(self, slots: Array) -> None:
+        """What lies in ``slots`` was used."""
+        if self.policy == "clock":
+            self._seen[slots] = 1
+        elif self.policy == "lru":
+            self._now += 1
+            self._seen[slots] = self._now
+
+    def victims(self, count: int, allowed: Callable[[Array, Array], Array]) -> Array:
+        """What ``count`` slots hold, those that leave next first. ``allowed(slots, held)`` says which may; there are
+        enough of them."""
+        if self.policy != "clock":
+            slots = np.nonzero(allowed(np.arange(len(self._held)), self._held))[0]
+            return self._held[slots[np.argsort(self._seen[slots], kind="stable")[:count]]]
+        found: list[Array] = []
+        size = len(self._held)
+        taken = np.zeros(size, dtype=bool)
+        while count > 0:
+            window = np.arange(self._hand, min(size, self._hand + max(64, 2 * count)))
+            may = window[allowed(window, self._held[window]) & ~taken[window]]
+            old = may[self._seen[may] == 0][:count]
+            passed = window if len(old) < count else window[: old[-1] + 1 - self._hand]
+            self._seen[passed[self._seen[passed] > 0]] = 0
+            found.append(self._held[old])
+            taken[old] = True
+            count -= len(old)
+            self._hand = int(passed[-1] + 1) % size
+        return np.concatenate(found)

@@ -1,0 +1,104 @@
+"""What a tier of KV is: a place that keeps parts of blocks outside of the slots that kernels read, and what it counts.
+
+A *part* is one layer's keys and values of one logical block, all KV heads: what one slot holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
+
+from saccade.errors import CapacityError, SaccadeError
+
+
+class TierError(SaccadeError):
+    """A tier could not take or give a part: the disk is full, or fails."""
+
+
+class TierFull(TierError, CapacityError):
+    """Memory and tiers hold all that they can."""
+
+
+class LostKV(TierError):
+    """A part that was stored cannot be had any more: it has to be computed again."""
+
+
+class Part(NamedTuple):
+    """One layer's keys and values of a logical block; ``generation`` counts how often the block was handed out."""
+
+    layer: int
+    block: int
+    generation: int
+
+
+@dataclass
+class TierCounts:
+    """What moved between memory and a tier. ``hits`` and ``misses``: parts that were asked for and were, or were not,
+    resident; ``evicted``: parts that left memory; ``prefetched``: parts whose load began before they were wanted;
+    ``retries``: reads and writes that failed and were tried again; ``lost``: parts that could not be had back;
+    ``wait_seconds``: time in which attention stood still for loads or writes."""
+
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    prefetched: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    retries: int = 0
+    lost: int = 0
+    wait_seconds: float = 0.0
+
+    def copy(self) -> TierCounts:
+        return TierCounts(**vars(self))
+
+    def add(self, other: TierCounts, sign: int = 1) -> None:
+        """Add ``other``, or take it away with ``sign`` -1."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + sign * getattr(other, one.name))
+
+    def since(self, before: TierCounts) -> TierCounts:
+        """What was counted after ``before``."""
+        made = self.copy()
+        made.add(before, -1)
+        return made
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers."""
+        return {name: round(value, 6) if isinstance(value, float) else value for name, value in vars(self).items()}
+
+
+class Loading(Protocol):
+    """Parts on their way into slots."""
+
+    def wait(self) -> list[int]:
+        """Wait for all; which of them (numbers in the order asked for) cannot be had back. Every one is then either
+        whole in its slot, or among these."""
+        ...
+
+
+class Tier(Protocol):
+    """Keeps parts in *cells*, numbered from 1. One thread drives it; it may use others."""
+
+    name: str
+    cells: int  # parts that it holds at most
+    counts: TierCounts
+
+    @property
+    def free_cells(self) -> int: ...
+
+    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+        """Keep the content of ``slots``: the cell of each, 0 where that failed. Slots may be reused on return."""
+        ...
+
+    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> Loading:
+        """Begin to bring cells into slots."""
+        ...
+
+    def release(self, cells: Sequence[int]) -> None:
+        """These cells are free."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Nothing can be kept or had afterwards."""
+        ...

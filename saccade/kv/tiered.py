@@ -1,0 +1,163 @@
+"""A layer of a sequence, some of whose blocks may lie in a tier: they are brought in as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saccade.errors import SaccadeError
+from saccade.kv.paged import Paged
+from saccade.kv.tier import TierFull
+from saccade.kv.tiers import Hold
+from saccade.kv.view import KVView
+
+if TYPE_CHECKING:
+    from saccade.kv.blocks import BlockManager
+
+Array = np.ndarray[Any, Any]
+
+
+class TieredView(KVView):
+    """A KVView over blocks ``ids`` (int64) of ``pool``, which has tiers. Keys and values that are asked for by position
+    are brought in, a few blocks at a time, and copied; kernels take :meth:`holding`."""
+
+    __slots__ = ("_hints", "_ids", "_layer", "_pool", "tiers")
+
+    def __init__(
+        self,
+        pool: BlockManager,
+        layer: int,
+        ids: Array,
+        length: int,
+        summaries: Callable[[str, int], Tensor] | None = None,
+        hints: dict[int, int] | None = None,
+    ) -> None:
+        assert pool.tiers is not None
+        self._pool, self._layer, self._ids, self.tiers = pool, layer, ids, pool.tiers
+        self._hints = {} if hints is None else hints
+        super().__init__(self._guarded(length), summaries, pool.storage.mover)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether this is too much to be resident at once."""
+        return self.blocks > self.piece_blocks
+
+    @property
+    def piece_blocks(self) -> int:
+        """Blocks that one call may bring in together: all, where memory has room for those that nobody keeps there."""
+        room = self.tiers.room
+        if room < self.blocks and self.tiers.loose(self._layer, self._ids[: self.blocks]) <= room:
+            return self.blocks
+        return max(1, room)
+
+    @property
+    def hints(self) -> dict[int, int]:
+        """What the caller notes of a layer from one step to the next."""
+        return self._hints
+
+    @property
+    def layer(self) -> int:
+        return self._layer
+
+    def paged(self, start: int = 0) -> Paged:
+        """Where the tokens from ``start`` on lie, for kernels: they are resident until another block is asked for.
+        TierFull where they are too many for that."""
+        first = start // self.block_size
+        wanted = np.arange(first, self.blocks)
+        if len(wanted) > self.piece_blocks:
+            raise TierFull(
+                f"{len(wanted)} KV blocks of layer {self._layer} are to be read at once, but memory holds "
+                f"{self.piece_blocks}; raise kv_memory"
+            )
+        with self.hold(wanted):
+            return self._guarded(self.length)
+
+    def layout(self) -> Paged:
+        """As of KVView: nothing is brought in."""
+        return self._paged
+
+    def hold(self, blocks: Array, ahead: bool = False) -> Hold:
+        """Have blocks (rising numbers within the sequence) brought in, and keep them while the Hold lasts."""
+        return self.tiers.fetch(self._layer, self._ids[blocks], ahead)
+
+    def held(self) -> KVView:
+        """What kernels may read of this, as it is now: blocks that are not resident are one of zeros."""
+        return KVView(self._guarded(self.length), self._summaries, self._mover)
+
+    def upto(self, length: int) -> KVView:
+        if length == self.length:
+            return self
+        return TieredView(self._pool, self._layer, self._ids, length, self._summaries, self._hints)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        size, stop, done = self.block_size, start + k.shape[1], start
+        layer = self._layer
+        for blocks in self._pieces(start, stop):
+            ids, upto = self._ids[blocks], min(stop, (int(blocks[-1]) + 1) * size)
+            with self.tiers.fetch(layer, ids):
+                self.tiers.opened(slice(layer, layer + 1), ids)
+                here, rows = self._guarded(upto), slice(done - start, upto - start)
+                self._mover.store(here, done, k[:, rows], v[:, rows])
+            done = upto
+
+    def head_keys(self, kv_head: int, stop: int) -> Tensor:
+        own, size = self._paged, self.block_size
+        out = own.k.new_empty(stop, self.head_dim)
+        for blocks in self._pieces(0, stop):
+            first, last = int(blocks[0]) * size, min(stop, (int(blocks[-1]) + 1) * size)
+            with self.hold(blocks):
+                out[first:last] = own.k[self._slots(blocks), kv_head].flatten(0, 1)[: last - first]
+        return out
+
+    def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
+        own, size = self._paged, self.block_size
+        index = positions.long()
+        block, offset = (index // size).numpy(), index % size
+        wanted = np.unique(block)
+        k, v = (part.new_empty(index.numel(), self.head_dim) for part in (own.k, own.v))
+        for first in range(0, len(wanted), self.piece_blocks):
+            some = wanted[first : first + self.piece_blocks]
+            with self.hold(some):
+                if len(some) == len(wanted):
+                    slots = self._slots(block)
+                    return own.k[slots, kv_head, offset], own.v[slots, kv_head, offset]
+                here = torch.from_numpy(np.nonzero((block >= some[0]) & (block <= some[-1]))[0])
+                slots = self._slots(block[here.numpy()])
+                k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
+        return k, v
+
+    def _span(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
+        stop = self.length if stop is None else stop
+        if not 0 <= start <= stop <= self.length:
+            raise SaccadeError(f"positions {start}..{stop} do not lie within the {self.length} stored tokens")
+        size = self.block_size
+        out = pool.new_empty(self.kv_heads, stop - start, self.head_dim)
+        for blocks in self._pieces(start, stop):
+            first, last = max(start, int(blocks[0]) * size), min(stop, (int(blocks[-1]) + 1) * size)
+            with self.hold(blocks):
+                out[:, first - start : last - start] = self._mover.gather(
+                    pool, self._guarded(last).block_table, first, last
+                )
+        return out
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Array]:
+        """The blocks of positions ``start .. stop - 1``, as many at a time as there is room for."""
+        first, last = start // self.block_size, -(-stop // self.block_size)
+        while first < last:
+            yield np.arange(first, min(last, first + self.piece_blocks))
+            first += self.piece_blocks
+
+    def _slots(self, blocks: Array) -> Tensor:
+        return torch.from_numpy(self._pool.slots_of(self._layer, self._ids[blocks]).astype(np.int64))
+
+    def _guarded(self, length: int) -> Paged:
+        """As kernels take it, the guard's slot in place of what is not resident."""
+        storage = self._pool.storage
+        slots = self._pool.slots_of(self._layer, self._ids)
+        table = np.full((1, max(1, len(slots))), self.tiers.guard, dtype=np.int32)
+        np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
+        return Paged(storage.k, storage.v, torch.from_numpy(table), length, storage.format)

@@ -1,0 +1,272 @@
+"""Which parts of KV blocks lie in slots, and which in the tier behind them: who is brought in, and who has to leave.
+
+A part is written to the tier when it first leaves its slot, and not again: its cell stays its own until the block is
+let go, or somebody writes to it (:meth:`Tiers.opened`). While it has both, leaving costs nothing. Where cells run short
+residents give theirs up, and memory and tier together hold what both have room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from saccade.errors import SaccadeError
+from saccade.kv.replacement import Replacement
+from saccade.kv.tier import LostKV, Part, Tier, TierCounts, TierError, TierFull
+
+if TYPE_CHECKING:
+    from saccade.kv.blocks import BlockManager
+
+LEAST_SLOTS = 8  # that something can run in
+FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
+RECORD = 1 << 20  # bytes of victims that leave together
+Array = np.ndarray[Any, Any]
+
+
+class Hold:
+    """Parts of one layer that stay resident until :meth:`release`; :meth:`wait` before they are read."""
+
+    def __init__(self, tiers: Tiers, layer: int, blocks: Array) -> None:
+        self._tiers, self._layer, self._blocks = tiers, layer, blocks
+        self._loading: Any = None
+        self._missing: Array = blocks[:0]
+
+    def wait(self) -> None:
+        """Every part is in its slot when this returns. LostKV where one cannot be had back."""
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        failed = loading.wait()
+        tiers, layer, missing = self._tiers, self._layer, self._missing
+        if failed:
+            tiers.lose(layer, missing[failed])
+            raise LostKV(
+                f"{len(failed)} KV blocks of layer {layer} cannot be read back from the {tiers.tier.name}: what was "
+                "written there is damaged, or the device fails"
+            )
+
+    def _load(self, missing: Array) -> None:
+        """Begin to read parts that have slots now."""
+        if len(missing):
+            tiers, layer = self._tiers, self._layer
+            cells, slots = tiers._cell[layer, missing].tolist(), tiers.pool.slots_of(layer, missing).tolist()
+            self._missing, self._loading = missing, tiers.tier.read(tiers._parts(layer, missing), cells, slots)
+
+    def release(self) -> None:
+        """Let the parts go again, those that never came among them."""
+        with suppress(LostKV):
+            self.wait()
+        self._tiers._unpin(self._layer, self._blocks)
+        self._blocks = self._blocks[:0]
+
+    def __enter__(self) -> Hold:
+        try:
+            self.wait()
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class Tiers:
+    """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
+    ``clock`` (second chance), ``lru`` or ``fifo``. ``debug`` fills the slot that stands for absent parts with NaN, so
+    that whoever reads one is seen."""
+
+    def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
+        if pool.rows > 1:
+            raise SaccadeError("tiers keep all KV heads of a block together: they need a pool without heads_apart")
+        self.pool, self.tier = pool, tier
+        shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
+        self.generation = np.zeros(shape[1], dtype=np.int64)
+        self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
+        self._lost = np.zeros(shape, dtype=bool)
+        self._pins = np.zeros(shape, dtype=np.int16)
+        self._pinned = 0  # parts
+        self._stored = 0  # parts with a cell
+        self._losses = 0
+        self._turn = Replacement(pool.storage.num_blocks, policy)
+        self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
+        for part in (pool.storage.k, pool.storage.v):
+            part[self.guard].fill_(float("nan") if debug else 0.0)
+        self._batch = max(1, min(RECORD // pool.format.block_bytes, self.slots // 8))
+
+    @property
+    def slots(self) -> int:
+        """Parts that memory holds at most."""
+        return self.pool.storage.num_blocks - 1
+
+    @property
+    def room(self) -> int:
+        """Parts that one call may hold beside those that are held already."""
+        return self.slots - self._pinned
+
+    def loose(self, layer: int, blocks: Array) -> int:
+        """How many of ``blocks`` nobody holds."""
+        return int((self._pins[layer, blocks] == 0).sum()) if self._pinned else len(blocks)
+
+    @property
+    def counts(self) -> TierCounts:
+        return self.tier.counts
+
+    def fetch(self, layer: int, blocks: Array, ahead: bool = False) -> Hold:
+        """Hold ``blocks`` (int ids, no id twice) of one layer and begin to bring in those that are not resident;
+        ``ahead``: nobody waits for them yet. LostKV, TierFull or TierError, holding nothing, where that cannot be."""
+        if self._losses and self._lost[layer, blocks].any():
+            raise LostKV(f"KV blocks of layer {layer} were lost")
+        slots = self.pool.slots_of(layer, blocks)
+        absent = slots < 0
+        missing = blocks[absent]
+        self.counts.hits += len(blocks) - len(missing)
+        self.counts.misses += len(missing)
+        self._turn.touch(slots[~absent] if len(missing) else slots)
+        hold = Hold(self, layer, blocks)
+        self._pin(layer, blocks)
+        try:
+            self.counts.prefetched += ahead * len(missing)
+            roomy = self.tier.free_cells >= len(missing) + self._batch
+            step = max(1, len(missing)) if roomy else FEW  # what comes keeps its cell while others leave for it
+            for first in range(0, len(missing), step):
+                hold.wait()
+                hold._load(self._admit(layer, missing[first : first + step], len(missing) - first))
+        except BaseException:
+            self._unpin(layer, blocks)
+            raise
+        return hold
+
+    def opened(self, layers: slice, blocks: Array) -> None:
+        """Rows are about to be written to ``blocks``: what the tier has of their resident parts is the past."""
+        if not self._stored or not len(blocks):
+            return
+        for layer in range(*layers.indices(self.pool.layers)):
+            cells = self._cell[layer, blocks]
+            stale = blocks[(cells > 0) & (self.pool.slots_of(layer, blocks) >= 0)]
+            self._drop_cells(layer, stale)
+
+    def born(self, blocks: Sequence[int]) -> None:
+        """``blocks`` have been handed out."""
+        self.generation[blocks] += 1
+
+    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array) -> None:
+        """``blocks`` have these slots from now on."""
+        self._turn.place(slots, layer * len(self.generation) + np.asarray(blocks, dtype=np.int64))
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Nobody holds ``blocks`` any more."""
+        if self._stored:
+            for layer in range(self.pool.layers):
+                own = np.asarray(blocks)
+                self._drop_cells(layer, own[self._cell[layer, own] > 0])
+        if self._losses:
+            self._losses -= int(self._lost[:, blocks].sum())
+            self._lost[:, blocks] = False
+
+    def damaged(self, blocks: Array) -> bool:
+        """Whether parts of ``blocks`` are lost."""
+        return bool(self._losses and self._lost[:, blocks].any())
+
+    def lose(self, layer: int, blocks: Array) -> None:
+        """``blocks`` cannot be had back: their slots, whatever is in them, are free."""
+        self.pool.evict(layer, blocks.tolist())
+        self._drop_cells(layer, blocks)
+        self._lost[layer, blocks] = True
+        self._losses += len(blocks)
+        self.counts.lost += len(blocks)
+
+    def close(self) -> None:
+        """The tier gives everything back."""
+        self.tier.close()
+
+    def _admit(self, layer: int, missing: Array, arriving: int) -> Array:
+        """Slots for ``missing``, of ``arriving`` parts that are held and not resident; those of them whose content must
+        be read."""
+        short = len(missing) - self.pool.free_slots
+        if short > 0:
+            self._evict(short, arriving)
+        self.pool.admit(layer, missing.tolist())
+        return missing[self._cell[layer, missing] > 0]
+
+    def _evict(self, count: int, arriving: int) -> None:
+        """Free ``count`` slots at least, while ``arriving`` parts are held that are not resident. TierFull or
+        TierError where fewer can be had."""
+        wanted, spare = count, self.slots - self.pool.free_slots - self._pinned + arriving
+        if count > spare:
+            raise TierFull(
+                f"{count} KV blocks wanted in memory at once but {spare} of {self.slots} can be spared; raise kv_memory"
+            )
+        count = max(count, min(self._batch, spare, self.tier.free_cells))
+        layers, blocks = self._victims(count)
+        has = self._cell[layers, blocks] > 0
+        kept = has.copy()
+        if not has.all():
+            kept[~has] = self._write(layers[~has], blocks[~has], layers[has], blocks[has])
+        for layer in np.unique(layers[kept]).tolist():
+            self.pool.evict(layer, blocks[kept & (layers == layer)].tolist())
+        gone = int(kept.sum())
+        self.counts.evicted += gone
+        if gone < wanted:
+            raise TierError(
+                f"KV blocks cannot be written to the {self.tier.name}: it is full, or the device fails "
+                f"({len(kept) - gone} of {len(kept)} writes failed)"
+            )
+
+    def _victims(self, count: int) -> tuple[Array, Array]:
+        """``count`` resident parts that nobody holds: layers and blocks."""
+        held = self.pool.map_flat()
+        blocks = len(self.generation)
+
+        def allowed(slots: Array, parts: Array) -> Array:
+            valid = parts >= 0
+            own = np.where(valid, parts, 0)
+            return valid & (held[own] == slots) & (self._pins.reshape(-1)[own] == 0)
+
+        parts = self._turn.victims(count, allowed)
+        return parts // blocks, parts % blocks
+
+    def _write(self, layers: Array, blocks: Array, clean_layers: Array, clean_blocks: Array) -> Array:
+        """Write parts that have no cell; bool like them, whether that was done."""
+        if self.tier.free_cells < len(blocks):
+            self._reclaim(len(blocks) - self.tier.free_cells, clean_layers, clean_blocks)
+        parts = [Part(*one) for one in zip(layers.tolist(), blocks.tolist(), self.generation[blocks].tolist())]
+        slots = self.pool.map_flat()[layers * len(self.generation) + blocks].tolist()
+        cells = np.array(self.tier.write(parts, slots), dtype=np.int32)
+        self._cell[layers, blocks] = cells
+        self._stored += int((cells > 0).sum())
+        return cells > 0
+
+    def _reclaim(self, count: int, leaving_layers: Array, leaving_blocks: Array) -> None:
+        """Take the cells of ``count`` resident parts, which must be written again when they leave; not of those that
+        leave now."""
+        resident = (self._cell > 0) & (self.pool.map_flat().reshape(self._cell.shape) >= 0)
+        resident[leaving_layers, leaving_blocks] = False
+        layers, blocks = (found[:count] for found in np.nonzero(resident))
+        for layer in np.unique(layers).tolist():
+            self._drop_cells(layer, blocks[layers == layer])
+
+    def _drop_cells(self, layer: int, blocks: Array) -> None:
+        cells = self._cell[layer, blocks]
+        cells = cells[cells > 0]
+        if len(cells):
+            self.tier.release(cells.tolist())
+            self._cell[layer, blocks] = 0
+            self._stored -= len(cells)
+
+    def _parts(self, layer: int, blocks: Array) -> list[Part]:
+        return [Part(layer, *one) for one in zip(blocks.tolist(), self.generation[blocks].tolist())]
+
+    def _pin(self, layer: int, blocks: Array) -> None:
+        pins = self._pins[layer, blocks]
+        self._pinned += int((pins == 0).sum())
+        self._pins[layer, blocks] = pins + 1
+
+    def _unpin(self, layer: int, blocks: Array) -> None:
+        if len(blocks):
+            pins = self._pins[layer, blocks] - 1
+            self._pins[layer, blocks] = pins
+            self._pinned -= int((pins == 0).sum())

@@ -1,0 +1,135 @@
+"""Selections in pieces, for keys that do not lie in memory all at once: which blocks one reads, and its part that reads
+a stretch of the keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from saccade.selection.base import Band, Dense, Selection, Shape, Tokens
+from saccade.selection.blocks import Blocks
+from saccade.selection.candidates import Candidates
+from saccade.selection.csr import list_ids, offsets_of
+from saccade.selection.lines import Lines
+from saccade.selection.mixed import Mixed
+from saccade.selection.sampled import Sampled
+from saccade.selection.tri import Tri
+from saccade.selection.window import Windowed
+
+GRID = 128  # of the lists of blocks that stand for everything: coarse ones are quick to make and to read
+
+
+def read_blocks(selection: Selection, size: int) -> Tensor:
+    """Bool [blocks of ``size`` keys]: which of them ``selection`` may read a key of. At times more than that."""
+    shape = selection.shape
+    mask = torch.zeros(-(-shape.k_len // size), dtype=torch.bool)
+    stop = shape.q_start + shape.q_len
+    if isinstance(selection, Band):
+        mask[: -(-min(selection.sinks, shape.k_len) // size)] = True
+        mask[max(0, shape.q_start - selection.window + 1) // size : -(-stop // size)] = True
+    elif isinstance(selection, Blocks):
+        chosen = torch.unique(selection.indices[: int(selection.offsets[-1])].long())
+        _mark(mask, chosen * selection.block_size, selection.block_size, size)
+    elif isinstance(selection, (Tokens, Sampled)):
+        tokens = selection.tokens if isinstance(selection, Sampled) else selection
+        mask[tokens.indices[: int(tokens.offsets[-1])].long() // size] = True
+    elif isinstance(selection, Candidates) and (selection.full is None or not bool(selection.full.any())):
+        first, last = selection.forced
+        mask[selection.indices[: int(selection.offsets[-1])].long() // size] = True
+        mask[: -(-max(first, min(selection.idle_keys, shape.k_len)) // size)] = True
+        mask[last // size : -(-shape.k_len // size)] = True
+    elif isinstance(selection, Lines):
+        mask[selection.columns[: int(selection.v_offsets[-1])].long() // size] = True
+        far = torch.unique(selection.distances[: int(selection.s_offsets[-1])].long())
+        _mark(mask, shape.q_start - far, shape.q_len, size)
+    elif isinstance(selection, Windowed):
+        mask |= read_blocks(selection.inner, size)
+        mask[shape.q_start // size : -(-stop // size)] = True  # a row that sees nothing reads its own key
+    elif isinstance(selection, Mixed):
+        for part in selection.parts:
+            mask |= read_blocks(part, size)
+    elif isinstance(selection, Tri) and selection.band_rows == shape.q_len:
+        mask |= read_blocks(selection.band, size)
+    else:
+        mask[: -(-stop // size)] = True
+    return mask
+
+
+def grid_of(selection: Selection, size: int) -> int:
+    """Stretches of keys that begin and end on this grid are cut out without a rest, blocks of ``size`` too."""
+    return math.lcm(size, selection.block_size if isinstance(selection, Blocks) else GRID)
+
+
+def between(selection: Selection, first: int, last: int) -> Selection:
+    """What ``selection`` reads of the keys ``first .. last - 1``, which begin and end on its grid (or at the last
+    key)."""
+    if isinstance(selection, Dense):
+        return _dense_between(selection.shape, first, last)
+    if isinstance(selection, Blocks):
+        size = selection.block_size
+        listed = selection.indices[: int(selection.offsets[-1])]
+        keep = (listed >= first // size) & (listed < -(-last // size))
+        return replace(selection, offsets=_kept_offsets(selection.offsets, keep), indices=listed[keep])
+    if isinstance(selection, Tokens):
+        listed = selection.indices[: int(selection.offsets[-1])]
+        keep = (listed >= first) & (listed < last)
+        return replace(selection, offsets=_kept_offsets(selection.offsets, keep), indices=listed[keep])
+    return Between(selection, first, last)
+
+
+@dataclass(frozen=True, eq=False)
+class Between(Selection):
+    """What ``inner`` reads of the keys ``first .. last - 1``, for kinds that cannot say so themselves."""
+
+    inner: Selection
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> Shape:  # type: ignore[override]
+        return self.inner.shape
+
+    @property
+    def units(self) -> int:
+        return self.inner.units
+
+    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
+        mask = self.inner.row_mask(unit, start, stop)
+        keys = torch.arange(mask.shape[1], device=mask.device)
+        return mask & (keys >= self.first) & (keys < self.last)
+
+    def row_bias(self, unit: int, start: int, stop: int) -> Tensor | None:
+        return self.inner.row_bias(unit, start, stop)
+
+    def check(self) -> None:
+        self.inner.check()
+
+
+def _dense_between(shape: Shape, first: int, last: int) -> Blocks:
+    rows = torch.arange(shape.q_start // GRID, (shape.q_start + shape.q_len - 1) // GRID + 1)
+    begin = first // GRID
+    counts = (torch.clamp(rows + 1, max=-(-last // GRID)) - begin).clamp(min=0)
+    offsets = offsets_of(counts)
+    which = list_ids(offsets)
+    indices = torch.arange(int(offsets[-1])) - offsets[which] + begin
+    return Blocks(shape, GRID, offsets, indices.to(torch.int32))
+
+
+def _kept_offsets(offsets: Tensor, keep: Tensor) -> Tensor:
+    """The offsets of lists of which ``keep`` is left."""
+    before = torch.nn.functional.pad(keep.long().cumsum(0), (1, 0))
+    return before[offsets]
+
+
+def _mark(mask: Tensor, starts: Tensor, length: int, size: int) -> None:
+    """Mark the blocks of the stretches of ``length`` keys from ``starts`` on, as far as they lie within."""
+    edges = torch.zeros(mask.numel() + 1, dtype=torch.int32)
+    stops = -(-(starts + length) // size)
+    inside = (stops > 0) & (starts < mask.numel() * size)
+    first, last = (starts[inside] // size).clamp(min=0), stops[inside].clamp(max=mask.numel())
+    edges.index_add_(0, first, torch.ones_like(first, dtype=torch.int32))
+    edges.index_add_(0, last, -torch.ones_like(last, dtype=torch.int32))
+    mask |= edges.cumsum(0)[:-1] > 0

@@ -1,0 +1,171 @@
+"""The engine over memory and a disk: answers are those of an engine whose memory holds everything."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+from engine_helpers import EVERY, GREEDY, tokens
+from test_kv_tiers import nothing_left
+from tier_helpers import FaultySystem
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.errors import CapacityError, SaccadeError
+from saccade.kv.disk import DiskTier
+from saccade.kv.format import KVFormat
+
+SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
+MIXED = (
+    "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
+    "loopserve+topk(k=16, sinks=2, local=8)",
+    "xattention+lfps(k=24, blocks=2, least=1)",
+)
+POLICIES = [*dict.fromkeys(policy.text for policy in EVERY), *MIXED]
+PROMPTS = [random_ids(180 + 23 * i % 160, seed=i) for i in range(len(POLICIES))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose heads the C++ kernels read."""
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(whole):
+    return [tokens(one) for one in whole.generate(PROMPTS, GREEDY, policy=POLICIES)]
+
+
+def small(folder, tmp_path, slots: int, disk: str = "64MiB", system=None, monkeypatch=None, **options) -> LLM:
+    """An engine with so many slots in memory (all prompts together need some 900)."""
+    if system is not None:
+        monkeypatch.setattr("saccade.llm.DiskTier", lambda *args: DiskTier(*args, system=system))
+    return LLM(
+        folder,
+        dtype="float32",
+        kv_memory=slots * SLOT,
+        kv_disk=f"{tmp_path}:{disk}",
+        prefill_chunk=64,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("slots", "replacement", "each"), [(9, "fifo", 3), (18, "clock", 1), (100, "lru", 3)])
+def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each):
+    with small(folder, tmp_path, slots, kv_replacement=replacement) as llm:
+        policies = POLICIES[::each]
+        done = llm.generate(PROMPTS[::each], GREEDY, policy=policies)
+        assert {policy: tokens(one) for policy, one in zip(policies, done)} == dict(zip(policies, expected[::each]))
+        counts = llm.pool.tiers.counts
+        assert min(counts.misses, counts.evicted) > 50
+        assert counts.lost == counts.retries == 0
+        asked = [one.report["tiers"] for one in done if one.report["tiers"] is not None]
+        assert 0.9 * counts.bytes_read < sum(one["bytes_read"] for one in asked) <= counts.bytes_read
+        assert sum(one["misses"] for one in asked) <= counts.misses
+        nothing_left(llm.pool)
+
+
+def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
+    with small(folder, tmp_path, 1500, max_requests=4) as llm:
+        done = llm.generate(PROMPTS[::3], GREEDY, policy=POLICIES[::3])
+        assert [tokens(one) for one in done] == expected[::3]
+        assert not any(vars(llm.pool.tiers.counts).values())
+
+
+def test_sessions_samples_and_prefixes(folder, tmp_path, whole):
+    warm = SamplingParams(temperature=1, seed=5, max_tokens=6, ignore_eos=True, n=3)
+
+    def talk(llm: LLM) -> list[list[int]]:
+        said = []
+        sessions = [llm.session(policy) for policy in ("dense", "h2o(budget=64)", MIXED[0], MIXED[2])]
+        for turn in range(3):
+            for number, session in enumerate(sessions):
+                out = session.generate(random_ids(60 + 10 * turn, seed=10 * turn + number), GREEDY)
+                assert out.error is None, out.error
+                said.append(tokens(out))
+        for session in sessions:
+            session.close()
+        (many,) = llm.generate([PROMPTS[3]], warm)
+        said += [one.token_ids for one in many.outputs]
+        return said
+
+    with small(folder, tmp_path, 24, enable_prefix_caching=True) as llm:
+        assert talk(llm) == talk(whole)
+        again = [PROMPTS[3][:150] + random_ids(20, seed=seed) for seed in range(6)]
+        done = llm.generate(again, GREEDY)
+        assert [tokens(one) for one in done] == [tokens(one) for one in whole.generate(again, GREEDY)]
+        assert max(one.report["cached_tokens"] for one in done) > 0
+        llm.reset_prefix_cache()
+        nothing_left(llm.pool)
+
+
+def test_a_saved_session_comes_back_into_a_small_memory(folder, tmp_path, whole):
+    ask = [random_ids(150, seed=1), random_ids(40, seed=2)]
+    with whole.session("quest(budget=64, dense_layers=0)") as session:
+        want = [tokens(session.generate(ids, GREEDY)) for ids in ask]
+    with small(folder, tmp_path, 12) as llm:
+        session = llm.session("quest(budget=64, dense_layers=0)")
+        assert tokens(session.generate(ask[0], GREEDY)) == want[0]
+        session.save(tmp_path / "saved")
+        session.close()
+        with llm.restore(tmp_path / "saved") as back:
+            assert tokens(back.generate(ask[1], GREEDY)) == want[1]
+        nothing_left(llm.pool)
+
+
+def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_path, expected):
+    with small(folder, tmp_path, 20, disk=f"{60 * SLOT}") as llm:  # 71 slots, 23 blocks of all layers
+        with pytest.raises(CapacityError, match="raise kv_memory or kv_disk"):
+            llm.generate([random_ids(23 * 32, seed=1)], GREEDY)
+        done = llm.generate(PROMPTS[:12], GREEDY, policy=POLICIES[:12])  # preempted: recomputed, as without a tier
+        assert [tokens(one) for one in done] == expected[:12]
+        nothing_left(llm.pool)
+    for settings in (
+        {"kv_disk": "nowhere"},
+        {"kv_disk": f"{tmp_path}:1GiB", "kv_replacement": "best"},
+        {"kv_disk": f"{tmp_path}:1GiB", "device": "cuda"},
+        {"kv_disk": f"{tmp_path}:1GiB", "kv_memory": 8 * SLOT},
+    ):
+        with pytest.raises(SaccadeError):
+            LLM(folder, dtype="float32", **settings)
+
+
+@pytest.mark.filterwarnings("ignore:a request failed")
+def test_faults_end_in_the_right_answer_or_a_named_error(folder, tmp_path, expected, monkeypatch):
+    system = FaultySystem(0.05, seed=3)
+    prompts, policies, expected = PROMPTS[::3], POLICIES[::3], expected[::3]
+    with small(folder, tmp_path, 40, system=system, monkeypatch=monkeypatch) as llm:
+        done = llm.generate(prompts, GREEDY, policy=policies)
+        failed = [one for one in done if one.error is not None]
+        assert all("TierError" in one.error or "LostKV" in one.error for one in failed), [one.error for one in failed]
+        assert len(failed) < len(done) / 2
+        for one, want in zip(done, expected):
+            assert one.error is not None or tokens(one) == want
+        counts = llm.pool.tiers.counts
+        assert counts.retries > 0
+        assert sum(system.met.values()) > 20
+        assert counts.lost > 0
+        assert any("computed again" in " ".join(one.report["notes"]) for one in done)
+        nothing_left(llm.pool)
+        system.rate = 0
+        assert [tokens(one) for one in llm.generate(prompts, GREEDY, policy=policies)] == expected
+
+
+@pytest.mark.filterwarnings("ignore:a request failed")
+def test_a_full_disk_ends_requests_one_by_one(folder, tmp_path, expected, monkeypatch):
+    system = FaultySystem()
+    system.writes = errno.ENOSPC
+    with small(folder, tmp_path, 120, system=system, monkeypatch=monkeypatch) as llm:
+        done = llm.generate(PROMPTS[::2], GREEDY, policy=POLICIES[::2])
+        answered = [tokens(one) == want for one, want in zip(done, expected[::2]) if one.error is None]
+        assert all(answered)
+        assert answered
+        assert all("cannot be written to the disk" in one.error for one in done if one.error is not None)
+        nothing_left(llm.pool)

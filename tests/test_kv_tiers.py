@@ -1,0 +1,236 @@
+"""KV beyond memory: what leaves comes back as it was, or is known to be lost; sequences never notice."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tier_helpers import FaultySystem
+
+from saccade.errors import CapacityError, SaccadeError
+from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
+from saccade.kv.disk import DiskTier
+from saccade.kv.replacement import POLICIES, Replacement
+from saccade.kv.tier import LostKV, TierError, TierFull
+from saccade.machine import folder_and_size
+
+FORMAT = KVFormat(torch.float32, 2, 16, 16)
+MIB = 1 << 20
+
+
+def tiered(folder, slots: int = 12, layers: int = 2, disk: int = MIB, system=os, **options) -> BlockManager:
+    storage = KVStorage(FORMAT, slots, "cpu")
+    storage.k.fill_(float("nan"))
+    storage.v.fill_(float("nan"))
+    return BlockManager(storage, layers, tier=DiskTier(folder, disk, storage, system), debug=True, **options)
+
+
+def rows(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(2, tokens, 16, generator=rng), torch.randn(2, tokens, 16, generator=rng)
+
+
+def filled(pool: BlockManager, tokens: int, seed: int = 0, step: int = 50) -> SequenceKV:
+    kv = SequenceKV(pool)
+    for start in range(0, tokens, step):
+        stop = min(tokens, start + step)
+        kv.reserve(stop)
+        for layer in range(pool.layers):
+            k, v = rows(tokens, seed + layer)
+            kv.append(layer, k[:, start:stop], v[:, start:stop])
+    return kv
+
+
+def check(kv: SequenceKV, tokens: int, seed: int = 0, length: int | None = None) -> None:
+    stop = tokens if length is None else length
+    for layer in range(kv.layers):
+        k, v = rows(tokens, seed + layer)
+        view = kv.view(layer)
+        assert torch.equal(view.keys(0, stop), k[:, :stop])
+        assert torch.equal(view.values(5, stop), v[:, 5:stop])
+        assert torch.equal(view.head_keys(1, stop - 3), k[1, : stop - 3])
+        some = torch.tensor([stop - 1, 0, 17, stop // 2, 0])
+        for got, want in zip(view.take(some, 1), (k, v)):
+            assert torch.equal(got, want[1, some])
+
+
+def nothing_left(pool: BlockManager) -> None:
+    tiers = pool.tiers
+    assert pool.used_blocks == 0
+    assert pool.free_slots == pool.storage.num_blocks - 1
+    assert tiers.tier.free_cells == tiers.tier.cells
+    assert pool.absent == tiers._pinned == tiers._stored == tiers._losses == 0
+    assert not tiers._cell.any()
+    assert not tiers._pins.any()
+    assert not tiers._lost.any()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sequences_larger_than_memory_read_as_written(tmp_path, policy):
+    pool = tiered(tmp_path, replacement=policy)
+    one, other = filled(pool, 333), filled(pool, 150, seed=9)
+    rng = random.Random(1)
+    for _ in range(4):
+        check(one, 333) if rng.random() < 0.5 else check(other, 150, seed=9)
+    summary = one.view(1).summary("minmax", 32)
+    k, v = rows(333, 1)
+    assert torch.equal(summary, KVView.from_tensors(k, v).summary("minmax", 32))
+    written = pool.tiers.counts.bytes_written
+    for _ in range(3):
+        check(one, 333)
+    assert pool.tiers.counts.bytes_written - written <= 12 * pool.tiers.tier.cell_bytes  # sealed blocks have a copy
+    assert pool.tiers.counts.misses > 0
+    assert os.listdir(tmp_path) == []  # the file has no name
+    one.free()
+    other.free()
+    nothing_left(pool)
+
+
+def test_forks_cuts_and_copies_of_what_is_on_disk(tmp_path):
+    pool = tiered(tmp_path)
+    one = filled(pool, 300)
+    fork = one.fork(203)
+    check(fork, 300, length=203)
+    one.truncate(245)
+    k, v = rows(300, 77)
+    one.reserve(300)
+    for layer in range(2):
+        one.append(layer, k[:, 245:], v[:, 245:])
+    filled(pool, 200, seed=3).free()  # drives out what was just written
+    for layer in range(2):
+        assert torch.equal(one.view(layer).keys(245), k[:, 245:])
+        assert torch.equal(one.view(layer).keys(0, 245), rows(300, layer)[0][:, :245])
+    fork.truncate(100)  # into a block that both hold
+    fork.reserve(120)
+    for layer in range(2):
+        fork.append(layer, k[:, :20], v[:, :20])
+    assert torch.equal(fork.view(0).keys(100), k[:, :20])
+    assert torch.equal(one.view(0).keys(0, 245), rows(300, 0)[0][:, :245])
+    loaded = SequenceKV.load(pool, one.save())
+    assert torch.equal(loaded.view(1).keys(245), k[:, 245:])
+    for kv in (one, fork, loaded):
+        kv.free()
+    nothing_left(pool)
+
+
+def test_memory_and_disk_together_hold_what_both_have_room_for(tmp_path):
+    cell = DiskTier(tmp_path, MIB, KVStorage(FORMAT, 1, "cpu")).cell_bytes
+    pool = tiered(tmp_path, slots=21, disk=4096 + 30 * cell + 5)
+    assert pool.num_blocks == 20 + 30 - 8
+    tokens = pool.num_blocks // 2 * 16
+    kv = filled(pool, tokens)
+    assert pool.free_blocks == 0
+    assert pool.tiers.tier.free_cells < 30
+    with pytest.raises(CapacityError):
+        kv.reserve(tokens + 1)
+    for _ in range(3):
+        check(kv, tokens)
+    kv.free()
+    nothing_left(pool)
+
+
+def test_too_much_at_once_is_an_error_of_the_caller(tmp_path):
+    pool = tiered(tmp_path)
+    kv = filled(pool, 300)
+    with pytest.raises(SaccadeError, match="raise kv_memory"):
+        kv.view(0).paged()
+    with pytest.raises(TierFull, match="raise kv_memory"):
+        kv.view(0).hold(np.arange(12))
+    with kv.view(0).hold(np.arange(4)):
+        check(kv, 300)  # in what is left
+    with pytest.raises(SaccadeError, match="too small for tiers"):
+        tiered(tmp_path, slots=8)
+    kv.free()
+    nothing_left(pool)
+
+
+@pytest.mark.parametrize("fault", ["flip", "short read", "read error"])
+def test_reads_that_fail_are_tried_again_and_then_known(tmp_path, fault):
+    system = FaultySystem()
+    pool = tiered(tmp_path, system=system)
+    kv = filled(pool, 300)
+    system.plan = [fault, None, fault]  # once each, and not again
+    check(kv, 300)
+    assert pool.tiers.counts.retries > 0
+    assert not kv.damaged
+    system.always = fault
+    with pytest.raises(LostKV, match="cannot be read back"):
+        check(kv, 300)
+    system.always = None
+    assert kv.damaged
+    with pytest.raises(LostKV):
+        check(kv, 300)
+    kv.free()
+    nothing_left(pool)
+    check(filled(pool, 300), 300)
+
+
+@pytest.mark.parametrize("fault", ["torn", "rotten", "stale"])
+def test_what_was_written_wrong_is_never_taken_for_right(tmp_path, fault):
+    system = FaultySystem()
+    system.writes = fault
+    pool = tiered(tmp_path, system=system)
+    kv = filled(pool, 200)
+    with pytest.raises(LostKV):
+        check(kv, 200)
+    kv.free()
+    nothing_left(pool)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, "short"])
+def test_writes_that_fail_cost_nothing_that_is_there(tmp_path, code):
+    system = FaultySystem()
+    pool = tiered(tmp_path, slots=25, system=system)
+    kv = filled(pool, 150)
+    system.writes = code
+    with pytest.raises(TierError, match="cannot be written"):
+        filled(pool, 150, seed=5)
+    check(kv, 150)  # all of it is still in memory, or was written before
+    system.writes = None
+    check(filled(pool, 150, seed=6), 150, seed=6)
+    check(kv, 150)
+
+
+def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
+    storage = KVStorage(FORMAT, 4, "cpu")
+    file = tmp_path / "file"
+    file.write_text("")
+    for bad in (file, file / "below"):
+        with pytest.raises(SaccadeError, match="nothing can be written"):
+            DiskTier(bad, MIB, storage)
+    with pytest.raises(SaccadeError, match="holds no KV block"):
+        DiskTier(tmp_path, 4096, storage)
+    for text in ("", "5GiB", ":5GiB", "a:", "a:b", 5, None):
+        with pytest.raises(SaccadeError, match="kv_disk"):
+            folder_and_size(text, "kv_disk")
+    assert folder_and_size("/a:b/c:5KiB", "kv_disk") == (Path("/a:b/c"), 5120)
+    tier = DiskTier(tmp_path, MIB, storage)
+    descriptor, gone = tier._fd, weakref.ref(tier)
+    assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 1')
+    del tier
+    assert gone() is None
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+
+
+def test_who_leaves_first():
+    def leaving(policy: str, used: list[int], count: int) -> list[int]:
+        turn = Replacement(6, policy)
+        for slot in (3, 1, 4, 0, 5, 2):
+            turn.place(np.array([slot]), np.array([10 + slot]))
+        for slot in used:
+            turn.touch(np.array([slot]))
+        return turn.victims(count, lambda slots, held: slots != 5).tolist()
+
+    assert leaving("fifo", [3, 1], 4) == [13, 11, 14, 10]
+    assert leaving("lru", [3, 1], 4) == [14, 10, 12, 13]
+    assert leaving("clock", [0, 1, 2], 2) == [13, 14]
+    assert leaving("clock", [0, 1, 2], 4) == [13, 14, 10, 11]  # a second chance, not a third
+    with pytest.raises(SaccadeError, match="clock, lru, fifo"):
+        Replacement(4, "random")
