@@ -13,7 +13,8 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm storm-sessions fuzz sanitize fuzz-server storm-server test-ray clean
+.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers fuzz sanitize fuzz-server storm-server \
+  test-page conformance test-ray clean
 
 setup: $(STAMP)
 
@@ -34,7 +35,7 @@ demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
 
 test: setup
-	@$(BIN)/python -m pytest -n auto --dist loadfile
+	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60
 
 lock:
 	$(PYTHON) -m uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
@@ -54,6 +55,19 @@ fuzz-server: setup  # malformed requests against a server of its own; a quarter 
 storm-server: setup  # many requests at once, a tenth of which go away; every answer is compared with the library's
 	$(BIN)/python tests/server_storm.py $(or $(SHORT),100000) $(or $(STREAMED),10000)
 
+# Clients in an environment of their own, against `saccade serve`. The page needs Debian's chromium (or $CHROMIUM) and
+# npm; PICTURES=docs/images takes its pictures anew. CLIENTS="litellm locust" for some of them alone.
+CLIENT := build/clients/bin/python
+$(CLIENT): tests/clients.txt
+	$(PYTHON) -m venv build/clients && $(CLIENT) -m pip install -q -r $< && touch $@
+
+conformance: setup $(CLIENT)
+	SACCADE=$(BIN)/saccade $(CLIENT) tests/server_conformance.py $(CLIENTS)
+
+test-page: setup $(CLIENT)
+	npm install --silent --no-audit --no-fund --prefix build/page axe-core@4
+	SACCADE=$(BIN)/saccade $(CLIENT) tests/server_page.py build/page/node_modules/axe-core/axe.min.js $(PICTURES)
+
 test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minutes, and 200 MB for ray
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[ray]'
 	$(BIN)/python -m pytest -q tests/server_ray.py
@@ -64,6 +78,10 @@ build: setup
 # 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
 storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT)
+
+# 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
+storm-tiers: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT)
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup

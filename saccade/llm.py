@@ -291,7 +291,8 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
     storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
     if config.kv_disk is None:
         return BlockManager(storage, layers)
-    tier = DiskTier(*folder_and_size(config.kv_disk, "kv_disk"), storage)
+    folder, most = folder_and_size(config.kv_disk, "kv_disk")
+    tier = DiskTier(folder.expanduser(), most, storage)
     return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
 
 

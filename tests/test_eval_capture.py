@@ -11,8 +11,9 @@ from tiny_models import make_checkpoint, one_thread, oracle, random_ids  # noqa:
 
 from saccade import LLM
 from saccade.engine.observe import observing
+from saccade.engine.truth import selected_rows, true_rows
 from saccade.errors import RequestError, SaccadeError
-from saccade.eval.capture import capture, selected_rows, true_rows, watch
+from saccade.eval.capture import capture, watch
 from saccade.selection import Blocks, Shape
 
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "granite")

@@ -15,7 +15,8 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.engine.config import EngineConfig
-from saccade.engine.messages import AddRequest, RequestMetrics, RequestOutcome, StepOutput, TokenLogprob
+from saccade.engine.core import new_request_id
+from saccade.engine.messages import AddRequest, MapOrder, RequestMetrics, RequestOutcome, StepOutput, TokenLogprob
 from saccade.errors import CapacityError, EngineLost, ModelError
 from saccade.methods.policy import Policy
 from saccade.server import wire
@@ -23,6 +24,7 @@ from saccade.server.engine_client import EngineProcess
 from saccade.server.engines import about_llm
 from saccade.server.wire import Written
 
+LONG = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 PSA = "flexprefill+psa(epsilon=0.9)"
 
 
@@ -34,7 +36,7 @@ def config(folder, **settings) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def server(tiny_llama):
-    with serving(EngineProcess(config(tiny_llama), "error"), max_queue=64) as running:
+    with serving(EngineProcess(config(tiny_llama), "error"), max_queue=64, selection_maps=400) as running:
         yield running
 
 
@@ -54,6 +56,25 @@ def test_answers_are_those_of_an_engine_in_this_process(server, llm):
         streamed = server.events("/v1/completions", asked)
         assert "".join(one["choices"][0]["text"] for one in streamed[:-1]) == want.outputs[0].text
         assert [one["choices"][0]["finish_reason"] for one in streamed[:-1]].count("length") == 1
+
+
+def test_what_runs_and_selection_maps_pass_the_process_border(server, llm):
+    text = "rain fell on the town, " * 7
+    ids = llm.encode(text)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    message = AddRequest(new_request_id(), ids, params, Policy.parse(PSA), map_order=MapOrder((1,), 32))
+    with llm.loop.asked([message]) as (stream,):
+        outcome = list(llm.loop.outputs(stream))[-1].outcome
+    with server.client.stream("POST", "/v1/completions", json={"prompt": ids, **LONG, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        (running,) = server.client.get("/v1/requests").json()["running"]
+    assert running["prefill"]["tokens"] == len(ids)
+    assert [len(heads) for heads in running["prefill"]["density_per_head"]] == [4, 4, 4]
+    drawn = server.ask(
+        "/v1/selection_maps", {"prompt": text, "policy": PSA, "layers": [1], "pixels": 32, "max_tokens": 5}
+    )
+    assert {name: drawn.json()[name] for name in outcome.selection_map} == outcome.selection_map
 
 
 def test_samples_sessions_and_grammars_pass_the_process_border(server):

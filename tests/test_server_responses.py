@@ -8,49 +8,17 @@ import time
 import pytest
 from engine_helpers import make
 from openai import OpenAI
+from response_events import RESOURCE, Order, follow
 from server_helpers import GREEDY, error, serving
 from test_server_structured import TOOL, template_with_tools
 from tiny_models import make_checkpoint
 
 from saccade.server.keys import Key, KeyRing, digest
 
-# Every field of the resource in the specification, none of which may be left out.
-RESOURCE = [
-    "id",
-    "object",
-    "created_at",
-    "completed_at",
-    "status",
-    "incomplete_details",
-    "model",
-    "previous_response_id",
-    "instructions",
-    "output",
-    "error",
-    "tools",
-    "tool_choice",
-    "truncation",
-    "parallel_tool_calls",
-    "text",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_logprobs",
-    "temperature",
-    "reasoning",
-    "usage",
-    "max_output_tokens",
-    "max_tool_calls",
-    "store",
-    "background",
-    "service_tier",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-]
 FUNCTION = {"type": "function", **TOOL["function"]}
 ASK = {"temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
 EXTRA = {"ignore_eos": True}
+JSON = {"format": {"type": "json_object"}}
 SAID = '<think>hm</think>ok <tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 SECRET, OTHER = "sk-first-key-of-tests", "sk-second-key-of-tests"
 
@@ -82,7 +50,7 @@ def test_a_response_says_what_a_chat_says(server, openai):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     chat = server.ask("/v1/chat/completions", {"messages": messages, **GREEDY, "max_tokens": 6}).json()
     got = respond(server, "hello", instructions="be brief").json()
-    assert set(RESOURCE) <= set(got)
+    assert set(got) >= RESOURCE
     [item] = got["output"]
     assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert (got["status"], got["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -141,6 +109,46 @@ def test_events_tell_the_response_in_order(server, openai):
         typed = [event.type for event in stream]
         assert stream.get_final_response().output_text == "ok "
     assert typed[-1] == "response.completed"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "max_output_tokens": 7},
+        {**SAMPLED_ONCE, "tools": [FUNCTION], "structured_outputs": {"choice": [SAID]}},
+        {**SAMPLED_ONCE, "structured_outputs": {"choice": ["<think>only thoughts"]}},
+        {**SAMPLED_ONCE, "tools": [FUNCTION], "tool_choice": {"type": "function", "name": "weather"}},
+        {"temperature": 0, "max_output_tokens": 5, "logit_bias": {"60": 100}, "top_logprobs": 2},
+        {"temperature": 0, "max_output_tokens": 3, "instructions": "be brief", "store": False, "text": JSON},
+    ],
+    ids=["cut", "thoughts, text and a call", "thoughts", "a forced call", "log-probabilities", "cut JSON"],
+)  # fmt: skip
+def test_each_event_is_well_formed_and_in_its_place(server, fields):
+    final = follow(server.events("/v1/responses", {"input": "x", "ignore_eos": False, **fields}))
+    whole = server.ask("/v1/responses", {"input": "x", "ignore_eos": False, **fields}).json()
+    assert [item["type"] for item in final["output"]] == [item["type"] for item in whole["output"]]
+    assert final["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_events_out_of_order_are_seen(server):
+    """The check of the test above can fail: without any one event but a delta, or with two of them swapped."""
+    body = {"input": "x", **SAMPLED_ONCE, "tools": [FUNCTION], "structured_outputs": {"choice": [SAID]}}
+    events = server.events("/v1/responses", body)
+    follow(events)
+
+    def renumbered(changed):
+        return [one if one == "[DONE]" else {**one, "sequence_number": i} for i, one in enumerate(changed)]
+
+    for place in range(len(events) - 1):
+        with pytest.raises((AssertionError, KeyError)):
+            follow(renumbered(events[:place] + events[place + 1 :]))
+        swapped = [*events[:place], events[place + 1], events[place], *events[place + 2 :]]
+        kinds = {one if one == "[DONE]" else one["type"] for one in swapped[place : place + 2]}
+        if len(kinds) == 2:
+            with pytest.raises((AssertionError, KeyError, TypeError)):
+                follow(renumbered(swapped))
+    with pytest.raises(AssertionError):
+        Order().end()
 
 
 def test_a_conversation_goes_on_from_a_stored_response(server, openai):

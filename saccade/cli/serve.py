@@ -58,6 +58,12 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How the model marks its thoughts: qwen3, deepseek_r1 or granite.")
     ] = None,
+    selection_maps: Annotated[
+        int, typer.Option(metavar="TOKENS", help="Longest prompt whose selection map clients may ask for; 0 for none.")
+    ] = 0,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Send OpenTelemetry spans there: http://host:4317. Extra: otel.")
+    ] = None,
     tls_certificate: Annotated[Path | None, typer.Option(help="PEM file; the server then speaks HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its private key.")] = None,
     tls_client_authorities: Annotated[
@@ -139,6 +145,8 @@ def serve(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         log_prompts=log_prompts,
+        selection_maps=selection_maps,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         tls_certificate=tls_certificate,
         tls_key=tls_key,
         tls_client_authorities=tls_client_authorities,

@@ -98,6 +98,7 @@ class Answers:
             request_id=request.id,
             stop_reason=request.stop_reason,
             metrics=request.report.metrics(),
+            selection_map=None if request.maps is None else request.maps.as_dict(),
         )
 
     def _record_logprobs(self, request: Request, entries: LogprobEntries, token: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -22,16 +22,28 @@ class Watch:
     observer: Observer | None = None  # see engine.observe
     clock: Clock | None = None  # see engine.clock
     audit: AuditTap | None = None  # see engine.observe
+    maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
 
     @property
     def idle(self) -> bool:
         """Whether nobody looks on."""
-        return self.observer is None and self.clock is None and self.audit is None
+        return self.clock is None and not self.sees_calls
+
+    @property
+    def sees_calls(self) -> bool:
+        """Whether anybody looks at calls."""
+        return self.observer is not None or self.audit is not None or bool(self.maps)
+
+    def wants_all(self, request: int) -> bool:
+        """Whether somebody looks at every row of a request."""
+        return self.observer is not None or request in self.maps
 
     def see(self, call: AttentionCall) -> None:
         """Show a call to those who look at calls. What they raise fails the call's request."""
         if self.observer is not None:
             self.observer(call)
+        if call.request in self.maps:
+            self.maps[call.request](call)
         if self.audit is not None:
             audit(self.audit, call)
 

@@ -7,14 +7,15 @@ import threading
 import time
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.checks import Checks
 from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
-from saccade.engine.messages import AddRequest, StepOutput
+from saccade.engine.maps import Maps
+from saccade.engine.messages import AddRequest, MapOrder, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
@@ -133,6 +134,11 @@ class Engine:
                 shares=shares,
                 constraint=message.constraint,
                 cache_salt=message.cache_salt,
+                map_order=message.map_order,
+            )
+        if message.map_order is not None:
+            raise RequestError(
+                "a selection map shows a whole prompt, which a session computes in parts; ask without one"
             )
         sequence = self.sessions.get(message.session)
         if sequence is None:
@@ -166,6 +172,7 @@ class Engine:
         shares: Request | None = None,
         constraint: Constraint | None = None,
         cache_salt: str = "",
+        map_order: MapOrder | None = None,
     ) -> Request:
         """Queue one sample. ``sequence`` continues a session, whose KV is kept afterwards, from its first ``keep``
         tokens (all by default). The last ``decoded`` tokens of the prompt run as decode steps, under the policy's
@@ -193,6 +200,8 @@ class Engine:
             detokenizer=self.model.tokenizer.stream(params.skip_special_tokens),
             steering=steering,
         )
+        if map_order is not None:
+            request.maps = Maps.ordered(map_order, len(prompt), params.max_tokens, self.layers)
         dropped = before[kept:]
         if sequence is not None:
             sequence.truncate(kept)
@@ -213,6 +222,13 @@ class Engine:
         else:
             self.scheduler.add(request)
         return request
+
+    def running_reports(self, most: int) -> list[dict[str, Any]]:
+        """Reports of at most ``most`` requests at work, as far as they are; each with its ``request_id``."""
+        return [
+            {**one.report.as_dict(), "request_id": one.id, "output_tokens": len(one.output_ids)}
+            for one in self.scheduler.running[:most]
+        ]
 
     @property
     def busy(self) -> bool:
@@ -263,6 +279,7 @@ class Engine:
             began = time.perf_counter()
             for request, _ in batch:
                 request.report.schedule(began)
+            self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
             try:
                 result = self.worker.run(step_input(batch))
             except BaseException as error:  # some layers hold the new rows and others do not

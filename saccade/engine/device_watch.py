@@ -88,7 +88,7 @@ class StepWatch:
     ) -> None:
         """Rows ``first`` on have attended for ``q``, to ``lists``, or to what the rule let in of ``ranking`` (see
         rank_blocks), or to ``everything`` (bool [rows]). What an observer raises fails its request alone."""
-        if self._watch.observer is None and self._watch.audit is None:
+        if not self._watch.sees_calls:
             return
         for number in range(q.shape[0]):
             row = self._placed[first + number]

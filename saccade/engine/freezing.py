@@ -9,7 +9,7 @@ batch; so keys that were dropped come back the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,16 +20,18 @@ from saccade.models.interface import FrozenRows
 READ_ROWS = 128  # last rows of a prefill that always run whole: what prefill methods look at to choose
 
 
-def frozen_rows(batch: Sequence[ScheduledRequest], layers: int, all_read: bool = False) -> FrozenRows | None:
-    """The rows of a packed batch that skip layers; None where there are none. ``all_read``: somebody looks at every
-    row's attention, so only what a policy freezes is skipped."""
+def frozen_rows(
+    batch: Sequence[ScheduledRequest], layers: int, all_read: Callable[[int], bool] = lambda _: False
+) -> FrozenRows | None:
+    """The rows of a packed batch that skip layers; None where there are none. ``all_read``: whether somebody looks at
+    the attention of every row of a request, given by its id, so that only what a policy freezes is skipped."""
     if all(rows.phase != "prefill" for rows in batch):
         return None
     first, projected = [], []
     for rows in batch:
         positions = torch.arange(rows.start, rows.stop)
         frozen_from = _first_frozen(rows, positions, layers)
-        if not all_read and _leaves_unread(rows):
+        if not all_read(rows.request_id) and _leaves_unread(rows):
             unread = positions < rows.span_stop - _read_rows(rows)
             frozen_from = torch.where(unread, frozen_from.clamp(max=layers - 1), frozen_from)
         first.append(frozen_from)

@@ -149,7 +149,7 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
         out, _ = merge_state(
             out, ran.lse, torch.zeros_like(out), spec.sinks.to(ran.lse.dtype)[:, None].expand_as(ran.lse)
         )
-    if watch.observer is not None or watch.audit is not None:
+    if watch.sees_calls:
         watch.see(
             AttentionCall(scheduled.request_id, chunk.layer, scheduled.phase, chunk.q, chunk.kv, ran.used, spec, out)
         )

@@ -23,6 +23,7 @@ from saccade.engine.messages import (
     ClearPrefixes,
     ForgetSession,
     OpenSession,
+    ReportRunning,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -35,7 +36,15 @@ from saccade.errors import SaccadeError
 logger = logging.getLogger(__name__)
 
 Message = (
-    AddRequest | CancelRequest | OpenSession | ForgetSession | ClearPrefixes | SaveSession | RestoreSession | Piece
+    AddRequest
+    | CancelRequest
+    | OpenSession
+    | ForgetSession
+    | ClearPrefixes
+    | SaveSession
+    | RestoreSession
+    | ReportRunning
+    | Piece
 )
 
 
@@ -149,6 +158,8 @@ class Loop:
         elif isinstance(message, ClearPrefixes):
             if engine.prefixes is not None:
                 engine.prefixes.clear()
+        elif isinstance(message, ReportRunning):
+            return engine.running_reports(message.most)
         elif isinstance(message, SaveSession):
             return engine.save_session(message.session)
         elif isinstance(message, RestoreSession):

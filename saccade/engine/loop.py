@@ -23,6 +23,7 @@ from saccade.engine.messages import (
     EngineStatistics,
     ForgetSession,
     OpenSession,
+    ReportRunning,
     RestoreSession,
     SaveSession,
     StepOutput,
@@ -154,7 +155,13 @@ class AsyncEngine:
         pool, prefixes = self.engine.pool, self.engine.prefixes
         kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
-            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions), kept
+            self.running,
+            self.waiting,
+            pool.used_blocks,
+            pool.num_blocks,
+            len(self.engine.sessions),
+            kept,
+            tiers=None if pool.tiers is None else pool.tiers.numbers(),
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:
@@ -181,6 +188,11 @@ class AsyncEngine:
     def piece(self, message: Piece) -> Future[Any]:
         """A part of saving or restoring a session, done between two steps (engine.pieces)."""
         return self._send(Letter([message]))
+
+    def running_reports(self, most: int) -> Future[list[dict[str, Any]]]:
+        """What at most ``most`` of the requests at work have done so far, without waiting for it: their reports, each
+        with its ``request_id``."""
+        return self._send(Letter([ReportRunning(most)]))
 
     def clear_prefixes(self) -> None:
         """Give up what is kept of ended requests, and wait until its blocks are back."""

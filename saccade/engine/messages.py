@@ -13,13 +13,22 @@ from saccade.methods.policy import Policy
 
 
 @dataclass(frozen=True)
+class MapOrder:
+    """A selection map of a request: of ``layers``, at most ``pixels`` cells a side (see engine.maps)."""
+
+    layers: tuple[int, ...]
+    pixels: int = 96
+
+
+@dataclass(frozen=True)
 class AddRequest:
     """Complete ``prompt``. ``session``: append it to that session's context, of which the first ``keep`` tokens stay
     (all by default). ``whole``: the prompt is to be the whole context of the session, and what it shares with what is
     stored is kept, as far as ``keep`` allows. The last ``decoded`` tokens of the prompt run as decode steps.
     ``shares``: the id of a request in the same letter with the same prompt and policy, from whose prompt this one goes
     on. ``constraint``: what the answer must follow, a grammar say. ``cache_salt``: requests with unequal ones share no
-    prefixes."""
+    prefixes. ``map_order``: have the outcome hold a selection map; what others computed, and what sessions hold, is not
+    on it."""
 
     request_id: int
     prompt: list[int]
@@ -32,6 +41,7 @@ class AddRequest:
     shares: int | None = None
     constraint: Constraint | None = None
     cache_salt: str = ""
+    map_order: MapOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,14 @@ class RestoreSession:
 
 
 @dataclass(frozen=True)
+class ReportRunning:
+    """What at most ``most`` of the running requests have done so far; the answer is a list of their reports, each with
+    its ``request_id``."""
+
+    most: int
+
+
+@dataclass(frozen=True)
 class ClearPrefixes:
     """Give up what is kept of ended requests for others to go on from."""
 
@@ -79,7 +97,8 @@ class ClearPrefixes:
 class EngineStatistics:
     """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
     ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
-    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored."""
+    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
+    goes to a tier, what has moved, and the tier's cells, by name."""
 
     running: int
     waiting: int
@@ -88,6 +107,7 @@ class EngineStatistics:
     sessions: int
     kept_blocks: int = 0
     stored: dict[str, int | None] | None = None
+    tiers: dict[str, float] | None = None
 
 
 @dataclass
@@ -138,6 +158,7 @@ class RequestOutcome:
     request_id: int = 0
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+    selection_map: dict[str, Any] | None = None  # what ``map_order`` asked for, see engine.maps.Maps.as_dict
 
 
 @dataclass

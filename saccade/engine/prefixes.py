@@ -187,7 +187,7 @@ class PrefixCache:
         first, method = request.sequence.spans[0], request.policy.decode
         if not _shares(first) or method.watches or request.sequence.private:
             return 0
-        if request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None or request.maps:
             return 0
         return self._whole(first, first.stop - max(1, method.tail_rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from saccade.engine.maps import Maps
 from saccade.engine.messages import StepOutput, TokenLogprob
 from saccade.engine.params import SamplingParams
 from saccade.engine.report import Report
@@ -49,6 +50,7 @@ class Request:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.keep_kv = False  # a session's sequence stays after the request ends
+        self.maps: Maps | None = None  # what was ordered to be seen of its attention
         self.final_ids: list[int] = []  # the answer, once the request ended
         self.parent: Request | None = None  # whose prompt this one waits for, to share it
         self.forks: list[Request] = []  # who waits for the prompt of this one

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from saccade.engine.observe import AttentionCall
+from saccade.engine.truth import true_rows
 from saccade.errors import SaccadeError
-from saccade.eval.capture import Capture, true_rows
+from saccade.eval.capture import Capture
 from saccade.eval.micro import sample_positions
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill

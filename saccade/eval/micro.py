@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from saccade.engine.observe import AttentionCall, observing
+from saccade.engine.truth import selected_rows, true_rows
 from saccade.errors import SaccadeError
-from saccade.eval.capture import selected_rows, token_ids, true_rows, watch
+from saccade.eval.capture import token_ids, watch
 from saccade.eval.predict import Setting, answer
 from saccade.eval.render import render
 from saccade.eval.samples import Sample

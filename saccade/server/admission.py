@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.keys import Key
@@ -17,6 +18,8 @@ class Caller:
 
     request_id: str
     key: Key | None = None
+    span: Any = None  # OpenTelemetry's, where a server has it
+    costs: dict[str, Any] = field(default_factory=dict)  # of its samples that have ended, for the log
     route: str = ""
 
     @property

@@ -27,8 +27,16 @@ from saccade.server.events import EventStream, JSONAnswer, attend
 from saccade.server.gate import Gate
 from saccade.server.generation import Generation
 from saccade.server.logs import logger
+from saccade.server.maps import SelectionMap
 from saccade.server.page import page
-from saccade.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from saccade.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    SelectionMapRequest,
+    TokenizeRequest,
+)
 from saccade.server.responses import Responses
 from saccade.server.responses_protocol import ResponsesRequest
 from saccade.server.serving import Serving
@@ -80,7 +88,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
                 operation["responses"]["default"] = {"description": "what went wrong", "content": content}
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
-            streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+            streamed: dict[str, Any] = {"text/event-stream": {}}  # a body of events, whose form OpenAPI 3.1 cannot say
             schema["paths"][path]["post"]["responses"]["200"]["content"] |= streamed
         for unused in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(unused, None)
@@ -158,6 +166,10 @@ def _completions(app: FastAPI, serving: Serving) -> None:
     async def respond_to(request: Request, body: ResponsesRequest) -> Response:
         return await respond(request, body, Responses(serving, request.state.caller, body))
 
+    @app.post("/v1/selection_maps")
+    async def selection_map(request: Request, body: SelectionMapRequest) -> Response:
+        return JSONAnswer(await attend(request, SelectionMap(serving, request.state.caller, body).answer()))
+
     @app.get("/v1/responses/{response_id}")
     async def response(request: Request, response_id: str) -> Response:
         return JSONAnswer(serving.responses.get(request.state.caller, response_id).response)
@@ -228,6 +240,10 @@ def _state(app: FastAPI, serving: Serving) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(serving.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/requests")
+    async def requests(request: Request) -> Response:
+        return JSONAnswer(await serving.insight.requests(serving, request.state.caller))
 
     @app.get("/version")
     async def version() -> Response:

@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.messages import AddRequest, EngineStatistics
@@ -23,7 +23,7 @@ from saccade.server import wire
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
-CLOSING = 20.0  # seconds that an engine may take to end
+CLOSING = 120.0  # seconds that an engine may take to end: it stores what sessions have said last
 
 
 class EngineProcess(asyncio.Protocol):
@@ -62,7 +62,7 @@ class EngineProcess(asyncio.Protocol):
         self._closing = False
         assert ready.statistics is not None
         self._statistics = ready.statistics
-        self._calls: dict[int, asyncio.Future[int | None]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._asked: dict[int, tuple[Stream, list[int], AsyncOutputs]] = {}  # by request id, with its prompt
         self._checked: OrderedDict[str, SaccadeError | None] = OrderedDict()
@@ -72,6 +72,7 @@ class EngineProcess(asyncio.Protocol):
         return self._lost is None and not self._closing and self.process.poll() is None
 
     async def start(self) -> None:
+        self._socket.setblocking(False)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self, self._socket)
 
     async def check_policy(self, policy: Policy) -> None:
@@ -109,8 +110,7 @@ class EngineProcess(asyncio.Protocol):
         return outputs
 
     async def open_session(self, name: str, owner: str) -> int:
-        session = await self._call(wire.OpenSession(0, None, wire.encoded(name), wire.encoded(owner)))
-        assert session is not None
+        session: int = await self._call(wire.OpenSession(0, None, wire.encoded(name), wire.encoded(owner)))
         return session
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
@@ -124,6 +124,10 @@ class EngineProcess(asyncio.Protocol):
 
     async def clear_prefixes(self) -> None:
         await self._call(wire.ClearPrefixes())
+
+    async def running_reports(self, most: int) -> list[dict[str, Any]]:
+        reports: list[dict[str, Any]] = await self._call(wire.ReportRunning(0, most))
+        return reports
 
     def statistics(self) -> EngineStatistics:
         return self._statistics
@@ -189,7 +193,7 @@ class EngineProcess(asyncio.Protocol):
 
     # What goes to it.
 
-    async def _call(self, frame: wire.Frame) -> int | None:
+    async def _call(self, frame: wire.Frame) -> Any:
         """Send a frame and wait for its reply."""
         if self._lost is not None or self._transport is None:
             raise EngineLost(self._lost or "this engine has not been started")

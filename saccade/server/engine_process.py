@@ -125,6 +125,8 @@ class EngineServer:
                 self._reply(frame.call, None)
             elif isinstance(frame, wire.Session):
                 self._session(frame, wire.decoded(frame.name), wire.decoded(frame.owner))
+            elif isinstance(frame, wire.ReportRunning):
+                self._answer(frame.call, loop.running_reports(frame.most))
             elif isinstance(frame, wire.ClearPrefixes):
                 loop.clear_prefixes()
                 self._reply(frame.call, None)
@@ -159,7 +161,7 @@ class EngineServer:
 
         future.add_done_callback(done)
 
-    def _reply(self, call: int, error: BaseException | None, value: int | None = None) -> None:
+    def _reply(self, call: int, error: BaseException | None, value: Any = None) -> None:
         self.outbox.send(wire.Reply(call, value, None if error is None else wire.told(error)))
 
     def _withdraw(self, call: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from saccade.engine.checks import PromptLimits
 from saccade.engine.messages import AddRequest, EngineStatistics
@@ -24,7 +24,7 @@ from saccade.server.named_sessions import NamedSessions
 class About:
     """What never changes of an engine. ``name``: of its model; ``path``: the folder of its tokenizer; ``policy``: of
     requests that name none; ``defaults``: sampling parameters, likewise; ``max_requests``: most that run at once;
-    ``device``: where it runs, as torch writes it."""
+    ``device``: where it runs, as torch writes it; ``block_bytes``: of a slot of its KV pool."""
 
     name: str
     path: Path
@@ -34,6 +34,9 @@ class About:
     eos_token_ids: tuple[int, ...]
     max_requests: int
     device: str
+    layers: int
+    heads: int
+    block_bytes: int
 
 
 class EngineFace(Protocol):
@@ -81,6 +84,10 @@ class EngineFace(Protocol):
         """Give up what is kept of ended requests."""
         ...
 
+    async def running_reports(self, most: int) -> list[dict[str, Any]]:
+        """Reports of at most ``most`` requests at work, once the step that runs has ended. See AsyncEngine."""
+        ...
+
     def statistics(self) -> EngineStatistics:
         """How the engine stands: of another process, when it last said something."""
         ...
@@ -103,6 +110,9 @@ def about_llm(llm: LLM) -> About:
         eos_token_ids=tuple(llm.model.eos_token_ids),
         max_requests=llm.config.max_requests,
         device=str(llm.model.device),
+        layers=llm.model.spec.layers,
+        heads=llm.model.spec.heads,
+        block_bytes=llm.pool.format.block_bytes,
     )
 
 
@@ -143,6 +153,9 @@ class LocalEngine:
 
     async def clear_prefixes(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.llm.reset_prefix_cache)
+
+    async def running_reports(self, most: int) -> list[dict[str, Any]]:
+        return await asyncio.wrap_future(self.llm.loop.running_reports(most))
 
     def statistics(self) -> EngineStatistics:
         return self._named.statistics()

@@ -53,6 +53,9 @@ class Gate:
             await send(message)
 
         scope.setdefault("state", {})["caller"] = caller
+        tracing = self.serving.tracing
+        if tracing is not None:
+            caller.span = tracing.request(scope["method"], scope["path"], caller.request_id, headers)
         try:
             caller.key = self._admit(scope, headers)
             if scope["method"] == "POST":
@@ -69,6 +72,8 @@ class Gate:
         finally:
             route = getattr(scope.get("route"), "path", "none")
             self.serving.metrics.answered(route, status)
+            if tracing is not None and caller.span is not None:
+                tracing.answered(caller.span, scope["method"], route, status)
             fields: dict[str, Any] = {
                 "request_id": caller.request_id,
                 "method": scope["method"],
@@ -78,6 +83,7 @@ class Gate:
             }
             if caller.key is not None:
                 fields["key"] = caller.key.name
+            fields |= caller.costs
             logger.info("request", extra={"fields": fields})
 
     async def _fail(self, error: ApiError, send: Send) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from saccade.engine.core import new_request_id
-from saccade.engine.messages import AddRequest, RequestOutcome, StepOutput
+from saccade.engine.messages import AddRequest, MapOrder, RequestOutcome, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.steering import Constraint
 from saccade.engine.stream import AsyncOutputs
@@ -33,6 +33,7 @@ class Ask:
     constraint: Constraint | None = None
     deadline: float | None = None
     cache_salt: str | None = None
+    map_order: MapOrder | None = None
 
     @property
     def samples(self) -> int:
@@ -48,6 +49,7 @@ class Generation:
     ask: Ask
     outcomes: dict[int, RequestOutcome] = field(default_factory=dict)
     tokens: int = 0  # of all answers, so far
+    _places: dict[int, int] = field(default_factory=dict)
     _outputs: AsyncOutputs | None = None
     _held: Held | None = None
     _timer: asyncio.TimerHandle | None = None
@@ -58,6 +60,11 @@ class Generation:
     @property
     def prompt_tokens(self) -> int:
         return sum(map(len, self.ask.prompts))
+
+    @property
+    def request_ids(self) -> list[int]:
+        """The engine's, of its samples."""
+        return list(self._places)
 
     @property
     def finished(self) -> bool:
@@ -176,6 +183,7 @@ class Generation:
                         shares=None if index == 0 else first,
                         constraint=ask.constraint,
                         cache_salt=f"{self.caller.name}\0{ask.cache_salt or ''}",  # no two keys share a prefix
+                        map_order=ask.map_order,
                     )
                 )
         return messages
@@ -191,7 +199,7 @@ class Generation:
         if outcome is None:
             return
         self.outcomes[index] = outcome
-        self.serving.metrics.ended(outcome, self.ask.policy)
+        self.serving.ended(self.caller, outcome, self.ask.policy)
         if outcome.finish_reason == "cancelled":
             raise self._why or ApiError(500, "the request was cancelled", "cancelled")
         if outcome.error is not None:

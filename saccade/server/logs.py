@@ -6,8 +6,24 @@ import json
 import logging
 import sys
 import time
+from typing import Any
+
+from saccade.engine.messages import RequestOutcome
 
 logger = logging.getLogger("saccade.server")
+
+
+def add_costs(costs: dict[str, Any], outcome: RequestOutcome) -> None:
+    """Add what a sample cost to the log's fields of its request: tokens in all, densities of the last sample."""
+    report = outcome.report
+    costs["policy"] = report["policy"]
+    costs["samples"] = costs.get("samples", 0) + 1
+    for name in ("prompt_tokens", "cached_tokens", "output_tokens", "preemptions"):
+        costs[name] = costs.get(name, 0) + report[name]
+    for name in ("queue_seconds", "first_token_seconds"):
+        costs[name] = report[name]
+    costs["density"] = {phase: report[phase]["density"] for phase in ("prefill", "decode")}
+    costs["finish_reason"] = outcome.finish_reason
 
 
 class JsonLines(logging.Formatter):

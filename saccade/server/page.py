@@ -1,23 +1,29 @@
-"""The page at ``/``. It holds no data and needs no key; what it asks for does."""
+"""The page at ``/``, put together from ``web/``. It holds no data and needs no key; what it asks for does."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from functools import cache
 from pathlib import Path
 
 from starlette.responses import Response
 
+_SCRIPTS = ("common.js", "heat.js", "maps.js", "now.js", "ask.js")  # in this order
+
 
 @cache
 def _page() -> tuple[bytes, str]:
     """The page, and the policy that lets it run its own script and style, talk to this server, and nothing else."""
-    text = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    folder = Path(__file__).parent / "web"
+
+    def read(*names: str) -> str:
+        return "".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+    text = read("page.html")
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:", "base-uri 'none'", "frame-ancestors 'none'"]
-    for tag in ("script", "style"):
-        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    for tag, inside in (("script", read(*_SCRIPTS)), ("style", read("style.css"))):
+        text = text.replace(f"<{tag}></{tag}>", f"<{tag}>{inside}</{tag}>")
         hashed = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
         rules.append(f"{tag}-src 'sha256-{hashed}'")
     return text.encode(), "; ".join([*rules, "form-action 'self'"])

@@ -219,3 +219,17 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[int]
+
+
+class SelectionMapRequest(Body):
+    """``POST /v1/selection_maps``: a ``prompt`` or ``messages``, answered greedily with ``max_tokens`` under ``policy``
+    while what ``layers`` read is drawn, at most ``pixels`` cells a side."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[JSON] | None = None
+    chat_template_kwargs: JSON | None = None
+    policy: str | JSON | None = None
+    layers: list[int] | None = Field(default=None, max_length=1024)
+    pixels: int = Field(default=96, ge=16, le=256)
+    max_tokens: int = Field(default=33, ge=1, le=65)

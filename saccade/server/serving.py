@@ -8,16 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from saccade.engine.messages import RequestOutcome
 from saccade.errors import EngineLost, RequestError, SaccadeError, shown
 from saccade.methods.policy import Policy
 from saccade.server.admission import Admission, Caller
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammar import Grammars
+from saccade.server.insight import Insight
+from saccade.server.logs import add_costs
 from saccade.server.metrics import Metrics
 from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
 from saccade.server.settings import ServerConfig
+from saccade.server.tracing import Tracing
 
 _SHORT = 4096  # characters that are turned into tokens on the event loop, in far less than a millisecond
 
@@ -26,6 +30,13 @@ T = TypeVar("T")
 
 class Running(Protocol):
     """Something that clients wait for."""
+
+    caller: Caller
+
+    @property
+    def request_ids(self) -> list[int]:
+        """The engine's."""
+        ...
 
     def end(self, why: ApiError) -> None:
         """End it early, and say why."""
@@ -46,7 +57,12 @@ class Serving:
         self.sessions = Sessions(engine, config.max_sessions, config.session_seconds)
         self.responses = ResponseStore(config.max_responses)
         self.metrics = Metrics(engine, self.names[0])
+        self.insight = Insight()
+        self.tracing: Tracing | None = None
+        if config.otlp_traces_endpoint is not None:
+            self.tracing = Tracing.to(config.otlp_traces_endpoint, self.names[0])
         self.running: set[Running] = set()
+        self.mapping = False  # whether a selection map is being made
         self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
 
@@ -68,6 +84,16 @@ class Serving:
         """End the engine; nothing can be asked any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+    def ended(self, caller: Caller, outcome: RequestOutcome, policy: Policy) -> None:
+        """A sample of ``caller`` has ended: it is counted, and told to whoever looks on."""
+        self.metrics.ended(outcome, policy)
+        self.insight.ended(caller, outcome)
+        add_costs(caller.costs, outcome)
+        if self.tracing is not None:
+            self.tracing.sample(caller.span, outcome)
 
     def model(self, name: str | None) -> str:
         """The name that an answer bears. 404 for a model that is not served here."""

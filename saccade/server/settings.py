@@ -27,6 +27,8 @@ class ServerConfig:
     sessions that are kept; ``session_seconds``: how long one is kept unused. ``max_responses``: most stored responses.
     ``hosts``: names beside the machine's own that clients may address a server without keys by. ``cors``: origins whose
     pages may ask, none by default. ``log_prompts``: write prompts and answers to the log, for debugging alone.
+    ``selection_maps``: most tokens of a prompt whose selection map may be asked for, 0 for none.
+    ``otlp_traces_endpoint``: where spans are sent to.
     """
 
     host: str = "127.0.0.1"
@@ -50,6 +52,8 @@ class ServerConfig:
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     log_prompts: bool = False
+    selection_maps: int = 0
+    otlp_traces_endpoint: str | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_client_authorities: Path | None = None
@@ -59,7 +63,7 @@ class ServerConfig:
             value = getattr(self, name)
             if not whole_number(value, least, 65535 if name == "port" else 2**40):
                 raise SaccadeError(f"{name}={shown(value)} must be an integer from {least} on")
-        for name in ("max_sessions", "max_responses"):
+        for name in ("max_sessions", "max_responses", "selection_maps"):
             if not whole_number(getattr(self, name), 0):
                 raise SaccadeError(f"{name}={shown(getattr(self, name))} must be an integer >= 0")
         for name in ("drain_seconds", "ping_seconds", "header_seconds", "body_seconds", "session_seconds", "deadline"):

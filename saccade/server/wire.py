@@ -18,7 +18,7 @@ import msgspec
 from saccade import errors
 from saccade.engine.checks import PromptLimits
 from saccade.engine.config import EngineConfig
-from saccade.engine.messages import AddRequest, EngineStatistics, RequestOutcome, StepOutput, TokenLogprob
+from saccade.engine.messages import AddRequest, EngineStatistics, MapOrder, RequestOutcome, StepOutput, TokenLogprob
 from saccade.engine.params import SamplingParams
 from saccade.engine.steering import Constraint
 from saccade.errors import SaccadeError
@@ -49,6 +49,7 @@ class Request(msgspec.Struct, array_like=True):
     shares: int | None
     grammar: str | None
     cache_salt: bytes
+    map_order: MapOrder | None
 
 
 class Add(Frame, tag="add"):
@@ -91,6 +92,10 @@ class ForgetSession(Session, tag="forget"):
     pass
 
 
+class ReportRunning(Frame, tag="report"):
+    most: int = 0
+
+
 class ClearPrefixes(Frame, tag="clear"):
     pass
 
@@ -110,7 +115,7 @@ class Ready(Frame, tag="ready"):
 class Reply(Frame, tag="reply"):
     """``error``: the name of an error's class, and its message."""
 
-    value: int | bool | None = None
+    value: Any = None
     error: tuple[str, str] | None = None
 
 
@@ -143,6 +148,7 @@ ToEngine = (
     | SaveSession
     | LeaveSession
     | ForgetSession
+    | ReportRunning
     | ClearPrefixes
     | Close
 )
@@ -203,6 +209,7 @@ def request(message: AddRequest) -> Request:
         message.shares,
         None if constraint is None else constraint.source,
         encoded(message.cache_salt),
+        message.map_order,
     )
 
 
@@ -220,6 +227,7 @@ def add_request(given: Request, compile: Callable[[str], Constraint]) -> AddRequ
         given.shares,
         None if given.grammar is None else compile(given.grammar),
         decoded(given.cache_salt),
+        given.map_order,
     )
 
 
@@ -280,9 +288,12 @@ def config_dict(config: EngineConfig) -> dict[str, Any]:
     }
 
 
+_PLAIN = ("name", "eos_token_ids", "max_requests", "device", "layers", "heads", "block_bytes")
+
+
 def about_dict(about: About) -> dict[str, Any]:
     return {
-        **{name: getattr(about, name) for name in ("name", "eos_token_ids", "max_requests", "device")},
+        **{name: getattr(about, name) for name in _PLAIN},
         "path": str(about.path),
         "policy": about.policy.text,
         "defaults": _params(about.defaults),

@@ -1,0 +1,206 @@
+"""The server's page in a headless Chromium, while others ask: ``make test-page``.
+
+It asks a document under two policies, goes on asking, looks at heat-maps and selection maps, with mouse and with keys
+alone, light and dark, wide and narrow. It fails on a word in the console, on something wider than the window, on a
+violation that axe finds, or where the page does not show what it should. Pictures go to the folder that is named.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+DOCUMENT = (
+    "The secret password of the lighthouse keeper is 7391-XKQ. " + "Rain fell, and nobody spoke of the storm. " * 100
+)
+QUESTION = "The secret password of the lighthouse keeper is"
+DOCUMENT = QUESTION + " 7391-XKQ. " + "Rain fell, and nobody spoke of the storm. " * 100
+SHOTS = {("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)}
+
+
+@contextmanager
+def a_server(*options: str) -> Iterator[str]:
+    """The command in a process of its own, with the built-in model: its address."""
+    command = [os.environ.get("SACCADE", "saccade"), "serve", "--port", "0", "--selection-maps", "8192", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("w") as stream, subprocess.Popen(command, stderr=stream) as process:
+            try:
+                found = None
+                for _ in range(3000):
+                    found = re.search(r'"address": "([^"]+)"', log.read_text())
+                    if found or process.poll() is not None:
+                        break
+                    time.sleep(0.1)
+                assert found, f"the server did not start: {log.read_text()[-2000:]}"
+                yield found[1]
+            finally:
+                process.terminate()
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def load(url: str, ended: threading.Event) -> None:
+    """Somebody asks all the time."""
+    policies = ("dense", "psa", "streaming(sinks=4, window=256)")
+    number = 0
+    while not ended.is_set():
+        body = {"prompt": DOCUMENT[: 400 * (1 + number % 7)], "max_tokens": 30, "policy": policies[number % 3]}
+        httpx.post(f"{url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120)
+        number += 1
+        ended.wait(1)
+
+
+def wait(page: Any, condition: str, seconds: float = 300) -> None:
+    """Until a piece of script is true. Playwright's own way is forbidden by the page's policy."""
+    ends = time.monotonic() + seconds
+    while not page.evaluate(condition):
+        assert time.monotonic() < ends, condition
+        page.wait_for_timeout(50)
+
+
+def check(page: Any, axe: str) -> None:
+    """Nothing sticks out, and axe finds nothing."""
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, "wider than the window"
+    page.evaluate(axe + ";0")
+    rules = "(v) => v.id + ': ' + v.nodes.map((n) => n.html.slice(0, 90)).join(' | ')"
+    violations = page.evaluate(f"async () => (await axe.run()).violations.map({rules})")
+    assert violations == [], violations
+
+
+def visit(browser: Any, url: str, axe: str, scheme: str, width: int, pictures: Path | None) -> None:
+    """One visitor."""
+    context = browser.new_context(
+        color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=False, reduced_motion="reduce"
+    )
+    page, said = context.new_page(), []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: said.append(request.url) if not request.url.startswith(url) else None)
+    page.goto(url)
+    file = {"name": "a.txt", "mimeType": "text/plain", "buffer": DOCUMENT.encode()}
+    page.set_input_files("#file", files=[file])
+    wait(page, "document.getElementById('size').textContent.includes('tokens')")
+    page.fill("#most", "12")
+    page.focus("#question")
+    page.keyboard.type(QUESTION)
+    for _ in range(5):  # over the policies, the length and the key, to the button
+        page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.type") == "submit"
+    page.keyboard.press("Enter")
+    wait(page, "document.getElementById('verdict').textContent")
+    for side in ("#talk0", "#talk1"):
+        text = page.inner_text(side)
+        assert "7391-XKQ" in text, text
+        assert "density" in text, text
+    assert "of the keys that the first one read" in page.inner_text("#verdict"), page.inner_text("#verdict")
+    page.fill("#question", "And the password of the lighthouse keeper is")  # the chat goes on from what is cached
+    page.click("button[type=submit]")
+    wait(page, "document.querySelectorAll('#talk1 table').length === 2")
+    cached = int(re.findall(r"([\d,]+) cached", page.inner_text("#talk1"))[-1].replace(",", ""))
+    assert cached > 1000, cached
+    page.wait_for_selector("#heat svg rect")
+    assert "least: layer" in page.inner_text("#heatsaid")
+    page.select_option("#phase", "prefill")
+    assert "prefill" in page.inner_text("#heatsaid") or "cached" in page.inner_text("#heatsaid")
+    page.select_option("#phase", "decode")
+    page.locator("#talk1 button").first.click()
+    page.wait_for_selector("#heads canvas", timeout=300000)
+    assert "of true attention" in page.inner_text("#mapsaid")
+    colours = page.evaluate(
+        "(() => { const c = document.querySelector('#heads canvas'); const d = c.getContext('2d').getImageData(0, 0,"
+        "c.width, c.height).data; const s = new Set(); for (let i = 0; i < d.length; i += 4) s.add(d[i] << 16 |"
+        "d[i + 1] << 8 | d[i + 2]); return s.size; })()"
+    )
+    assert colours > 3, "the map is blank"
+    page.select_option("#mapphase", "decode")
+    page.wait_for_selector("#heads canvas")
+    page.select_option("#mapphase", "prefill")
+    page.wait_for_selector("#time_to_first_token_seconds svg", state="attached")
+    page.wait_for_timeout(3000)
+    for name in ("#running", "#speed", "#pool", "#hits", "#density"):
+        assert re.match(r"\d", page.inner_text(name)), name
+    assert said == [], said
+    if pictures is not None and (scheme, width) in SHOTS:
+        page.evaluate("scrollTo(0, 0)")
+        shoot(page, pictures / f"page-{scheme}-{'desktop' if width > 600 else 'phone'}.webp")
+    context.close()
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
+    page = context.new_page()  # axe needs a script that the page's policy forbids
+    page.goto(url)
+    page.wait_for_selector("#heat svg rect")
+    page.fill("#question", QUESTION)
+    page.fill("#most", "4")
+    page.click("button[type=submit]")
+    wait(page, "document.getElementById('verdict').textContent")
+    page.locator("#talk0 button").first.click()
+    page.wait_for_selector("#heads canvas", timeout=300000)
+    check(page, axe)
+    context.close()
+
+
+def shoot(page: Any, path: Path) -> None:
+    """A picture of the whole page, small."""
+    from io import BytesIO
+
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.open(BytesIO(page.screenshot(full_page=True)))
+    picture.thumbnail((900, 10000))
+    picture.save(path, "WEBP", quality=60, method=6)
+
+
+def key_is_asked_for(browser: Any, url: str) -> None:
+    """A server with keys: the page says so, and works once it has one."""
+    page = browser.new_page()
+    page.goto(url)
+    wait(page, "document.getElementById('model').textContent.includes('API key')")
+    page.fill("#key", os.environ["SACCADE_API_KEY"])
+    wait(page, "document.getElementById('model').textContent.includes('by default')")
+    page.close()
+
+
+def main(axe: str, pictures: str | None) -> None:
+    from playwright.sync_api import sync_playwright
+
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert chromium, "there is no Chromium; install Debian's, or name one in CHROMIUM"
+    ended = threading.Event()
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        with a_server() as url:
+            others = threading.Thread(target=load, args=(url, ended))
+            others.start()
+            try:
+                for scheme in ("light", "dark"):
+                    for width in (1200, 390):
+                        folder = None if pictures is None else Path(pictures)
+                        visit(browser, url, Path(axe).read_text(), scheme, width, folder)
+                        print(f"{scheme}, {width} pixels: answers, maps and axe as they should be", flush=True)
+            finally:
+                ended.set()
+                others.join()
+        os.environ["SACCADE_API_KEY"] = "a-key-of-the-page"
+        with a_server() as url:
+            key_is_asked_for(browser, url)
+        browser.close()
+    print("no word in the console, nothing from elsewhere, no violation")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

@@ -1,0 +1,237 @@
+"""What a server tells of its requests: spans, logs, what runs, selection maps, and the dashboard's metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engine_helpers import make
+from server_helpers import GREEDY, error, serving
+
+from saccade.errors import SaccadeError
+from saccade.methods.policy import Policy
+from saccade.server.keys import Key, KeyRing, digest
+from saccade.server.logs import JsonLines
+from saccade.server.settings import ServerConfig
+from saccade.server.tracing import Tracing
+
+ONE, TWO = "sk-first-key-of-tests", "sk-second-key-of-tests"
+POLICY = "streaming(sinks=2, window=40)+topk(k=24)"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama):
+    with serving(make(tiny_llama), selection_maps=300) as running:
+        yield running
+        running.idle()
+
+
+@pytest.fixture
+def spans(server, monkeypatch):
+    """Spans of requests that have ended."""
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    trace = pytest.importorskip("opentelemetry.sdk.trace")
+    provider = trace.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    monkeypatch.setattr(server.serving, "tracing", Tracing(provider, "tiny"))
+
+    def ended(count):
+        server.idle()
+        for _ in range(200):
+            if len(memory.get_finished_spans()) >= count:
+                break
+            time.sleep(0.01)
+        return memory.get_finished_spans()
+
+    return ended
+
+
+def test_a_request_is_a_span_in_the_trace_of_its_client_and_its_samples_are_spans_in_it(server, spans):
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    response = server.client.post(
+        "/v1/completions",
+        json={"prompt": "a secret", **GREEDY, "n": 2, "policy": POLICY},
+        headers={"traceparent": f"00-{trace}-{parent}-01", "x-request-id": "mine"},
+    )
+    assert response.status_code == 200
+    made = spans(9)
+    assert {f"{span.context.trace_id:032x}" for span in made} == {trace}
+    (http,) = [span for span in made if span.name == "POST /v1/completions"]
+    assert f"{http.parent.span_id:016x}" == parent
+    assert http.attributes["http.response.status_code"] == 200
+    assert http.attributes["saccade.request_id"] == "mine"
+    samples = [span for span in made if span.name == "llm_request"]
+    assert len(samples) == 2
+    assert "secret" not in "".join(span.to_json() for span in made)
+    for sample in samples:
+        assert sample.parent.span_id == http.context.span_id
+        assert sample.attributes["gen_ai.usage.output_tokens"] == GREEDY["max_tokens"]
+        assert sample.attributes["saccade.policy"] == Policy.parse(POLICY).text
+        inside = [span for span in made if span.parent is not None and span.parent.span_id == sample.context.span_id]
+        assert [span.name for span in inside] == ["queue", "prefill", "decode"]
+        times = [moment for span in inside for moment in (span.start_time, span.end_time)]
+        assert times == sorted(times)
+        assert sample.start_time <= times[0]
+        assert times[-1] <= sample.end_time <= http.end_time
+        assert 0 < inside[2].attributes["saccade.density"] <= 1
+
+
+def test_a_failure_marks_its_span_and_probes_have_none(server, spans, monkeypatch):
+    def fail(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(server.serving, "policy", fail)
+    assert server.complete("x").status_code == 500
+    assert server.client.get("/health").status_code == 200
+    assert server.client.get("/nowhere").status_code == 404
+    found = {span.name: span.status.status_code.name for span in spans(2)}
+    assert found == {"POST /v1/completions": "ERROR", "GET": "UNSET"}
+
+
+def test_tracing_says_what_it_lacks(monkeypatch):
+    with pytest.raises(SaccadeError, match="is no address of a collector"):
+        Tracing.to("collector:4317", "tiny")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(SaccadeError, match=r"saccade-llm\[otel\]"):
+        Tracing.to("http://collector:4317", "tiny")
+
+
+def test_the_log_has_a_line_for_each_request_with_its_id_and_its_costs(server):
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(JsonLines().format(record))
+
+    logger, handler = logging.getLogger("saccade.server"), Keep()
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        body = {"prompt": [5, 6, 7], **GREEDY, "n": 2, "stream": True, "policy": POLICY}
+        with server.client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "mine"}) as response:
+            response.read()
+        server.idle()
+        server.client.get("/nowhere", headers={"x-request-id": 'odd" id'})
+        for _ in range(500):  # a line is written after the answer has gone
+            if len(lines) == 2:
+                break
+            time.sleep(0.01)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    first, second = sorted((json.loads(line) for line in lines), key=lambda line: line["status"])
+    assert (first["request_id"], first["status"], first["message"]) == ("mine", 200, "request")
+    assert (first["samples"], first["prompt_tokens"], first["output_tokens"]) == (2, 6, 20)
+    assert first["finish_reason"] == "length"
+    assert 0 < first["density"]["decode"] <= 1
+    assert second["status"] == 404
+    assert re.fullmatch("[0-9a-f]{32}", second["request_id"])
+
+
+def test_what_runs_and_what_ended_is_told_by_layer_and_head(server):
+    prompt = list(range(5, 205))
+    body = {"prompt": prompt, **GREEDY, "max_tokens": 1500, "stream": True, "policy": POLICY}
+    with server.client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "runs"}) as response:
+        lines = response.iter_lines()
+        for _ in range(6):
+            next(lines)
+        found = server.client.get("/v1/requests").json()
+        (running,) = found["running"]
+        assert (running["id"], running["finish_reason"], running["prompt_tokens"]) == ("runs", None, 200)
+        assert [len(heads) for heads in running["decode"]["density_per_head"]] == [4] * found["layers"]
+        assert running["decode"]["density_per_head"][1][2] < 0.13
+    server.idle()
+    server.client.post(
+        "/v1/completions", json={"prompt": prompt, **GREEDY, "policy": "dense"}, headers={"x-request-id": "ended"}
+    )
+    found = server.client.get("/v1/requests").json()
+    assert found["running"] == []
+    last = found["ended"][0]
+    assert (last["id"], last["finish_reason"], last["output_tokens"]) == ("ended", "length", 10)
+    assert last["prefill"]["density_per_head"] == [[1.0] * 4] * 3
+
+
+def test_requests_of_other_keys_are_not_told(tiny_llama):
+    keys = KeyRing([Key("one", digest(ONE)), Key("two", digest(TWO))])
+    with serving(make(tiny_llama), keys=keys) as server:
+        first, second = ({"authorization": f"Bearer {secret}"} for secret in (ONE, TWO))
+        assert server.ask("/v1/completions", {"prompt": "x", **GREEDY}, **first).status_code == 200
+        assert error(server.client.get("/v1/requests"))[:2] == (401, "invalid_api_key")
+        assert len(server.client.get("/v1/requests", headers=first).json()["ended"]) == 1
+        assert server.client.get("/v1/requests", headers=second).json()["ended"] == []
+        refused = server.ask("/v1/selection_maps", {"prompt": "x"}, **first)
+        assert error(refused)[:2] == (403, "maps_not_allowed")
+
+
+def test_an_answer_has_a_selection_map_where_a_server_allows_it(server):
+    messages = [{"role": "user", "content": "one two three " * 8}]
+    asked = {"messages": messages, "policy": POLICY, "max_tokens": 6}
+    plain = server.ask("/v1/chat/completions", {**asked, "temperature": 0}).json()
+    drawn = server.ask("/v1/selection_maps", {**asked, "layers": [2, 0], "pixels": 48})
+    assert drawn.status_code == 200, drawn.text
+    found = drawn.json()
+    assert found["text"] == plain["choices"][0]["message"]["content"]
+    assert found["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    assert [(part["phase"], part["layer"]) for part in found["maps"]] == [
+        ("decode", 0), ("decode", 2), ("prefill", 0), ("prefill", 2),
+    ]  # fmt: skip
+    assert found["usage"]["saccade"]["density"]["decode"] < 0.5
+    for wrong, said in (
+        ({"prompt": "x" * 400}, "context_length_exceeded"),
+        ({"prompt": "x", "layers": [3]}, None),
+        ({"prompt": "x", "layers": []}, None),
+        ({"prompt": "x", "pixels": 10**6}, None),
+        ({}, None),
+        ({**asked, "prompt": "x"}, None),
+    ):
+        assert error(server.ask("/v1/selection_maps", wrong))[:2] == (400, said), wrong
+    server.serving.mapping = True
+    assert error(server.ask("/v1/selection_maps", asked))[0] == 429
+    server.serving.mapping = False
+
+
+def exported(server) -> dict[str, set[str]]:
+    """Names of samples in /metrics, and the labels of each."""
+    found: dict[str, set[str]] = {}
+    for line in server.client.get("/metrics").text.splitlines():
+        if not line.startswith("#"):
+            name, _, labels = line.partition("{")
+            found.setdefault(name.split(" ")[0], set()).update(re.findall(r'(\w+)="', labels))
+    return found
+
+
+def test_every_metric_of_the_dashboard_is_exported(server):
+    server.complete(list(range(5, 205)), policy="psa(epsilon=0.4, block_size=16, microbatch=1)")
+    board = json.loads((Path(__file__).parent.parent / "deploy/grafana/saccade.json").read_text())
+    names = exported(server)
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(queries) >= 15
+    for query in queries:
+        used = re.findall(r"saccade:\w+", query)
+        assert used, query
+        for name in used:
+            assert name in names, query
+        for label in re.findall(r"by \(([\w, ]+)\)", query):
+            assert set(label.split(", ")) <= {"le"} | set().union(*(names[name] for name in used)), query
+        for label in re.findall(r"(\w+)=~?\"", query):
+            assert all(label in names[name] for name in used), query
+    wanted = {variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"}
+    assert wanted == {"label_values(saccade:num_requests_running, model_name)"}
+    places = [tuple(panel["gridPos"][side] for side in "xywh") for panel in board["panels"]]
+    for number, (x, y, w, h) in enumerate(places):
+        assert x + w <= 24
+        for ox, oy, ow, oh in places[:number]:
+            assert x + w <= ox or ox + ow <= x or y + h <= oy or oy + oh <= y, "panels overlap"
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_settings_of_what_is_told_are_checked():
+    with pytest.raises(SaccadeError, match="selection_maps=-1 must be"):
+        ServerConfig(selection_maps=-1)
