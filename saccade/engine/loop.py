@@ -155,7 +155,14 @@ class AsyncEngine:
         pool, prefixes = self.engine.pool, self.engine.prefixes
         kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
-            self.running, self.waiting, pool.used_blocks, pool.num_blocks, len(self.engine.sessions), kept
+            self.running,
+            self.waiting,
+            pool.used_blocks,
+            pool.num_blocks,
+            len(self.engine.sessions),
+            kept,
+            tiers=pool.bytes_by_tier(),
+            moved={} if pool.tiers is None else pool.tiers.counts.as_dict(),
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

@@ -29,6 +29,19 @@ _STORED = {  # counts of DurableSessions.report
     "failed": "Saves that failed.",
 }
 
+_TIERS = {
+    "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
+    "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
+}
+_MOVED = {
+    "hits": "Parts of KV blocks that were in memory when they were asked for.",
+    "misses": "Parts that had to be read from the tier behind it.",
+    "evicted": "Parts that left memory.",
+    "bytes_read": "Bytes read from the tier.",
+    "bytes_written": "Bytes written to it.",
+    "wait_seconds": "Time in which attention stood still for it.",
+}
+
 
 class Metrics:
     """The counters of one server. Everything is written on the event loop's thread."""
@@ -159,12 +172,12 @@ class _Engine(Collector):
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
             counted.add_metric([self._model], stored[name] or 0)
             yield counted
-        about = self._engine.about
-        tier = "device" if about.device.startswith("cuda") else "host"
-        for name, said, blocks in (
-            ("kv_cache_bytes", "Bytes of keys and values that are taken, by tier.", now.used_blocks),
-            ("kv_cache_capacity_bytes", "Bytes that there are for keys and values, by tier.", now.num_blocks),
-        ):
+        for place, (name, said) in enumerate(_TIERS.items()):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
-            gauge.add_metric([self._model, tier], blocks * about.block_bytes)
+            for tier, sizes in now.tiers.items():
+                gauge.add_metric([self._model, tier], sizes[place])
             yield gauge
+        for name, said in _MOVED.items() if now.moved else ():
+            counted = CounterMetricFamily(f"saccade:kv_tier_{name}", said, labels=["model_name"])
+            counted.add_metric([self._model], now.moved[name])
+            yield counted
