@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm storm-sessions fuzz sanitize fuzz-server storm-server \
+.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers fuzz sanitize fuzz-server storm-server \
   test-page conformance test-ray clean
 
 setup: $(STAMP)
@@ -35,7 +35,7 @@ demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
 
 test: setup
-	@$(BIN)/python -m pytest -n auto --dist loadfile
+	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60
 
 lock:
 	$(PYTHON) -m uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
@@ -78,6 +78,10 @@ build: setup
 # 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
 storm: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT)
+
+# 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
+storm-tiers: setup
+	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT)
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup

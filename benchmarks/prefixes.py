@@ -1,10 +1,11 @@
 """Many questions about one document: time to the first token of the first one, and of those that share its prefix.
 
     python benchmarks/prefixes.py [--model random] [--tokens 32768] [--questions 64] [--question-tokens 64]
-        [--policy dense] [--device cpu]
+        [--policy dense ...] [--compare 2] [--device cpu]
 
-One after the other, as users ask; a second engine without shared prefixes answers the first and the last question, so
-that what is saved is seen in one run, and that the answers are equal. Times are the engine's own (``metrics``).
+One after the other, as users ask; a second engine without shared prefixes answers the first and the last question, or
+``--compare`` of them, so that what is saved is seen in one run, and that the answers are equal. Times are the engine's
+own (``metrics``). ``--policy`` may be given often; ``every-prefill`` is one of each prefill method.
 """
 
 from __future__ import annotations
@@ -21,6 +22,19 @@ from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
 from saccade.outputs import RequestOutput
 
+PREFILLS = {  # names that stand for several policies
+    "every-prefill": (
+        "dense",
+        "flexprefill",
+        "minference",
+        "xattention",
+        "streaming",
+        "loopserve",
+        "topk(prefill=true)",
+        "dense+psaw",
+    )
+}
+
 
 def first_token_ms(output: RequestOutput) -> float:
     assert output.metrics is not None
@@ -34,7 +48,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--question-tokens", type=int, default=64)
-    parser.add_argument("--policy", default="dense")
+    parser.add_argument("--policy", action="append")
+    parser.add_argument("--compare", type=int, default=2)
+    parser.add_argument("--prefill-chunk", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
@@ -43,22 +59,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = model_folder(options.model, Path(scratch), getattr(torch, options.dtype), length)
         engines = [
-            LLM(model, dtype=options.dtype, device=options.device, max_model_len=length, enable_prefix_caching=sharing)
+            LLM(
+                model,
+                dtype=options.dtype,
+                device=options.device,
+                max_model_len=length,
+                prefill_chunk=options.prefill_chunk,
+                enable_prefix_caching=sharing,
+            )
             for sharing in (True, False)
         ]
     vocab = engines[0].model.spec.vocab_size
     document = prompt(options.tokens, vocab)
     asked = [document + prompt(options.question_tokens, vocab, seed=1 + number) for number in range(options.questions)]
-    shared = [engines[0].generate(ids, params, policy=options.policy)[0] for ids in asked]
-    alone = {at: engines[1].generate(asked[at], params, policy=options.policy)[0] for at in (0, len(asked) - 1)}
-    times = [first_token_ms(one) for one in shared]
-    print(f"{options.tokens} tokens, {options.policy}; time to first token, ms")
-    print(f"first question      {times[0]:10.1f}")
-    print(f"questions after it  {statistics.median(times[1:]):10.1f} (median), {max(times[1:]):.1f} (most)")
-    print(f"share of the first  {100 * statistics.median(times[1:]) / times[0]:10.2f} % (median)")
-    print(f"without sharing     {first_token_ms(alone[len(asked) - 1]):10.1f} (last question)")
-    equal = sum(shared[at].outputs[0].token_ids == one.outputs[0].token_ids for at, one in alone.items())
-    print(f"answers equal to those without sharing: {equal} of {len(alone)}")
+    count = min(max(1, options.compare), len(asked))
+    compared = sorted({round(at * (len(asked) - 1) / max(1, count - 1)) for at in range(count)} | {len(asked) - 1})
+    for policy in [one for given in options.policy or ["dense"] for one in PREFILLS.get(given, (given,))]:
+        shared = [engines[0].generate(ids, params, policy=policy)[0] for ids in asked]
+        alone = {at: engines[1].generate(asked[at], params, policy=policy)[0] for at in compared}
+        times = [first_token_ms(one) for one in shared]
+        print(f"{options.tokens} tokens, {policy}; time to first token, ms")
+        print(f"first question      {times[0]:10.1f}")
+        print(f"questions after it  {statistics.median(times[1:]):10.1f} (median), {max(times[1:]):.1f} (most)")
+        print(f"share of the first  {100 * statistics.median(times[1:]) / times[0]:10.2f} % (median)")
+        print(f"without sharing     {first_token_ms(alone[len(asked) - 1]):10.1f} (last question)")
+        equal = sum(shared[at].outputs[0].token_ids == one.outputs[0].token_ids for at, one in alone.items())
+        print(f"answers equal to those without sharing: {equal} of {len(alone)}", flush=True)
+        engines[0].reset_prefix_cache()
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ NB_MODULE(_kernels, m) {
     saccade::bind_sums(m, set);
     saccade::bind_decode(m, set);
     saccade::bind_blocks(m, set);
-    saccade::bind_choices(m, set);
     saccade::bind_rows(m, set);
+    saccade::bind_step(m, set);
     saccade::bind_sharing(m);
     saccade::bind_shares(m);
 }

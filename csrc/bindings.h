@@ -96,7 +96,7 @@ void bind_attention(nanobind::module_& m, KernelSetClass& set);  // bindings_att
 void bind_sums(nanobind::module_& m, KernelSetClass& set);       // bindings_sums.cpp
 void bind_decode(nanobind::module_& m, KernelSetClass& set);     // bindings_decode.cpp
 void bind_blocks(nanobind::module_& m, KernelSetClass& set);     // bindings_blocks.cpp
-void bind_choices(nanobind::module_& m, KernelSetClass& set);    // bindings_choices.cpp
+void bind_step(nanobind::module_& m, KernelSetClass& set);       // bindings_step.cpp
 void bind_rows(nanobind::module_& m, KernelSetClass& set);       // bindings_rows.cpp
 void bind_sharing(nanobind::module_& m);                         // sharing.cpp
 void bind_shares(nanobind::module_& m);                          // shares.cpp

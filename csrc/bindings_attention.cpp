@@ -1,10 +1,10 @@
 // Attention over a selection, and rows stored: saccade/ops/cpu.py and cpu_rows.py keep the tensors alive.
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <vector>
 
 #include "bindings.h"
+#include "new_rows.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -63,12 +63,6 @@ void attend_rows(const KernelSet& set, int threads, const Pool& pool, const Quer
         &rows);
 }
 
-// Rows of k and v [kv_heads, count, head_dim], contiguous in head_dim.
-struct NewRows {
-    const void *k, *v;
-    int64_t head_stride, row_stride, count;
-};
-
 int64_t number(PyObject* x, const char* what, int64_t stop) {
     const long long value = PyLong_AsLongLong(x);
     if (value == -1 && PyErr_Occurred()) throw nb::python_error();
@@ -80,7 +74,6 @@ int64_t number(PyObject* x, const char* what, int64_t stop) {
 
 // Copies rows to places (row, slot, offset in the slot); slot is a number, or a tuple of one for each KV head.
 void store_rows(const Pool& pool, const NewRows& rows, nb::list places) {
-    const int64_t size = pool.storage == Storage::bf16 ? 2 : 4, bytes = pool.head_dim * size;
     for (nb::handle place : places) {
         PyObject* p = place.ptr();
         if (!PyTuple_Check(p) || PyTuple_GET_SIZE(p) != 3)
@@ -94,12 +87,7 @@ void store_rows(const Pool& pool, const NewRows& rows, nb::list places) {
         int64_t slot = own ? 0 : number(slots, "slot", pool.slots);
         for (int64_t h = 0; h < pool.kv_heads; ++h) {
             if (own) slot = number(PyTuple_GET_ITEM(slots, h), "slot", pool.slots);
-            const int64_t from = (h * rows.head_stride + row * rows.row_stride) * size;
-            const int64_t to = ((slot * pool.kv_heads + h) * pool.page + offset) * bytes;
-            std::memcpy(const_cast<char*>(static_cast<const char*>(pool.k_pool)) + to,
-                        static_cast<const char*>(rows.k) + from, bytes);
-            std::memcpy(const_cast<char*>(static_cast<const char*>(pool.v_pool)) + to,
-                        static_cast<const char*>(rows.v) + from, bytes);
+            store_head(pool, rows, row, h, slot, offset);
         }
     }
 }
@@ -143,8 +131,13 @@ void bind_attention(nb::module_& m, KernelSetClass& set) {
          field<&DecodeRow::reads>("keys")},
         [](const DecodeRow& row) { check_table(row); });
     bind_struct<NewRows>(m, "NewRows",
-                         {field<&NewRows::k>("k"), field<&NewRows::v>("v"), field<&NewRows::head_stride>("head_stride"),
-                          field<&NewRows::row_stride>("row_stride"), field<&NewRows::count>("count").at_least(1)});
+                         {field<&NewRows::k>("k").or_null(),
+                          field<&NewRows::v>("v").or_null(), field<&NewRows::head_stride>("head_stride"),
+                          field<&NewRows::row_stride>("row_stride"), field<&NewRows::count>("count")},
+                         [](const NewRows& rows) {
+                             if (!rows.k != !rows.v || !rows.k != !rows.count)
+                                 throw std::invalid_argument("k, v and a count of at least 1 go together");
+                         });
     set.def("attend", &attend);
     set.def("attend_rows", &attend_rows);
     m.def("store_rows", &store_rows);

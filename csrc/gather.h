@@ -1,11 +1,11 @@
 // Attention of one query row per head over listed keys: score the candidates, pick the best, softmax, sum the values,
-// in one pass per KV head.
+// in one pass per KV head. Where every key is a candidate, parts of the keys have tasks of their own (scoring, ranking).
 #pragma once
 
 #include "gather_rows.h"
 #include "key_rows.h"
 #include "threads.h"
-#include "top_k.h"
+#include "top_of_many.h"
 
 namespace saccade {
 namespace {
@@ -16,6 +16,7 @@ class GatherTask {
     using Q = typename Rows::Q;
     static constexpr int64_t kBatch = Rows::kBatch;
     static constexpr int64_t kLead = 4 * kBatch;  // rows of values asked for while weights are made
+    static constexpr int64_t kPart = 4096;        // keys of a part, whole batches
 
   public:
     GatherTask(const Gather& g, int64_t kv_head)
@@ -31,9 +32,10 @@ class GatherTask {
             longest_ = places > longest_ ? places : longest_;
         }
         longest_ = (longest_ + 63) / 64 * 64;
+        parts_ = full_ ? (g.keys + kPart - 1) / kPart : 0;
         Carver count(nullptr);
         carve(count);
-        Carver carver(static_cast<char*>(thread_scratch(count.used())));
+        Carver carver(static_cast<char*>(thread_scratch(count.used(), 1)));
         carve(carver);
         std::memset(q_, 0, group_ * rows_of_.q_stride * sizeof(Q));
         for (int64_t h = 0; h < group_; ++h) {
@@ -46,8 +48,7 @@ class GatherTask {
     }
 
     void run() {
-        if (full_)  // every key once, for all heads of the group
-            score(0, group_, g_.keys, true, row_of_);
+        if (full_) score_all();
         for (int64_t u = 0; u < own_units_; ++u) run_unit(kv_head_ * own_units_ + u, u * per_unit_);
     }
 
@@ -58,7 +59,8 @@ class GatherTask {
         top_ = c.take<float>(group_);
         r_ = c.take<float>(longest_);
         e_ = c.take<float>(longest_);
-        spare_ = c.take<uint32_t>(longest_ + W);
+        spare_ = c.take<float>(top_of_many_scratch(longest_, longest_) + W);
+        part_ = c.take<float>(parts_ * group_);
         rows_ = c.take<int64_t>(longest_ + kBatch);
         position_ = c.take<int32_t>(longest_);
         chosen_ = c.take<int32_t>(longest_);
@@ -75,7 +77,7 @@ class GatherTask {
         int voters = 0;
         for (int64_t h = 0; h < per_unit_; ++h) voters += !idle(first + h);
         const int64_t places = whole ? g_.keys : list_places(unit, voters > 0);
-        if (!whole) score(first, per_unit_, places, false, [this](int64_t j) { return row_of_(position_[j]); });
+        if (!whole) score(first, per_unit_, places, [this](int64_t j) { return row_of_(position_[j]); });
         const int64_t candidates = places - g_.sinks - g_.local, wanted = g_.k[unit];
         const bool picks = voters && candidates > wanted;
         int64_t count = voters ? places : g_.idle_keys;
@@ -139,26 +141,70 @@ class GatherTask {
         return places;
     }
 
+    // Every key once, for all heads of the group.
+    void score_all() {
+        for_parts([](GatherTask& task, int64_t part) { task.score_part(part); });
+        for (int64_t h = 0; h < group_; ++h) {
+            top_[h] = kNoMax;
+            for (int64_t i = 0; i < parts_; ++i)
+                top_[h] = part_[i * group_ + h] > top_[h] ? part_[i * group_ + h] : top_[h];
+        }
+    }
+
+    // Calls each(task, part) for all parts, on all threads.
+    template <class Each>
+    void for_parts(Each each) {
+        struct Context {
+            GatherTask& task;
+            Each& each;
+        } context{*this, each};
+        parallel_for(
+            parts_, a_.threads,
+            [](void* data, int64_t part) {
+                Context& c = *static_cast<Context*>(data);
+                c.each(c.task, part);
+            },
+            &context);
+    }
+
+    int64_t keys_of(int64_t part) const { return part + 1 < parts_ ? kPart : g_.keys - part * kPart; }
+
+    // score() of one part; the greatest of each head to part_.
+    void score_part(int64_t part) {
+        const int64_t first = part * kPart, count = keys_of(part), rounded = (count + W - 1) / W * W;
+        const T* k = static_cast<const T*>(a_.k_pool);
+        int64_t* rows = static_cast<int64_t*>(thread_scratch((kPart + 2 * kBatch) * sizeof(int64_t)));
+        const auto known = [&](int64_t j) {
+            for (int64_t i = j; i < j + kBatch; ++i) rows[i] = row_of_(first + (i < count ? i : count - 1));
+        };
+        known(0);
+        rows_of_.ask(k, rows);
+        rows_of_.scores(group_, q_, k, rows, count, s_ + first, longest_, true, known);
+        for (int64_t h = 0; h < group_; ++h)
+            part_[part * group_ + h] = finish_scores(s_ + h * longest_ + first, count, rounded);
+    }
+
+    // Turns products into logits, with none behind `count`; returns the greatest.
+    float finish_scores(float* s, int64_t count, int64_t rounded) const {
+        for (int64_t j = count; j < rounded; ++j) s[j] = 0;
+        for (int64_t j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
+        for (int64_t j = count; j < rounded; ++j) s[j] = -__builtin_inff();
+        return greatest(s, rounded);
+    }
+
     // Base-2 logits s[head][place] of `heads` heads from number `first` of the group on, and the greatest of each head,
-    // for places 0 .. count - 1, which lie in rows row(place), one behind the other or anywhere.
+    // for places 0 .. count - 1, which lie in rows row(place).
     template <class Row>
-    void score(int64_t first, int64_t heads, int64_t count, bool in_order, Row row) {
+    void score(int64_t first, int64_t heads, int64_t count, Row row) {
         const T* k = static_cast<const T*>(a_.k_pool);
         const int64_t rounded = (count + W - 1) / W * W;
         if (count) ask_for(k, 0, count, row);
         const auto next = [&](int64_t j) {
-            if (in_order) know(j, count, row);
-            else if (j < count) ask_for(k, j, count, row);
+            if (j < count) ask_for(k, j, count, row);
         };
         rows_of_.scores(heads, q_ + first * rows_of_.q_stride, k, rows_, count, s_ + first * longest_, longest_,
-                        in_order, next);
-        for (int64_t h = first; h < first + heads; ++h) {
-            float* s = s_ + h * longest_;
-            for (int64_t j = count; j < rounded; ++j) s[j] = 0;
-            for (int64_t j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
-            for (int64_t j = count; j < rounded; ++j) s[j] = -__builtin_inff();
-            top_[h] = greatest(s, rounded);
-        }
+                        false, next);
+        for (int64_t h = first; h < first + heads; ++h) top_[h] = finish_scores(s_ + h * longest_, count, rounded);
     }
 
     // The forced places and the best `wanted` of the candidates, to chosen_; returns their number.
@@ -166,8 +212,9 @@ class GatherTask {
         int64_t count = 0;
         for (; count < g_.sinks; ++count) chosen_[count] = static_cast<int32_t>(count);
         if (wanted > 0) {
-            const float* score = rank(first, voters, places);
-            TopK(spare_).run(score + g_.sinks, candidates, wanted, static_cast<int32_t>(g_.sinks), chosen_ + count);
+            const bool apart = parts_ > 1 && places == g_.keys;
+            const float* score = apart ? rank_parts(first, voters) : rank(first, voters, places);
+            top_of_many(score + g_.sinks, candidates, wanted, static_cast<int32_t>(g_.sinks), chosen_ + count, spare_);
             count += wanted;
         }
         for (int64_t i = places - g_.local; i < places; ++i) chosen_[count++] = static_cast<int32_t>(i);
@@ -196,6 +243,44 @@ class GatherTask {
             }
             fresh = false;
         }
+        return r_;
+    }
+
+    // The same over every key, a part at a time; sums do not depend on who made which part.
+    const float* rank_parts(int64_t first, int voters) {
+        if (voters == 1)
+            for (int64_t h = 0; h < per_unit_; ++h)
+                if (!idle(first + h)) return s_ + (first + h) * longest_;
+        for_parts([first](GatherTask& task, int64_t part) {
+            const int64_t from = part * kPart, count = (task.keys_of(part) + W - 1) / W * W;
+            for (int64_t h = first; h < first + task.per_unit_; ++h) {
+                const float* s = task.s_ + h * task.longest_ + from;
+                const F top = Simd::set1(task.top_[h]);
+                F sum = Simd::set1(0);
+                for (int64_t j = 0; j < count; j += W)
+                    sum = Simd::add(sum, Math::exp2(Simd::sub(Simd::load(s + j), top)));
+                task.part_[part * task.group_ + h] = Simd::sum(sum);
+            }
+        });
+        for (int64_t h = first; h < first + per_unit_; ++h) {
+            float sum = 0;
+            for (int64_t part = 0; part < parts_; ++part) sum += part_[part * group_ + h];
+            share_[h - first] = idle(h) ? 0 : 1 / sum;
+        }
+        for_parts([first](GatherTask& task, int64_t part) {
+            const int64_t from = part * kPart, count = (task.keys_of(part) + W - 1) / W * W;
+            float* r = task.r_ + from;
+            for (int64_t j = 0; j < count; j += W) {
+                F all = Simd::set1(0);
+                for (int64_t h = 0; h < task.per_unit_; ++h) {
+                    if (task.idle(first + h)) continue;
+                    const F s = Simd::load(task.s_ + (first + h) * task.longest_ + from + j);
+                    const F e = Math::exp2(Simd::sub(s, Simd::set1(task.top_[first + h])));
+                    all = Simd::add(all, Simd::mul(e, Simd::set1(task.share_[h])));
+                }
+                Simd::store(r + j, all);
+            }
+        });
         return r_;
     }
 
@@ -241,12 +326,11 @@ class GatherTask {
     Logits logits_;
     const KeyRows row_of_;
     Rows rows_of_;
-    int64_t kv_head_, d_, group_, own_units_, per_unit_, longest_;
+    int64_t kv_head_, d_, group_, own_units_, per_unit_, longest_, parts_ = 0;
     bool full_;
     Q* q_;
-    float *s_, *top_, *r_, *e_, *o_, *share_;
+    float *s_, *top_, *r_, *e_, *o_, *share_, *spare_, *part_;
     Q* p_;
-    uint32_t* spare_;
     int64_t* rows_;
     int32_t *position_, *chosen_;
 };

@@ -24,7 +24,7 @@ SACCADE_INLINE bool holds(const int32_t*& at, const int32_t* end, int32_t key) {
 // Log-sum-exp of each head's logits over the probes that its unit does not list, each standing for as many keys as were
 // passed over.
 template <class T>
-void probe_typed(const Probes& c) {
+void probe_group(const Probes& c, int64_t kv_head) {
     const Attention& a = c.attention;
     const int64_t d = a.head_dim, group = a.heads / a.kv_heads, per_unit = a.heads / c.units;
     const int64_t padded = (c.count + W - 1) / W * W;
@@ -35,7 +35,7 @@ void probe_typed(const Probes& c) {
     for (int64_t x = c.count; x < padded; ++x) dots[x] = 0, left[x] = -__builtin_inff();
     const Logits logits(a);
     int64_t outside = 0;
-    for (int64_t h = 0; h < a.heads; ++h) {
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const int64_t unit = h / per_unit;
         const KeyRows rows(a, h / group);
         const auto key = [&](int64_t p) { return static_cast<const T*>(a.k_pool) + rows(c.at[p]); };
@@ -70,6 +70,14 @@ void probe_typed(const Probes& c) {
         const float share = static_cast<float>(c.keys - listed) / static_cast<float>(outside);
         c.lse[h] = outside ? top * kLn2 + __builtin_logf(Simd::sum(total)) + __builtin_logf(share) : -__builtin_inff();
     }
+}
+
+template <class T>
+void probe_typed(const Probes& c) {
+    parallel_for(
+        c.attention.kv_heads, c.attention.threads,
+        [](void* context, int64_t g) { probe_group<T>(*static_cast<const Probes*>(context), g); },
+        const_cast<Probes*>(&c));
 }
 
 }  // namespace

@@ -141,9 +141,10 @@ const typename RowMath<T>::X* operand(const T* x, int64_t count, float* room) {
     }
 }
 
-// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, kTaskRows at a time.
+// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, kTaskRows at a time; `follows` as for
+// parallel_for.
 template <class Work>
-void over_rows(const int64_t* sizes, int pieces, int threads, Work&& work) {
+void over_rows(const int64_t* sizes, int pieces, int threads, bool follows, Work&& work) {
     struct Context {
         const int64_t* sizes;
         int pieces;
@@ -164,7 +165,7 @@ void over_rows(const int64_t* sizes, int pieces, int threads, Work&& work) {
                 index -= count;
             }
         },
-        &context);
+        &context, follows);
 }
 
 }  // namespace layer

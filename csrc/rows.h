@@ -92,7 +92,7 @@ template <class T>
 void project_rows_typed(const ProjectRows& c) {
     const auto* operands = normed_operand<T>(c);
     const int64_t sizes[3] = {c.parts[0].rows, c.parts[1].rows, c.parts[2].rows};
-    over_rows(sizes, 3, c.threads, [&](int part, int64_t first, int64_t last) {
+    over_rows(sizes, 3, c.threads, true, [&](int part, int64_t first, int64_t last) {
         multiply<T>(c.parts[part], c.channels, operands, c.rows, first, last, static_cast<T*>(c.out[part]),
                     sizes[part]);
     });
@@ -133,21 +133,21 @@ void finish_rows_typed(const FinishRows& c) {
     T* hidden = static_cast<T*>(c.hidden);
 
     const auto* x = operand<T>(static_cast<const T*>(c.attended), rows * c.attended_channels, room.wide);
-    over_rows(&n, 1, c.threads, [&](int, int64_t first, int64_t last) {
+    over_rows(&n, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
     });
     add_rows<T>(hidden, room.y, rows * n);
 
     norm_rows<T>(hidden, c.norm, c.epsilon, rows, n, room.x);
     x = operand<T>(room.x, rows * n, room.wide);
-    over_rows(&inner, 1, c.threads, [&](int, int64_t first, int64_t last) {
+    over_rows(&inner, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<T>(c.gate, n, x, rows, first, last, room.gate, inner);
         multiply<T>(c.up, n, x, rows, first, last, room.up, inner);
         for (int64_t r = 0; r < rows; ++r)
             gated<T>(room.gate + r * inner + first, room.up + r * inner + first, last - first);
     });
     x = operand<T>(room.gate, rows * inner, room.wide);
-    over_rows(&n, 1, c.threads, [&](int, int64_t first, int64_t last) {
+    over_rows(&n, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<T>(c.down, inner, x, rows, first, last, room.y, n);
     });
     add_rows<T>(hidden, room.y, rows * n);
@@ -156,7 +156,7 @@ void finish_rows_typed(const FinishRows& c) {
 template <class T>
 void head_rows_typed(const HeadRows& c) {
     const auto* operands = normed_operand<T>(c);
-    over_rows(&c.head.rows, 1, c.threads, [&](int, int64_t first, int64_t last) {
+    over_rows(&c.head.rows, 1, c.threads, false, [&](int, int64_t first, int64_t last) {
         multiply<T>(c.head, c.channels, operands, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
     });
 }

@@ -3,6 +3,7 @@
 
 #include "key_rows.h"
 #include "math.h"
+#include "threads.h"
 
 namespace saccade {
 namespace {
@@ -10,11 +11,11 @@ namespace {
 // Natural log-sum-exps of one row's logits over the first keys and over the last ones, and LFPS's estimate of that over
 // all keys but the first (eq. 5).
 template <class T>
-void sink_share_typed(const SinkShare& c) {
+void sink_share_group(const SinkShare& c, int64_t kv_head) {
     const Attention& a = c.attention;
     const int64_t d = a.head_dim, group = a.heads / a.kv_heads, n = a.q_start + 1;
     const Logits logits(a);
-    for (int64_t h = 0; h < a.heads; ++h) {
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         const T* q = static_cast<const T*>(a.q) + h * a.q_head_stride;
         const int64_t g = h / group;
         const KeyRows rows(a, g);
@@ -42,6 +43,14 @@ void sink_share_typed(const SinkShare& c) {
         c.lse[h * 3 + 1] = Simd::sum(mean) * a.scale + 0.5f * Simd::sum(square) * c.spread[h] + c.log_count;
         c.lse[h * 3 + 2] = lse(n - c.local > c.sinks ? n - c.local : c.sinks, n);
     }
+}
+
+template <class T>
+void sink_share_typed(const SinkShare& c) {
+    parallel_for(
+        c.attention.kv_heads, c.attention.threads,
+        [](void* context, int64_t g) { sink_share_group<T>(*static_cast<const SinkShare*>(context), g); },
+        const_cast<SinkShare*>(&c));
 }
 
 }  // namespace

@@ -2,13 +2,16 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <vector>
 
 namespace saccade {
 namespace {
@@ -17,9 +20,15 @@ struct Job {
     Task task;
     void* context;
     int64_t count;
+    Job* root = nullptr;  // the job that a thread outside of the pool began; helpers of all jobs within it take its seats
+    int seats = 0;        // of a root: how many more may help
+    bool follows = false;        // of a root: another one comes at once
+    std::atomic<int> active{0};  // helpers at work on this job, changed by who holds the pool's lock
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
     std::exception_ptr error;  // the first; for its owner to read once nobody works on the job any more
+
+    bool begun() const { return next.load(std::memory_order_relaxed) >= count; }
 
     // Never throws: nobody may leave a job while others hold it. After an exception no further task begins.
     void work() noexcept {
@@ -32,26 +41,57 @@ struct Job {
     }
 };
 
+thread_local Job* inside = nullptr;  // the root of what this thread works on
+
+int cores() {
+    static const int count = static_cast<int>(std::thread::hardware_concurrency());
+    return count;
+}
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Open jobs, and threads that help with whatever of them has tasks left. A thread that waits for the helpers of its own
+// job takes up no other work: its scratch may be in use.
 class Pool {
   public:
-    // False when another caller is using the pool.
-    bool run(Job& job, int helpers) {
-        std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
-        if (!owner.owns_lock()) return false;
+    // On `threads` threads where it is a root.
+    void run(Job& job, int64_t threads) {
+        Job* const outer = inside;
+        job.root = outer ? outer : &job;
+        int helpers;  // that are worth waking
+        bool all;
         {
             std::lock_guard<std::mutex> guard(mutex_);
-            while (workers_ < helpers && spawn()) ++workers_;
-            job_ = &job;
-            seats_ = helpers;
-            ++generation_;
+            if (!outer) {
+                while (workers_ < threads - 1 && spawn()) ++workers_;
+                job.seats = static_cast<int>(threads) - 1;
+            }
+            open_.push_back(&job);
+            helpers = static_cast<int>(job.count < threads ? job.count : threads) - 1;
+            generation_.fetch_add(1, std::memory_order_release);
+            if (job.root->seats < helpers) helpers = job.root->seats;
+            all = sleepers_ <= helpers;
         }
-        wake_.notify_all();
+        if (all) wake_.notify_all();
+        else
+            for (int i = 0; i < helpers; ++i) wake_.notify_one();
+        inside = job.root;
         job.work();
+        inside = outer;
+        {
+            std::lock_guard<std::mutex> guard(mutex_);
+            open_.erase(std::find(open_.begin(), open_.end(), &job));
+        }
+        // Tasks are short: helpers end at about the same time.
+        for (int i = 0; i < kLast && threads <= cores() && job.active.load(std::memory_order_acquire); ++i) pause();
         std::unique_lock<std::mutex> guard(mutex_);
-        seats_ = 0;  // a worker that wakes up from now on has come too late
-        idle_.wait(guard, [&] { return active_ == 0; });
-        job_ = nullptr;
-        return true;
+        idle_.wait(guard, [&] { return job.active.load(std::memory_order_relaxed) == 0; });
     }
 
   private:
@@ -64,28 +104,63 @@ class Pool {
         return true;
     }
 
+    // The innermost job with tasks and a seat left: those who wait for it hold up others.
+    Job* find() const {
+        for (auto job = open_.rbegin(); job != open_.rend(); ++job)
+            if ((*job)->root->seats > 0 && !(*job)->begun()) return *job;
+        return nullptr;
+    }
+
     void loop() {
-        uint64_t seen = 0;
         std::unique_lock<std::mutex> guard(mutex_);
         for (;;) {
-            wake_.wait(guard, [&] { return generation_ != seen; });
-            seen = generation_;
-            if (seats_ == 0) continue;
-            --seats_;
-            ++active_;
-            Job* job = job_;
+            const uint64_t seen = generation_.load(std::memory_order_relaxed);
+            Job* const job = find();
+            if (!job) {
+                if (spin_ && spins(guard, seen)) continue;
+                ++sleepers_;
+                wake_.wait(guard, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+                --sleepers_;
+                continue;
+            }
+            Job* const root = job->root;
+            --root->seats;
+            job->active.fetch_add(1, std::memory_order_relaxed);
             guard.unlock();
+            inside = root;
             job->work();
+            inside = nullptr;
             guard.lock();
-            if (--active_ == 0) idle_.notify_one();
+            spin_ = root->follows;
+            ++root->seats;
+            if (job->active.fetch_sub(1, std::memory_order_release) == 1) idle_.notify_all();
         }
     }
 
-    std::mutex owner_, mutex_;
+    // Waits awake for a new job, for a moment; whether there is one.
+    bool spins(std::unique_lock<std::mutex>& guard, uint64_t seen) {
+        guard.unlock();
+        bool came = false;
+        const auto until = std::chrono::steady_clock::now() + kAwake;
+        while (!came && std::chrono::steady_clock::now() < until) {
+            for (int i = 0; i < 32 && !came; ++i) {
+                pause();
+                came = generation_.load(std::memory_order_acquire) != seen;
+            }
+        }
+        guard.lock();
+        if (!came) spin_ = false;
+        return came;
+    }
+
+    static constexpr std::chrono::microseconds kAwake{30};
+    static constexpr int kLast = 2000;  // looks at helpers that still work, before the owner sleeps
+    std::mutex mutex_;
     std::condition_variable wake_, idle_;
-    Job* job_ = nullptr;
-    uint64_t generation_ = 0;
-    int workers_ = 0, seats_ = 0, active_ = 0;
+    std::vector<Job*> open_;  // begun and not ended, inner ones behind those that they are part of
+    std::atomic<uint64_t> generation_{0};
+    int workers_ = 0, sleepers_ = 0;
+    bool spin_ = false;  // the last job said that another follows at once
 };
 
 std::atomic<Pool*> pool{nullptr};
@@ -111,18 +186,20 @@ struct Scratch {
 
 }  // namespace
 
-void parallel_for(int64_t count, int threads, Task task, void* context) {
+void parallel_for(int64_t count, int threads, Task task, void* context, bool follows) {
     Job job;
     job.task = task;
     job.context = context;
     job.count = count;
-    int64_t helpers = (threads < count ? threads : count) - 1;
-    if (helpers < 1 || !the_pool().run(job, static_cast<int>(helpers))) job.work();
+    job.follows = follows && threads <= cores();
+    if (threads < 2 || count < (follows ? 1 : 2)) job.work();
+    else the_pool().run(job, threads);
     if (job.error) std::rethrow_exception(job.error);
 }
 
-void* thread_scratch(size_t bytes) {
-    thread_local Scratch scratch;
+void* thread_scratch(size_t bytes, int which) {
+    thread_local Scratch kept[2];
+    Scratch& scratch = kept[which];
     if (scratch.size < bytes) {
         std::free(scratch.data);
         scratch.data = nullptr;

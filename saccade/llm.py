@@ -53,9 +53,8 @@ class LLM:
             raise SaccadeError(f"give a config or single settings ({', '.join(sorted(settings))}), not both")
         self.config = config
         most: int | None = None
-        if config.session_dir is not None and session_store is None:  # before the model: another process may have it
-            folder, most = folder_and_size(config.session_dir, "session_dir", SESSIONS)
-            session_store = FileStore(folder)
+        if session_store is None:  # before the model: another process may have the folder
+            session_store, most = _session_store(config)
         self.policy = Policy.parse(config.policy)
         self.model = load_model(
             checkpoint_folder(config.model, config.revision), dtype=config.dtype, device=config.device
@@ -256,6 +255,22 @@ class LLM:
         return chosen
 
 
+def _session_store(config: EngineConfig) -> tuple[BlockStore | None, int | None]:
+    """Where sessions survive, if anywhere, and the most bytes of it: ``session_dir``, or ``sessions`` beside what
+    ``kv_disk`` holds, unless another process has that."""
+    if config.session_dir is not None:
+        folder, most = folder_and_size(config.session_dir, "session_dir", SESSIONS)
+        return FileStore(folder), most
+    if config.kv_disk is not None:
+        folder, most = folder_and_size(config.kv_disk, "kv_disk")
+        if folder.is_dir():
+            try:
+                return FileStore(folder / "sessions"), min(most, parse_bytes(SESSIONS))
+            except RequestError as error:
+                warnings.warn(f"sessions of this process do not survive it: {error}", stacklevel=3)
+    return None, None
+
+
 def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> BlockManager:
     """The KV pool that the settings ask for. CapacityError where it would not hold a block a layer."""
     spec, size = model.spec, config.block_size
@@ -276,7 +291,8 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
     storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
     if config.kv_disk is None:
         return BlockManager(storage, layers)
-    tier = DiskTier(*folder_and_size(config.kv_disk, "kv_disk"), storage)
+    folder, most = folder_and_size(config.kv_disk, "kv_disk")
+    tier = DiskTier(folder.expanduser(), most, storage)
     return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
 
 

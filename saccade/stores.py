@@ -6,10 +6,13 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from saccade.errors import RequestError, SaccadeError, shown
 
@@ -67,7 +70,7 @@ class FileStore:
         self.path = Path(path).expanduser()
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock: IO[str] | None = _locked(self.path / "lock")
+            self._unlock = weakref.finalize(self, os.close, _locked(self.path / "lock"))
             for left in (*self.path.glob(f".*{_ASIDE}"), *self.path.glob(f"*/.*{_ASIDE}")):
                 left.unlink(missing_ok=True)
         except OSError as error:
@@ -77,8 +80,8 @@ class FileStore:
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                content = bytearray(os.fstat(file.fileno()).st_size)
-                view, have = memoryview(content), 0
+                content = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)  # a bytearray would be zeroed first
+                view, have = memoryview(content), 0  # type: ignore[arg-type]
                 while have < len(content):
                     got = file.readinto(view[have:])
                     if not got:
@@ -136,12 +139,10 @@ class FileStore:
         return entries
 
     def close(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        self._unlock()
 
     def _path(self, key: str) -> Path:
-        if self._lock is None:
+        if not self._unlock.alive:
             raise SaccadeError(f"{self.path} was closed")
         if not _KEY.fullmatch(key) or key == "lock":
             raise SaccadeError(
@@ -150,32 +151,29 @@ class FileStore:
         return self.path / key
 
 
-def _locked(path: Path) -> IO[str]:
-    """The lock file, held until it is closed or the process ends. A process that was killed may take a moment to end,
-    so another's lock is waited for."""
-    lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
+def _locked(path: Path) -> int:
+    """A descriptor of the lock file, which holds the lock until it is closed or the process ends. A process that was
+    killed may take a moment to end, so another's lock is waited for."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     until = time.monotonic() + WAIT
-    while not _lock(lock):
-        lock.seek(0)
-        owner = lock.read(32).strip()
+    while not _lock(descriptor):
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
         if owner == str(os.getpid()) or time.monotonic() > until:
-            lock.close()
+            os.close(descriptor)
             other = f"another process ({owner})" if owner else "another process"
             raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder")
         time.sleep(0.02)
-    lock.seek(0)
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
 
 
-def _lock(file: IO[str]) -> bool:
+def _lock(descriptor: int) -> bool:
     """Take the lock; False where another has it."""
     try:
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:  # no POSIX system: who wrote last has written
         pass
     except OSError:

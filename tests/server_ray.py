@@ -92,7 +92,7 @@ def test_a_killed_replica_is_told_of_and_replaced(fleet):
     before, ends = workers(), []
 
     def ask(number: int) -> None:
-        events = streamed(client, max_tokens=1500, session_id=f"k{number}")
+        events = streamed(client, max_tokens=800, session_id=f"k{number}")
         assert events[-1] == "[DONE]"
         reasons = [choice["finish_reason"] for one in events[:-1] for choice in one.get("choices", [])]
         failed = [one["error"]["code"] for one in events[:-1] if "error" in one]
@@ -120,7 +120,7 @@ def test_a_replica_that_goes_ends_what_it_is_at(fleet):
     client, folder = fleet
     events: list[list] = []
     threads = [
-        threading.Thread(target=lambda n=n: events.append(streamed(client, max_tokens=1900, session_id=f"d{n}")))
+        threading.Thread(target=lambda n=n: events.append(streamed(client, max_tokens=600, session_id=f"d{n}")))
         for n in range(9)
     ]
     for thread in threads:

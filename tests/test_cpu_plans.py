@@ -42,6 +42,23 @@ METHODS = [
 ]
 
 
+# Methods that pick single keys, and learn from them: other sums than in Python, so equal but for the last bits.
+LISTED = [
+    "topk(k=40)",
+    "topk(k=0.2, unit=kv_head, sinks=3, local=9)",
+    "topk(k=4, sinks=3, local=9)",
+    "topk(k=150)",  # comes to choose within the answer
+    "lfps(k=0.1, least=8, blocks=6)",
+    "lfps(k=30, unit=kv_head, blocks=4, block_size=16, sinks=2)",
+    "lfps(k=20, blocks=0, epsilon=0.05, rest=none)",
+    "lfps(k=20, blocks=100, epsilon=0.3, bypass=mean, probes=500)",
+    "lfps(k=20, unit=kv_head, blocks=3, epsilon=0.2, bypass=sink, gate=off_for_c0, sinks=3)",
+    "lfps(k=20, a=none, gate=off, sinks=0)",
+    "lfps(k=110, least=1, blocks=2)",  # reads everything at first
+    "lfps(k=20, slash_shift_on_read=false)",  # not what the kernels do
+]
+
+
 class Spec:
     layers, heads, kv_heads, head_dim, windows = LAYERS, HEADS, KV_HEADS, 32, (None,) * LAYERS
 
@@ -97,14 +114,13 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
             sparse = blocks is not None and lengths[i] > blocks.dense_upto
             summaries = kv.summaries(blocks.summary, blocks.size) if sparse else ()
             rows.append(PlannedRow(i, lengths[i] - 1, kv.tables, readings, summaries))
-        planned = PlannedRows(rows)
+        planned = PlannedRows(rows, every[0].pool.storage.k, every[0].pool.storage.v)
         got = []
         for layer in range(LAYERS):
             for kv, own in zip(every, keys):
                 kv.append(layer, *own[layer, :, :, -1:])
-            storage = every[0].pool.storage
             out = torch.full((len(lengths), HEADS, DIM), float("nan"), dtype=dtype)
-            planned.attend(layer, q[layer], storage.k, storage.v, out, 0.2, 9.0, threads)
+            planned.attend(layer, q[layer], out, 0.2, 9.0, threads)
             got.append(out)
         for at, i in enumerate(order):
             for layer in range(LAYERS):
@@ -137,13 +153,13 @@ def test_a_row_without_enough_blocks_or_summaries_is_refused():
     storage, out = kv.pool.storage, torch.zeros(1, HEADS, DIM)
     readings = Readings(Quest(budget=64, dense_layers=0).device_plan(Spec).layers)
     short = [one[:3] for one in kv.summaries("minmax", 16)]
-    planned = PlannedRows([PlannedRow(0, 199, kv.tables, readings, short)])
+    planned = PlannedRows([PlannedRow(0, 199, kv.tables, readings, short)], storage.k, storage.v)
     with pytest.raises(ValueError, match="summaries of 3 blocks do not reach 12"):
-        planned.attend(0, q[0], storage.k, storage.v, out, 0.2, None, 1)
+        planned.attend(0, q[0], out, 0.2, None, 1)
     with pytest.raises(ValueError, match="last=0 must be at least 1"):
         native.BlockChoice(size=16, units=1, parts=2, first=0, last=0)
     with pytest.raises(SaccadeError, match="contiguous"):
-        planned.attend(0, q[0], storage.k, storage.v, torch.zeros(HEADS, 1, DIM).transpose(0, 1)[:, ::2], 0.2, None, 1)
+        planned.attend(0, q[0], torch.zeros(HEADS, 1, DIM).transpose(0, 1)[:, ::2], 0.2, None, 1)
 
 
 @pytest.fixture(scope="module")
@@ -172,5 +188,32 @@ def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeyp
         reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
         for name in ("coverage", "coverage_least"):
             assert reports[0].pop(name) == pytest.approx(reports[1].pop(name), abs=1e-6)
+        assert reports[0] == reports[1]
+        assert left.report["notes"] == right.report["notes"]
+
+
+@pytest.mark.parametrize(("dtype", "threads"), [("float32", 1), ("float32", 5), ("bfloat16", 2)])
+def test_batches_that_pick_single_keys_do_as_their_hooks(folder, monkeypatch, dtype, threads):
+    """Two turns each: a state goes back to the hooks in between, and is opened anew."""
+    ids = [random_ids(110 + 9 * i, seed=i) for i in range(len(LISTED))]
+    few = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def answers():
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False, dtype=dtype, threads=threads)
+        outputs = llm.generate(ids, few, policy=LISTED)
+        with llm.session("lfps(k=20, history=keep)") as session:
+            outputs += [session.generate(random_ids(n, seed=n), few) for n in (150, 40)]
+        assert llm.engine.pool.used_blocks == 0
+        return outputs
+
+    served = []
+    real = FixedPlans.count
+    monkeypatch.setattr(FixedPlans, "count", lambda self, row, *rest: served.append(row) or real(self, row, *rest))
+    listed = answers()
+    assert len({row.rows.method for row in served}) == len(LISTED)  # the session's among them, the last one's not
+    monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
+    for left, right in zip(listed, answers()):
+        assert tokens(left) == tokens(right)
+        reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
         assert reports[0] == reports[1]
         assert left.report["notes"] == right.report["notes"]

@@ -167,7 +167,7 @@ def test_a_step_of_many_requests_equals_their_own_calls(folder, monkeypatch):
 
 
 def test_a_request_that_fails_in_a_joined_step_fails_alone(folder, monkeypatch):
-    from saccade.methods.topk import TopK
+    from saccade.methods.topp import TopP
 
     ids = [random_ids(length, seed=length) for length in (50, 90, 70)]
     few = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -176,8 +176,8 @@ def test_a_request_that_fails_in_a_joined_step_fails_alone(folder, monkeypatch):
     def broken(self, query, state):
         raise RuntimeError("no choice today")
 
-    monkeypatch.setattr(TopK, "select_decode", broken)
+    monkeypatch.setattr(TopP, "select_decode", broken)
     with pytest.warns(RuntimeWarning, match="no choice today"):
-        outputs = make(folder).generate(ids, few, policy=["dense", "topk", "dense"])
+        outputs = make(folder).generate(ids, few, policy=["dense", "topp", "dense"])
     assert "decode: RuntimeError: no choice today" in outputs[1].error
     assert [tokens(outputs[i]) for i in (0, 2)] == [want[0], want[2]]

@@ -255,6 +255,28 @@ def test_a_pool_that_is_short_is_no_reason_to_wait(talks, tiny_llama):
     same(session.generate(THIRD, SCORED), expected)
 
 
+@pytest.mark.parametrize("policy", ["dense", "quest(budget=64, dense_layers=0)"])
+def test_sessions_survive_beside_a_disk_tier(talks, tiny_llama, tmp_path, policy):
+    """A pool of 9 slots of a layer over a disk: sessions go there by themselves, what lies on the disk included."""
+    _, _, expected = talks(policy)
+    small = {"blocks": 9, "kv_disk": f"{tmp_path}:64MiB"}
+    first = durable(tiny_llama, **small)
+    with first.session(policy, name="talk") as session:
+        session.generate(FIRST, SCORED)
+        session.generate(SECOND, SCORED)
+        assert first.pool.absent
+    assert first.sessions.counts["failed"] == 0
+    with pytest.warns(UserWarning, match=r"do not survive it: .* is in use by another process"):
+        assert make(tiny_llama, **small).sessions is None
+    first.close()
+    later = durable(tiny_llama, **small)
+    session = later.session(name="talk")
+    assert session.note is None
+    assert tokens(session.generate(THIRD, SCORED)) == tokens(expected)
+    session.close()
+    later.close()
+
+
 def test_names_and_owners(talks, tiny_llama, llm, tmp_path):
     store, _, _ = talks("dense")
     later = durable(tiny_llama, store)

@@ -59,7 +59,7 @@ def in_joined_rows(patch, llm: LLM, plant: Plant) -> None:
 
     def run(self, layer, *rest):
         if layer == 1:
-            rows = [*(one for one, _ in self.fixed), *self.chosen]
+            rows = [*(one.rows for _, one in self.fixed), *self.chosen]
             plant(any(one.scheduled.start >= LAST for one in rows))
         return real(self, layer, *rest)
 
@@ -67,13 +67,13 @@ def in_joined_rows(patch, llm: LLM, plant: Plant) -> None:
 
 
 def in_joined_attention(patch, llm: LLM, plant: Plant) -> None:
-    real = host_rows.PlannedRows.attend
+    real = host_rows.PlannedRows.run
 
-    def attend(self, *rest):
+    def run(self, *rest, **options):
         plant(any(row.position >= LAST for row in self._rows))
-        return real(self, *rest)
+        return real(self, *rest, **options)
 
-    patch.setattr(host_rows.PlannedRows, "attend", attend)
+    patch.setattr(host_rows.PlannedRows, "run", run)
 
 
 def in_allocation(patch, llm: LLM, plant: Plant) -> None:

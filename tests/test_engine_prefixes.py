@@ -133,6 +133,56 @@ def test_nothing_is_shared_across_prefills_windows_and_salts(sharing):
     assert run("dense+etf") == 0  # a freeze counts from the prompt's end
 
 
+def test_a_session_whose_turns_name_unequal_salts_shares_nothing(sharing):
+    def asked(salt: str, ids=None, session=None) -> int:
+        request = sharing.engine.add(ids or DOCUMENT + question(0), GREEDY, Policy(), session, cache_salt=salt)
+        finish(sharing.engine)
+        return request.report.cached_tokens
+
+    alike, torn = (sharing.engine.sessions[sharing.engine.open_session()] for _ in range(2))
+    asked("a", session=alike)
+    asked("a", question(1), alike)
+    assert asked("a") == len(DOCUMENT) + 64  # whole blocks of what the session holds
+    sharing.engine.forget(alike)
+    sharing.reset_prefix_cache()
+    asked("a", session=torn)
+    asked("b", question(1), torn)
+    assert [asked("a"), asked("b"), asked("")] == [0, 0, 0]
+    sharing.reset_prefix_cache()
+    assert asked("a", question(2), torn) == len(torn.tokens) - 70 - 2 - 10 - 1  # it goes on by itself
+    sharing.engine.forget(torn)
+    assert len(sharing.engine.prefixes) == 0
+    assert sharing.pool.used_blocks == 0
+
+
+def test_what_is_kept_for_others_is_counted_apart(sharing):
+    sharing.generate(DOCUMENT + question(0), GREEDY, policy="dense")
+    prefixes = sharing.engine.prefixes
+    assert prefixes.kept_slots == sharing.pool.used_blocks > 0
+    session = sharing.engine.sessions[sharing.engine.open_session()]
+    sharing.engine.add(DOCUMENT + question(1), GREEDY, Policy(), session)
+    finish(sharing.engine)
+    assert prefixes.kept_slots == sharing.pool.used_blocks - session.memory.kv.blocks > 0
+    report = sharing.cache_report()
+    assert report["sessions"] is None
+    assert report["prefixes"]["kept_bytes"] == prefixes.kept_slots * sharing.pool.format.block_bytes
+    assert report["prefixes"]["hit_rate"] == len(DOCUMENT) / (2 * len(DOCUMENT) + 70 + 71)
+    sharing.engine.forget(session)
+    sharing.reset_prefix_cache()
+
+
+def test_a_restored_session_lends(tiny_llama, llm, tmp_path):
+    with llm.session() as session:
+        session.generate(DOCUMENT + question(0), GREEDY)
+        session.save(tmp_path / "talk")
+    other = make(tiny_llama, chunk=CHUNK, enable_prefix_caching=True)
+    restored = other.restore(tmp_path / "talk")
+    restored.generate(question(1), GREEDY)
+    output = other.generate(DOCUMENT + question(2), SCORED)[0]
+    assert cached(output) == len(DOCUMENT)
+    same(output, llm.generate(DOCUMENT + question(2), SCORED)[0])
+
+
 def test_requests_of_one_batch_wait_for_what_another_computes(sharing, llm):
     prompts = [DOCUMENT + question(number) for number in range(6)]
     outputs = sharing.generate(prompts, SCORED, policy="dense")

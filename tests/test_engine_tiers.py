@@ -6,15 +6,16 @@ import errno
 
 import pytest
 import torch
+from drafters import Perfect, drafting
 from engine_helpers import EVERY, GREEDY, tokens
-from test_kv_tiers import nothing_left
-from tier_helpers import FaultySystem
+from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
+from saccade.server.metrics import _TIERS
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 MIXED = (
@@ -114,9 +115,31 @@ def test_a_saved_session_comes_back_into_a_small_memory(folder, tmp_path, whole)
         session = llm.session("quest(budget=64, dense_layers=0)")
         assert tokens(session.generate(ask[0], GREEDY)) == want[0]
         session.save(tmp_path / "saved")
-        session.close()
         with llm.restore(tmp_path / "saved") as back:
             assert tokens(back.generate(ask[1], GREEDY)) == want[1]
+        (sequence,) = llm.engine.sessions.values()
+        block = sequence.memory.kv.block_table[2:3].numpy()
+        with llm.pool.tiers.fetch(1, block):
+            pass
+        llm.pool.tiers.lose(1, block)
+        session.save(tmp_path / "text alone")
+        assert tokens(session.generate(ask[1], GREEDY)) == want[1]
+        session.close()
+        with llm.restore(tmp_path / "text alone") as back:
+            assert tokens(back.generate(ask[1], GREEDY)) == want[1]
+        nothing_left(llm.pool)
+
+
+def test_drafted_rows_over_a_small_memory(folder, tmp_path, whole):
+    long = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    policies = ["dense", "topk(k=24)", "psa(epsilon=0.4, block_size=16, microbatch=1)"]
+    want = [tokens(one) for one in whole.generate(PROMPTS[:3], long, policy=policies)]
+    with small(folder, tmp_path, 14) as llm:
+        with drafting(llm, Perfect([ids + answer for ids, answer in zip(PROMPTS, want)])):
+            done = llm.generate(PROMPTS[:3], long, policy=policies)
+        assert [tokens(one) for one in done] == want
+        assert all(one.report["accepted_tokens"] > 10 for one in done)
+        assert set(llm.loop.statistics().tiers) == set(_TIERS)
         nothing_left(llm.pool)
 
 
@@ -128,7 +151,9 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         assert [tokens(one) for one in done] == expected[:12]
         nothing_left(llm.pool)
     for settings in (
-        {"kv_disk": "nowhere"},
+        {"kv_disk": 5},
+        {"kv_disk": ":5GiB"},
+        {"kv_disk": "/dev/null/x:5GiB"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_replacement": "best"},
         {"kv_disk": f"{tmp_path}:1GiB", "device": "cuda"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_memory": 8 * SLOT},

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tier_helpers import FaultySystem
+from tier_helpers import FaultySystem, nothing_left
 
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
@@ -58,17 +58,6 @@ def check(kv: SequenceKV, tokens: int, seed: int = 0, length: int | None = None)
         some = torch.tensor([stop - 1, 0, 17, stop // 2, 0])
         for got, want in zip(view.take(some, 1), (k, v)):
             assert torch.equal(got, want[1, some])
-
-
-def nothing_left(pool: BlockManager) -> None:
-    tiers = pool.tiers
-    assert pool.used_blocks == 0
-    assert pool.free_slots == pool.storage.num_blocks - 1
-    assert tiers.tier.free_cells == tiers.tier.cells
-    assert pool.absent == tiers._pinned == tiers._stored == tiers._losses == 0
-    assert not tiers._cell.any()
-    assert not tiers._pins.any()
-    assert not tiers._lost.any()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from engine_helpers import make
 from server_helpers import GREEDY, parsed
 from tiny_models import random_ids
 
+from saccade.engine.config import EngineConfig
 from saccade.server import ingress
 from saccade.server.engines import LocalEngine
 from saccade.server.errors import ApiError
@@ -21,6 +26,7 @@ from saccade.server.replica import Replica
 from saccade.server.routing import Ring, is_route, route_of
 from saccade.server.settings import ServerConfig
 
+DEPLOY = Path(__file__).parents[1] / "deploy"
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -270,3 +276,26 @@ def test_a_probe_of_an_empty_fleet_is_answered_in_time():
     status, body = asyncio.run(ask())
     assert (status, json.loads(body)["error"]["code"]) == (503, "not_ready")
     assert ApiError(503, "x").kind == "server_error"
+
+
+def test_the_manifest_names_settings_that_exist_and_waits_long_enough():
+    """Ray's own schema and the application itself are held to in server_ray.py."""
+    service = yaml.safe_load((DEPLOY / "kuberay.yaml").read_text())
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (app,) = config["applications"]
+    args = app["args"]
+    EngineConfig.of(**args["engine"])
+    assert set(args["server"]) <= {one.name for one in fields(ServerConfig)}
+    longest = args["server"]["deadline"] + 30
+    assert config["http_options"]["request_timeout_s"] >= longest
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= longest
+    mounts = {one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert str(Path(args["api_keys"]).parent) in mounts
+    module = app["import_path"].partition(":")[0].replace(".", "/")
+    assert "def build(" in (DEPLOY.parent / f"{module}.py").read_text()
+    docker = (DEPLOY / "Dockerfile").read_text()
+    assert args["api_keys"] in docker
+    for copied in re.findall(r"^COPY (?!--from)(.+) \S+$", docker, re.MULTILINE):
+        assert all((DEPLOY.parent / name).exists() for name in copied.split())

@@ -249,7 +249,7 @@ def test_bytes_are_told_by_tier(tiny_llama, tmp_path):
         assert room["host"] == 23 * BLOCK_BYTES
         assert 0 < taken["disk"] <= room["disk"] <= 2**20
         for name in ("bytes_written", "evicted", "hits"):
-            assert float(re.search(rf"^saccade:kv_tier_{name}_total\{{.*\}} (\S+)$", text, re.M)[1]) > 0, name
+            assert float(re.search(rf"^saccade:kv_disk_{name}\{{.*\}} (\S+)$", text, re.M)[1]) > 0, name
 
 
 def test_settings_of_what_is_told_are_checked():

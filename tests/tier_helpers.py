@@ -1,4 +1,4 @@
-"""A disk that fails: what a tier's reads and writes meet on bad days."""
+"""A disk that fails as disks do, and what must be left of a pool with a tier in the end: nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+from saccade.kv import BlockManager
 
 
 class FaultySystem:
@@ -67,3 +69,15 @@ class FaultySystem:
 def _flip(buffer: Any) -> None:
     view = memoryview(buffer).cast("B")
     view[len(view) // 2] ^= 4
+
+
+def nothing_left(pool: BlockManager) -> None:
+    """Nobody holds a block, a slot, a cell or a pin any more."""
+    tiers = pool.tiers
+    assert pool.used_blocks == 0
+    assert pool.free_slots == pool.storage.num_blocks - 1
+    assert tiers.tier.free_cells == tiers.tier.cells
+    assert pool.absent == tiers._pinned == tiers._stored == tiers._losses == 0
+    assert not tiers._cell.any()
+    assert not tiers._pins.any()
+    assert not tiers._lost.any()

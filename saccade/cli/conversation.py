@@ -170,7 +170,8 @@ class Conversation:
             self.note("nothing was answered yet")
             return
         report = self.last.report
-        cached = f", {report['cached_tokens']:,} of them kept from before" if report["cached_tokens"] else ""
+        kept = f"{report['cached_tokens']:,} of them ({show_bytes(report['cached_bytes'])}) kept from before"
+        cached = f", {kept}" if report["cached_tokens"] else ""
         self.note(f"{report['prompt_tokens']:,} tokens before the answer{cached}; [{self.last.finish_reason}]")
         for phase in ("prefill", "decode"):
             stats = report[phase]

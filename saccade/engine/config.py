@@ -43,7 +43,8 @@ class EngineConfig:
     holds such a file. ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed
     the same way, share their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs
     the room. ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16
-    GiB by default), where sessions that have a name survive (durable.py).
+    GiB by default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
+    ``kv_disk``.
 
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """

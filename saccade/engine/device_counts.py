@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from saccade.engine.device_words import ReadCounts, RuleCounts
+from saccade.engine.device_words import ReadCounts, RuleCounts, read_counts
+from saccade.methods.host_state import HostState
 from saccade.selection.plan import DevicePlan, OwnReading, RankedBlocks, Reading
 
 
@@ -67,6 +68,7 @@ class LateCounts:
         self.plan, self.heads = plan, heads
         self.row: int | None = None  # of the step's buffers, where more may be counted
         self._source: Callable[[], RuleCounts | ReadCounts] | None = None
+        self._state: HostState | None = None
         self._ruled: RuleCounts | None = None
         self._read: ReadCounts | None = None
         self._start_anew()
@@ -94,10 +96,16 @@ class LateCounts:
         """Count for ``row`` from now on; ``source`` takes what rules, or readings of the method's own, do there."""
         self.row, self._source = row, source
 
+    def follow(self, state: HostState) -> None:
+        """Count what ``state`` counts from now on."""
+        if self._state is not state:
+            self.detach()
+            self._state, self._source = state, lambda: read_counts(state.take())
+
     def detach(self) -> None:
         """Take what the row has counted, and leave it."""
         self._gather()
-        self.row = self._source = None
+        self.row = self._source = self._state = None
 
     def take(self) -> DeviceCounts:
         """What was counted since the last time."""

@@ -81,7 +81,13 @@ class RowWords:
         """What was counted in ``row`` since the last time; counting begins anew."""
         taken = self.tallies[:, row].cpu().clone()
         self.tallies[:, row] = 0.0
-        return ReadCounts(taken[:, : self.heads].round().long(), *taken[:, self.heads :].unbind(1))
+        return read_counts(taken)
+
+
+def read_counts(tally: Tensor) -> ReadCounts:
+    """Of float64 [layers, heads + 3]: keys, scored, searches, estimated."""
+    heads = tally.shape[1] - 3
+    return ReadCounts(tally[:, :heads].round().long(), *tally[:, heads:].unbind(1))
 
 
 def _numbers(cone: Cone | None) -> list[float]:

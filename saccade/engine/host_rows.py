@@ -1,17 +1,19 @@
 """The decode rows of a step on a CPU: stored in one call a layer, and attended in one call where that can be.
 
 A row whose method has a device plan (selection.plan) is planned once a step for all layers where the kernels serve its
-readings, so that a layer costs no Python of its own. All other rows are chosen for one by one, and share the call where
-their selections allow it.
+readings, so that a layer costs no Python of its own. So are rows whose method picks single keys and has told the
+kernels of its state (methods/host_state.py). All other rows are chosen for one by one, and share the call where their
+selections allow it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from saccade.engine.device_counts import LateCounts
@@ -19,17 +21,30 @@ from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.report import ran_dense
 from saccade.methods.base import Method
+from saccade.methods.device_state import Opening
+from saccade.methods.host_state import HostState
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_plans, cpu_rows
-from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, Ruled
-from saccade.selection.plan import BestBlocks, DevicePlan, RankedBlocks
+from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled
+from saccade.selection.plan import DevicePlan, Everything, OwnReading, Summarized
 
 PLANS = 4096  # of methods used last
 
 
 class Prepared(NamedTuple):
+    """``readings``: None where each sequence has its own."""
+
     plan: DevicePlan
-    readings: Readings
+    readings: Readings | None
+
+
+class FixedRow(NamedTuple):
+    """A row that needs no help of its method in this step. ``state``: what its sequence knows, where that matters."""
+
+    rows: RequestRows
+    plan: DevicePlan
+    reads: Readings | Listed
+    state: HostState | None
 
 
 class FixedPlans:
@@ -37,25 +52,33 @@ class FixedPlans:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self._everything = Readings([Everything()] * setting.spec.layers)
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
 
-    def of(self, rows: RequestRows) -> Prepared | None:
-        """The plan of a decode row; None where something else decides, somebody looks on, or the row may be rejected,
+    def of(self, rows: RequestRows) -> FixedRow | None:
+        """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
         which leaves no trace in counts."""
         memory = rows.memory
-        if rows.drafted or rows.scheduled.policy.window is not None or not self.setting.watch.idle:
+        if rows.drafted or rows.scheduled.policy.window is not None or not self.setting.watch.idle or memory.has_gone:
             return None
-        if memory.has_state or memory.has_gone:
+        prepared = self._plan(rows.method)
+        if prepared is None:
             return None
-        return self._plan(rows.method)
+        if prepared.readings is None:
+            return self._listed(rows, prepared.plan)
+        return None if memory.has_state else FixedRow(rows, prepared.plan, prepared.readings, None)
 
-    def count(self, rows: RequestRows, plan: DevicePlan, backend: str, ruled: Ruled | None) -> None:
-        """Count a row that was attended under ``plan`` in every layer, and what rules let it do."""
+    def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:
+        """Count a row that was attended in every layer, and what rules let it do."""
+        rows, plan, state = row.rows, row.plan, row.state
         key = rows.scheduled.request_id, plan.name
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = LateCounts(plan, self.setting.spec.heads)
+        if state is not None:
+            state.done(rows.scheduled.stop)
+            counts.follow(state)
         if ruled is not None and plan.blocks is not None:
             covered = ruled.coverage.double()
             counts.rule(RuleCounts(ruled.used * plan.blocks.size, covered, ruled.coverage.clone()))
@@ -63,10 +86,34 @@ class FixedPlans:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts
 
+    def _listed(self, rows: RequestRows, plan: DevicePlan) -> FixedRow | None:
+        method, length = rows.method, rows.scheduled.stop
+        if method.wants_weights and plan.layers[0].cost(length).kind == "dense":
+            return None  # it reads everything and learns from it
+        state = rows.memory.on_host(method, partial(self._opened, rows))
+        if state is None:
+            return None
+        if length > state.room:
+            state.grow(length)
+        keys = state.keys(length)
+        if keys is not None:
+            return FixedRow(rows, plan, Listed(keys, state.layers, state.steps), state)
+        state.tally[:, : self.setting.spec.heads] += length
+        return FixedRow(rows, plan, self._everything, state)
+
+    @torch.inference_mode()  # in which the states were made
+    def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
+        one = rows.scheduled
+        return rows.method.host_state(Opening(states, rows.memory.kv, self.setting.spec, one.span_start, one.stop))
+
     def _planned(self, method: Method) -> Prepared | None:
         spec = self.setting.spec
         plan = method.device_plan(spec)
-        if plan is None or any(cpu_plans.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
+        if plan is None:
+            return None
+        if len(set(plan.layers)) == 1 and isinstance(plan.layers[0], OwnReading):
+            return Prepared(plan, None)
+        if any(cpu_plans.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
             return None
         return Prepared(plan, Readings(plan.layers))
 
@@ -77,48 +124,39 @@ class JoinedRows:
     def __init__(self, setting: Setting, plans: FixedPlans, rows: list[RequestRows]) -> None:
         self.setting, self.plans = setting, plans
         self.storage = rows[0].memory.kv.pool.storage
-        self.fixed: list[tuple[RequestRows, Prepared]] = []
+        self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
-        tables = [one.memory.kv.tables for one in rows]
         planned: list[PlannedRow] = []
-        for one, table in zip(rows, tables):
-            plan = plans.of(one)  # None while a clock runs: what it times is told apart
-            if plan is None:
+        for number, one in enumerate(rows):
+            fixed = plans.of(one)  # None while a clock runs: what it times is told apart
+            if fixed is None:
                 self.chosen.append(one)
             else:
-                self.fixed.append((one, plan))
-                planned.append(_planned(one, plan, table))
-        self._stored = cpu_rows.StoredRows(
-            [one.first for one in rows],
-            [one.scheduled.start for one in rows],
-            tables,
-            self.storage.format.block_size,
-        )
-        self._attended = PlannedRows(planned) if planned else None
+                self.fixed.append((number, fixed))
+            planned.append(_planned(one, fixed))
+        self._rows = PlannedRows(planned, self.storage.k, self.storage.v)
         for one in rows:
             one.memory.kv.stored(1)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
         head_dim], rows before heads in memory."""
-        setting, storage = self.setting, self.storage
-        self._stored.store(layer, k, v, storage.k, storage.v)
+        setting = self.setting
         if layer == 0:
             self._settle_fixed(q, spec)
-        if self.fixed and self._attended is not None:
-            by_row = out.transpose(0, 1)
-            self._attended.attend(layer, q, storage.k, storage.v, by_row, spec.scale, spec.softcap, setting.threads)
-            if layer == setting.spec.layers - 1:
-                backend = f"cpu/{cpu.isa()}"
-                for i, (rows, prepared) in enumerate(self.fixed):
-                    self.plans.count(rows, prepared.plan, backend, self._attended.ruled(i))
+        by_row = out.transpose(0, 1)
+        self._rows.run(layer, q, k, v, by_row, spec.scale, spec.softcap, setting.threads, attends=bool(self.fixed))
+        if layer == setting.spec.layers - 1:
+            backend = f"cpu/{cpu.isa()}"
+            for number, row in self.fixed:
+                self.plans.count(row, backend, self._rows.ruled(number))
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
 
     def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
-        if self.fixed and (spec.sinks is not None or not self._joins(q, self.fixed[0][0], 0)):
-            self.chosen = sorted([*self.chosen, *(rows for rows, _ in self.fixed)], key=lambda rows: rows.first)
+        if self.fixed and (spec.sinks is not None or not self._joins(q, self.fixed[0][1].rows, 0)):
+            self.chosen = sorted([*self.chosen, *(row.rows for _, row in self.fixed)], key=lambda rows: rows.first)
             self.fixed = []
 
     def _joins(self, q: Tensor, rows: RequestRows, layer: int) -> bool:
@@ -168,10 +206,13 @@ class JoinedRows:
                 one.rows.failed(layer, error)
 
 
-def _planned(rows: RequestRows, prepared: Prepared, tables: Tensor) -> PlannedRow:
+def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
     """A row's part of the step, its keys not stored yet."""
-    length, kv, blocks = rows.scheduled.stop, rows.memory.kv, prepared.plan.blocks
+    length, kv = rows.scheduled.stop, rows.memory.kv
+    if fixed is None:
+        return PlannedRow(rows.first, length - 1, kv.tables)
+    blocks = fixed.plan.blocks if fixed.state is None else fixed.state.summarized
     summaries: Sequence[Tensor] = ()
-    if isinstance(blocks, BestBlocks | RankedBlocks) and length > blocks.dense_upto:
+    if blocks is not None and (isinstance(blocks, Summarized) or length > blocks.dense_upto):
         summaries = kv.summaries(blocks.summary, blocks.size)
-    return PlannedRow(rows.first, length - 1, tables, prepared.readings, summaries)
+    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries)

@@ -161,8 +161,8 @@ class AsyncEngine:
             pool.num_blocks,
             len(self.engine.sessions),
             kept,
-            tiers=pool.bytes_by_tier(),
-            moved={} if pool.tiers is None else pool.tiers.counts.as_dict(),
+            tiers=None if pool.tiers is None else pool.tiers.numbers(),
+            bytes_by_tier=pool.bytes_by_tier(),
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

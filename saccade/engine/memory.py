@@ -13,6 +13,7 @@ from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting, Method
 from saccade.methods.device_state import DeviceState
 from saccade.methods.history import StateHistory
+from saccade.methods.host_state import HostState
 from saccade.methods.state import fork
 
 
@@ -51,6 +52,16 @@ class SequenceMemory:
         if self._on_device is None or (self._opened_by is not method and self._opened_by != method):
             self._on_device, self._opened_by = opened(self.states), method
         return self._on_device
+
+    def on_host(self, method: Method, opened: Callable[[list[Any]], HostState | None]) -> HostState | None:
+        """The host state of ``method``, likewise; None where it has none for these states."""
+        held = self._on_device
+        if isinstance(held, HostState) and (self._opened_by is method or self._opened_by == method):
+            return held
+        state = opened(self.states)
+        if state is not None:
+            self._on_device, self._opened_by = state, method
+        return state
 
     @property
     def has_state(self) -> bool:

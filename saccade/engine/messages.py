@@ -97,9 +97,9 @@ class ClearPrefixes:
 class EngineStatistics:
     """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
     ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
-    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: bytes of
-    keys and values by tier, those that are taken and those that there are; ``moved``: kv.tier.TierCounts, where there
-    is a tier behind memory."""
+    requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
+    goes to a tier, what has moved, and the tier's cells, by name.
+    ``bytes_by_tier``: of keys and values, those that are taken and those that there are."""
 
     running: int
     waiting: int
@@ -108,8 +108,8 @@ class EngineStatistics:
     sessions: int
     kept_blocks: int = 0
     stored: dict[str, int | None] | None = None
-    tiers: dict[str, list[int]] = field(default_factory=dict)
-    moved: dict[str, float] = field(default_factory=dict)
+    tiers: dict[str, float] | None = None
+    bytes_by_tier: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass

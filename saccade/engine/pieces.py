@@ -126,6 +126,8 @@ def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
     if kv.length != piece.start:
         return SaccadeError("others needed its blocks while it was restored")
     try:
+        if piece.start == 0 and kv.pool.free_blocks >= kv.missing_blocks(sequence.reached):
+            kv.reserve(sequence.reached)  # at once: the block table grows in steps of its whole length
         kv.append_rows(piece.tensors)
     except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
         return error

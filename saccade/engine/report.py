@@ -220,6 +220,7 @@ class Report:
         self.decode = PhaseStats([LayerStats() for _ in range(layers)])
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.token_bytes = 0  # of a token's keys and values
         self.output_tokens = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
@@ -291,6 +292,7 @@ class Report:
             "policy": self.policy,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "cached_bytes": self.cached_tokens * self.token_bytes,
             "output_tokens": self.output_tokens,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,

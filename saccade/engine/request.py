@@ -70,7 +70,7 @@ class Request:
         limit = max_length - self.output_start
         self.max_tokens = limit if self.params.max_tokens is None else min(self.params.max_tokens, limit)
         self.report.prompt_tokens = self.output_start
-        self.report.cached_tokens = sequence.computed
+        self.report.cached_tokens, self.report.token_bytes = sequence.computed, sequence.memory.kv.token_bytes
 
     @property
     def output_ids(self) -> list[int]:

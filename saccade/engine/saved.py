@@ -15,6 +15,7 @@ from saccade.engine.sequence import Sequence, Span, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError
 from saccade.kv.saved import SavedKV, described
 from saccade.kv.sequence import SequenceKV
+from saccade.kv.tier import LostKV
 from saccade.methods import state as states
 from saccade.methods.policy import Policy
 
@@ -76,15 +77,23 @@ def save_sequence(sequence: Sequence, model: str, chunk: int, segment: int | Non
         "memory": kept,
     }
     if sequence.computed:
-        if segment is None:
-            saved = memory.kv.save()
-            data["kv"] = saved.metadata
-            tensors |= {f"kv/{name}": tensor.cpu() for name, tensor in saved.tensors.items()}
-        else:
-            length, pool = memory.kv.length, memory.kv.pool
-            sealed = length // segment * segment
-            data["kv"] = described(pool.format, pool.layers) | {"length": length, "sealed": sealed, "segment": segment}
-            tensors |= {f"kv/{name}": tensor for name, tensor in memory.kv.rows(sealed, length).items()}
+        try:
+            if segment is None:
+                saved = memory.kv.save()
+                data["kv"] = saved.metadata
+                tensors |= {f"kv/{name}": tensor.cpu() for name, tensor in saved.tensors.items()}
+            else:
+                length, pool = memory.kv.length, memory.kv.pool
+                sealed = length // segment * segment
+                data["kv"] = described(pool.format, pool.layers) | {
+                    "length": length,
+                    "sealed": sealed,
+                    "segment": segment,
+                }
+                tensors |= {f"kv/{name}": tensor for name, tensor in memory.kv.rows(sealed, length).items()}
+        except LostKV:  # whoever has it back computes it again
+            sequence.drop_kv()
+            return save_sequence(sequence, model, chunk, segment)
         for name in _LISTS:
             own, kept[name] = states.save(getattr(memory, name))
             tensors |= {f"{name}/{key}": tensor.cpu() for key, tensor in own.items()}

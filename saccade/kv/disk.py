@@ -14,6 +14,7 @@ import os
 import struct
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,6 +65,13 @@ class DiskTier:
         self._k, self._v = (part.view(torch.uint8).flatten(1).numpy() for part in (storage.k, storage.v))
         self._tag = os.urandom(8)
         self._fd = _private_file(folder, _header(storage.format, self.cell_bytes, self._tag))
+        free = os.fstatvfs(self._fd)
+        if free.f_bavail * free.f_frsize < max_bytes:
+            warnings.warn(
+                f"kv_disk: {folder} has {show_bytes(free.f_bavail * free.f_frsize)} left, less than the "
+                f"{show_bytes(max_bytes)} that were given; requests end with an error once it is full",
+                stacklevel=2,
+            )
         self._next = 1  # cells from here on were never used
         self._free: list[int] = []  # a heap: neighbours are written in one go
         self.counts = TierCounts()

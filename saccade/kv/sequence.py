@@ -54,6 +54,11 @@ class SequenceKV:
         return min(self._lengths)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return self.layers * self._format.block_bytes // self._size
+
+    @property
     def blocks(self) -> int:
         """Slots that its blocks take when resident, all layers together, shared blocks among them."""
         return self.layers * len(self._table.ids)
@@ -130,6 +135,10 @@ class SequenceKV:
         self._plain_view(layer, start).write(start, k, v)
         self._lengths[layer] = start + count
         self._version += 1
+        if self.pool.tiers is not None and self.pool.absent:  # while the keys are at hand
+            for (kind, size), kept in self._summaries.items():
+                if kept[layer].buffer.dim() > 1 and kept[layer].filled >= start // size:
+                    self._summaries_of(layer, kind, size)
 
     def place(self, layer: int) -> tuple[int, int]:
         """Where the next row of one layer goes, slot and offset in it. It counts as stored: the caller writes it.

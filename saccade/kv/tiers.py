@@ -76,13 +76,13 @@ class Hold:
 
 class Tiers:
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
-    ``clock`` (second chance), ``lru`` or ``fifo``. ``debug`` fills the slot that stands for absent parts with NaN, so
-    that whoever reads one is seen."""
+    ``clock`` (second chance), ``lru`` or ``fifo``. ``debug`` fills slots that parts have left, and the one that stands
+    for absent parts, with NaN, so that whoever reads them is seen."""
 
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if pool.rows > 1:
             raise SaccadeError("tiers keep all KV heads of a block together: they need a pool without heads_apart")
-        self.pool, self.tier = pool, tier
+        self.pool, self.tier, self._debug = pool, tier, debug
         shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
         self.generation = np.zeros(shape[1], dtype=np.int64)
         self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
@@ -178,11 +178,16 @@ class Tiers:
 
     def lose(self, layer: int, blocks: Array) -> None:
         """``blocks`` cannot be had back: their slots, whatever is in them, are free."""
-        self.pool.evict(layer, blocks.tolist())
+        self._vacate(layer, blocks)
         self._drop_cells(layer, blocks)
         self._lost[layer, blocks] = True
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
+
+    def numbers(self) -> dict[str, float]:
+        """What has moved, and how the tier stands; any thread may ask."""
+        tier = self.tier
+        return {**self.counts.as_dict(), "slots": self.slots, "cells": tier.cells, "free_cells": tier.free_cells}
 
     def close(self) -> None:
         """The tier gives everything back."""
@@ -212,7 +217,7 @@ class Tiers:
         if not has.all():
             kept[~has] = self._write(layers[~has], blocks[~has], layers[has], blocks[has])
         for layer in np.unique(layers[kept]).tolist():
-            self.pool.evict(layer, blocks[kept & (layers == layer)].tolist())
+            self._vacate(layer, blocks[kept & (layers == layer)])
         gone = int(kept.sum())
         self.counts.evicted += gone
         if gone < wanted:
@@ -220,6 +225,14 @@ class Tiers:
                 f"KV blocks cannot be written to the {self.tier.name}: it is full, or the device fails "
                 f"({len(kept) - gone} of {len(kept)} writes failed)"
             )
+
+    def _vacate(self, layer: int, blocks: Array) -> None:
+        """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
+        if self._debug:
+            slots = self.pool.slots_of(layer, blocks).tolist()
+            for part in (self.pool.storage.k, self.pool.storage.v):
+                part[slots] = float("nan")
+        self.pool.evict(layer, blocks.tolist())
 
     def _victims(self, count: int) -> tuple[Array, Array]:
         """``count`` resident parts that nobody holds: layers and blocks."""

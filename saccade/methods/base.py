@@ -31,6 +31,7 @@ from torch import Tensor
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.host_state import HostState
 from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
 from saccade.selection import Cone, Dense, Selection, Shape
@@ -178,6 +179,11 @@ class Method(PolicyPart):
     def device_state(self, opening: Opening) -> DeviceState:
         """What recorded steps of one sequence know, for plans with readings of the method's own."""
         return DeviceState(opening)
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        """What decode steps of one sequence know on a CPU, for plans with readings of the method's own; None where its
+        hooks serve each row by itself."""
+        return None
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
         """Called after the step with what was really read.

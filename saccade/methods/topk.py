@@ -10,6 +10,8 @@ import torch
 
 from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budget, require_choice, require_whole
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.host_state import HostState
+from saccade.ops.cpu_structs import native
 from saccade.ops.scores import row_logits
 from saccade.selection import Candidates, Dense, Selection, Tokens
 from saccade.selection.plan import DevicePlan, Known, OwnReading, PlanSpec, Room
@@ -57,6 +59,22 @@ class BestNumbers(DeviceState):
 
     def reals(self, layer: int) -> Sequence[float]:
         return (self._method.k,)
+
+
+class HostBest(HostState):
+    """The numbers of ``TopK``."""
+
+    def __init__(self, opening: Opening, method: TopK) -> None:
+        super().__init__(opening)
+        self._method, spec = method, opening.spec
+        self._units = spec.heads if method.unit == "q_head" else spec.kv_heads
+
+    def keys(self, length: int) -> Any | None:
+        method, budget = self._method, self._method.budget(length)
+        if budget >= length:
+            return None
+        forced = method.sinks + method.local
+        return native.ListedKeys(units=self._units, sinks=method.sinks, local=method.local, best=budget - forced)
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,9 @@ class TopK(Method):
 
     def device_state(self, opening: Opening) -> DeviceState:
         return BestNumbers(opening, self)
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        return HostBest(opening, self)
 
     def _select(self, chunk: Chunk) -> Selection:
         shape = chunk.shape

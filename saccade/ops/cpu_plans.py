@@ -1,7 +1,8 @@
-"""Decode rows under device plans (selection.plan) on the C++ kernels: all rows of a layer in one call, or two.
+"""Decode rows under device plans (selection.plan) on the C++ kernels: all rows of a layer in one call.
 
-What a row reads is settled once a step for all layers, so that a layer costs no Python of its own. Rows that choose
-blocks by summaries rank, choose and read them in one call: to the last bit what the method's own selection would read.
+What a row reads is settled once a step for all layers, so that a layer costs no Python of its own: the call stores the
+new keys and values, chooses and reads. Rows that choose blocks by summaries read to the last bit what the method's own
+selection would read; rows that choose single keys learn from what they read, too (methods/host_state.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.errors import SaccadeError
 from saccade.ops import cpu
-from saccade.ops.cpu_rows import attend_calls
-from saccade.ops.cpu_structs import ALL_KEYS, band_keys, native
+from saccade.ops.cpu_structs import ALL_KEYS, band_keys, native, pool_of
+from saccade.ops.layer_rows import MOST_ROWS
 from saccade.ops.layout import written as checked
 from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
 
+NOTHING_NEW: Any = None if native is None else native.NewRows(k=0, v=0, head_stride=0, row_stride=0, count=0)
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
 
 
@@ -62,83 +65,139 @@ class Readings:
         return [calls[i] for i in self._layers]
 
 
+class Listed(NamedTuple):
+    """What the best of single keys are chosen by: ``keys`` a struct ListedKeys, ``layers`` a struct ListedLayer each,
+    with which ``steps`` steps have run."""
+
+    keys: Any
+    layers: Sequence[Any]
+    steps: int
+
+
 class PlannedRow(NamedTuple):
-    """Row ``row`` of a step's q, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads or 1,
-    blocks], contiguous rows, finds. ``summaries``: where a layer chooses for a row of this length, each layer's
-    summaries [blocks, parts, kv_heads, head_dim] of all full blocks of the keys before the row's own."""
+    """Row ``row`` of a step's q, k and v, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads
+    or 1, blocks], contiguous rows, finds. Without ``reads`` it is stored and nothing else. ``summaries``: where a layer
+    chooses for a row of this length by blocks, each layer's summaries [blocks, parts, kv_heads, head_dim] of all full
+    blocks of the keys before the row's own."""
 
     row: int
     position: int
     table: Tensor
-    readings: Readings
+    reads: Readings | Listed | None = None
     summaries: Sequence[Tensor] = ()
 
 
 class PlannedRows:
-    """Rows whose readings are known for all layers before a step runs; there is at least one."""
+    """Rows of a step whose readings are known for all layers before it runs; there is at least one. They lie in pools
+    ``k``, ``v`` [slots, kv_heads, block_size, head_dim]. SaccadeError where a row's block is in no slot."""
 
-    def __init__(self, rows: Sequence[PlannedRow]) -> None:
-        self._rows = rows  # the calls hold addresses
-        layers, units = rows[0].table.shape[0], max([row.readings.units for row in rows])
+    def __init__(self, rows: Sequence[PlannedRow], k: Tensor, v: Tensor) -> None:
+        self._rows, self._pools = rows, (k, v)  # the calls hold addresses
+        self._pool = pool_of(checked("k_pool", k, k.dtype), checked("v_pool", v, k.dtype))
+        layers, units = rows[0].table.shape[0], max([_units(row) for row in rows])
         self._used = torch.zeros(len(rows), layers, units, dtype=torch.int64)
         self._coverage = torch.ones(len(rows), layers, units)
-        self._reads: list[list[tuple[dict[str, Any], Any]]] = [[] for _ in range(layers)]
-        self._chooses: list[list[tuple[dict[str, Any], Any, Tensor, int]]] = [[] for _ in range(layers)]
+        self._step = native.DecodeStep(layers, k.shape[1], k.shape[2])
+        self._lse = torch.empty(0)
         for i, row in enumerate(rows):
-            table = row.table
-            fields = {
-                "row": row.row,
-                "q_start": row.position,
-                "head_stride": 0 if table.shape[1] == 1 else table.stride(1),
-                "blocks": table.shape[2],
-            }
-            address, layer_bytes = table.data_ptr(), table.stride(0) * table.element_size()
-            for layer, call in enumerate(row.readings.of(row.position + 1)):
-                where = {**fields, "slots": address + layer * layer_bytes}
-                if isinstance(call, native.BlockChoice):
-                    noted = (i * layers + layer) * units if row.readings.units else -1
-                    self._chooses[layer].append((where, call, row.summaries[layer], noted))
-                else:
-                    self._reads[layer].append((where, call))
+            self._add(i, row, units)
 
-    def attend(
+    def _add(self, i: int, row: PlannedRow, units: int) -> None:
+        table, reads = row.table, row.reads
+        layer_stride, head_stride, _ = table.stride()
+        where = native.StepRow(
+            row=row.row,
+            q_start=row.position,
+            slots=table.data_ptr(),
+            head_stride=0 if table.shape[1] == 1 else head_stride,
+            layer_stride=layer_stride,
+            blocks=table.shape[2],
+        )
+        try:
+            number = self._step.add(where)
+        except ValueError as error:
+            raise SaccadeError(f"{error}: make it resident first") from None
+        if reads is None:
+            return
+        parts = [one.data_ptr() for one in row.summaries], [one.shape[0] for one in row.summaries]
+        if isinstance(reads, Listed):
+            self._step.lists(number, reads.keys, reads.layers, *parts, reads.steps)
+            return
+        noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
+        self._step.reads(number, reads.of(row.position + 1), *parts, *noted, units)
+
+    def run(
         self,
         layer: int,
         q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
+        k: Tensor,
+        v: Tensor,
         out: Tensor,
         scale: float,
         softcap: float | None,
         threads: int | None,
+        attends: bool = True,
     ) -> None:
-        """The rows' attention at ``layer``, to their rows of ``out`` [n, heads, head_dim] (see cpu_rows.attend)."""
+        """Store the new ``k``, ``v`` [kv_heads, n, head_dim] of all rows at ``layer``, and unless it is not to attend
+        write the attention of those that say what they read to their rows of ``out`` [n, heads, head_dim] (see
+        cpu_rows.attend)."""
+        if k.stride() != v.stride() or k.stride(2) != 1:
+            k, v = torch.stack([k, v]).unbind()
+        head_stride, row_stride, _ = k.stride()
+        new = native.NewRows(
+            k=k.data_ptr(), v=v.data_ptr(), head_stride=head_stride, row_stride=row_stride, count=k.shape[1]
+        )
+        self._run(layer, q, new, out, scale, softcap, threads, attends)
+
+    def attend(
+        self, layer: int, q: Tensor, out: Tensor, scale: float, softcap: float | None, threads: int | None
+    ) -> None:
+        """:meth:`run` for rows that are stored already."""
+        self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True)
+
+    def _run(
+        self,
+        layer: int,
+        q: Tensor,
+        new: Any,
+        out: Tensor,
+        scale: float,
+        softcap: float | None,
+        threads: int | None,
+        attends: bool,
+    ) -> None:
         checked("out", out, q.dtype)
-        calls = [native.DecodeRow(**where, keys=keys) for where, keys in self._reads[layer]]
-        if calls:
-            attend_calls(q, k_pool, v_pool, calls, out, scale, softcap, threads)
-        used, coverage = self._used.data_ptr(), self._coverage.data_ptr()
-        calls = [
-            native.ChoosingRow(
-                **where,
-                choice=choice,
-                summary=summary.data_ptr(),
-                summarized=summary.shape[0],
-                used=0 if at < 0 else used + 8 * at,
-                coverage=0 if at < 0 else coverage + 4 * at,
-            )
-            for where, choice, summary, at in self._chooses[layer]
-        ]
-        if calls:
-            attend_calls(q, k_pool, v_pool, calls, out, scale, softcap, threads, chooses=True)
+        count, heads, _ = out.shape
+        head_stride, row_stride, _ = q.stride()
+        if self._lse.shape != (count, heads):
+            self._lse = torch.empty(count, heads)
+        queries = native.Queries(
+            q=q.data_ptr(),
+            head_stride=head_stride,
+            row_stride=row_stride,
+            heads=heads,
+            q_len=q.shape[1],
+            q_start=0,
+            scale=scale,
+            softcap=softcap or 0.0,
+        )
+        written = native.Output(out=out.data_ptr(), lse=self._lse.data_ptr(), rows=count)
+        threads = max(1, torch.get_num_threads() if threads is None else threads)
+        follows = count <= MOST_ROWS  # then the layer's other products are kernels of this pool, too
+        cpu.kernels().run_step(self._step, threads, layer, self._pool, new, queries, written, attends, follows)
 
     def ruled(self, i: int) -> Ruled | None:
         """What rules let row ``i`` do in the last step; None where it asked none."""
         row = self._rows[i]
-        if not row.summaries or not row.readings.units:
+        units = _units(row)
+        if not row.summaries or not units:
             return None
-        units = row.readings.units
         return Ruled(self._used[i, :, :units], self._coverage[i, :, :units])
+
+
+def _units(row: PlannedRow) -> int:
+    """Of stopping rules."""
+    return row.reads.units if isinstance(row.reads, Readings) else 0
 
 
 def _dense_upto(reading: Reading) -> int:

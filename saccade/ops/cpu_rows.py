@@ -92,10 +92,8 @@ def attend_calls(
     scale: float,
     softcap: float | None,
     threads: int | None,
-    chooses: bool = False,
 ) -> Tensor:
-    """:func:`attend` of rows that are structs already: DecodeRow, or with ``chooses`` ChoosingRow. Their log-sum-exps,
-    fp32 [n, heads]."""
+    """:func:`attend` of rows that are structs already, DecodeRow. Their log-sum-exps, fp32 [n, heads]."""
     head_stride, row_stride, _ = q.stride()
     heads, count, _ = q.shape
     lse = torch.empty(out.shape[0], out.shape[1])
@@ -111,33 +109,8 @@ def attend_calls(
     )
     written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[0])
     threads = max(1, torch.get_num_threads() if threads is None else threads)
-    kernels = cpu.kernels()
-    (kernels.choose_rows if chooses else kernels.attend_rows)(threads, pool_of(k_pool, v_pool), queries, calls, written)
+    cpu.kernels().attend_rows(threads, pool_of(k_pool, v_pool), queries, calls, written)
     return lse
-
-
-class StoredRows:
-    """Where the new keys and values of decode rows go: row i of the step is ``rows[i]`` of k and v, and stands at
-    ``positions[i]`` of a sequence whose blocks ``tables[i]`` int32 [layers, kv_heads or 1, blocks] finds. SaccadeError
-    where a row's block is in no slot."""
-
-    def __init__(
-        self, rows: Sequence[int], positions: Sequence[int], tables: Sequence[Tensor], block_size: int
-    ) -> None:
-        self._places: list[tuple[int, list[int | tuple[int, ...]], int]] = []
-        for row, position, table in zip(rows, positions, tables):
-            block, offset = divmod(position, block_size)
-            slots = table[:, :, block]
-            if int(slots.min()) < 0:
-                raise SaccadeError(f"the block of position {position} is in no slot: make it resident first")
-            lists = slots.tolist()
-            self._places.append((row, [one[0] if len(one) == 1 else tuple(one) for one in lists], offset))
-
-    def store(self, layer: int, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
-        """Copy the rows of ``k``, ``v`` [kv_heads, n, head_dim] to their places of ``layer`` (see :func:`store`)."""
-        if k.stride() != v.stride() or k.stride(2) != 1:
-            k, v = torch.stack([k, v]).unbind()
-        store(k, v, k_pool, v_pool, [(row, slots[layer], offset) for row, slots, offset in self._places])
 
 
 def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, places: Sequence[Place]) -> None:

@@ -23,7 +23,7 @@ from saccade.server import wire
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
-CLOSING = 20.0  # seconds that an engine may take to end
+CLOSING = 120.0  # seconds that an engine may take to end: it stores what sessions have said last
 
 
 class EngineProcess(asyncio.Protocol):
@@ -72,6 +72,7 @@ class EngineProcess(asyncio.Protocol):
         return self._lost is None and not self._closing and self.process.poll() is None
 
     async def start(self) -> None:
+        self._socket.setblocking(False)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self, self._socket)
 
     async def check_policy(self, policy: Policy) -> None:

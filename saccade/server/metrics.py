@@ -18,6 +18,20 @@ _TOKEN_LATENCY = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 _TOKENS = tuple(2**power for power in range(0, 21, 2))
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 
+_TIERS = {  # a part is one layer's keys and values of a block; since the engine began
+    "hits": "KV parts that were in memory when they were asked for.",
+    "misses": "KV parts that were asked for and not in memory.",
+    "evicted": "KV parts that left memory.",
+    "prefetched": "KV parts whose load began before they were wanted.",
+    "bytes_read": "Bytes of KV read from disk.",
+    "bytes_written": "Bytes of KV written to disk.",
+    "retries": "Reads and writes of KV that failed and were tried again.",
+    "lost": "KV parts that the disk could not give back.",
+    "wait_seconds": "Seconds in which attention waited for the disk.",
+    "slots": "KV parts that memory holds at most.",
+    "cells": "KV parts that the disk holds at most.",
+    "free_cells": "KV parts that the disk has room for.",
+}
 _STORED = {  # counts of DurableSessions.report
     "saves": "Turns after which a session was stored.",
     "restores": "Sessions that came back from the folder.",
@@ -29,17 +43,9 @@ _STORED = {  # counts of DurableSessions.report
     "failed": "Saves that failed.",
 }
 
-_TIERS = {
+_BYTES = {
     "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
     "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
-}
-_MOVED = {
-    "hits": "Parts of KV blocks that were in memory when they were asked for.",
-    "misses": "Parts that had to be read from the tier behind it.",
-    "evicted": "Parts that left memory.",
-    "bytes_read": "Bytes read from the tier.",
-    "bytes_written": "Bytes written to it.",
-    "wait_seconds": "Time in which attention stood still for it.",
 }
 
 
@@ -168,16 +174,16 @@ class _Engine(Collector):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        for name, value in (now.tiers or {}).items():
+            gauge = GaugeMetricFamily(f"saccade:kv_disk_{name}", _TIERS[name], labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
         for name, said in _STORED.items() if stored else ():
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
             counted.add_metric([self._model], stored[name] or 0)
             yield counted
-        for place, (name, said) in enumerate(_TIERS.items()):
+        for place, (name, said) in enumerate(_BYTES.items()):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
-            for tier, sizes in now.tiers.items():
+            for tier, sizes in now.bytes_by_tier.items():
                 gauge.add_metric([self._model, tier], sizes[place])
             yield gauge
-        for name, said in _MOVED.items() if now.moved else ():
-            counted = CounterMetricFamily(f"saccade:kv_tier_{name}", said, labels=["model_name"])
-            counted.add_metric([self._model], now.moved[name])
-            yield counted

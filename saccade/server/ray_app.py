@@ -38,6 +38,13 @@ from saccade.server.settings import ServerConfig
 APPLICATION = "saccade"
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 MARGIN = 30.0  # seconds that a replica may take to end beyond its longest request
+# Ray asks a replica for its queue before it sends a request, and goes to the next one on the ring where no answer comes
+# in time: by default 0.1 s, in which a busy machine may not answer; a turn then leaves the replica that knows it.
+PATIENCE = {
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
+    "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",
+}
+QUIET = {"log_level": "WARNING", "enable_access_log": False}  # replicas write a line of their own for each request
 LONGEST = 600.0  # seconds of a request, where no deadline is given
 
 
@@ -145,6 +152,8 @@ def application(
     assert server.deadline is not None
     if 0 < fleet.gpus < 1 and engine.kv_memory is None:
         raise SaccadeError("replicas that share a GPU need kv_memory: each would take most of it; give --kv-memory")
+    if engine.session_dir is not None or engine.kv_disk is not None:
+        raise SaccadeError("a session_dir or kv_disk belongs to one process; leave them out with --ray")
     # What "auto" found here says nothing about the machines that replicas run on.
     engine = replace(engine, device="cuda" if fleet.gpus else "cpu")
     router = RequestRouterConfig(
@@ -157,6 +166,7 @@ def application(
         max_ongoing_requests=most,
         graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=server.deadline + MARGIN,
+        logging_config=QUIET,
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
         request_router_config=router,
@@ -165,7 +175,8 @@ def application(
     front = serve.deployment(IngressDeployment).options(
         name="ingress",
         num_replicas=fleet.ingresses,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": PATIENCE}},
+        logging_config=QUIET,
         max_ongoing_requests=100_000,
         graceful_shutdown_timeout_s=server.deadline + MARGIN,
     )

@@ -68,7 +68,7 @@ class Faults:
         yield "allocation", SequenceKV, "append", 0.002
         yield "kernel", host_calls, "run_call", 0.004
         if cpu.available():
-            yield "kernel", cpu_plans.PlannedRows, "attend", 0.004
+            yield "kernel", cpu_plans.PlannedRows, "run", 0.004
         yield "layer loop", HostAttention, "run", 0.004
         yield "layer loop", JoinedRows, "run", 0.004
         yield "layer loop", self.runner, "run", 0.008

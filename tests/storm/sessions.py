@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def kills(count: int, seed: int) -> Counter[str]:
                 try:
                     signal.alarm(60)
                     talks(folder, store, log)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(1)
             time.sleep(0.15 + rng.random() ** 2 * 1.5)
@@ -151,11 +154,15 @@ def kills(count: int, seed: int) -> Counter[str]:
                 code = 1
                 try:
                     code = look(folder, store, right, known, Path(scratch) / "seen")
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(code)
             _, status = os.waitpid(looked, 0)
             assert status == 0, f"kill {number} (seed {seed}): something wrong was read"
-            seen.update(json.loads((Path(scratch) / "seen").read_text()))
+            found, stands = json.loads((Path(scratch) / "seen").read_text())
+            seen.update(found)
+            known = dict(enumerate(stands))
             log.write_text("".join(json.dumps(one) + "\n" for one in known.items()))
             seen["kills"] += 1
             if sys.stdout.isatty() or seen["kills"] % 20 == 0:
@@ -168,6 +175,7 @@ def look(folder: Path, store: Path, right: dict[int, Any], known: dict[int, int]
     import shutil
 
     seen: Counter[str] = Counter()
+    stands: list[int] = []  # turns of each
     copy = store.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(store, copy)
@@ -176,8 +184,8 @@ def look(folder: Path, store: Path, right: dict[int, Any], known: dict[int, int]
         with llm.session(POLICIES[talk % len(POLICIES)], name=f"talk {talk}") as session:
             ids = session.token_ids
             done = states_of.index(ids)  # ValueError: it never was like this
-            if done < known.get(talk, 0):  # it may have begun anew since
-                assert done == 0 or known[talk] == TURNS, (talk, done, known)
+            assert done >= known.get(talk, 0) or done == 0, (talk, done, known)  # 0: it was about to begin anew
+            stands.append(done)
             seen["restored" if done else "empty"] += 1
             if session.note is not None:
                 seen["recomputed"] += 1
@@ -185,7 +193,7 @@ def look(folder: Path, store: Path, right: dict[int, Any], known: dict[int, int]
             assert answer(session, turn(talk, done)) == answers[done], (talk, done, session.note)
     assert llm.sessions.counts["refused"] == 0
     llm.close()
-    into.write_text(json.dumps(seen))
+    into.write_text(json.dumps([seen, stands]))
     return 0
 
 
@@ -240,8 +248,15 @@ def rounds(count: int, seed: int) -> Counter[str]:
         llm, other = open_llm(folder, session_store=store), open_llm(twin, session_store=MemoryStore())
         foreign = Talk(other, "dense", rng)  # under the same name, of another model
         made: list[Talk] = []
-        for number in range(count):
+        number, printed = 0, time.monotonic()
+        while seen["rounds"] < count:
+            number += 1
+            if time.monotonic() > printed + 60:
+                printed = time.monotonic()
+                print(f"{seen['rounds']} rounds", flush=True)
             if len(made) < 40 or number % 500 == 0:
+                store.content = {}
+                reopened(llm)
                 made = [*made[-60:], Talk(llm, rng.choice(POLICIES), rng)]
                 if len(made) < 40:
                     continue

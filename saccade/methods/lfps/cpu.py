@@ -17,7 +17,7 @@ from saccade.selection import Shape, Tokens
 if TYPE_CHECKING:
     from saccade.methods.lfps.tables import ScoreTables
 
-__all__ = ["candidates", "join_blocks", "learn", "probe", "serves", "serves_keys", "sink_share"]
+__all__ = ["candidates", "join_blocks", "learn", "probe", "serves", "serves_keys", "sink_share", "table_fields"]
 
 
 def serves(table: Tensor) -> str | None:
@@ -173,15 +173,20 @@ def probe(
 
 
 def _tables(tables: ScoreTables) -> Any:
+    return native.ScoreTables(**table_fields(tables))
+
+
+def table_fields(tables: ScoreTables) -> dict[str, int]:
+    """The fields of a ScoreTables struct."""
     tables.check()  # all of them contiguous
-    return native.ScoreTables(
-        units=tables.units,
-        capacity=tables.capacity,
-        first=tables.first,
-        vertical=tables.vertical.data_ptr(),
-        slash=tables.slash.data_ptr(),
-        vertical_max=tables.vertical_max.data_ptr(),
-        slash_max=tables.slash_max.data_ptr(),
-        sums=tables.sums.data_ptr(),
-        scale=tables.scale.data_ptr(),
-    )
+    return {
+        "units": tables.units,
+        "capacity": tables.capacity,
+        "first": tables.first,
+        "vertical": tables.vertical.data_ptr(),
+        "slash": tables.slash.data_ptr(),
+        "vertical_max": tables.vertical_max.data_ptr(),
+        "slash_max": tables.slash_max.data_ptr(),
+        "sums": tables.sums.data_ptr(),
+        "scale": tables.scale.data_ptr(),
+    }

@@ -40,7 +40,9 @@ from torch import Tensor
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.host_state import HostState
 from saccade.methods.lfps import device
+from saccade.methods.lfps.host import HostTables
 from saccade.methods.lfps.prompt import last_rows, last_spread
 from saccade.methods.lfps.recorded import ForeseenKeys, RecordedTables
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
@@ -289,6 +291,9 @@ class LFPS(Method):
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedTables(opening, self)
+
+    def host_state(self, opening: Opening) -> HostState | None:
+        return HostTables(opening, self) if HostTables.serves(self, opening) else None
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LFPSState) -> None:
         tables, position = state.tables, query.shape.q_start

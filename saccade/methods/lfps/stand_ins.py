@@ -84,9 +84,10 @@ def spread_places(size: int, count: int) -> Tensor:
     """At most ``count`` of ``size`` places, spread evenly over them: int64, rising, on the CPU."""
     if size <= count:
         return torch.arange(size, device="cpu")
-    return torch.unique_consecutive((_multiples(count) * size).long())
+    return torch.unique_consecutive((multiples(count) * size).long())
 
 
 @lru_cache(maxsize=8)
-def _multiples(count: int) -> Tensor:
+def multiples(count: int) -> Tensor:
+    """Shares of all places, float64 [count], rising."""
     return torch.sort((torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) * GOLDEN % 1.0).values

@@ -1,0 +1,166 @@
+"""Decode over more keys and values than memory holds: tokens/s over a disk against the same where all is resident.
+
+    python benchmarks/tiers.py [--tokens 1000000] [--short 32768] [--kv-memory 1GiB] [--kv-disk /tmp/kv:20GiB]
+        [--policies quest(budget=4096,block_size=32,dense_layers=0)] [--steps 32] [--threads 2] [--cold]
+
+A random model of 125 M parameters decodes over made-up keys (as ``bench generate --synthetic-kv``, but some at a time).
+For each policy: the short context without a tier, the same with one (everything resident: what the tier costs then),
+and the long context. ``warm`` are the later half of the steps, CPU their processor time over all threads. With
+``--cold`` the file leaves the system's page cache before every step, so that what is read comes from the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from saccade import LLM, SamplingParams
+from saccade.bench.cli import model_folder
+from saccade.bench.generate_kv import TAIL, plant
+from saccade.bench.ttft import prompt
+from saccade.engine.request import Request
+from saccade.kv import SequenceKV
+from saccade.methods.policy import Policy
+from saccade.models.interface import LayerAttention, Segment
+from saccade.ops import attend
+
+PIECE = 1 << 16  # tokens of made-up KV at a time
+
+
+class Filling:
+    """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
+    piece of it."""
+
+    def __init__(self, kv: SequenceKV, past: int, kv_heads: int, dtype: torch.dtype) -> None:
+        self.kv, self.past, self.kv_heads, self.dtype = kv, past, kv_heads, dtype
+        self.generator = torch.Generator().manual_seed(0)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        for start in range(0, self.past, PIECE):
+            made = plant(q, min(PIECE, self.past - start), self.kv_heads, spec.scale, self.generator)
+            past_k, past_v = (part.to(self.dtype) for part in made)
+            self.kv.append(layer, past_k, past_v)
+        self.kv.append(layer, k, v)
+        seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+        return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError
+
+
+@torch.inference_mode()
+def fill(llm: LLM, request: Request) -> None:
+    """Store made-up KV for all but the last row of the prompt."""
+    ids, kv, spec = request.sequence.tokens, request.sequence.memory.kv, llm.model.spec
+    past = len(ids) - TAIL
+    kv.reserve(len(ids))
+    context = Filling(kv, past, spec.kv_heads, spec.dtype)
+    llm.model.runner.run(
+        torch.tensor(ids[past:]),
+        torch.arange(past, len(ids)),
+        context,
+        segments=[Segment(0, TAIL, len(ids))],
+        logit_rows=torch.empty(0, dtype=torch.long),
+    )
+    kv.truncate(len(ids) - 1)
+    request.sequence.advance(len(ids) - 1)
+
+
+def resident_gb() -> float:
+    with open("/proc/self/statm") as info:
+        return int(info.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def steps(llm: LLM, tokens: int, policy: str, count: int, cold: bool) -> Iterator[dict[str, float]]:
+    ids = prompt(tokens, llm.model.spec.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=count + 2, ignore_eos=True)
+    request = llm.engine.add(ids, params, Policy.parse(policy))
+    fill(llm, request)
+    tiers = llm.pool.tiers
+    while len(request.output_ids) < 2:  # the prompt's last row, and the step that makes summaries
+        llm.engine.step()
+    while not request.finished:
+        if cold and tiers is not None:
+            os.fdatasync(tiers.tier._fd)  # type: ignore[attr-defined]
+            os.posix_fadvise(tiers.tier._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # type: ignore[attr-defined]
+        before = None if tiers is None else tiers.counts.copy()
+        began, used = time.perf_counter(), time.process_time()
+        llm.engine.step()
+        seconds, cpu = time.perf_counter() - began, time.process_time() - used
+        moved = None if before is None or tiers is None else tiers.counts.since(before)
+        yield {
+            "seconds": seconds,
+            "cpu": cpu,
+            "resident": resident_gb(),
+            "hits": moved.hits if moved else 0,
+            "misses": moved.misses if moved else 0,
+            "read": moved.bytes_read if moved else 0,
+            "waited": moved.wait_seconds if moved else 0.0,
+        }
+    assert request.error is None, request.error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--short", type=int, default=32768)
+    parser.add_argument("--kv-memory", default="1GiB")
+    parser.add_argument("--kv-disk", default=f"{tempfile.gettempdir()}:20GiB")
+    parser.add_argument("--policies", nargs="+", default=["quest(budget=4096,block_size=32,dense_layers=0)"])
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cold", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    columns = (
+        *("policy", "context", "KV", "ms a step, first half", "warm", "warm tokens/s"),
+        *("CPU ms", "hits", "MB read", "ms waited", "RSS GB"),
+    )
+    print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
+    with tempfile.TemporaryDirectory() as folder:
+        most = options.tokens + options.steps + 2
+        path = model_folder(options.model, Path(folder), torch.bfloat16, most)
+        for policy in options.policies:
+            for tokens, disk in (
+                (options.short, None),
+                (options.short, options.kv_disk),
+                (options.tokens, options.kv_disk),
+            ):
+                llm = LLM(
+                    path,
+                    dtype="bfloat16",
+                    max_model_len=most,
+                    max_requests=1,
+                    kv_memory=options.kv_memory,
+                    kv_disk=disk,
+                    threads=options.threads,
+                    exact=False,
+                )
+                with llm:
+                    rows = list(steps(llm, tokens, policy, options.steps, options.cold))
+                half = len(rows) // 2
+                first, warm = (statistics.median(row["seconds"] for row in part) for part in (rows[:half], rows[half:]))
+                hits, misses, read, waited = (
+                    sum(row[name] for row in rows[half:]) for name in ("hits", "misses", "read", "waited")
+                )
+                cpu = statistics.median(row["cpu"] for row in rows[half:])
+                resident = [row["resident"] for row in rows]
+                print(
+                    f"| {policy} | {tokens} | {'memory' if disk is None else 'memory, disk'} | {first * 1e3:.1f} | "
+                    f"{warm * 1e3:.1f} | {1 / warm:.1f} | {cpu * 1e3:.1f} | {hits / max(1, hits + misses):.1%} | "
+                    f"{read / half / 1e6:.1f} | {waited / half * 1e3:.1f} | {min(resident):.2f}..{max(resident):.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+// The decode rows of one step, known to the kernels before it runs: a layer then is one call, which stores all rows' keys
+// and values, chooses what they read and attends. saccade/ops/cpu_step.py keeps the tensors alive.
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "choosing.h"
+#include "listing.h"
+#include "new_rows.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+
+namespace saccade {
+namespace {
+
+constexpr int64_t kLong = 8192;  // keys from which a row takes all threads by itself
+
+// One row: `table` is layer 0's, the next layer's lies `layer_stride` entries on.
+struct StepRow : BlockTable {
+    int64_t row, q_start, layer_stride;
+
+    BlockTable at(int64_t layer) const {
+        BlockTable own = *this;
+        own.table += layer * layer_stride;
+        return own;
+    }
+};
+
+class DecodeStep {
+    enum class Kind { elsewhere, reads, chooses, lists };
+    struct Layer {
+        Kind kind = Kind::elsewhere;
+        ReadKeys keys;
+        BlockChoice choice;
+        ChoosingLayer by;
+        ListedLayer listed;
+    };
+    struct Row {
+        StepRow where;
+        std::vector<Layer> layers;
+        ListedKeys listed;
+        // The row's work at the layer that runs.
+        Attention a;
+        Choosing choosing;
+        Listing listing;
+        Kind kind;
+        int64_t keys;
+
+        void run(const KernelSet& set, int threads) {
+            if (kind == Kind::chooses) return choosing.run(set, threads);
+            if (kind == Kind::lists) return listing.run(set, threads);
+            a.threads = threads;
+            set.decode(a);
+        }
+    };
+    struct Work {
+        const KernelSet& set;
+        std::vector<Row*> some;
+        int threads;
+    };
+
+  public:
+    DecodeStep(int64_t layers, int64_t kv_heads, int64_t block_size)
+        : layers_(layers), kv_heads_(kv_heads), block_size_(block_size) {
+        if (layers < 1 || kv_heads < 1 || block_size < 1)
+            throw std::invalid_argument("layers, kv_heads and block_size must be at least 1");
+    }
+
+    DecodeStep(const DecodeStep&) = delete;
+
+    // A row that is stored, and attended elsewhere unless reads() or lists() says how: its number.
+    int64_t add(const StepRow& where) {
+        const int64_t block = where.q_start / block_size_, heads = where.table_head_stride ? kv_heads_ : 1;
+        if (block >= where.table_blocks) throw std::invalid_argument("the row lies beyond its block table");
+        for (int64_t layer = 0; layer < layers_; ++layer)
+            for (int64_t h = 0; h < heads; ++h)
+                if (where.at(layer).table[h * where.table_head_stride + block] < 0)
+                    throw std::invalid_argument("the block of position " + std::to_string(where.q_start) +
+                                                " is in no slot");
+        rows_.push_back(std::make_unique<Row>());
+        rows_.back()->where = where;
+        rows_.back()->layers.resize(layers_);
+        return static_cast<int64_t>(rows_.size()) - 1;
+    }
+
+    // By layer: Keys, or BlockChoice with the layer's summaries and where to note what a rule let in.
+    void reads(int64_t number, nb::list calls, const std::vector<uintptr_t>& summaries,
+               const std::vector<int64_t>& summarized, uintptr_t used, uintptr_t coverage, int64_t units) {
+        Row& row = at(number);
+        if (static_cast<int64_t>(nb::len(calls)) != layers_) throw std::invalid_argument("one call a layer is needed");
+        for (int64_t i = 0; i < layers_; ++i) {
+            Layer& layer = row.layers[i];
+            nb::handle call = calls[i];
+            if (nb::isinstance<ReadKeys>(call)) {
+                layer.kind = Kind::reads;
+                layer.keys = nb::cast<const ReadKeys&>(call);
+                continue;
+            }
+            layer.kind = Kind::chooses;
+            layer.choice = nb::cast<const BlockChoice&>(call);
+            if (i >= static_cast<int64_t>(std::min(summaries.size(), summarized.size())))
+                throw std::invalid_argument("summaries of layer " + std::to_string(i) + " are missing");
+            layer.by = {reinterpret_cast<const void*>(summaries[i]), summarized[i],
+                        used ? reinterpret_cast<int64_t*>(used) + i * units : nullptr,
+                        coverage ? reinterpret_cast<float*>(coverage) + i * units : nullptr};
+        }
+    }
+
+    // Every layer reads the best of its candidates; `summaries` where blocks name some.
+    void lists(int64_t number, const ListedKeys& keys, const std::vector<ListedLayer>& layers,
+               const std::vector<uintptr_t>& summaries, const std::vector<int64_t>& summarized, int64_t steps) {
+        Row& row = at(number);
+        if (static_cast<int64_t>(layers.size()) != layers_ || summaries.size() != summarized.size() ||
+            (keys.blocks && static_cast<int64_t>(summaries.size()) != layers_))
+            throw std::invalid_argument("one of each layer is needed");
+        row.listed = keys;
+        for (int64_t i = 0; i < layers_; ++i) {
+            row.layers[i].kind = Kind::lists;
+            row.layers[i].listed = layers[i];
+            row.layers[i].listed.steps += steps;
+            if (!keys.blocks) continue;
+            row.layers[i].listed.summary = reinterpret_cast<const void*>(summaries[i]);
+            row.layers[i].listed.summarized = summarized[i];
+        }
+    }
+
+    // Stores the new keys and values and, if it `attends`, writes the attention of those rows that say how.
+    void run(const KernelSet& set, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
+             const Queries& queries, const Output& output, bool attends, bool follows) {
+        if (layer < 0 || layer >= layers_) throw std::invalid_argument("there is no layer " + std::to_string(layer));
+        Work work{set, {}, threads};
+        if (fresh.k)
+            for (const auto& row : rows_) {
+                const BlockTable table = row->where.at(layer);
+                store_row(pool, fresh, row->where.row, table, row->where.q_start);
+            }
+        for (const auto& one : rows_) {
+            Row& row = *one;
+            const Layer& own = row.layers[layer];
+            if (!attends || own.kind == Kind::elsewhere) continue;
+            Attention a = row_of(threads, pool, queries, row.where.at(layer), row.where.row, row.where.q_start, output);
+            row.kind = own.kind;
+            row.keys = a.q_start + 1;
+            if (own.kind == Kind::reads) {
+                read_keys(a, own.keys);
+                if (a.keys == Keys::band) row.keys = std::min(row.keys, a.window + a.sinks);
+                row.a = a;
+            } else if (own.kind == Kind::chooses) {
+                row.choosing.begin(a, own.choice, own.by);
+            } else {
+                row.listing.begin(a, row.listed, own.listed);
+            }
+            work.some.push_back(&row);
+        }
+        if (work.some.empty()) return;
+        nb::gil_scoped_release release;
+        const int64_t count = static_cast<int64_t>(work.some.size());
+        std::stable_partition(work.some.begin(), work.some.end(), [](const Row* row) { return row->keys >= kLong; });
+        parallel_for(
+            count, threads,
+            [](void* context, int64_t i) {
+                const Work& all = *static_cast<const Work*>(context);
+                Row& row = *all.some[i];  // what it gets does not depend on how many threads make it
+                const bool alone = static_cast<int64_t>(all.some.size()) >= all.threads && row.keys < kLong;
+                row.run(all.set, alone ? 1 : all.threads);
+            },
+            &work, follows);
+    }
+
+  private:
+    Row& at(int64_t number) {
+        if (number < 0 || number >= static_cast<int64_t>(rows_.size()))
+            throw std::invalid_argument("there is no row " + std::to_string(number));
+        return *rows_[number];
+    }
+
+    int64_t layers_, kv_heads_, block_size_;
+    std::vector<std::unique_ptr<Row>> rows_;
+};
+
+void run_step(const KernelSet& set, DecodeStep& step, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
+              const Queries& queries, const Output& output, bool attends, bool follows) {
+    step.run(set, threads, layer, pool, fresh, queries, output, attends, follows);
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m, KernelSetClass& set) {
+    bind_struct<BlockChoice>(
+        m, "BlockChoice",
+        {field<&BlockChoice::size>("size").at_least(1), field<&BlockChoice::units>("units").at_least(1),
+         field<&BlockChoice::parts>("parts").within(1, 2), field<&BlockChoice::first>("first"),
+         field<&BlockChoice::last>("last").at_least(1), field<&BlockChoice::take>("take").optional(),
+         field<&BlockChoice::microbatch>("microbatch").optional(), field<&BlockChoice::epsilon>("epsilon").optional(),
+         field<&BlockChoice::least>("least").optional(), field<&BlockChoice::mean>("mean").optional()});
+    bind_struct<StepRow>(
+        m, "StepRow",
+        {field<&StepRow::row>("row"), field<&StepRow::q_start>("q_start"), field<&StepRow::table, StepRow>("slots"),
+         field<&StepRow::table_head_stride, StepRow>("head_stride"),
+         field<&StepRow::layer_stride>("layer_stride"),
+         field<&StepRow::table_blocks, StepRow>("blocks").at_least(1)},
+        [](const StepRow& row) { check_table(row); });
+    bind_struct<ListedKeys>(
+        m, "ListedKeys",
+        {field<&ListedKeys::units>("units").at_least(1), field<&ListedKeys::sinks>("sinks"),
+         field<&ListedKeys::local>("local"), field<&ListedKeys::best>("best"),
+         field<&ListedKeys::tables>("tables").optional(), field<&ListedKeys::a>("a").optional(),
+         field<&ListedKeys::unbounded>("unbounded").optional(), field<&ListedKeys::gate>("gate").within(0, 2).optional(),
+         field<&ListedKeys::before>("before").within(0, 63).optional(),
+         field<&ListedKeys::after>("after").within(0, 63).optional(),
+         field<&ListedKeys::blocks>("blocks").optional(),
+         field<&ListedKeys::block_size>("block_size").at_least(1).optional(),
+         field<&ListedKeys::bypass_local>("bypass_local").optional(), field<&ListedKeys::probes>("probes").optional(),
+         field<&ListedKeys::places>("places").optional(), field<&ListedKeys::epsilon>("epsilon").optional(),
+         field<&ListedKeys::decay>("decay").optional(), field<&ListedKeys::bypass>("bypass").within(0, 2).optional()});
+    bind_struct<ListedLayer>(
+        m, "ListedLayer",
+        {field<&ListedLayer::tally>("tally"), field<&ListedLayer::tables>("tables").optional(),
+         field<&ListedLayer::mean_key>("mean_key").optional(), field<&ListedLayer::mean_value>("mean_value").optional(),
+         field<&ListedLayer::spread>("spread").optional(), field<&ListedLayer::steps>("steps").optional()});
+    nb::class_<DecodeStep>(m, "DecodeStep")
+        .def(nb::init<int64_t, int64_t, int64_t>())
+        .def("add", &DecodeStep::add)
+        .def("reads", &DecodeStep::reads)
+        .def("lists", &DecodeStep::lists);
+    set.def("run_step", &run_step);
+}
+
+}  // namespace saccade

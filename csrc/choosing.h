@@ -1,0 +1,145 @@
+// A decode row whose blocks are chosen by summaries and read in the same call: what rank_blocks, decode and progressive
+// do for one row, put together.
+#pragma once
+
+#include <vector>
+
+#include "bindings.h"
+
+namespace saccade {
+
+// What a row reads (saccade/selection/plan.py, BestBlocks and RankedBlocks): the `first` first and `last` last blocks,
+// and of the others the `take` best, or with a microbatch as many by rank as the stopping rule lets in.
+struct BlockChoice {
+    int64_t size, units, parts, first, last, take = 0;
+    int64_t microbatch = 0;  // 0: no rule
+    double epsilon = 1;
+    bool least = false, mean = false;
+};
+
+// The summaries that a layer's row chooses by, [blocks, parts, kv_heads, head_dim] of the pool's storage type. Under a
+// rule, `used` and `coverage` [units] get the ranked blocks that were read and the rule's estimate at the end.
+struct ChoosingLayer {
+    const void* summary;
+    int64_t summarized;  // blocks
+    int64_t* used;
+    float* coverage;
+};
+
+// A row's work at one layer, and room for its lists that the next layer uses again.
+class Choosing {
+  public:
+    // Throws std::invalid_argument where the row cannot choose so.
+    void begin(const Attention& attention, const BlockChoice& how, const ChoosingLayer& by) {
+        a = attention;
+        choice = how;
+        from = by;
+        const BlockChoice& c = choice;
+        check_units(a, c.units);
+        const int64_t keys = a.q_start + 1, full = keys / c.size, partial = keys % c.size > 0;
+        first = c.first;
+        stop = (c.microbatch ? full : full + partial) - c.last;
+        ends = c.microbatch ? c.last + partial : c.last;
+        const int64_t ranked = stop - first;
+        if (ranked < 1 || (!c.microbatch && c.take > ranked))
+            throw std::invalid_argument("a row of " + std::to_string(keys) + " keys has too few blocks to choose from");
+        if (by.summarized < stop && (c.microbatch || (c.take && c.take < ranked)))
+            throw std::invalid_argument("summaries of " + std::to_string(from.summarized) + " blocks do not reach " +
+                                        std::to_string(stop));
+        if (c.microbatch && (!by.used || !by.coverage))
+            throw std::invalid_argument("a rule needs used and coverage");
+        const int64_t forced = first + ends;
+        lists.resize(c.units * (forced + (c.microbatch ? 0 : c.take)));
+        order.resize(c.units * (c.microbatch ? ranked : c.take));
+        offsets.resize(c.units + 1);
+        if (c.microbatch) read.resize(c.units * (forced + ranked) + 1);
+    }
+
+    void run(const KernelSet& set, int threads) {
+        a.threads = threads;
+        const BlockChoice& c = choice;
+        const int64_t ranked = stop - first;
+        if (c.microbatch || (c.take && c.take < ranked)) {
+            set.rank_blocks(ranking());
+        } else {
+            for (int64_t i = 0; i < c.units * c.take; ++i) order[i] = static_cast<int32_t>(first + i % c.take);
+        }
+        c.microbatch ? run_ruled(set) : run_listed(set);
+    }
+
+  private:
+    BlockRanking ranking() const {
+        const BlockChoice& c = choice;
+        BlockRanking r{};
+        r.storage = r.summary_storage = a.storage;
+        r.q = a.q;
+        r.q_head_stride = a.q_head_stride;
+        r.summary = from.summary;
+        r.heads = a.heads;
+        r.kv_heads = a.kv_heads;
+        r.head_dim = a.head_dim;
+        r.units = c.units;
+        r.parts = c.parts;
+        r.first = first;
+        r.last = stop;
+        r.count = c.microbatch ? 0 : c.take;
+        r.out = const_cast<int32_t*>(order.data());
+        r.threads = a.threads;
+        return r;
+    }
+
+    void run_listed(const KernelSet& set) {
+        const BlockChoice& c = choice;
+        int32_t* to = lists.data();
+        for (int64_t u = 0; u < c.units; ++u) {
+            offsets[u] = to - lists.data();
+            for (int64_t b = 0; b < first; ++b) *to++ = static_cast<int32_t>(b);
+            for (int64_t i = 0; i < c.take; ++i) *to++ = order[u * c.take + i];
+            for (int64_t b = 0; b < ends; ++b) *to++ = static_cast<int32_t>(stop + b);
+        }
+        offsets[c.units] = to - lists.data();
+        a.keys = Keys::blocks;
+        a.block_size = c.size;
+        a.units = c.units;
+        a.q_blocks = 1;
+        a.offsets = offsets.data();
+        a.indices = lists.data();
+        set.decode(a);
+    }
+
+    void run_ruled(const KernelSet& set) {
+        const BlockChoice& c = choice;
+        const int64_t forced = first + ends;
+        for (int64_t i = 0; i < c.units * forced; ++i) {
+            const int64_t at = i % forced;
+            lists[i] = static_cast<int32_t>(at < first ? at : stop + at - first);
+        }
+        Progressive p{};
+        p.attention = a;
+        p.attention.keys = Keys::blocks;
+        p.block_size = p.attention.block_size = c.size;
+        p.units = p.attention.units = c.units;
+        p.always_count = forced;
+        p.ranked = stop - first;
+        p.microbatch = c.microbatch;
+        p.always = lists.data();
+        p.order = order.data();
+        p.epsilon = c.epsilon;
+        p.least = c.least;
+        p.mean = c.mean;
+        p.used = from.used;
+        p.coverage = from.coverage;
+        p.offsets = offsets.data();
+        p.indices = read.data();
+        set.progressive(p);
+    }
+
+    Attention a;
+    BlockChoice choice;
+    ChoosingLayer from;
+    int64_t first = 0, stop = 0, ends = 0;  // blocks that are ranked, and how many follow them
+    std::vector<int32_t> lists, order, read;
+    std::vector<int64_t> offsets;
+};
+
+}  // namespace saccade

@@ -1,0 +1,34 @@
+// What rows that pick single keys are told (listing.h). Plain data only, see calls.h.
+#pragma once
+
+#include "table_calls.h"
+
+namespace saccade {
+
+// What a row of one length reads: `sinks` first and `local` last keys, and the `best` of the others. Without `tables`
+// every key is a candidate; the fields that follow are LFPS's.
+struct ListedKeys {
+    int64_t units, sinks, local, best;
+    bool tables = false;
+    double a = 0;
+    bool unbounded = false;  // no threshold: with gate 2 every key is a candidate
+    int gate = 0, before = 0, after = 0;
+    int64_t blocks = 0, block_size = 1, bypass_local = 0, probes = 0;
+    const double* places = nullptr;  // [probes]: where they lie, shares of all keys, rising
+    double epsilon = 1, decay = 0;   // epsilon 1: nobody is bypassed
+    int bypass = 0;                  // what stands for a bypassed head's other keys, 0: nothing, 1: the mean value beside
+                                     // its sinks, 2: the mean value alone
+};
+
+// One layer's knowledge: LFPS's tables and statistics, and tallies float64 [heads + 3] (keys that each head read, keys
+// scored for each, searches, stand-ins) that the row adds to.
+struct ListedLayer {
+    double* tally;
+    ScoreTables tables{};
+    const float *mean_key = nullptr, *mean_value = nullptr, *spread = nullptr;
+    int64_t steps = 0;  // that the tables have learnt from
+    const void* summary = nullptr;  // of blocks of LFPS's, their means [blocks, 1, kv_heads, head_dim]
+    int64_t summarized = 0;
+};
+
+}  // namespace saccade

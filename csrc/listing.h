@@ -1,0 +1,306 @@
+// A decode row that reads the best of its candidates, exact top-k's (every key) or LFPS's (saccade/methods/lfps), and
+// learns from what it has read: one row's kernels put together.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "bindings.h"
+#include "half.h"
+#include "join_blocks.h"
+#include "listed_calls.h"
+
+namespace saccade {
+
+class Listing {
+  public:
+    // Throws std::invalid_argument where the row cannot read so.
+    void begin(const Attention& attention, const ListedKeys& how, const ListedLayer& by) {
+        a_ = attention;
+        c_ = how;
+        l_ = by;
+        check_units(a_, c_.units);
+        length_ = a_.q_start + 1;
+        const int64_t others = length_ - c_.sinks - c_.local;
+        if (c_.units % a_.kv_heads || others < 1)
+            throw std::invalid_argument("a row of " + std::to_string(length_) + " keys has too few to choose from");
+        if (!c_.tables) return;
+        const ScoreTables& t = l_.tables;
+        if (t.units != c_.units || t.first != c_.sinks || t.capacity < length_ - t.first || !l_.mean_key ||
+            !l_.mean_value || !l_.spread || !l_.tally)
+            throw std::invalid_argument("score tables do not fit a row of " + std::to_string(length_) + " keys");
+        if (c_.blocks && l_.summarized < a_.q_start / c_.block_size)
+            throw std::invalid_argument("summaries of " + std::to_string(l_.summarized) + " blocks are too few");
+        if (c_.probes && !c_.places) throw std::invalid_argument("probes need places");
+    }
+
+    void run(const KernelSet& set, int threads) {
+        a_.threads = threads;
+        idle_.assign(a_.heads, 0);
+        rest_.clear();
+        any_idle_ = false;
+        offsets_.assign(c_.units + 1, 0);
+        all_.assign(c_.units, !c_.tables || (c_.unbounded && c_.gate == 2));
+        indices_ = nullptr;
+        if (c_.tables) {
+            bypass(set);
+            if (!all_[0]) {
+                scan(set);
+                join(set);
+                probe(set);
+            }
+        }
+        gather(set);
+        if (!rest_.empty()) merge();
+        if (c_.tables) learn(set);
+        if (!l_.tally) return;
+        const int64_t per_unit = a_.heads / c_.units;
+        for (int64_t h = 0; h < a_.heads; ++h) {
+            const int64_t list = any_idle_ ? h : h / per_unit;
+            l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list]);
+        }
+        const double listed = all_[0] ? static_cast<double>(c_.tables * (length_ - c_.sinks - c_.local))
+                                      : static_cast<double>(offsets_[c_.units]) / static_cast<double>(c_.units);
+        l_.tally[a_.heads] += std::nearbyint(listed);
+    }
+
+  private:
+    // Who is bypassed, and at what weight the mean value stands for what such heads leave out (stand_ins.sink_share).
+    void bypass(const KernelSet& set) {
+        if (c_.epsilon >= 1 || c_.sinks == 0) return;
+        lse_.resize(3 * a_.heads);
+        SinkShare share{};
+        share.attention = a_;
+        share.sinks = c_.sinks;
+        share.local = c_.bypass_local;
+        share.mean_key = l_.mean_key;
+        share.spread = l_.spread;
+        share.log_count = static_cast<float>(std::log(static_cast<double>(std::max<int64_t>(1, length_ - c_.sinks))));
+        share.lse = lse_.data();
+        set.sink_share(share);
+        for (int64_t h = 0; h < a_.heads; ++h) {
+            const float* x = lse_.data() + 3 * h;
+            const float top = std::max(x[0], std::max(x[1], x[2]));
+            if (!(top > -HUGE_VALF)) continue;
+            const float all = top + std::log(std::exp(x[0] - top) + std::exp(x[1] - top) + std::exp(x[2] - top));
+            idle_[h] = std::exp(x[0] - all) > static_cast<float>(c_.epsilon);
+            any_idle_ |= idle_[h] != 0;
+        }
+        if (!any_idle_ || c_.bypass == 0) return;
+        rest_.assign(a_.heads, -HUGE_VALF);
+        for (int64_t h = 0; h < a_.heads; ++h)
+            if (idle_[h]) rest_[h] = lse_[3 * h + 1];
+    }
+
+    void scan(const KernelSet& set) {
+        const int64_t length = length_ - c_.sinks, per_unit = a_.heads / c_.units;
+        base_.assign(c_.units, a_.q_start - c_.sinks);
+        skip_.assign(c_.units, 1);
+        for (int64_t h = 0; h < a_.heads; ++h) skip_[h / per_unit] &= idle_[h];
+        reserve(scanned_, scanned_room_, c_.units * length + 16);
+        TableScan s{};
+        s.tables = l_.tables;
+        s.length = length;
+        s.stop = length - c_.local;
+        s.a = c_.a;
+        s.unbounded = c_.unbounded;
+        s.gate = c_.gate;
+        s.before = c_.before;
+        s.after = c_.after;
+        s.base = base_.data();
+        s.skip = skip_.data();
+        s.offsets = offsets_.data();
+        s.indices = scanned_.get();
+        s.threads = a_.threads;
+        set.scan_tables(s);
+        indices_ = scanned_.get();
+    }
+
+    // The keys of the blocks whose means agree best with the query.
+    void join(const KernelSet& set) {
+        const int64_t full = length_ / c_.block_size, count = std::min(c_.blocks, full);
+        if (!count) return;
+        best_.resize(c_.units * count + 1);
+        if (count == full) {
+            for (int64_t i = 0; i < c_.units * count; ++i) best_[i] = static_cast<int32_t>(i % count);
+        } else {
+            BlockRanking r{};
+            r.storage = r.summary_storage = a_.storage;
+            r.q = a_.q;
+            r.q_head_stride = a_.q_head_stride;
+            r.summary = l_.summary;
+            if (length_ % c_.block_size == 0) r.tail = last_block();
+            r.heads = a_.heads;
+            r.kv_heads = a_.kv_heads;
+            r.head_dim = a_.head_dim;
+            r.units = c_.units;
+            r.parts = 1;
+            r.last = full;
+            r.count = count;
+            r.out = best_.data();
+            r.threads = a_.threads;
+            set.rank_blocks(r);
+        }
+        joined_offsets_.resize(c_.units + 1);
+        reserve(joined_, joined_room_, offsets_[c_.units] + c_.units * count * c_.block_size + 16);
+        join_blocks({c_.units, count, c_.block_size, c_.sinks, length_ - c_.local, offsets_.data(), indices_,
+                     best_.data(), joined_offsets_.data(), joined_.get()});
+        offsets_.swap(joined_offsets_);
+        indices_ = joined_.get();
+    }
+
+    // The mean of the block that the row's own key has just filled.
+    const void* last_block() {
+        const int64_t d = a_.head_dim, first = length_ - c_.block_size;
+        const bool half = a_.storage == Storage::bf16;
+        tail_.assign(a_.kv_heads * d, 0);
+        for (int64_t g = 0; g < a_.kv_heads; ++g)
+            for (int64_t i = first; i < length_; ++i) {
+                const int64_t slot = a_.table[g * a_.table_head_stride + i / a_.page];
+                const int64_t at = ((slot * a_.kv_heads + g) * a_.page + i % a_.page) * d;
+                for (int64_t x = 0; x < d; ++x) tail_[g * d + x] += key(at + x);
+            }
+        half_tail_.resize(half ? tail_.size() : 0);
+        for (size_t i = 0; i < tail_.size(); ++i) {
+            tail_[i] /= static_cast<float>(c_.block_size);
+            if (half) half_tail_[i] = to_half(tail_[i]);
+        }
+        return half ? static_cast<const void*>(half_tail_.data()) : tail_.data();
+    }
+
+    // What stands for the keys that are no candidates (stand_ins.sampled_rest).
+    void probe(const KernelSet& set) {
+        if (!c_.probes) return;
+        const int64_t first = c_.sinks, size = length_ - c_.local - first;
+        at_.clear();
+        if (size <= c_.probes) {
+            for (int64_t i = 0; i < size; ++i) at_.push_back(static_cast<int32_t>(first + i));
+        } else {
+            for (int64_t i = 0; i < c_.probes; ++i) {
+                const int32_t next = static_cast<int32_t>(first + static_cast<int64_t>(c_.places[i] * size));
+                if (at_.empty() || at_.back() != next) at_.push_back(next);
+            }
+        }
+        lse_.resize(3 * a_.heads);
+        Probes p{};
+        p.attention = a_;
+        p.units = c_.units;
+        p.count = static_cast<int64_t>(at_.size());
+        p.offsets = offsets_.data();
+        p.indices = indices_;
+        p.at = at_.data();
+        p.keys = size;
+        p.lse = lse_.data();
+        const bool instead = !rest_.empty();
+        set.probe(p);
+        if (!instead) rest_.assign(a_.heads, -HUGE_VALF);
+        for (int64_t h = 0; h < a_.heads; ++h)
+            if (!idle_[h]) rest_[h] = lse_[h];
+    }
+
+    void gather(const KernelSet& set) {
+        best_keys_.assign(c_.units, c_.best);
+        const int64_t lists = any_idle_ ? a_.heads : c_.units;
+        int64_t longest = all_[0] ? length_ : 0;
+        for (int64_t u = 0; u < c_.units; ++u) longest = std::max(longest, offsets_[u + 1] - offsets_[u]);
+        longest = c_.sinks + c_.local + std::min(longest, c_.best);
+        room_ = lists * longest + 1;
+        read_.resize(lists + 1);
+        reserve(chosen_, chosen_room_, room_);
+        if (c_.tables) reserve(weights_, weights_room_, a_.heads / lists * room_);
+        Gather g{};
+        g.attention = a_;
+        g.units = c_.units;
+        g.keys = length_;
+        g.offsets = offsets_.data();
+        g.indices = indices_;
+        g.k = best_keys_.data();
+        g.full = all_[0] ? all_.data() : nullptr;
+        g.idle = any_idle_ ? idle_.data() : nullptr;
+        g.sinks = c_.sinks;
+        g.local = c_.local;
+        g.idle_keys = c_.bypass == 2 ? 0 : c_.sinks;
+        g.lists = lists;
+        g.out_offsets = read_.data();
+        g.chosen = chosen_.get();
+        g.weights = c_.tables ? weights_.get() : nullptr;
+        g.weight_stride = room_;
+        set.gather(g);
+    }
+
+    // Joins the mean values, at the weights `rest_`, to what was read (ops.merge.merge_state).
+    void merge() {
+        const int64_t d = a_.head_dim, group = a_.heads / a_.kv_heads;
+        for (int64_t h = 0; h < a_.heads; ++h) {
+            const float own = a_.lse[h], other = rest_[h], top = std::max(own, other);
+            if (!(other > -HUGE_VALF)) continue;
+            const float all = top + std::log1p(std::exp(-std::fabs(own - other)));
+            const float kept = std::exp(own - all), added = std::exp(other - all);
+            const float* value = l_.mean_value + h / group * d;
+            for (int64_t x = 0; x < d; ++x) {
+                if (a_.storage == Storage::bf16) {
+                    uint16_t* out = static_cast<uint16_t*>(a_.out) + h * d + x;
+                    *out = to_half(kept * from_half(*out) + added * value[x]);
+                } else {
+                    float* out = static_cast<float*>(a_.out) + h * d + x;
+                    *out = kept * *out + added * value[x];
+                }
+            }
+            a_.lse[h] = all;
+        }
+    }
+
+    void learn(const KernelSet& set) {
+        constexpr int64_t kRefresh = 64;  // tables.py
+        refresh_.resize(c_.units);
+        for (int64_t u = 0; u < c_.units; ++u) refresh_[u] = (l_.steps + u) % kRefresh == kRefresh - 1;
+        base_.assign(c_.units, a_.q_start);
+        TableGain g{};
+        g.tables = l_.tables;
+        g.heads = a_.heads;
+        g.lists = any_idle_ ? a_.heads : c_.units;
+        g.offsets = read_.data();
+        g.indices = chosen_.get();
+        g.weights = weights_.get();
+        g.weight_stride = room_;
+        g.idle = any_idle_ ? idle_.data() : nullptr;
+        g.refresh = refresh_.data();
+        g.decay = c_.decay;
+        g.stop = a_.q_start + 1;
+        g.row = base_.data();
+        g.threads = a_.threads;
+        set.learn_tables(g);
+    }
+
+    float key(int64_t at) const {
+        if (a_.storage == Storage::bf16) return from_half(static_cast<const uint16_t*>(a_.k_pool)[at]);
+        return static_cast<const float*>(a_.k_pool)[at];
+    }
+    // Room that nothing is written to costs nothing.
+    template <class T>
+    static void reserve(std::unique_ptr<T[]>& room, int64_t& have, int64_t need) {
+        if (have >= need) return;
+        room.reset(new T[need]);
+        have = need;
+    }
+
+    Attention a_;
+    ListedKeys c_;
+    ListedLayer l_;
+    int64_t length_ = 0, room_ = 0;
+    bool any_idle_ = false;
+    std::vector<uint8_t> idle_, skip_, refresh_, all_;
+    std::vector<int64_t> offsets_, joined_offsets_, base_, best_keys_, read_;
+    std::vector<float> lse_, rest_, tail_;
+    std::vector<uint16_t> half_tail_;
+    std::vector<int32_t> best_, at_;
+    std::unique_ptr<int32_t[]> scanned_, joined_, chosen_;
+    std::unique_ptr<float[]> weights_;
+    int64_t scanned_room_ = 0, joined_room_ = 0, chosen_room_ = 0, weights_room_ = 0;
+    const int32_t* indices_ = nullptr;
+};
+
+}  // namespace saccade

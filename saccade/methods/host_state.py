@@ -1,0 +1,54 @@
+"""What the C++ kernels know of one sequence whose method picks single keys, so that a decode step of many rows chooses,
+reads and learns in one call a layer (ops/cpu_plans.py). The counterpart on a CPU of recorded steps' device states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from saccade.methods.device_state import DeviceState, Opening
+from saccade.ops.cpu_structs import native
+from saccade.selection.plan import Summarized
+
+
+class HostState(DeviceState):
+    """Base: every key is a candidate, and no layer knows anything. ``tally`` float64 [layers, heads + 3] is what the
+    step that runs adds to, laid out as ReadCounts: keys read by each head, keys scored, searches, stand-ins."""
+
+    summarized: Summarized | None = None  # blocks whose summaries it reads
+
+    def __init__(self, opening: Opening) -> None:
+        super().__init__(opening)
+        heads, layers = opening.spec.heads, opening.spec.layers
+        self.tally = torch.zeros(layers, heads + 3, dtype=torch.float64, device="cpu")
+        self.steps = 0  # since it was opened
+        self._counted = torch.zeros_like(self.tally)
+        self.layers: Sequence[Any] = ()
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Make ``layers``, a ListedLayer each, of what is known."""
+        self.layers = [
+            native.ListedLayer(tally=row.data_ptr(), **self.known(layer)) for layer, row in enumerate(self.tally)
+        ]
+
+    def known(self, layer: int) -> dict[str, Any]:
+        """The fields of a ListedLayer beside its tally."""
+        return {}
+
+    def keys(self, length: int) -> Any | None:
+        """A ListedKeys, what a row that sees ``length`` keys reads in every layer; None where that is everything."""
+        raise NotImplementedError
+
+    def done(self, length: int) -> None:
+        """A step has ended well, and ``length`` tokens are stored."""
+        self.length, self.steps = length, self.steps + 1
+        self._counted += self.tally
+        self.tally.zero_()
+
+    def take(self) -> torch.Tensor:
+        """What was counted since the last time, laid out as ``tally``."""
+        taken, self._counted = self._counted, torch.zeros_like(self._counted)
+        return taken

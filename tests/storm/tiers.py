@@ -1,0 +1,135 @@
+"""A storm over engines whose memory holds a small part of what is asked, and whose disk fails: ``make storm-tiers``.
+
+    PYTHONPATH=tests python -m storm.tiers 20000
+
+The callers of ``storm.run`` (threads and asyncio tasks with prompts, samples, streams that are left and turns of
+sessions, under every method) ask engines whose KV goes to a disk that fails in 1 % of its reads and writes: flipped
+bits, torn, short and stale writes, errors, no space. What must hold: every answer is the one of a quiet engine whose
+memory holds everything, or the request ends with an error of the tier; at the end no block, slot, cell or file is left,
+and the engine answers as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SACCADE_DEBUG", "1")
+
+import torch
+from engine_helpers import EVERY
+from storm.callers import Ledger, questions
+from storm.run import MIXED, TASKS, _blow
+from tier_helpers import FaultySystem, nothing_left
+from tiny_models import make_checkpoint
+
+from saccade import LLM
+from saccade.kv.disk import DiskTier
+from saccade.kv.format import KVFormat
+
+SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
+NEED = 600  # slots that two dozen callers' requests take together
+# Of the need, calling threads, who leaves first, shared prefixes, share of the requests.
+PHASES = ((0.02, 4, "clock", False, 0.3), (0.1, 16, "fifo", True, 0.3), (0.3, 16, "lru", True, 0.4))
+
+
+class DiskFaults:
+    """What requests may end with when a disk fails (in place of storm.faults.Faults)."""
+
+    def blame(self, request: str, error: object) -> str | None:
+        """What is wrong with that, if anything is."""
+        text = str(error)
+        if "TierError" in text or "LostKV" in text:
+            return None
+        return f"{request} ended with {type(error).__name__}: {error}"
+
+
+def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> dict[str, Any]:
+    """Run it with ``each`` prompts and a talk of every policy; what happened. AssertionError for what does not hold."""
+    policies = [*dict.fromkeys([policy.text for policy in EVERY]), *MIXED]
+    torch.set_num_threads(1)
+    done: Counter[str] = Counter()
+    met: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # one for each request that fails
+        checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024, head_dim=32)
+        with LLM(checkpoint, dtype="float32", kv_memory="16MiB", prefill_chunk=64, threads=1) as quiet:
+            asks, talks = questions(quiet, policies * each, seed)
+        for number, (part, callers, replacement, prefixes, share) in enumerate(PHASES):
+            system = FaultySystem(rate, seed + number)
+            descriptors = len(os.listdir("/proc/self/fd"))
+            with _llm(checkpoint, folder, system, max(9, int(part * NEED)), replacement, prefixes) as llm:
+                ledger = Ledger(asks, talks, DiskFaults(), int(requests * share))  # type: ignore[arg-type]
+                _blow(llm, ledger, callers)
+                system.rate = 0
+                _calm(llm, ledger)
+                moved.update(llm.pool.tiers.counts.as_dict())
+            assert len(os.listdir("/proc/self/fd")) <= descriptors
+            done += ledger.counts
+            met.update({str(kind): count for kind, count in system.met.items()})
+            assert os.listdir(Path(folder) / "kv") == []
+    return {
+        "outcomes": dict(done),
+        "faults": dict(met),
+        "moved": dict(moved),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _llm(checkpoint: Path, folder: str, system: FaultySystem, slots: int, replacement: str, prefixes: bool) -> LLM:
+    import saccade.llm
+
+    real = saccade.llm.DiskTier
+    saccade.llm.DiskTier = lambda *args: DiskTier(*args, system=system)  # type: ignore[assignment,misc]
+    try:
+        return LLM(
+            checkpoint,
+            dtype="float32",
+            kv_memory=slots * SLOT,
+            kv_disk=f"{folder}/kv:32MiB",
+            kv_replacement=replacement,
+            enable_prefix_caching=prefixes,
+            prefill_chunk=64,
+            threads=2,
+        )
+    finally:
+        saccade.llm.DiskTier = real  # type: ignore[misc]
+
+
+def _calm(llm: LLM, ledger: Ledger) -> None:
+    """What must hold once it is quiet again."""
+    assert not ledger.wrong, "\n".join(ledger.wrong[:20])
+    engine = llm.engine
+    deadline = time.monotonic() + 30
+    while engine.busy and time.monotonic() < deadline:
+        time.sleep(0.01)  # what was cancelled last is still being given back
+    assert not engine.busy
+    llm.reset_prefix_cache()
+    assert not engine.sessions
+    assert not engine.worker.memories
+    nothing_left(llm.pool)
+    for ask in ledger.asks[:: max(1, len(ledger.asks) // 12)]:
+        (output,) = llm.generate(ask.ids, ask.params, policy=ask.policy)
+        assert [one.token_ids for one in output.outputs] == ask.answers, ask.policy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requests", type=int, nargs="?", default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    print(f"{TASKS} tasks and up to 16 threads", storm(chosen.requests, chosen.seed), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
