@@ -6,7 +6,8 @@
 The history has random tokens, keys and values: what it costs to store and restore them does not hang on what they are,
 and no prefill of hours comes before the measurement. *Warm*: the records are in the system's page cache, as after a
 crash of the process. *Cold*: the system was told to drop them first (posix_fadvise), as after a restart of the machine;
-the disk below may have a cache of its own. ``--model reference --tokens 900000`` takes its positions from a copy of the
+the disk below may have a cache of its own. *CPU*: seconds of all threads, which others that use the machine change
+little. ``--model reference --tokens 900000`` takes its positions from a copy of the
 checkpoint with a longer limit.
 """
 
@@ -108,27 +109,27 @@ def main() -> None:
             first = time.perf_counter() - began
             added = llm.sessions.counts["bytes_written"] - stored
             session.close()
-            times: dict[str, list[tuple[float, float]]] = {"warm": [], "cold": []}
+            times: dict[str, list[tuple[float, ...]]] = {"warm": [], "cold": []}
             for number in range(2 * options.repeats):
                 kind = ("warm", "cold")[number % 2]
                 if kind == "cold":
                     dropped(store)
-                began = time.perf_counter()
+                began, spent = time.perf_counter(), time.process_time()
                 session = llm.session(name="talk")
-                there = time.perf_counter() - began
+                there, spent = time.perf_counter() - began, time.process_time() - spent
                 assert session.note is None, session.note
                 output = session.generate(prompt(options.turn_tokens, vocab, seed=number), params)
                 assert output.metrics is not None
                 assert output.metrics.first_token_latency is not None
-                times[kind].append((there, there + output.metrics.first_token_latency))
+                times[kind].append((there, there + output.metrics.first_token_latency, spent))
                 session.close()  # waits for the turn to be stored
     print(f"{options.model}, {options.tokens} tokens, {options.policy}, {show_bytes(stored)}; seconds")
     print(f"stored behind a turn     {written:8.3f}; the turn's caller waits {1000 * captured:.1f} ms")
     print(f"the next turn and store  {first:8.3f}; {show_bytes(added)} written")
     for kind, found in times.items():
-        there, first_token = (statistics.median(column) for column in zip(*found))
-        slowest = max(column[1] for column in found)
-        print(f"{kind}: restored {there:8.3f}, first token {first_token:8.3f} (median), {slowest:.3f} (most)")
+        for name, column in zip(("restored", "first token", "restored, CPU"), zip(*found)):
+            most = max(column)
+            print(f"{kind}, {name:14} {statistics.median(column):8.3f} (median), {min(column):.3f} to {most:.3f}")
 
 
 if __name__ == "__main__":
