@@ -25,15 +25,16 @@ FIELDS = [
     "stop_token_ids response_format structured_outputs policy session_id report deadline_seconds user metadata",
     "tools tool_choice input instructions previous_response_id store chat_template_kwargs request_id tokens text",
     "truncate_prompt_tokens reasoning priority best_of suffix prompt_logprobs add_generation_prompt",
-    "max_output_tokens cache_salt kv_transfer_params",
+    "max_output_tokens cache_salt kv_transfer_params layers pixels",
 ]
 NAMES = " ".join(FIELDS).split()
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/tokenize", "/detokenize"]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/selection_maps": {"prompt": "x", "max_tokens": 1},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
@@ -157,7 +158,7 @@ def fuzz(address: tuple[str, int], count: int, seed: int) -> Counter[int]:
     return statuses
 
 
-SHORT = {"body_seconds": 0.1, "header_seconds": 0.1, "max_body": 4096}
+SHORT = {"body_seconds": 0.1, "header_seconds": 0.1, "max_body": 4096, "selection_maps": 64}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_helpers import make
+from engine_helpers import BLOCK_BYTES, make
 from server_helpers import GREEDY, error, serving
 
 from saccade.errors import SaccadeError
@@ -230,6 +230,26 @@ def test_every_metric_of_the_dashboard_is_exported(server):
         for ox, oy, ow, oh in places[:number]:
             assert x + w <= ox or ox + ow <= x or y + h <= oy or oy + oh <= y, "panels overlap"
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_bytes_are_told_by_tier(tiny_llama, tmp_path):
+    """The tier behind memory too, and what moved to it and back."""
+    with serving(make(tiny_llama, blocks=24, kv_disk=f"{tmp_path}:1MiB")) as server:
+        answer = server.complete(list(range(5, 245)) * 3, session_id="s")
+        assert answer.status_code == 200, answer.text
+        text = server.client.get("/metrics").text
+        taken, room = (
+            {
+                tier: float(value)
+                for tier, value in re.findall(rf'^saccade:{name}\{{.*tier="(\w+)"\}} (\S+)$', text, re.M)
+            }
+            for name in ("kv_cache_bytes", "kv_cache_capacity_bytes")
+        )
+        assert set(taken) == set(room) == {"host", "disk"}
+        assert room["host"] == 23 * BLOCK_BYTES
+        assert 0 < taken["disk"] <= room["disk"] <= 2**20
+        for name in ("bytes_written", "evicted", "hits"):
+            assert float(re.search(rf"^saccade:kv_disk_{name}\{{.*\}} (\S+)$", text, re.M)[1]) > 0, name
 
 
 def test_settings_of_what_is_told_are_checked():

@@ -162,6 +162,7 @@ class AsyncEngine:
             len(self.engine.sessions),
             kept,
             tiers=None if pool.tiers is None else pool.tiers.numbers(),
+            bytes_by_tier=pool.bytes_by_tier(),
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

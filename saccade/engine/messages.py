@@ -98,7 +98,8 @@ class EngineStatistics:
     """How an engine stands. ``waiting``: requests that queue, those among them that are not let in yet.
     ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
     requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
-    goes to a tier, what has moved, and the tier's cells, by name."""
+    goes to a tier, what has moved, and the tier's cells, by name.
+    ``bytes_by_tier``: of keys and values, those that are taken and those that there are."""
 
     running: int
     waiting: int
@@ -108,6 +109,7 @@ class EngineStatistics:
     kept_blocks: int = 0
     stored: dict[str, int | None] | None = None
     tiers: dict[str, float] | None = None
+    bytes_by_tier: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass

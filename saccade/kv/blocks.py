@@ -99,6 +99,17 @@ class BlockManager:
     def used_blocks(self) -> int:
         return self.num_blocks - self.free_blocks
 
+    def bytes_by_tier(self) -> dict[str, list[int]]:
+        """Bytes that are taken and that there are, in memory (``device`` or ``host``) and in the tier behind it.
+        Parts that lie in both count in both."""
+        size, tiers = self.format.block_bytes, self.tiers
+        slots = self.storage.num_blocks if tiers is None else tiers.slots
+        memory = "device" if self.storage.device.type == "cuda" else "host"
+        found = {memory: [(slots - self.free_slots) * size, slots * size]}
+        if tiers is not None:
+            found[tiers.tier.name] = [tiers.stored * size, tiers.tier.cells * size]
+        return found
+
     @property
     def logical_blocks(self) -> int:
         return len(self._holders)

@@ -103,6 +103,11 @@ class Tiers:
         return self.pool.storage.num_blocks - 1
 
     @property
+    def stored(self) -> int:
+        """Parts that the tier holds, those that are resident too among them."""
+        return self._stored
+
+    @property
     def room(self) -> int:
         """Parts that one call may hold beside those that are held already."""
         return self.slots - self._pinned

@@ -24,7 +24,7 @@ from saccade.server.named_sessions import NamedSessions
 class About:
     """What never changes of an engine. ``name``: of its model; ``path``: the folder of its tokenizer; ``policy``: of
     requests that name none; ``defaults``: sampling parameters, likewise; ``max_requests``: most that run at once;
-    ``device``: where it runs, as torch writes it; ``block_bytes``: of a slot of its KV pool."""
+    ``device``: where it runs, as torch writes it."""
 
     name: str
     path: Path
@@ -36,7 +36,6 @@ class About:
     device: str
     layers: int
     heads: int
-    block_bytes: int
 
 
 class EngineFace(Protocol):
@@ -112,7 +111,6 @@ def about_llm(llm: LLM) -> About:
         device=str(llm.model.device),
         layers=llm.model.spec.layers,
         heads=llm.model.spec.heads,
-        block_bytes=llm.pool.format.block_bytes,
     )
 
 

@@ -43,6 +43,11 @@ _STORED = {  # counts of DurableSessions.report
     "failed": "Saves that failed.",
 }
 
+_BYTES = {
+    "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
+    "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
+}
+
 
 class Metrics:
     """The counters of one server. Everything is written on the event loop's thread."""
@@ -177,12 +182,8 @@ class _Engine(Collector):
             counted = CounterMetricFamily(f"saccade:session_{name}", said, labels=["model_name"])
             counted.add_metric([self._model], stored[name] or 0)
             yield counted
-        about = self._engine.about
-        tier = "device" if about.device.startswith("cuda") else "host"
-        for name, said, blocks in (
-            ("kv_cache_bytes", "Bytes of keys and values that are taken, by tier.", now.used_blocks),
-            ("kv_cache_capacity_bytes", "Bytes that there are for keys and values, by tier.", now.num_blocks),
-        ):
+        for place, (name, said) in enumerate(_BYTES.items()):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name", "tier"])
-            gauge.add_metric([self._model, tier], blocks * about.block_bytes)
+            for tier, sizes in now.bytes_by_tier.items():
+                gauge.add_metric([self._model, tier], sizes[place])
             yield gauge

@@ -288,7 +288,7 @@ def config_dict(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-_PLAIN = ("name", "eos_token_ids", "max_requests", "device", "layers", "heads", "block_bytes")
+_PLAIN = ("name", "eos_token_ids", "max_requests", "device", "layers", "heads")
 
 
 def about_dict(about: About) -> dict[str, Any]:
