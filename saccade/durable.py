@@ -11,12 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
@@ -26,6 +22,7 @@ from saccade.engine.loop import AsyncEngine
 from saccade.engine.pieces import BeginRestore, Captured, CaptureSession, CopyRows, FinishRestore, LoadRows
 from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, SaccadeError, shown
+from saccade.groups import Groups
 from saccade.records import Record, decode_record, encode_record
 from saccade.stores import BlockStore
 
@@ -77,16 +74,6 @@ class Listed:
     why: str | None = None
 
 
-@dataclass
-class _Group:
-    sizes: dict[str, int] = field(default_factory=dict)  # by key
-    used: float = 0.0
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes.values())
-
-
 class DurableSessions:
     """The sessions of one engine in ``store``, at most ``limit`` bytes of them: the least recently used go first. A
     session has a name, which is its ``owner``'s own. Every method may be called from any thread.
@@ -98,34 +85,37 @@ class DurableSessions:
     def __init__(
         self, store: BlockStore, loop: AsyncEngine, limit: int | None = None, segment: int = SEGMENT_TOKENS
     ) -> None:
-        self.store, self.limit, self.segment = store, limit, segment
-        self.counts: Counter[str] = Counter()
+        self.store, self.segment = store, segment
         self.last_error: str | None = None
         self._loop = loop
         self._lock = threading.RLock()
         self._kept: dict[str, Kept] = {}
         self._open: dict[str, int] = {}  # the engine's session of a group
         self._pending: dict[str, Future[None]] = {}  # the last save of a group
-        self._busy: Counter[str] = Counter()  # groups that are written or read now
-        self._groups: dict[str, _Group] = {}
-        for entry in store.list():
-            group = self._groups.setdefault(entry.key.partition("/")[0], _Group())
-            group.sizes[entry.key] = entry.size
-            group.used = max(group.used, entry.used)
+        self._groups = Groups(store, limit, lambda group: self._kept.pop(group, None))
+        self.counts = self._groups.counts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="saccade-sessions")
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="saccade-sessions")
 
     @property
+    def limit(self) -> int | None:
+        """Most bytes that are stored; None for any number."""
+        return self._groups.limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._groups.limit = limit
+
+    @property
     def size(self) -> int:
         """Bytes that are stored."""
-        with self._lock:
-            return sum(group.size for group in self._groups.values())
+        return self._groups.size
 
     def has(self, name: str, owner: str = "") -> bool:
         """Whether there is a session of that name; it may still turn out to be damaged."""
         group = _group(owner, name)
         with self._lock:
-            return group in self._pending or self.store.exists(f"{group}/head")
+            return group in self._pending or self.store.exists(self._groups.head(group))
 
     def opened(self, number: int, name: str, owner: str = "") -> None:
         """The engine's session ``number`` is the one of that name from now on."""
@@ -178,7 +168,7 @@ class DurableSessions:
             if self._open.get(group) in self._loop.engine.sessions:
                 raise RequestError(f"the session {shown(name)} is open already; close() it first")
         self._wait(group)
-        with self._in_use(group):
+        with self._groups.in_use(group):
             try:
                 return self._restore(group, f"the session {shown(name)}", recompute)
             except RequestError:
@@ -189,20 +179,15 @@ class DurableSessions:
         """Remove what is stored under a name; False where there is nothing."""
         group = _group(owner, name)
         self._wait(group)
-        with self._lock:
-            there = group in self._groups
-            self._remove(group)
-        return there
+        return self._groups.remove(group)
 
     def stored(self) -> list[Listed]:
         """All sessions, the last used one first."""
-        with self._lock:
-            groups = {group: (one.size, one.used) for group, one in self._groups.items()}
         listed = []
-        for group, (size, used) in groups.items():
+        for group, (size, used) in self._groups.all().items():
             owner, name, tokens, why = "", group, 0, None
             try:
-                content = self.store.get(f"{group}/head")
+                content = self.store.get(self._groups.head(group))
                 if content is None:
                     raise RequestError("its head is missing")
                 data = decode_record(content, HEAD, group).data
@@ -233,8 +218,7 @@ class DurableSessions:
         """``counts``, and what is stored."""
         names = ("saves", "restores", "bytes_written", "bytes_read", "tokens_restored", "tokens_recomputed")
         counted = {name: self.counts[name] for name in (*names, "refused", "failed", "removed")}
-        with self._lock:
-            return counted | {"sessions": len(self._groups), "bytes": self.size, "bytes_most": self.limit}
+        return counted | {"sessions": len(self._groups), "bytes": self.size, "bytes_most": self.limit}
 
     # Saving, on the writer's thread
 
@@ -251,7 +235,7 @@ class DurableSessions:
             with self._lock:
                 superseded = self._pending.get(group) is not saving
             if not superseded:  # a later turn's save has all that this one has
-                with self._in_use(group):
+                with self._groups.in_use(group):
                     self._write(number, captured.result(), about, tensors)
                 self.counts["saves"] += 1
         except Exception as error:  # the session itself goes on
@@ -277,66 +261,23 @@ class DurableSessions:
                 break
             key = f"{group}/{start:010d}-{token_hex(8)}"
             record = Record(SEGMENT, {"key": key, "model": saved.data["model"], "start": start, "stop": stop}, rows)
-            if not self._put(key, encode_record(record)):
+            if not self._groups.put(key, encode_record(record)):
                 break
             segments.append(Segment(key, start, stop, record.seal))
         own = {f"own/{key}": tensor for key, tensor in tensors.items()}
-        if not self._put(f"{group}/head", _head(about, saved, segments, saved.tensors | own)):
+        if not self._groups.put(self._groups.head(group), _head(about, saved, segments, saved.tensors | own)):
             # What was said is kept in any case, and as many of the segments as there is room for.
             said = {"tokens": saved.tensors["tokens"]} | own
-            while segments and self._over(group, segments) > 0:
+            while segments and self._groups.over(group, [one.key for one in segments]) > 0:
                 segments.pop()
-            self._put(f"{group}/head", _head(about, saved, segments, said), anyhow=True)
+            self._groups.put(self._groups.head(group), _head(about, saved, segments, said), anyhow=True)
         self._kept[group] = Kept(segments, captured.mark)
-        named = {f"{group}/head", *(one.key for one in segments)}
-        with self._lock:
-            left = [key for key in self._groups[group].sizes if key not in named]
-        for key in left:
-            self._delete(group, key)
-
-    def _over(self, group: str, segments: list[Segment]) -> int:
-        """Bytes by which the bound is passed if ``group`` keeps no more than ``segments`` and its head as it is."""
-        with self._lock:
-            sizes, others = self._groups[group].sizes, self.size - self._groups[group].size
-            return others + sum(sizes[one.key] for one in segments) + sizes.get(f"{group}/head", 0) - (self.limit or 0)
-
-    def _put(self, key: str, content: bytes, anyhow: bool = False) -> bool:
-        """False where there is no room, unless it is to be stored ``anyhow``."""
-        group = key.partition("/")[0]
-        with self._lock:
-            have = self._groups.setdefault(group, _Group())
-            while self.limit is not None and self.size - have.sizes.get(key, 0) + len(content) > self.limit:
-                others = [one for one in self._groups if one != group and not self._busy[one]]
-                if not others and anyhow:
-                    break
-                if not others:
-                    logger.warning("no room for %s: the bound is %d bytes", key, self.limit)
-                    return False
-                self._remove(min(others, key=lambda one: self._groups[one].used))
-                self.counts["removed"] += 1
-        self.store.put(key, content)
-        with self._lock:
-            have.sizes[key], have.used = len(content), time.time()
-        self.counts["bytes_written"] += len(content)
-        return True
-
-    def _remove(self, group: str) -> None:
-        """Remove a whole group, its head first: without one the rest means nothing."""
-        self._kept.pop(group, None)
-        have = self._groups.get(group)
-        for key in sorted(have.sizes, key=lambda key: not key.endswith("/head")) if have is not None else ():
-            self._delete(group, key)
-        self._groups.pop(group, None)
-
-    def _delete(self, group: str, key: str) -> None:
-        self.store.delete(key)
-        with self._lock:
-            self._groups[group].sizes.pop(key, None)
+        self._groups.keep(group, [one.key for one in segments])
 
     # Restoring, on the caller's thread
 
     def _restore(self, group: str, called: str, recompute: bool) -> Restored | None:
-        content = self.store.get(f"{group}/head")
+        content = self.store.get(self._groups.head(group))
         if content is None:
             return None
         self.counts["bytes_read"] += len(content)
@@ -365,8 +306,7 @@ class DurableSessions:
             raise
         with self._lock:
             self._open[group] = number
-            if group in self._groups:
-                self._groups[group].used = time.time()
+        self._groups.used(group)
         computed = self._loop.engine.sessions[number].computed
         self.counts["restores"] += 1
         self.counts["tokens_restored"] += computed
@@ -405,17 +345,6 @@ class DurableSessions:
         return decode_record(content, SEGMENT, f"the record of tokens {one.start} to {one.stop - 1}")
 
     # Both
-
-    @contextmanager
-    def _in_use(self, group: str) -> Iterator[None]:
-        """Nobody removes it for room meanwhile."""
-        with self._lock:
-            self._busy[group] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._busy[group] -= 1
 
     def _wait(self, group: str) -> None:
         with self._lock:
