@@ -258,7 +258,7 @@ def test_a_step_whose_end_fails_is_taken_back(runner, monkeypatch):
     ours, theirs = (Sequences(runner, policies, lengths) for _ in range(2))
     device, step = DeviceBackend(runner), ours.step()
     with monkeypatch.context() as patched:
-        patched.setattr(device, "_fetched", Once(None, ZeroDivisionError("lost"), at=1))
+        patched.setattr("saccade.engine.device.fetch_tokens", Once(None, ZeroDivisionError("lost"), at=1))
         with pytest.raises(device.Failed, match="lost"):
             device.run(step, ours.memories)
     assert [memory.kv.length for memory in ours.memories.values()] == lengths

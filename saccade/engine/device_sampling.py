@@ -29,7 +29,9 @@ def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
     sampled: list[tuple[int, PlacedRow, RowSampling]] = []
     left: list[tuple[int, PlacedRow]] = []
     for number, row in enumerate(placed):
-        if row is None or not (row.scheduled.wants_logits or row.scheduled.all_logits):
+        if row is None or row.result.error is not None:
+            continue
+        if not (row.scheduled.wants_logits or row.scheduled.all_logits):
             continue
         sound = likeliest[number] >= 0
         if sound and row.scheduled.greedy:

@@ -64,8 +64,8 @@ def _in_pieces(call: Call, view: TieredView, wanted: np.ndarray, attend: Runs, u
         first, last = int(cells[start]) * grid * size, min((int(cells[stop - 1]) + 1) * grid * size, view.length)
         pieces.append((wanted[start:stop], first, last))
         start = stop
-    out = torch.zeros(call.q.shape, dtype=torch.promote_types(call.q.dtype, torch.float32))
-    lse = torch.full(call.q.shape[:2], -torch.inf)
+    out = torch.zeros(call.q.shape, dtype=torch.promote_types(call.q.dtype, torch.float32), device=call.q.device)
+    lse = torch.full(call.q.shape[:2], -torch.inf, device=call.q.device)
     backend = ""
     ahead = None
     try:

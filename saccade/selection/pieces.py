@@ -25,7 +25,7 @@ GRID = 128  # of the lists of blocks that stand for everything: coarse ones are 
 def read_blocks(selection: Selection, size: int) -> Tensor:
     """Bool [blocks of ``size`` keys]: which of them ``selection`` may read a key of. At times more than that."""
     shape = selection.shape
-    mask = torch.zeros(-(-shape.k_len // size), dtype=torch.bool)
+    mask = torch.zeros(-(-shape.k_len // size), dtype=torch.bool, device="cpu")
     stop = shape.q_start + shape.q_len
     if isinstance(selection, Band):
         mask[: -(-min(selection.sinks, shape.k_len) // size)] = True
@@ -109,12 +109,12 @@ class Between(Selection):
 
 
 def _dense_between(shape: Shape, first: int, last: int) -> Blocks:
-    rows = torch.arange(shape.q_start // GRID, (shape.q_start + shape.q_len - 1) // GRID + 1)
+    rows = torch.arange(shape.q_start // GRID, (shape.q_start + shape.q_len - 1) // GRID + 1, device="cpu")
     begin = first // GRID
     counts = (torch.clamp(rows + 1, max=-(-last // GRID)) - begin).clamp(min=0)
     offsets = offsets_of(counts)
     which = list_ids(offsets)
-    indices = torch.arange(int(offsets[-1])) - offsets[which] + begin
+    indices = torch.arange(int(offsets[-1]), device="cpu") - offsets[which] + begin
     return Blocks(shape, GRID, offsets, indices.to(torch.int32))
 
 
@@ -126,7 +126,7 @@ def _kept_offsets(offsets: Tensor, keep: Tensor) -> Tensor:
 
 def _mark(mask: Tensor, starts: Tensor, length: int, size: int) -> None:
     """Mark the blocks of the stretches of ``length`` keys from ``starts`` on, as far as they lie within."""
-    edges = torch.zeros(mask.numel() + 1, dtype=torch.int32)
+    edges = torch.zeros(mask.numel() + 1, dtype=torch.int32, device="cpu")
     stops = -(-(starts + length) // size)
     inside = (stops > 0) & (starts < mask.numel() * size)
     first, last = (starts[inside] // size).clamp(min=0), stops[inside].clamp(max=mask.numel())
