@@ -158,12 +158,12 @@ def _draw(scores: Tensor, asked: Sequence[RowSampling], places: Sequence[int]) -
 def _entries(logits: Tensor, asked: Sequence[RowSampling], chosen: Sequence[int]) -> list[LogprobEntries | None]:
     """Log-probabilities of the rows that want some."""
     found: list[LogprobEntries | None] = [None] * len(asked)
-    wanting = [row for row, one in enumerate(asked) if one.logprobs is not None and chosen[row] != LEFT]
-    if not wanting:
-        return found
-    counts = [asked[row].logprobs or 0 for row in wanting]
-    tokens = [chosen[row] for row in wanting]
-    entries = row_logprobs(logits[_whole(wanting, logits.device)], tokens, max(counts))
-    for row, token, count, every in zip(wanting, tokens, counts, entries):
-        found[row] = {other: entry for other, entry in every.items() if entry[1] <= count or other == token}
+    by_count: dict[int, list[int]] = {}
+    for row, one in enumerate(asked):
+        if one.logprobs is not None and chosen[row] != LEFT:
+            by_count.setdefault(one.logprobs, []).append(row)
+    for count, rows in by_count.items():  # by themselves: the rank of equals depends on how many are asked for
+        entries = row_logprobs(logits[_whole(rows, logits.device)], [chosen[row] for row in rows], count)
+        for row, every in zip(rows, entries):
+            found[row] = every
     return found
