@@ -95,7 +95,7 @@ class EngineConfig:
                     f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; leave it out, "
                     "or give device='cpu'"
                 )
-        if self.kv_replacement not in REPLACEMENTS:
+        if not isinstance(self.kv_replacement, str) or self.kv_replacement not in REPLACEMENTS:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
             )

@@ -21,7 +21,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,7 +53,7 @@ def fuzz(
     wrong: dict[str, str] = {}
     torch.set_num_threads(1)
     offline = patch.object(constants, "HF_HUB_OFFLINE", True), patch.dict(os.environ, HF_HUB_OFFLINE="1")
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), offline[0], offline[1]:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), offline[0], offline[1], chdir(folder):
         warnings.simplefilter("ignore")
         kinds = Kinds(Path(folder))
         commands = Commands(Path(folder) / "here", kinds.checkpoint)
