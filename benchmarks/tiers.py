@@ -1,6 +1,6 @@
 """Decode over more keys and values than memory holds: tokens/s over a disk against the same where all is resident.
 
-    python benchmarks/tiers.py [--tokens 1000000] [--short 32768] [--kv-memory 1GiB] [--kv-disk /tmp/kv:20GiB]
+    python benchmarks/tiers.py [--tokens 1000000] [--short 32768] [--kv-memory 1GiB] [--kv-disk ~/kv:20GiB]
         [--policies quest(budget=4096,block_size=32,dense_layers=0)] [--steps 32] [--threads 2] [--cold]
 
 A random model of 125 M parameters decodes over made-up keys (as ``bench generate --synthetic-kv``, but some at a time).

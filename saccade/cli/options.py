@@ -28,7 +28,7 @@ POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flex
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
 MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB.")
-DISK = typer.Option("--kv-disk", help="Folder and size for what that has no room for, as /tmp/kv:100GiB.")
+DISK = typer.Option("--kv-disk", help="Folder and size for what that has no room for, as ~/kv:100GiB.")
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
 THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")

@@ -29,7 +29,7 @@ class EngineConfig:
     ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
     a GPU), at most what ``max_requests`` full-length sequences need. ``kv_disk``: a folder and a size such as
-    ``"/tmp/kv:100GiB"``, where keys and values go that ``kv_memory`` has no room for (kv/tiers.py); on a CPU.
+    ``"~/kv:100GiB"``, where keys and values go that ``kv_memory`` has no room for (kv/tiers.py); on a CPU.
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most
     prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_waiting``:
     most requests that queue behind them; whoever adds more waits until there is room. ``block_size``: tokens of a
