@@ -3,7 +3,7 @@
     python benchmarks/scaling.py decode [--contexts 131072] [--threads 1,2,4,8,16] [--methods ...] [--limit SECONDS]
     python benchmarks/scaling.py prefill --contexts 32768 [--heads 32 --kv-heads 8]
 
-Medians in milliseconds of one layer. Decode: one row's call as the engine makes it (ops.cpu_plans), which chooses, reads
+Medians in milliseconds of one layer. Decode: one row as the engine calls for it (ops.cpu_plans), which chooses, reads
 and learns; rows that such a call does not serve run as `saccade bench ops` runs them, marked "apart". Layers with the
 same keys at different places take turns, so that caches are cold. Prefill: beside torch's sdpa over all heads. The last
 line has the matrix rate and the bandwidth of reading in order.
