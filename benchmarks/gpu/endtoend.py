@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from harness import Results, say
+from harness import Results, measured_limits, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
@@ -37,6 +37,7 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
+from saccade.ops.triton import common
 
 CHUNK = 16384
 STEPS = int(os.environ.get("STEPS", "128"))  # decode steps timed: the median counts
@@ -48,14 +49,23 @@ DECODE = os.environ.get(
     "DECODE",
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
 ).split()
-SIZES = ((65536, 8), (98304, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
+# Context and batch; eight of 128K do not fit.
+SIZES = tuple(
+    (int(context), int(batch))
+    for context, batch in (
+        one.split("x") for one in os.environ.get("SIZES", "65536x8 98304x8 131072x1 131072x4").split()
+    )
+)
 PREFILL_SIZES = (32768, 131072)
 PEERS = {  # what transformers' sdpa may use; the first is its own choice
     "": nullcontext,
     " (cuDNN)": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     " (flash)": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
 }
+# Where a step's time goes, by kernels that start when those before them have ended (common.begin), which takes longer:
+# else a kernel's time has in it what it waits for.
 PROFILED = bool(os.environ.get("PROFILE"))
+VECTORS = {"cuboid": 2, "minmax": 2, "stored_mean": 1, "moments": 2}  # of a block's summary, a KV head
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
 
@@ -127,7 +137,9 @@ class Bench:
         runner = HFRunner(self.model, family, self.spec, LlamaDecoder.of(self.model, family, self.spec))
         self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch()))
         self.pool: BlockManager | None = None
+        self.limits = measured_limits()
         self.results.facts = {
+            "limits": self.limits,
             "layers": LAYERS,
             "prefill_chunk": CHUNK,
             "parameters": sum(one.numel() for one in self.model.parameters()),
@@ -224,10 +236,12 @@ class Bench:
                 sequence.extend([7], "decode", request.policy)
             for _ in range(4):  # compiles, records, and replays twice
                 step()
-            taken = statistics.median(seconds(step) for _ in range(STEPS))
+            before = requests[0].report.as_dict()["decode"]
+            steps = [seconds(step) for _ in range(STEPS)]
+            taken = statistics.median(steps)
+            report = requests[0].report.as_dict()
             if PROFILED:
                 profile(step)
-            report = requests[0].report.as_dict()
         finally:
             for request in requests:
                 request.sequence.memory.drop()
@@ -238,13 +252,27 @@ class Bench:
             batch=batch,
             policy=policy,
             ms_per_step=1000 * taken,
+            mean_ms_per_step=1000 * statistics.mean(steps),  # steps that search beside steps that do not
+            floor_ms=self.floor(tokens * batch, policy, report["decode"]["density"]),
             tokens_per_second=batch / taken,
             density=report["decode"]["density"],
+            searching=share_of_searches(before, report["decode"]),
             backends=str(report["decode"]["backends"]),
             notes=str(report["notes"]),
             speedup=None if dense is None else dense / taken,
         )
         return taken
+
+    def floor(self, tokens: int, policy: str, density: float) -> float:
+        """Milliseconds in which the device copies as many bytes as a step has to read: weights, keys and values by the
+        step's density, and summaries of all blocks. Reading alone may be as fast again as a copy's reads."""
+        weights = sum(one.numel() * one.element_size() for one in self.model.parameters())
+        weights -= self.model.get_input_embeddings().weight.numel() * 2
+        vector = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.layers
+        plan = Policy.parse(policy).decode.device_plan(self.spec)
+        blocks = None if plan is None else plan.blocks
+        summaries = 0 if blocks is None else tokens // blocks.size * VECTORS[blocks.summary] * vector
+        return 1e-6 * (weights + 2 * tokens * density * vector + summaries) / self.limits["copy_gbps"]
 
     @contextmanager
     def as_transformers(self, attention_name: str) -> Iterator[None]:
@@ -348,8 +376,16 @@ class Bench:
                 attempt(f"transformers {tokens}{kernel}", lambda n=tokens, k=kernel: self.transformers(n, k))
 
 
+def share_of_searches(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Of the query heads that may search, those that did, since ``before``."""
+    may = after["searchable"] - before["searchable"]
+    return (after["searches"] - before["searches"]) / may if may else None
+
+
 def main() -> None:
     torch.manual_seed(0)
+    if PROFILED:
+        common.is_hopper = lambda device: False
     Bench().run()
 
 

@@ -104,7 +104,8 @@ class BlockManager:
         Parts that lie in both count in both."""
         size, tiers = self.format.block_bytes, self.tiers
         slots = self.storage.num_blocks if tiers is None else tiers.slots
-        memory = "device" if self.storage.device.type == "cuda" else "host"
+        on_device = self.storage.device.type == "cuda" or (tiers is not None and tiers.tier.name == "host")
+        memory = "device" if on_device else "host"
         found = {memory: [(slots - self.free_slots) * size, slots * size]}
         if tiers is not None:
             found[tiers.tier.name] = [tiers.stored * size, tiers.tier.cells * size]

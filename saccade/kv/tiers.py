@@ -1,6 +1,7 @@
 """Which parts of KV blocks lie in slots, and which in the tier behind them: who is brought in, and who has to leave.
 
-A part is written to the tier when it first leaves its slot, and not again: its cell stays its own until the block is
+A part is written to the tier when it first leaves its slot, or, where writes cost next to nothing, when its block is
+full and slots run short; and not again: its cell stays its own until the block is
 let go, or somebody writes to it (:meth:`Tiers.opened`). While it has both, leaving costs nothing. Where cells run short
 residents give theirs up, and memory and tier together hold what both have room for.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 LEAST_SLOTS = 8  # that something can run in
 FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
 RECORD = 1 << 20  # bytes of victims that leave together
+SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving
 Array = np.ndarray[Any, Any]
 
 
@@ -154,6 +156,16 @@ class Tiers:
             stale = blocks[(cells > 0) & (self.pool.slots_of(layer, blocks) >= 0)]
             self._drop_cells(layer, stale)
 
+    def sealed(self, layers: range, blocks: Array) -> None:
+        """``blocks`` are full: where slots run short, a tier that works in the background gets their parts now, so
+        that leaving costs nothing."""
+        if not self.tier.in_background or self.pool.free_slots >= self.slots // SHORT:
+            return
+        for layer in layers:
+            fresh = blocks[(self.pool.slots_of(layer, blocks) >= 0) & (self._cell[layer, blocks] == 0)]
+            if len(fresh) and self.tier.free_cells >= len(fresh) + self._batch:
+                self._write(np.full_like(fresh, layer), fresh, fresh[:0], fresh[:0])
+
     def born(self, blocks: Sequence[int]) -> None:
         """``blocks`` have been handed out."""
         self.generation[blocks] += 1
@@ -216,6 +228,7 @@ class Tiers:
         kept = has.copy()
         if not has.all():
             kept[~has] = self._write(layers[~has], blocks[~has], layers[has], blocks[has])
+        self.tier.settle()
         for layer in np.unique(layers[kept]).tolist():
             self._vacate(layer, blocks[kept & (layers == layer)])
         gone = int(kept.sum())
