@@ -9,6 +9,7 @@
 #include "choosing.h"
 #include "listing.h"
 #include "new_rows.h"
+#include "sharing_row.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -30,36 +31,33 @@ struct StepRow : BlockTable {
 };
 
 class DecodeStep {
-    enum class Kind { elsewhere, reads, chooses, lists };
+    enum class Kind { elsewhere, reads, chooses, lists, shares };
     struct Layer {
         Kind kind = Kind::elsewhere;
         ReadKeys keys;
         BlockChoice choice;
         ChoosingLayer by;
         ListedLayer listed;
+        SharedLayer shared;
     };
     struct Row {
         StepRow where;
         std::vector<Layer> layers;
         ListedKeys listed;
+        SharedKeys shared;
         // The row's work at the layer that runs.
-        Attention a;
+        Reading reading;
         Choosing choosing;
         Listing listing;
-        Kind kind;
+        Sharing sharing;
+        RowWork* work;
         int64_t keys;
-
-        void run(const KernelSet& set, int threads) {
-            if (kind == Kind::chooses) return choosing.run(set, threads);
-            if (kind == Kind::lists) return listing.run(set, threads);
-            a.threads = threads;
-            set.decode(a);
-        }
     };
     struct Work {
         const KernelSet& set;
         std::vector<Row*> some;
         int threads;
+        bool watched;
     };
 
   public:
@@ -127,11 +125,23 @@ class DecodeStep {
         }
     }
 
+    // Every layer reads what it shares, or retrieves.
+    void shares(int64_t number, const SharedKeys& keys, const std::vector<SharedLayer>& layers) {
+        Row& row = at(number);
+        if (static_cast<int64_t>(layers.size()) != layers_) throw std::invalid_argument("one of each layer is needed");
+        row.shared = keys;
+        for (int64_t i = 0; i < layers_; ++i) {
+            row.layers[i].kind = Kind::shares;
+            row.layers[i].shared = layers[i];
+        }
+    }
+
     // Stores the new keys and values and, if it `attends`, writes the attention of those rows that say how.
-    void run(const KernelSet& set, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
-             const Queries& queries, const Output& output, bool attends, bool follows) {
+    // If `watched`, returns the share of the rows' time that went to choosing and learning, else 0.
+    double run(const KernelSet& set, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
+             const Queries& queries, const Output& output, bool attends, bool follows, bool watched) {
         if (layer < 0 || layer >= layers_) throw std::invalid_argument("there is no layer " + std::to_string(layer));
-        Work work{set, {}, threads};
+        Work work{set, {}, threads, watched};
         if (fresh.k)
             for (const auto& row : rows_) {
                 const BlockTable table = row->where.at(layer);
@@ -142,20 +152,24 @@ class DecodeStep {
             const Layer& own = row.layers[layer];
             if (!attends || own.kind == Kind::elsewhere) continue;
             Attention a = row_of(threads, pool, queries, row.where.at(layer), row.where.row, row.where.q_start, output);
-            row.kind = own.kind;
             row.keys = a.q_start + 1;
             if (own.kind == Kind::reads) {
-                read_keys(a, own.keys);
-                if (a.keys == Keys::band) row.keys = std::min(row.keys, a.window + a.sinks);
-                row.a = a;
+                row.reading.begin(a, own.keys);
+                row.keys = row.reading.keys();
+                row.work = &row.reading;
             } else if (own.kind == Kind::chooses) {
                 row.choosing.begin(a, own.choice, own.by);
-            } else {
+                row.work = &row.choosing;
+            } else if (own.kind == Kind::lists) {
                 row.listing.begin(a, row.listed, own.listed);
+                row.work = &row.listing;
+            } else {
+                row.sharing.begin(a, row.shared, own.shared);
+                row.work = &row.sharing;
             }
             work.some.push_back(&row);
         }
-        if (work.some.empty()) return;
+        if (work.some.empty()) return 0;
         nb::gil_scoped_release release;
         const int64_t count = static_cast<int64_t>(work.some.size());
         std::stable_partition(work.some.begin(), work.some.end(), [](const Row* row) { return row->keys >= kLong; });
@@ -165,9 +179,15 @@ class DecodeStep {
                 const Work& all = *static_cast<const Work*>(context);
                 Row& row = *all.some[i];  // what it gets does not depend on how many threads make it
                 const bool alone = static_cast<int64_t>(all.some.size()) >= all.threads && row.keys < kLong;
-                row.run(all.set, alone ? 1 : all.threads);
+                row.work->phases.begin(all.watched);
+                row.work->run(all.set, alone ? 1 : all.threads);
             },
             &work, follows);
+        double spent[Phases::count] = {};
+        for (const Row* row : work.some)
+            for (int i = 0; i < Phases::count; ++i) spent[i] += row->work->phases.seconds(static_cast<Phases::Phase>(i));
+        const double all = spent[Phases::choosing] + spent[Phases::reading];
+        return all > 0 ? spent[Phases::choosing] / all : 0;
     }
 
   private:
@@ -181,9 +201,9 @@ class DecodeStep {
     std::vector<std::unique_ptr<Row>> rows_;
 };
 
-void run_step(const KernelSet& set, DecodeStep& step, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
-              const Queries& queries, const Output& output, bool attends, bool follows) {
-    step.run(set, threads, layer, pool, fresh, queries, output, attends, follows);
+double run_step(const KernelSet& set, DecodeStep& step, int threads, int64_t layer, const Pool& pool, const NewRows& fresh,
+              const Queries& queries, const Output& output, bool attends, bool follows, bool watched) {
+    return step.run(set, threads, layer, pool, fresh, queries, output, attends, follows, watched);
 }
 
 }  // namespace
@@ -221,11 +241,27 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         {field<&ListedLayer::tally>("tally"), field<&ListedLayer::tables>("tables").optional(),
          field<&ListedLayer::mean_key>("mean_key").optional(), field<&ListedLayer::mean_value>("mean_value").optional(),
          field<&ListedLayer::spread>("spread").optional(), field<&ListedLayer::steps>("steps").optional()});
+    bind_struct<SharedKeys>(
+        m, "SharedKeys",
+        {field<&SharedKeys::units>("units").at_least(1), field<&SharedKeys::sinks>("sinks"),
+         field<&SharedKeys::local>("local").at_least(1), field<&SharedKeys::best>("best").at_least(1),
+         field<&SharedKeys::tau>("tau"), field<&SharedKeys::cover_gap>("cover_gap"),
+         field<&SharedKeys::follow>("follow"), field<&SharedKeys::reach>("reach"),
+         field<&SharedKeys::spread>("spread")});
+    bind_struct<SharedLayer>(
+        m, "SharedLayer",
+        {field<&SharedLayer::tally>("tally"), field<&SharedLayer::directions>("directions"),
+         field<&SharedLayer::has>("has"), field<&SharedLayer::counts>("counts"), field<&SharedLayer::keys>("keys"),
+         field<&SharedLayer::moving>("moving").or_null(), field<&SharedLayer::positions>("positions"),
+         field<&SharedLayer::count>("count"), field<&SharedLayer::window>("window"),
+         field<&SharedLayer::channels>("channels").at_least(16), field<&SharedLayer::capacity>("capacity").at_least(1),
+         field<&SharedLayer::most>("most"), field<&SharedLayer::room>("room").at_least(1)});
     nb::class_<DecodeStep>(m, "DecodeStep")
         .def(nb::init<int64_t, int64_t, int64_t>())
         .def("add", &DecodeStep::add)
         .def("reads", &DecodeStep::reads)
-        .def("lists", &DecodeStep::lists);
+        .def("lists", &DecodeStep::lists)
+        .def("shares", &DecodeStep::shares);
     set.def("run_step", &run_step);
 }
 

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "bindings.h"
+#include "row_work.h"
 
 namespace saccade {
 
@@ -26,26 +26,20 @@ struct ChoosingLayer {
     float* coverage;
 };
 
-// A row's work at one layer, and room for its lists that the next layer uses again.
-class Choosing {
+class Choosing : public RowWork {
   public:
     // Throws std::invalid_argument where the row cannot choose so.
     void begin(const Attention& attention, const BlockChoice& how, const ChoosingLayer& by) {
-        a = attention;
         choice = how;
         from = by;
         const BlockChoice& c = choice;
-        check_units(a, c.units);
-        const int64_t keys = a.q_start + 1, full = keys / c.size, partial = keys % c.size > 0;
+        const int64_t keys = attention.q_start + 1, full = keys / c.size, partial = keys % c.size > 0;
         first = c.first;
         stop = (c.microbatch ? full : full + partial) - c.last;
         ends = c.microbatch ? c.last + partial : c.last;
         const int64_t ranked = stop - first;
-        if (ranked < 1 || (!c.microbatch && c.take > ranked))
-            throw std::invalid_argument("a row of " + std::to_string(keys) + " keys has too few blocks to choose from");
-        if (by.summarized < stop && (c.microbatch || (c.take && c.take < ranked)))
-            throw std::invalid_argument("summaries of " + std::to_string(from.summarized) + " blocks do not reach " +
-                                        std::to_string(stop));
+        RowWork::begin(attention, c.units, !c.microbatch && c.take > ranked ? 0 : ranked, " blocks");
+        if (c.microbatch || (c.take && c.take < ranked)) check_summaries(by.summarized, stop);
         if (c.microbatch && (!by.used || !by.coverage))
             throw std::invalid_argument("a rule needs used and coverage");
         const int64_t forced = first + ends;
@@ -55,39 +49,22 @@ class Choosing {
         if (c.microbatch) read.resize(c.units * (forced + ranked) + 1);
     }
 
-    void run(const KernelSet& set, int threads) {
-        a.threads = threads;
+    void run(const KernelSet& set, int threads) override {
+        a_.threads = threads;
         const BlockChoice& c = choice;
         const int64_t ranked = stop - first;
         if (c.microbatch || (c.take && c.take < ranked)) {
-            set.rank_blocks(ranking());
+            const int64_t count = c.microbatch ? 0 : c.take;
+            set.rank_blocks(ranking(from.summary, c.units, c.parts, first, stop, count, order.data()));
         } else {
             for (int64_t i = 0; i < c.units * c.take; ++i) order[i] = static_cast<int32_t>(first + i % c.take);
         }
+        phases.end(Phases::choosing);
         c.microbatch ? run_ruled(set) : run_listed(set);
+        phases.end(Phases::reading);
     }
 
   private:
-    BlockRanking ranking() const {
-        const BlockChoice& c = choice;
-        BlockRanking r{};
-        r.storage = r.summary_storage = a.storage;
-        r.q = a.q;
-        r.q_head_stride = a.q_head_stride;
-        r.summary = from.summary;
-        r.heads = a.heads;
-        r.kv_heads = a.kv_heads;
-        r.head_dim = a.head_dim;
-        r.units = c.units;
-        r.parts = c.parts;
-        r.first = first;
-        r.last = stop;
-        r.count = c.microbatch ? 0 : c.take;
-        r.out = const_cast<int32_t*>(order.data());
-        r.threads = a.threads;
-        return r;
-    }
-
     void run_listed(const KernelSet& set) {
         const BlockChoice& c = choice;
         int32_t* to = lists.data();
@@ -98,13 +75,13 @@ class Choosing {
             for (int64_t b = 0; b < ends; ++b) *to++ = static_cast<int32_t>(stop + b);
         }
         offsets[c.units] = to - lists.data();
-        a.keys = Keys::blocks;
-        a.block_size = c.size;
-        a.units = c.units;
-        a.q_blocks = 1;
-        a.offsets = offsets.data();
-        a.indices = lists.data();
-        set.decode(a);
+        a_.keys = Keys::blocks;
+        a_.block_size = c.size;
+        a_.units = c.units;
+        a_.q_blocks = 1;
+        a_.offsets = offsets.data();
+        a_.indices = lists.data();
+        set.decode(a_);
     }
 
     void run_ruled(const KernelSet& set) {
@@ -115,7 +92,7 @@ class Choosing {
             lists[i] = static_cast<int32_t>(at < first ? at : stop + at - first);
         }
         Progressive p{};
-        p.attention = a;
+        p.attention = a_;
         p.attention.keys = Keys::blocks;
         p.block_size = p.attention.block_size = c.size;
         p.units = p.attention.units = c.units;
@@ -134,7 +111,6 @@ class Choosing {
         set.progressive(p);
     }
 
-    Attention a;
     BlockChoice choice;
     ChoosingLayer from;
     int64_t first = 0, stop = 0, ends = 0;  // blocks that are ranked, and how many follow them

@@ -5,39 +5,33 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
 #include <vector>
 
-#include "bindings.h"
 #include "half.h"
 #include "join_blocks.h"
 #include "listed_calls.h"
+#include "row_work.h"
 
 namespace saccade {
 
-class Listing {
+class Listing : public RowWork {
   public:
     // Throws std::invalid_argument where the row cannot read so.
     void begin(const Attention& attention, const ListedKeys& how, const ListedLayer& by) {
-        a_ = attention;
         c_ = how;
         l_ = by;
-        check_units(a_, c_.units);
-        length_ = a_.q_start + 1;
-        const int64_t others = length_ - c_.sinks - c_.local;
-        if (c_.units % a_.kv_heads || others < 1)
-            throw std::invalid_argument("a row of " + std::to_string(length_) + " keys has too few to choose from");
+        RowWork::begin(attention, c_.units, attention.q_start + 1 - c_.sinks - c_.local, "");
+        check_lists(c_.units);
         if (!c_.tables) return;
         const ScoreTables& t = l_.tables;
         if (t.units != c_.units || t.first != c_.sinks || t.capacity < length_ - t.first || !l_.mean_key ||
             !l_.mean_value || !l_.spread || !l_.tally)
             throw std::invalid_argument("score tables do not fit a row of " + std::to_string(length_) + " keys");
-        if (c_.blocks && l_.summarized < a_.q_start / c_.block_size)
-            throw std::invalid_argument("summaries of " + std::to_string(l_.summarized) + " blocks are too few");
+        if (c_.blocks) check_summaries(l_.summarized, a_.q_start / c_.block_size);
         if (c_.probes && !c_.places) throw std::invalid_argument("probes need places");
     }
 
-    void run(const KernelSet& set, int threads) {
+    void run(const KernelSet& set, int threads) override {
         a_.threads = threads;
         idle_.assign(a_.heads, 0);
         rest_.clear();
@@ -53,9 +47,12 @@ class Listing {
                 probe(set);
             }
         }
+        phases.end(Phases::choosing);
         gather(set);
         if (!rest_.empty()) merge();
+        phases.end(Phases::reading);
         if (c_.tables) learn(set);
+        phases.end(Phases::choosing);
         if (!l_.tally) return;
         const int64_t per_unit = a_.heads / c_.units;
         for (int64_t h = 0; h < a_.heads; ++h) {
@@ -100,7 +97,6 @@ class Listing {
         base_.assign(c_.units, a_.q_start - c_.sinks);
         skip_.assign(c_.units, 1);
         for (int64_t h = 0; h < a_.heads; ++h) skip_[h / per_unit] &= idle_[h];
-        reserve(scanned_, scanned_room_, c_.units * length + 16);
         TableScan s{};
         s.tables = l_.tables;
         s.length = length;
@@ -113,7 +109,7 @@ class Listing {
         s.base = base_.data();
         s.skip = skip_.data();
         s.offsets = offsets_.data();
-        s.indices = scanned_.get();
+        s.indices = scanned_.need(c_.units * length + 16);
         s.threads = a_.threads;
         set.scan_tables(s);
         indices_ = scanned_.get();
@@ -127,25 +123,12 @@ class Listing {
         if (count == full) {
             for (int64_t i = 0; i < c_.units * count; ++i) best_[i] = static_cast<int32_t>(i % count);
         } else {
-            BlockRanking r{};
-            r.storage = r.summary_storage = a_.storage;
-            r.q = a_.q;
-            r.q_head_stride = a_.q_head_stride;
-            r.summary = l_.summary;
+            BlockRanking r = ranking(l_.summary, c_.units, 1, 0, full, count, best_.data());
             if (length_ % c_.block_size == 0) r.tail = last_block();
-            r.heads = a_.heads;
-            r.kv_heads = a_.kv_heads;
-            r.head_dim = a_.head_dim;
-            r.units = c_.units;
-            r.parts = 1;
-            r.last = full;
-            r.count = count;
-            r.out = best_.data();
-            r.threads = a_.threads;
             set.rank_blocks(r);
         }
         joined_offsets_.resize(c_.units + 1);
-        reserve(joined_, joined_room_, offsets_[c_.units] + c_.units * count * c_.block_size + 16);
+        joined_.need(offsets_[c_.units] + c_.units * count * c_.block_size + 16);
         join_blocks({c_.units, count, c_.block_size, c_.sinks, length_ - c_.local, offsets_.data(), indices_,
                      best_.data(), joined_offsets_.data(), joined_.get()});
         offsets_.swap(joined_offsets_);
@@ -209,8 +192,6 @@ class Listing {
         longest = c_.sinks + c_.local + std::min(longest, c_.best);
         room_ = lists * longest + 1;
         read_.resize(lists + 1);
-        reserve(chosen_, chosen_room_, room_);
-        if (c_.tables) reserve(weights_, weights_room_, a_.heads / lists * room_);
         Gather g{};
         g.attention = a_;
         g.units = c_.units;
@@ -225,8 +206,8 @@ class Listing {
         g.idle_keys = c_.bypass == 2 ? 0 : c_.sinks;
         g.lists = lists;
         g.out_offsets = read_.data();
-        g.chosen = chosen_.get();
-        g.weights = c_.tables ? weights_.get() : nullptr;
+        g.chosen = chosen_.need(room_);
+        g.weights = c_.tables ? weights_.need(a_.heads / lists * room_) : nullptr;
         g.weight_stride = room_;
         set.gather(g);
     }
@@ -279,27 +260,18 @@ class Listing {
         if (a_.storage == Storage::bf16) return from_half(static_cast<const uint16_t*>(a_.k_pool)[at]);
         return static_cast<const float*>(a_.k_pool)[at];
     }
-    // Room that nothing is written to costs nothing.
-    template <class T>
-    static void reserve(std::unique_ptr<T[]>& room, int64_t& have, int64_t need) {
-        if (have >= need) return;
-        room.reset(new T[need]);
-        have = need;
-    }
 
-    Attention a_;
     ListedKeys c_;
     ListedLayer l_;
-    int64_t length_ = 0, room_ = 0;
+    int64_t room_ = 0;
     bool any_idle_ = false;
     std::vector<uint8_t> idle_, skip_, refresh_, all_;
     std::vector<int64_t> offsets_, joined_offsets_, base_, best_keys_, read_;
     std::vector<float> lse_, rest_, tail_;
     std::vector<uint16_t> half_tail_;
     std::vector<int32_t> best_, at_;
-    std::unique_ptr<int32_t[]> scanned_, joined_, chosen_;
-    std::unique_ptr<float[]> weights_;
-    int64_t scanned_room_ = 0, joined_room_ = 0, chosen_room_ = 0, weights_room_ = 0;
+    Room<int32_t> scanned_, joined_, chosen_;
+    Room<float> weights_;
     const int32_t* indices_ = nullptr;
 };
 

@@ -1,8 +1,8 @@
-// CIS: whose keys each query shares, and the keys that a retrieving query leaves to others (saccade/ops/sharing.py says
-// what they mean). The work is small and bound by short lists, so one plain version serves every instruction set.
+// CIS: whose keys each query shares, and the keys that a retrieving query leaves to others.
 #include <cmath>
 
 #include "bindings.h"
+#include "sharing.h"
 #include "threads.h"
 #include "top_k.h"
 
@@ -10,8 +10,6 @@ namespace nb = nanobind;
 
 namespace saccade {
 namespace {
-
-constexpr int32_t kNone = 0x7fffffff;  // behind every position
 
 // The union of `list` and of what lies up to `reach` away of `centers` moved by `shift`, from `low` on and, of the
 // latter, below `high`. Both run upwards, so the union does: what stands before a neighbourhood, then the neighbourhood.
@@ -29,29 +27,6 @@ int32_t* unite(const int32_t* list, int64_t count, const int32_t* centers, int64
         if (list[j] >= next) *out++ = list[j];
     return out;
 }
-
-// `anchors` queries that retrieved: directions [anchors, units, channels], has, counts [anchors, units], keys [anchors,
-// units, capacity], positions [anchors]; their best keys [anchors, units, most], none behind kNone.
-struct Share {
-    int64_t units, channels, capacity, anchors, most;
-    const int32_t* best;
-    int64_t follow, first;  // how far around them, from which key on
-    const float* directions;
-    const uint8_t* has;
-    const int32_t *counts, *keys;
-    const int64_t* positions;
-    float tau;
-    bool cover_gap;
-    int64_t last, local;  // keys `last` .. are in the step's own window of `local` keys
-    // Out: the step's directions [units, channels], who shares with nobody, and the keys of the others.
-    float* direction;
-    uint8_t* searching;
-    int64_t* offsets;  // [units + 1]
-    int32_t* indices;
-    const void* q;  // [heads, head_dim]
-    int64_t head_stride, head_dim;
-    Storage storage;
-};
 
 float widened(const float* x, int64_t i) { return x[i]; }
 float widened(const uint16_t* x, int64_t i) {  // bf16
@@ -102,7 +77,7 @@ void share_unit(const Share& c, int64_t u) {
         if (c.most) {
             const int32_t* best = c.best + at * c.most;
             int64_t moved = 0;
-            while (moved < c.most && best[moved] != kNone) ++moved;
+            while (moved < c.most && best[moved] != kNoKey) ++moved;
             const int64_t steps = c.last + c.local - 1 - c.positions[whose];
             out = unite(list, count, best, moved, steps, c.follow, c.first, c.last, out);
         } else {
@@ -112,24 +87,9 @@ void share_unit(const Share& c, int64_t u) {
     c.offsets[u + 1] = out - c.indices;
 }
 
-// What units that retrieved leave to others: of the keys read [offsets, indices] those from `low` on and below `high`,
-// and the neighbours up to `reach` away of the `best` heaviest of them. Weights: a row per head of the unit.
-struct Keep {
-    int64_t units, capacity;
-    const uint8_t* has;
-    const int64_t* offsets;
-    const int32_t* indices;
-    const float* weights;
-    int64_t weight_stride, rows;
-    int32_t low, high;
-    int64_t best, reach, most;
-    int32_t *counts, *keys, *moving;  // out: [units], [units, capacity], the best [units, most] or none behind kNone
-    int threads;
-};
-
 void keep_unit(const Keep& c, int64_t u) {
     c.counts[u] = 0;
-    for (int64_t b = 0; b < c.most; ++b) c.moving[u * c.most + b] = kNone;
+    for (int64_t b = 0; b < c.most; ++b) c.moving[u * c.most + b] = kNoKey;
     if (!c.has[u]) return;
     int64_t first = c.offsets[u], last = c.offsets[u + 1];
     while (first < last && c.indices[first] < c.low) ++first;
@@ -155,22 +115,20 @@ void keep_unit(const Keep& c, int64_t u) {
     c.counts[u] = static_cast<int32_t>(unite(read, count, heavy, best, 0, c.reach, c.low, c.high, keys) - keys);
 }
 
-void share(const Share& c) {
-    nb::gil_scoped_release release;
+}  // namespace
+
+void share_keys(const Share& c) {
     if (c.storage == Storage::bf16) direct<uint16_t>(c);
     else direct<float>(c);
     c.offsets[0] = 0;
     for (int64_t u = 0; u < c.units; ++u) share_unit(c, u);
 }
 
-void keep(const Keep& c) {
-    nb::gil_scoped_release release;
+void keep_keys(const Keep& c) {
     parallel_for(
         c.units, c.threads, [](void* context, int64_t u) { keep_unit(*static_cast<const Keep*>(context), u); },
         const_cast<Keep*>(&c));
 }
-
-}  // namespace
 
 void bind_sharing(nb::module_& m) {
     bind_struct<Share>(
@@ -201,8 +159,8 @@ void bind_sharing(nb::module_& m) {
          field<&Keep::low>("low").signed_number(), field<&Keep::high>("high").signed_number(),
          field<&Keep::best>("best"), field<&Keep::reach>("reach"), field<&Keep::most>("most"),
          field<&Keep::counts>("counts"), field<&Keep::keys>("keys"), field<&Keep::moving>("moving").or_null()});
-    m.def("share_keys", &share);
-    m.def("keep_keys", &keep);
+    m.def("share_keys", [](const Share& call) { run(&share_keys, call); });
+    m.def("keep_keys", [](const Keep& call) { run(&keep_keys, call); });
 }
 
 }  // namespace saccade

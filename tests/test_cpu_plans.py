@@ -56,6 +56,13 @@ LISTED = [
     "lfps(k=20, a=none, gate=off, sinks=0)",
     "lfps(k=110, least=1, blocks=2)",  # reads everything at first
     "lfps(k=20, slash_shift_on_read=false)",  # not what the kernels do
+    "cis(k=30, sinks=4, local=8, tau=0.1)",
+    "cis(k=0.15, sinks=2, local=6, tau=0.3, unit=kv_head, s=4, align=position)",
+    "cis(k=12, sinks=0, local=4, tau=0.2, s=3, follow=none, cover_gap=false, r=2, m=5)",
+    "cis(k=110, sinks=4, local=8, tau=0.1)",  # comes to choose within the answer
+    "cis(k=20, sinks=4, local=8, tau=0)+psaw(start_layer=1, sinks=5, local=9, block_size=32)",
+    "cis(k=20, sinks=4, local=9, tau=0.2, unit=kv_head)+psaw(start_layer=1, sinks=5, local=6, block_size=1)",
+    "cis(k=20, sinks=4, local=8, tau=0.3, follow=1, s=2)+psaw(start_layer=1)+etf(start_layer=1)",
 ]
 
 
@@ -217,3 +224,34 @@ def test_batches_that_pick_single_keys_do_as_their_hooks(folder, monkeypatch, dt
         reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
         assert reports[0] == reports[1]
         assert left.report["notes"] == right.report["notes"]
+
+
+@pytest.mark.parametrize("policy", [one for one in LISTED if one.startswith("cis")])
+def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch, policy):
+    """What later rows share, after steps in which some units retrieved and some did not, all in one call a layer."""
+    few = SamplingParams(temperature=0, max_tokens=37, ignore_eos=True)
+
+    def left():
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
+        with llm.session(policy) as session:
+            session.generate(random_ids(170, seed=3), few)
+            (sequence,) = llm.engine.scheduler.idle.values()
+            return sequence.memory.states
+
+    calls = []
+    real = PlannedRows.run
+    monkeypatch.setattr(PlannedRows, "run", lambda self, *rest, **more: calls.append(1) or real(self, *rest, **more))
+    joined = left()
+    assert calls
+    monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
+    for one, other in zip(joined, left()):
+        ours, theirs = one.anchors, other.anchors
+        assert (one.block, ours.count, ours.first) == (other.block, theirs.count, theirs.first)
+        for name in ("directions", "has", "counts", "positions"):
+            assert torch.equal(getattr(ours, name)[: ours.count], getattr(theirs, name)[: ours.count])
+        for at in range(ours.count):
+            for unit, count in enumerate(ours.counts[at].tolist()):
+                assert torch.equal(ours.keys[at, unit, :count], theirs.keys[at, unit, :count])
+                if ours.has[at, unit]:
+                    best = [own.moving[at, unit][own.moving[at, unit] < 2**31 - 1] for own in (ours, theirs)]
+                    assert torch.equal(*best)

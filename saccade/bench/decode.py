@@ -76,7 +76,7 @@ def context(settings: Settings, limits: dict[str, float], problem: Problem) -> I
         if unit is not None:
             topk_ms[unit] = measured.total
         row = _row(settings, limits, problem, name, measured, dense_ms, best, torch_ms[best])
-        row.topk_ms = topk_ms.get(getattr(_decoding(name)[0], "unit", "kv_head"), 0.0)
+        row.topk_ms = topk_ms.get(getattr(decoding(name)[0], "unit", "kv_head"), 0.0)
         row.speedup_topk = row.topk_ms / measured.total
         yield row
 
@@ -142,10 +142,10 @@ def _measure(settings: Settings, problem: Problem, name: str) -> _Measured:
     searches in some steps and reuses in others, whose steps are unlike each other."""
     now, views, shape = CLOCKS[settings.clock], problem.views, problem.shape
     fixed = random_blocks(shape, DECODE_BLOCK, float(name[14:-1]), settings.kv_heads) if name[:6] == "random" else None
-    method, cone = _decoding(name)
+    method, cone = decoding(name)
     planted = float(name.partition("@")[2] or 0)
-    rows = _rows(problem, FLAT if planted else 1.0)
-    states = [_state(method, problem, view, rows, planted, copy) for copy, view in enumerate(views)]
+    rows = query_rows(problem, FLAT if planted else 1.0)
+    states = [opened(method, problem, view, rows, planted, copy) for copy, view in enumerate(views)]
     count = max(3, settings.repeats)
     parts: list[tuple[float, float, float]] = []
     reuses, scored, searches, ran = False, [], [], None
@@ -181,20 +181,21 @@ def _plain(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _decoding(name: str) -> tuple[Method, Cone | None]:
+def decoding(name: str) -> tuple[Method, Cone | None]:
     """The method that decodes, and what its policy's window shows it in the last layer."""
     policy = Policy.parse("dense" if name.startswith("random_blocks") else _plain(name))
     return policy.decode, None if policy.window is None else policy.window.at(LAYERS - 1, LAYERS)
 
 
-def _rows(problem: Problem, size: float) -> Tensor:
+def query_rows(problem: Problem, size: float) -> Tensor:
     """Queries around the problem's own: [heads, TAIL, head_dim]."""
     rng = torch.Generator(problem.q.device).manual_seed(1)
     noise = torch.randn(problem.q.shape[0], TAIL, problem.q.shape[2], generator=rng) * problem.q.float().std()
     return (size * (problem.q.float() + 0.25 * noise)).to(problem.q.dtype)
 
 
-def _state(method: Method, problem: Problem, view: KVView, rows: Tensor, planted: float, seed: int) -> Any:
+def opened(method: Method, problem: Problem, view: KVView, rows: Tensor, planted: float, seed: int) -> Any:
+    """The method's state over ``view`` after the first of ``rows``, with ``planted`` tables if that is not 0."""
     state = method.begin(Chunk.of(rows[:, : TAIL // 2], view))
     if planted:
         assert isinstance(method, LFPS)

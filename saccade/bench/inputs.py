@@ -25,6 +25,7 @@ class Problem:
     v: Tensor
     views: list[KVView]
     shape: Shape
+    sequence: SequenceKV  # a layer for each copy
 
     @property
     def scale(self) -> float:
@@ -84,7 +85,7 @@ def _make(
     for copy in range(copies):
         sequence.append(copy, k, v)
     shape = Shape.suffix(heads, kv_heads, q_len, context, q.device)
-    return Problem(q, k, v, [sequence.view(copy) for copy in range(copies)], shape)
+    return Problem(q, k, v, [sequence.view(copy) for copy in range(copies)], shape, sequence)
 
 
 def random_blocks(shape: Shape, block_size: int, density: float, units: int, seed: int = 0) -> Blocks:

@@ -25,9 +25,15 @@ class Clock:
         self._turn()
         self._open.append(name)
 
-    def end(self) -> None:
+    def end(self, other: str = "", share: float = 0.0) -> None:
+        """The stretch that began last ends; ``share`` of the time since the clock was turned belongs to ``other``."""
+        before = self.seconds.get(self._open[-1], 0.0)
         self._turn()
-        self._open.pop()
+        name = self._open.pop()
+        if share:
+            moved = share * (self.seconds[name] - before)
+            self.seconds[name] -= moved
+            self.seconds[other] = self.seconds.get(other, 0.0) + moved
 
     def _turn(self) -> None:
         now = self.now()

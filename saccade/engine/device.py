@@ -321,7 +321,7 @@ class DeviceBackend:
             whole = state.reads_all(one.stop)
         backend = "triton" if self.watch.idle else "triton (eager)"
         everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
-        if everything and not one.policy.decode.is_dense:
+        if everything and not one.policy.decode.means_dense:
             row.result.note(ran_dense("decode", row.plan.method))
         if self.kinds.note is not None:
             row.result.note(self.kinds.note)

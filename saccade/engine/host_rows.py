@@ -25,7 +25,7 @@ from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_plans, cpu_rows
-from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled
+from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled, Shared
 from saccade.selection.plan import DevicePlan, Everything, OwnReading, Summarized
 
 PLANS = 4096  # of methods used last
@@ -43,7 +43,7 @@ class FixedRow(NamedTuple):
 
     rows: RequestRows
     plan: DevicePlan
-    reads: Readings | Listed
+    reads: Readings | Listed | Shared
     state: HostState | None
 
 
@@ -60,14 +60,16 @@ class FixedPlans:
         """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
         which leaves no trace in counts."""
         memory = rows.memory
-        if rows.drafted or rows.scheduled.policy.window is not None or not self.setting.watch.idle or memory.has_gone:
+        if rows.drafted or self.setting.watch.sees_calls or memory.has_gone:
             return None
         prepared = self._plan(rows.method)
         if prepared is None:
             return None
         if prepared.readings is None:
             return self._listed(rows, prepared.plan)
-        return None if memory.has_state else FixedRow(rows, prepared.plan, prepared.readings, None)
+        if memory.has_state or rows.scheduled.policy.window is not None:
+            return None
+        return FixedRow(rows, prepared.plan, prepared.readings, None)
 
     def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:
         """Count a row that was attended in every layer, and what rules let it do."""
@@ -82,24 +84,28 @@ class FixedPlans:
         if ruled is not None and plan.blocks is not None:
             covered = ruled.coverage.double()
             counts.rule(RuleCounts(ruled.used * plan.blocks.size, covered, ruled.coverage.clone()))
-        if counts.add(rows.scheduled.stop, backend) and not rows.method.is_dense:
+        if counts.add(rows.scheduled.stop, backend) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts
 
     def _listed(self, rows: RequestRows, plan: DevicePlan) -> FixedRow | None:
-        method, length = rows.method, rows.scheduled.stop
-        if method.wants_weights and plan.layers[0].cost(length).kind == "dense":
-            return None  # it reads everything and learns from it
+        method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
+        reading = plan.layers[0]
+        assert isinstance(reading, OwnReading)
+        dense = reading.cost(length).kind == "dense"
+        if dense and (window is not None or (method.wants_weights and reading.learns_from_all)):
+            return None  # it reads what the window leaves, or reads everything and learns from it
+        if window is not None and not reading.windows:
+            return None
         state = rows.memory.on_host(method, partial(self._opened, rows))
-        if state is None:
+        if state is None or (window is not None and not state.windows):
             return None
         if length > state.room:
             state.grow(length)
-        keys = state.keys(length)
-        if keys is not None:
-            return FixedRow(rows, plan, Listed(keys, state.layers, state.steps), state)
-        state.tally[:, : self.setting.spec.heads] += length
-        return FixedRow(rows, plan, self._everything, state)
+        reads = state.reads(length, window)
+        if reads is None:
+            state.tally[:, : self.setting.spec.heads] += length
+        return FixedRow(rows, state.plan(plan), reads or self._everything, state)
 
     @torch.inference_mode()  # in which the states were made
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
@@ -128,7 +134,7 @@ class JoinedRows:
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
         planned: list[PlannedRow] = []
         for number, one in enumerate(rows):
-            fixed = plans.of(one)  # None while a clock runs: what it times is told apart
+            fixed = plans.of(one)
             if fixed is None:
                 self.chosen.append(one)
             else:
@@ -144,8 +150,17 @@ class JoinedRows:
         setting = self.setting
         if layer == 0:
             self._settle_fixed(q, spec)
-        by_row = out.transpose(0, 1)
-        self._rows.run(layer, q, k, v, by_row, spec.scale, spec.softcap, setting.threads, attends=bool(self.fixed))
+        given = layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, setting.threads, bool(self.fixed)
+        clock = setting.watch.clock
+        if clock is None:
+            self._rows.run(*given)
+        else:
+            clock.begin("attention")
+            share = 0.0
+            try:
+                share = self._rows.run(*given, watched=True)
+            finally:
+                clock.end("selection", share)
         if layer == setting.spec.layers - 1:
             backend = f"cpu/{cpu.isa()}"
             for number, row in self.fixed:

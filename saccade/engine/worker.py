@@ -139,7 +139,10 @@ class Worker:
         for one in step.scheduled:
             rows = one.length if one.all_logits else int(one.wants_logits)
             own = results_of(result.requests, one)[0]
-            if rows and own.error is None:
+            if one.together:
+                for at, row in enumerate(own.rows):
+                    row.logits = logits[done + at : done + at + 1]
+            elif rows and own.error is None:
                 own.logits = logits[done : done + rows]
             done += rows
 

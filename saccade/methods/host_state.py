@@ -4,19 +4,24 @@ reads and learns in one call a layer (ops/cpu_plans.py). The counterpart on a CP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.ops.cpu_plans import Listed, Shared
 from saccade.ops.cpu_structs import native
-from saccade.selection.plan import Summarized
+from saccade.selection.plan import DevicePlan, Summarized
+
+if TYPE_CHECKING:
+    from saccade.methods.base import WindowMethod
 
 
 class HostState(DeviceState):
     """Base: every key is a candidate, and no layer knows anything. ``tally`` float64 [layers, heads + 3] is what the
     step that runs adds to, laid out as ReadCounts: keys read by each head, keys scored, searches, stand-ins."""
 
+    windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
     summarized: Summarized | None = None  # blocks whose summaries it reads
 
     def __init__(self, opening: Opening) -> None:
@@ -37,6 +42,16 @@ class HostState(DeviceState):
     def known(self, layer: int) -> dict[str, Any]:
         """The fields of a ListedLayer beside its tally."""
         return {}
+
+    def plan(self, plan: DevicePlan) -> DevicePlan:
+        """Its method's plan, as what these rows do is counted."""
+        return plan
+
+    def reads(self, length: int, window: WindowMethod | None = None) -> Listed | Shared | None:
+        """What a row that sees ``length`` keys reads in every layer; None where that is everything. ``window``: its
+        policy's, for those that serve ``windows``."""
+        keys = self.keys(length)
+        return None if keys is None else Listed(keys, self.layers, self.steps)
 
     def keys(self, length: int) -> Any | None:
         """A ListedKeys, what a row that sees ``length`` keys reads in every layer; None where that is everything."""

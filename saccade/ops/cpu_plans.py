@@ -74,6 +74,13 @@ class Listed(NamedTuple):
     steps: int
 
 
+class Shared(NamedTuple):
+    """Keys shared with earlier rows: ``keys`` a struct SharedKeys, ``layers`` a struct SharedLayer each."""
+
+    keys: Any
+    layers: Sequence[Any]
+
+
 class PlannedRow(NamedTuple):
     """Row ``row`` of a step's q, k and v, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads
     or 1, blocks], contiguous rows, finds. Without ``reads`` it is stored and nothing else. ``summaries``: where a layer
@@ -83,7 +90,7 @@ class PlannedRow(NamedTuple):
     row: int
     position: int
     table: Tensor
-    reads: Readings | Listed | None = None
+    reads: Readings | Listed | Shared | None = None
     summaries: Sequence[Tensor] = ()
 
 
@@ -119,6 +126,9 @@ class PlannedRows:
             raise SaccadeError(f"{error}: make it resident first") from None
         if reads is None:
             return
+        if isinstance(reads, Shared):
+            self._step.shares(number, reads.keys, reads.layers)
+            return
         parts = [one.data_ptr() for one in row.summaries], [one.shape[0] for one in row.summaries]
         if isinstance(reads, Listed):
             self._step.lists(number, reads.keys, reads.layers, *parts, reads.steps)
@@ -137,23 +147,25 @@ class PlannedRows:
         softcap: float | None,
         threads: int | None,
         attends: bool = True,
-    ) -> None:
+        watched: bool = False,
+    ) -> float:
         """Store the new ``k``, ``v`` [kv_heads, n, head_dim] of all rows at ``layer``, and unless it is not to attend
         write the attention of those that say what they read to their rows of ``out`` [n, heads, head_dim] (see
-        cpu_rows.attend)."""
+        cpu_rows.attend). If ``watched``, returns which share of the rows' time went to choosing and learning, else
+        0."""
         if k.stride() != v.stride() or k.stride(2) != 1:
             k, v = torch.stack([k, v]).unbind()
         head_stride, row_stride, _ = k.stride()
         new = native.NewRows(
             k=k.data_ptr(), v=v.data_ptr(), head_stride=head_stride, row_stride=row_stride, count=k.shape[1]
         )
-        self._run(layer, q, new, out, scale, softcap, threads, attends)
+        return self._run(layer, q, new, out, scale, softcap, threads, attends, watched)
 
     def attend(
         self, layer: int, q: Tensor, out: Tensor, scale: float, softcap: float | None, threads: int | None
     ) -> None:
         """:meth:`run` for rows that are stored already."""
-        self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True)
+        self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True, False)
 
     def _run(
         self,
@@ -165,7 +177,8 @@ class PlannedRows:
         softcap: float | None,
         threads: int | None,
         attends: bool,
-    ) -> None:
+        watched: bool,
+    ) -> float:
         checked("out", out, q.dtype)
         count, heads, _ = out.shape
         head_stride, row_stride, _ = q.stride()
@@ -183,8 +196,12 @@ class PlannedRows:
         )
         written = native.Output(out=out.data_ptr(), lse=self._lse.data_ptr(), rows=count)
         threads = max(1, torch.get_num_threads() if threads is None else threads)
-        follows = count <= MOST_ROWS  # then the layer's other products are kernels of this pool, too
-        cpu.kernels().run_step(self._step, threads, layer, self._pool, new, queries, written, attends, follows)
+        follows = count <= MOST_ROWS[q.dtype]  # then the layer's other products are kernels of this pool, too
+        kernels: Any = cpu.kernels()
+        share: float = kernels.run_step(
+            self._step, threads, layer, self._pool, new, queries, written, attends, follows, watched
+        )
+        return share
 
     def ruled(self, i: int) -> Ruled | None:
         """What rules let row ``i`` do in the last step; None where it asked none."""

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.host_state import HostState
 from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
 from saccade.selection.plan import DevicePlan, PlanSpec
@@ -135,19 +137,19 @@ class CIS(Method):
         if state.anchors is None or block != state.block:
             state.anchors = state.anchors or Anchors.empty(units, heads * head_dim // units, device=query.q.device)
             state.block, state.anchors.count = block, 0
-        capacity, most = self._room(shape.k_len)
+        capacity, most = self.room(shape.k_len)
         if capacity > state.anchors.capacity or most > state.anchors.most:
-            state.anchors.widen(*self._room(shape.k_len + AHEAD))
+            state.anchors.widen(*self.room(shape.k_len + AHEAD))
         return state.anchors
 
-    def _room(self, keys: int) -> tuple[int, int]:
+    def room(self, keys: int) -> tuple[int, int]:
         """How many keys a list holds at most after a step that sees ``keys``, and how many best ones are remembered:
         all that was retrieved may be shared, with the neighbours of its best."""
-        spread = self._spread(keys)
+        spread = self.spread(keys)
         most = 0 if self.follow is None else spread
         return min(keys, self.budget(keys) + self.sinks + self.local + 2 * self.r * spread), most
 
-    def _spread(self, keys: int) -> int:
+    def spread(self, keys: int) -> int:
         """How many of the keys retrieved out of ``keys`` bring their neighbours along."""
         return min(keys, self.budget(keys) // 3 if self.m is None else self.m)
 
@@ -157,13 +159,16 @@ class CIS(Method):
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedAnchors(opening, self)
 
+    def host_state(self, opening: Opening) -> HostState | None:
+        return HostAnchors(opening, self) if HostAnchors.serves(opening) else None
+
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
         searching, anchors = state.fresh, state.anchors
         state.fresh = None
         if searching is None or anchors is None or not isinstance(selection, Tokens) or weights is None:
             return
         n = query.shape.k_len
-        keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self._spread(n), self.r)
+        keep(anchors, selection, weights, searching, n - 1, (self.sinks, n - self.local), self.spread(n), self.r)
         if query.window is not None:
             leave_out(anchors, (query.window.sink_keys, query.window.start(n - 1)))
 

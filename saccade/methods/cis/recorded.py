@@ -22,20 +22,23 @@ MOST_STEPS = 256  # of a block
 
 @dataclass(frozen=True)
 class SharedKeys(OwnReading):
-    """What ``CIS`` reads, at most ``room`` keys for each of ``units``; 0: any number."""
+    """What ``CIS`` reads, at most ``room`` keys for each of ``units``; 0: any number. ``counted``: whoever runs it
+    counts the anchors that queries were held against; else every step of a block has one."""
 
     windows = True
+    learns_from_all = False
 
     units: int
     room: int
     method: CIS | None = None
+    counted: bool = False
 
     @classmethod
     def of(cls, method: CIS, spec: PlanSpec) -> SharedKeys:
         room = 0
         if method.k >= 1:
             reach = method.follow or 0
-            capacity, most = method._room(2**30)
+            capacity, most = method.room(2**30)
             moved = most * (2 * reach + 1)
             room = bucket(max(int(method.k), capacity + moved + method.s) + method.sinks + method.local)
         return cls(spec.heads if method.unit == "q_head" else spec.kv_heads, room if room < 2**16 else 0, method)
@@ -55,6 +58,8 @@ class SharedKeys(OwnReading):
         assert method is not None
         if length <= method.sinks + method.budget(length) + method.local:
             return Known("dense", 0, 0)
+        if self.counted:
+            return Known("tokens", 0, 0, searchable=True, chooses=True)
         place = (step if method.align == "step" else length - 1) % method.s
         return Known("tokens", 0, place, searchable=True, chooses=True)
 
@@ -121,7 +126,7 @@ class RecordedAnchors(DeviceState):
     def _fit(self, length: int) -> None:
         """Make plans for rows of up to ``room`` keys."""
         self.room = length + AHEAD
-        self._capacity, self._most = self._method._room(self.room)
+        self._capacity, self._most = self._method.room(self.room)
 
     def _step(self, length: int) -> int:
         return length - 1 - (self._turn if self._method.align == "step" else 0)
