@@ -20,7 +20,8 @@ MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
 
-Key = tuple[tuple[tuple[int, int], ...], int]  # (number of a form, rows) for each group; most keys of a row
+# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent
+Key = tuple[tuple[tuple[int, int], ...], int, bool]
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,12 @@ class StepKinds:
             self._asked.popitem(last=False)
         if times > COVERED:
             return None
-        sizes, longest = key
+        sizes, longest, absent = key
         found: tuple[Key, StepKind] | None = None
         for other, kind in self._kinds.items():
             rows = dict(other[0])
-            fits = longest <= other[1] <= MOST_TIMES * longest and len(rows) <= MOST_TIMES * len(sizes)
+            fits = other[2] == absent and longest <= other[1] <= MOST_TIMES * longest
+            fits = fits and len(rows) <= MOST_TIMES * len(sizes)
             if kind.graph is None or not fits or any(rows.get(form, 0) < count for form, count in sizes):
                 continue
             if found is None or _size(other) < _size(found[0]):

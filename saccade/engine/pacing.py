@@ -26,7 +26,8 @@ TRIAL = 3  # tokens drafted before times are known
 PLAIN = 2  # plain steps that are timed first; the first of all warms caches
 HOPE = 0.95  # the chance that a token stays, in the forecast by bytes
 SHARE = 0.1  # of the keys that a draft step reads, likewise
-FORGET = 0.98  # of each earlier count, by test
+FORGET = 0.99  # of each earlier count, by test
+DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
 KEPT = 256  # kinds of steps whose times are remembered
 
@@ -160,12 +161,13 @@ class Pace:
                 self._stop(length, f"by bytes a round could be {speed:.2f} times as fast as plain steps at best")
                 return False
         elif self._tests >= EVIDENCE:
-            count, speed = best_length(self._mean, times, MOST)
+            doubt = DOUBT * math.sqrt(self._mean * (1.0 - self._mean) / self._tests)
+            count, speed = best_length(min(1.0, self._mean + doubt), times, MOST)
             if speed < LEAST:
                 self._stop(
                     length,
-                    f"{self._mean:.2f} of the drafted tokens stay: with steps as measured {count} drafts would be "
-                    f"{speed:.2f} times as fast as plain steps",
+                    f"{self._mean:.2f} of the drafted tokens stay: with steps as measured rounds of {count} would be "
+                    f"{speed:.2f} times as fast as plain steps at best",
                 )
                 return False
         self.off = None

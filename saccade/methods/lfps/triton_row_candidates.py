@@ -77,7 +77,8 @@ def candidates(rows: LayerRows, units: int, idle: Tensor, blocks: Tensor | None,
     _scan[(chunks, units, count)](
         rows.words, rows.reals, rows.pages.lengths, limits, idle, idle if blocks is None else blocks, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), width, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=16, maxnreg=40, **launched(device),
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=16, maxnreg=40,
+        **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     totals = torch.empty(4, count * units, dtype=torch.int32, device=device)
