@@ -35,7 +35,7 @@ from saccade.selection import Dense
 from saccade.selection.plan import OwnReading, Summarized
 
 DECODE = (
-    "dense;streaming;quest;arkvale;psa(epsilon=0.98);lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
+    "dense;streaming;quest(dense_layers=0);arkvale;psa(epsilon=0.98);lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
     "lfps(unit=kv_head, blocks=0);topk(k=0.02, unit=kv_head);cis(k=0.02, unit=kv_head)"
 )
 BLOCK = 16  # steps of a block of CIS
