@@ -18,6 +18,8 @@ from saccade.engine.params import SamplingParams, one_params
 from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier
+from saccade.kv.host import HostTier
+from saccade.kv.tier import Tier
 from saccade.machine import available_bytes, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
@@ -289,10 +291,14 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"need one each; give at least {layers * per_block} bytes"
         )
     storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
-    if config.kv_disk is None:
+    tier: Tier
+    if config.kv_host is not None:
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage)
+    elif config.kv_disk is not None:
+        folder, most = folder_and_size(config.kv_disk, "kv_disk")
+        tier = DiskTier(folder.expanduser(), most, storage)
+    else:
         return BlockManager(storage, layers)
-    folder, most = folder_and_size(config.kv_disk, "kv_disk")
-    tier = DiskTier(folder.expanduser(), most, storage)
     return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
 
 

@@ -32,9 +32,9 @@ _UNITS = {
 }
 
 
-def parse_bytes(size: int | float | str) -> int:
-    """``"4GiB"``, ``"500MB"``, ``"2g"`` or a number of bytes -> bytes. Raises SaccadeError for anything else or <=
-    0."""
+def parse_bytes(size: int | float | str, what: str = "kv_memory") -> int:
+    """``"4GiB"``, ``"500MB"``, ``"2g"`` or a number of bytes -> bytes. Raises SaccadeError, naming ``what``, for
+    anything else or <= 0."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", size.lower())
         value = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else -1.0
@@ -42,7 +42,7 @@ def parse_bytes(size: int | float | str) -> int:
         value = float(size) if finite_number(size) else -1.0
     if not 1 <= value < 2**63:
         raise SaccadeError(
-            f"kv_memory={shown(size)} is not a size; write bytes (1 to 2**63 - 1) or text such as '4GiB' or '500MB'"
+            f"{what}={shown(size)} is not a size; write bytes (1 to 2**63 - 1) or text such as '4GiB' or '500MB'"
         )
     return int(value)
 

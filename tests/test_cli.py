@@ -336,12 +336,12 @@ def test_mistyped_commands_and_methods_are_answered_with_what_was_meant(capsys):
 
 
 def test_every_method_is_listed_with_phases_paper_and_options(capsys):
-    from saccade.methods.registry import METHODS, MODIFIERS
+    from saccade.methods.policy import KNOWN
 
     code, out, _ = run(capsys, "methods", "--json")
     listed = json.loads(out)
     assert code == 0
-    assert set(listed) == {*METHODS, *MODIFIERS}
+    assert set(listed) == {*KNOWN}
     assert listed["psa"]["phases"] == ["decode"]
     assert listed["flexprefill"]["paper"].endswith("2502.20766")
     assert listed["psa"]["options"]["block_size"] == 32

@@ -1,4 +1,4 @@
-"""The engine over memory and a disk: answers are those of an engine whose memory holds everything."""
+"""The engine over memory and a tier, disk or host memory: answers are those of one whose memory holds everything."""
 
 from __future__ import annotations
 
@@ -44,8 +44,12 @@ def expected(whole):
     return [tokens(one) for one in whole.generate(PROMPTS, GREEDY, policy=POLICIES)]
 
 
-def small(folder, tmp_path, slots: int, disk: str = "64MiB", system=None, monkeypatch=None, **options) -> LLM:
+def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=None, host=False, **options) -> LLM:
     """An engine with so many slots in memory (all prompts together need some 900)."""
+    if host:
+        return LLM(
+            folder, dtype="float32", kv_memory=slots * SLOT, kv_host=disk, prefill_chunk=64, device="cpu", **options
+        )
     if system is not None:
         monkeypatch.setattr("saccade.llm.DiskTier", lambda *args: DiskTier(*args, system=system))
     return LLM(
@@ -58,9 +62,18 @@ def small(folder, tmp_path, slots: int, disk: str = "64MiB", system=None, monkey
     )
 
 
-@pytest.mark.parametrize(("slots", "replacement", "each"), [(9, "fifo", 3), (18, "clock", 1), (100, "lru", 3)])
-def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each):
-    with small(folder, tmp_path, slots, kv_replacement=replacement) as llm:
+@pytest.mark.parametrize(
+    ("slots", "replacement", "each", "host"),
+    [
+        (9, "fifo", 3, False),
+        (18, "clock", 1, False),
+        (100, "lru", 3, False),
+        (9, "lru", 3, True),
+        (30, "clock", 1, True),
+    ],
+)
+def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host):
+    with small(folder, tmp_path, slots, kv_replacement=replacement, host=host) as llm:
         policies = POLICIES[::each]
         done = llm.generate(PROMPTS[::each], GREEDY, policy=policies)
         assert {policy: tokens(one) for policy, one in zip(policies, done)} == dict(zip(policies, expected[::each]))
@@ -80,7 +93,8 @@ def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
         assert not any(vars(llm.pool.tiers.counts).values())
 
 
-def test_sessions_samples_and_prefixes(folder, tmp_path, whole):
+@pytest.mark.parametrize("host", [False, True])
+def test_sessions_samples_and_prefixes(folder, tmp_path, whole, host):
     warm = SamplingParams(temperature=1, seed=5, max_tokens=6, ignore_eos=True, n=3)
 
     def talk(llm: LLM) -> list[list[int]]:
@@ -97,7 +111,7 @@ def test_sessions_samples_and_prefixes(folder, tmp_path, whole):
         said += [one.token_ids for one in many.outputs]
         return said
 
-    with small(folder, tmp_path, 24, enable_prefix_caching=True) as llm:
+    with small(folder, tmp_path, 24, enable_prefix_caching=True, host=host) as llm:
         assert talk(llm) == talk(whole)
         again = [PROMPTS[3][:150] + random_ids(20, seed=seed) for seed in range(6)]
         done = llm.generate(again, GREEDY)
@@ -143,9 +157,10 @@ def test_drafted_rows_over_a_small_memory(folder, tmp_path, whole):
         nothing_left(llm.pool)
 
 
-def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_path, expected):
-    with small(folder, tmp_path, 20, disk=f"{60 * SLOT}") as llm:  # 71 slots, 23 blocks of all layers
-        with pytest.raises(CapacityError, match="raise kv_memory or kv_disk"):
+@pytest.mark.parametrize("host", [False, True])
+def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_path, expected, host):
+    with small(folder, tmp_path, 20, disk=f"{60 * SLOT}", host=host) as llm:  # 71 slots, 23 blocks of all layers
+        with pytest.raises(CapacityError, match=f"raise kv_memory or kv_{'host' if host else 'disk'}"):
             llm.generate([random_ids(23 * 32, seed=1)], GREEDY)
         done = llm.generate(PROMPTS[:12], GREEDY, policy=POLICIES[:12])  # preempted: recomputed, as without a tier
         assert [tokens(one) for one in done] == expected[:12]
@@ -157,6 +172,11 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_disk": f"{tmp_path}:1GiB", "kv_replacement": "best"},
         {"kv_disk": f"{tmp_path}:1GiB", "device": "cuda"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_memory": 8 * SLOT},
+        {"kv_host": "much"},
+        {"kv_host": "1000TiB", "kv_memory": "1MiB"},
+        {"kv_host": 100, "kv_memory": "1MiB"},
+        {"kv_host": "1MiB", "kv_memory": 8 * SLOT},
+        {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB"},
     ):
         with pytest.raises(SaccadeError):
             LLM(folder, dtype="float32", **settings)

@@ -16,18 +16,21 @@ from tier_helpers import FaultySystem, nothing_left
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
 from saccade.kv.disk import DiskTier
+from saccade.kv.host import HostTier
 from saccade.kv.replacement import POLICIES, Replacement
-from saccade.kv.tier import LostKV, TierError, TierFull
+from saccade.kv.tier import LostKV, Part, TierError, TierFull
 from saccade.machine import folder_and_size
 
 FORMAT = KVFormat(torch.float32, 2, 16, 16)
 MIB = 1 << 20
 
 
-def tiered(folder, slots: int = 12, layers: int = 2, disk: int = MIB, system=os, **options) -> BlockManager:
+def tiered(folder, slots: int = 12, layers: int = 2, disk: int = MIB, system=os, host=False, **options) -> BlockManager:
     storage = KVStorage(FORMAT, slots, "cpu")
     storage.k.fill_(float("nan"))
     storage.v.fill_(float("nan"))
+    if host:
+        return BlockManager(storage, layers, tier=HostTier(disk, storage), debug=True, **options)
     return BlockManager(storage, layers, tier=DiskTier(folder, disk, storage, system), debug=True, **options)
 
 
@@ -60,9 +63,10 @@ def check(kv: SequenceKV, tokens: int, seed: int = 0, length: int | None = None)
             assert torch.equal(got, want[1, some])
 
 
+@pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_sequences_larger_than_memory_read_as_written(tmp_path, policy):
-    pool = tiered(tmp_path, replacement=policy)
+def test_sequences_larger_than_memory_read_as_written(tmp_path, policy, host):
+    pool = tiered(tmp_path, replacement=policy, host=host)
     one, other = filled(pool, 333), filled(pool, 150, seed=9)
     rng = random.Random(1)
     for _ in range(4):
@@ -81,8 +85,9 @@ def test_sequences_larger_than_memory_read_as_written(tmp_path, policy):
     nothing_left(pool)
 
 
-def test_forks_cuts_and_copies_of_what_is_on_disk(tmp_path):
-    pool = tiered(tmp_path)
+@pytest.mark.parametrize("host", [False, True])
+def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
+    pool = tiered(tmp_path, host=host)
     one = filled(pool, 300)
     fork = one.fork(203)
     check(fork, 300, length=203)
@@ -206,6 +211,50 @@ def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
     assert gone() is None
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
+
+
+def test_full_blocks_are_on_the_host_before_they_leave(tmp_path):
+    pool = tiered(tmp_path, slots=24 + 1, layers=2, host=True)
+    counts, size = pool.tiers.counts, pool.tiers.tier.cell_bytes
+    one = filled(pool, 9 * 16, step=16)
+    assert counts.bytes_written == 0  # slots are not short
+    two = filled(pool, 3 * 16 + 5, seed=5, step=16)  # blocks are full one after the other, the last one is not
+    written = counts.bytes_written
+    assert written >= 2 * size
+    with pool.tiers.fetch(0, two.block_table[:3].numpy()):
+        pass
+    assert pool.tiers.tier.free_cells < pool.tiers.tier.cells
+    check(one, 9 * 16)
+    check(two, 3 * 16 + 5, seed=5)
+    one.free()
+    two.free()
+    nothing_left(pool)
+
+
+def test_a_cell_of_another_block_is_never_taken(tmp_path):
+    pool = tiered(tmp_path, slots=12, host=True)
+    kv = filled(pool, 300)
+    tiers, tier = pool.tiers, pool.tiers.tier
+    layer, block = next((0, b) for b in kv.block_table.tolist() if not pool.resident(0, b))
+    tier._owner[tiers._cell[layer, block] - 1, 2] += 1  # as if it were of a later holder
+    with pytest.raises(LostKV, match="host"):
+        kv.view(layer).keys()
+    assert kv.damaged
+    assert tiers.counts.lost == 1
+    kv.free()
+    nothing_left(pool)
+
+
+def test_the_host_tier_refuses_what_it_cannot_have():
+    storage = KVStorage(FORMAT, 12, "cpu")
+    for size, said in ((100, "holds no KV block"), (1 << 60, "more than the")):
+        with pytest.raises(SaccadeError, match=f"kv_host=.*{said}"):
+            HostTier(size, storage)
+    tier = HostTier(MIB, storage)
+    assert tier.cells == tier.free_cells == MIB // FORMAT.block_bytes
+    assert tier.write([Part(0, 0, 1)], [3]) == [1]
+    tier.close()
+    tier.close()
 
 
 def test_who_leaves_first():

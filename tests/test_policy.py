@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from saccade.errors import PolicyError
 from saccade.methods.dense import DenseMethod
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.policy import PRESETS, Policy, parse_method
+from saccade.methods.policy import KNOWN, PRESETS, Policy, parse_method
 from saccade.methods.psa import PSA
-from saccade.methods.registry import METHODS, MODIFIERS
+from saccade.methods.registry import METHODS
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 
@@ -100,7 +100,7 @@ def test_other_forms():
     assert Policy.parse({"prefill": None, "decode": PSA()}) == policy
 
 
-NAMES = {*METHODS, *MODIFIERS, *PRESETS}
+NAMES = {*KNOWN, *PRESETS}
 WRONG = {
     "pas": ["unknown method 'pas'", "did you mean 'psa'", "known: " + ", ".join(sorted(NAMES))],
     "psa(epsilonn=1)": ["no option 'epsilonn'", "did you mean 'epsilon'", "block_size, epsilon, margin, microbatch"],

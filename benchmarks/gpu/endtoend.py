@@ -12,10 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from harness import Results, say
+from harness import Results, measured_limits, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
@@ -37,6 +38,7 @@ from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.runner import HFRunner
 from saccade.ops import triton
+from saccade.ops.triton import common
 
 CHUNK = 16384
 STEPS = int(os.environ.get("STEPS", "128"))  # decode steps timed: the median counts
@@ -48,14 +50,23 @@ DECODE = os.environ.get(
     "DECODE",
     "dense arkvale(budget=8192) arkvale(budget=2048) quest(budget=2048) psa(epsilon=0.125) psa(epsilon=0.02)",
 ).split()
-SIZES = ((65536, 8), (98304, 8), (131072, 1), (131072, 4))  # context, batch; eight of 128K do not fit
+# Context and batch; eight of 128K do not fit.
+SIZES = tuple(
+    (int(context), int(batch))
+    for context, batch in (
+        one.split("x") for one in os.environ.get("SIZES", "65536x8 98304x8 131072x1 131072x4").split()
+    )
+)
 PREFILL_SIZES = (32768, 131072)
 PEERS = {  # what transformers' sdpa may use; the first is its own choice
     "": nullcontext,
     " (cuDNN)": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     " (flash)": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
 }
+# Where a step's time goes, by kernels that start when those before them have ended (common.begin), which takes longer:
+# else a kernel's time has in it what it waits for.
 PROFILED = bool(os.environ.get("PROFILE"))
+VECTORS = {"cuboid": 2, "minmax": 2, "stored_mean": 1, "moments": 2}  # of a block's summary, a KV head
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
 
@@ -120,15 +131,17 @@ def attention_kernels(call: Callable[[], Any]) -> str:
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.results = Results("endtoend")
-        self.model, self.spec = build("cuda")
+    def __init__(self, part: str = "endtoend", built: tuple[Any, ModelSpec] | None = None) -> None:
+        self.results = Results(part)
+        self.model, self.spec = built or build("cuda")
         family = FAMILIES["llama"]
         runner = HFRunner(self.model, family, self.spec, LlamaDecoder.of(self.model, family, self.spec))
         self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch()))
         self.pool: BlockManager | None = None
+        self.limits = measured_limits()
         self.results.facts = {
-            "layers": LAYERS,
+            "limits": self.limits,
+            "layers": self.spec.layers,
             "prefill_chunk": CHUNK,
             "parameters": sum(one.numel() for one in self.model.parameters()),
             "weights": "random",
@@ -142,7 +155,7 @@ class Bench:
         self.worker.memories.clear()
         gc.collect()  # requests and their reports hold each other
         torch.cuda.empty_cache()
-        layout = KVFormat(torch.bfloat16, 8, 128)
+        layout = KVFormat(torch.bfloat16, self.spec.kv_heads, self.spec.head_dim)
         mover = triton.row_mover(torch.device("cuda"))
         storage = KVStorage(layout, self.spec.layers * layout.blocks(tokens), "cuda", mover)
         self.pool = BlockManager(storage, self.spec.layers)
@@ -150,7 +163,8 @@ class Bench:
     def request(self, tokens: int, policy: str) -> Request:
         assert self.pool is not None
         sequence = Sequence(self.pool)
-        ids = torch.randint(0, 128256, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+        vocab = self.spec.vocab_size
+        ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
         self.worker.memories[sequence.id] = sequence.memory
         request = Request(
             new_request_id(), ids, GREEDY, Policy.parse(policy), layers=self.spec.layers, detokenizer=None
@@ -201,50 +215,72 @@ class Bench:
         )
         return taken
 
-    def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
-        """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
+    @contextmanager
+    def begun(self, tokens: int, batch: int, policy: str, steps: int) -> Iterator[list[Request]]:
+        """``batch`` requests of ``tokens`` tokens with random keys and values, and room for ``steps`` decode steps."""
         requests = [self.request(tokens, policy) for _ in range(batch)]
-
-        def step() -> None:
-            found = self.step(requests)
-            for request in requests:
-                own = found[request.id]
-                token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
-                request.sequence.extend([token], "decode", request.policy)
-
+        shape = 2, self.spec.kv_heads, tokens - PREFILLED, self.spec.head_dim
         try:
             for request in requests:
                 sequence = request.sequence
-                sequence.memory.kv.reserve(tokens + STEPS + 8)
+                sequence.memory.kv.reserve(tokens + steps)
                 for layer in range(self.spec.layers):
-                    k, v = torch.randn(2, 8, tokens - PREFILLED, 128, device="cuda", dtype=torch.bfloat16)
-                    sequence.memory.kv.append(layer, k, v)
+                    sequence.memory.kv.append(layer, *torch.randn(*shape, device="cuda", dtype=torch.bfloat16))
                 sequence.advance(tokens - PREFILLED)
                 self.prefill(request)  # methods begin with what they see of a prompt's end
                 sequence.extend([7], "decode", request.policy)
-            for _ in range(4):  # compiles, records, and replays twice
-                step()
-            taken = statistics.median(seconds(step) for _ in range(STEPS))
-            if PROFILED:
-                profile(step)
-            report = requests[0].report.as_dict()
+            yield requests
         finally:
             for request in requests:
                 request.sequence.memory.drop()
                 self.worker.memories.pop(request.sequence.id, None)
+
+    def decode_step(self, requests: list[Request]) -> None:
+        found = self.step(requests)
+        for request in requests:
+            own = found[request.id]
+            token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
+            request.sequence.extend([token], "decode", request.policy)
+
+    def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
+        """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
+        with self.begun(tokens, batch, policy, STEPS + 8) as requests:
+            step = partial(self.decode_step, requests)
+            for _ in range(4):  # compiles, records, and replays twice
+                step()
+            before = requests[0].report.as_dict()["decode"]
+            steps = [seconds(step) for _ in range(STEPS)]
+            taken = statistics.median(steps)
+            report = requests[0].report.as_dict()
+            if PROFILED:
+                profile(step)
         self.results.add(
             what="decode",
             context=tokens,
             batch=batch,
             policy=policy,
             ms_per_step=1000 * taken,
+            mean_ms_per_step=1000 * statistics.mean(steps),  # steps that search beside steps that do not
+            floor_ms=self.floor(tokens * batch, policy, report["decode"]["density"]),
             tokens_per_second=batch / taken,
             density=report["decode"]["density"],
+            searching=share_of_searches(before, report["decode"]),
             backends=str(report["decode"]["backends"]),
             notes=str(report["notes"]),
             speedup=None if dense is None else dense / taken,
         )
         return taken
+
+    def floor(self, tokens: int, policy: str, density: float) -> float:
+        """Milliseconds in which the device copies as many bytes as a step has to read: weights, keys and values by the
+        step's density, and summaries of all blocks. Reading alone may be as fast again as a copy's reads."""
+        weights = sum(one.numel() * one.element_size() for one in self.model.parameters())
+        weights -= self.model.get_input_embeddings().weight.numel() * 2
+        vector = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.layers
+        plan = Policy.parse(policy).decode.device_plan(self.spec)
+        blocks = None if plan is None else plan.blocks
+        summaries = 0 if blocks is None else tokens // blocks.size * VECTORS[blocks.summary] * vector
+        return 1e-6 * (weights + 2 * tokens * density * vector + summaries) / self.limits["copy_gbps"]
 
     @contextmanager
     def as_transformers(self, attention_name: str) -> Iterator[None]:
@@ -348,8 +384,16 @@ class Bench:
                 attempt(f"transformers {tokens}{kernel}", lambda n=tokens, k=kernel: self.transformers(n, k))
 
 
+def share_of_searches(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Of the query heads that may search, those that did, since ``before``."""
+    may = after["searchable"] - before["searchable"]
+    return (after["searches"] - before["searches"]) / may if may else None
+
+
 def main() -> None:
     torch.manual_seed(0)
+    if PROFILED:
+        common.is_hopper = lambda device: False
     Bench().run()
 
 

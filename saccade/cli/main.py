@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -55,6 +56,7 @@ def _root(
     pass
 
 
+@functools.cache  # once: what is mounted again is listed and searched again
 def _mount_bench() -> None:
     from saccade.bench.cli import app as bench_app
 
@@ -65,18 +67,8 @@ def main(args: list[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 a request failed while running, 2 bad input, 130 interrupted."""
     warnings.showwarning = _note
     _prepare_output()
-    if len(args := sys.argv[1:] if args is None else args) == 0 or args[0] not in (
-        "generate",
-        "chat",
-        "sessions",
-        "serve",
-        "demo",
-        "doctor",
-        "inspect",
-        "calibrate",
-        "eval",
-        "methods",
-    ):
+    args = sys.argv[1:] if args is None else args
+    if not args or args[0] not in _known():
         _mount_bench()  # imports torch; the other commands need not wait for it
     try:
         code = app(args=args, standalone_mode=False, prog_name="saccade")
@@ -121,8 +113,11 @@ def _drop_output() -> None:
 
 def _command(args: list[str]) -> str:
     """The command whose help says more, with a space; nothing where there is no such command."""
-    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    return f"{args[0]} " if args[:1] and args[0] in known else ""
+    return f"{args[0]} " if args[:1] and args[0] in _known() else ""
+
+
+def _known() -> set[str | None]:
+    return {command.name for command in app.registered_commands} | {str(group.name) for group in app.registered_groups}
 
 
 def _fail(message: str) -> None:

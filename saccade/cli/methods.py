@@ -49,5 +49,10 @@ def methods(
 
 def describe(part: type[PolicyPart]) -> dict[str, Any]:
     """A method's phases, paper and options with their defaults, as plain data."""
-    options = {one.name: None if one.default is MISSING else one.default for one in fields(part)}
+    from saccade.methods.base import PolicyPart
+
+    options: dict[str, Any] = {}
+    for one in fields(part):
+        default = None if one.default is MISSING else one.default
+        options[one.name] = default.text if isinstance(default, PolicyPart) else default
     return {"phases": list(part.phases), "paper": part.paper, "options": options}

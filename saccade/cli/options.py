@@ -28,6 +28,7 @@ POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flex
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
 MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB.")
+HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what that has no room for, as ~/kv:100GiB.")
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
@@ -41,6 +42,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "dtype": (Annotated[str, DTYPE], "auto"),
     "max_model_len": (Annotated[int | None, MAX_LENGTH], None),
     "kv_memory": (Annotated[str | None, MEMORY], None),
+    "kv_host": (Annotated[str | None, HOST], None),
     "kv_disk": (Annotated[str | None, DISK], None),
     "prefill_chunk": (Annotated[int, CHUNK], 4096),
     "backend": (Annotated[str, BACKEND], "auto"),

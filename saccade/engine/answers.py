@@ -42,7 +42,9 @@ class Answers:
         else:
             assert result.logits is not None
             logits = result.logits[-1]
-            token = request.sampler.sample(sequence.tokens, logits, len(sequence.tokens))
+            place = len(sequence.tokens)
+            proposal = None if request.speculation is None else request.speculation.proposals.get(place)
+            token = request.sampler.sample(sequence.tokens, logits, place, proposal)
             if params.logprobs is not None:
                 self._record_logprobs(request, top_logprobs(logits, token, params.logprobs), token)
         sequence.extend([token], "decode", request.policy)

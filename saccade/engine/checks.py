@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PromptLimits:
     """What a prompt is held against. ``max_position``: tokens that the model reads at most; ``max_model_len``: that it
-    is to read; ``most_tokens``: of one sequence, that the KV pool has room for, with its tier if it is ``tiered``."""
+    is to read; ``most_tokens``: of one sequence, that the KV pool has room for, with the ``tier`` behind it."""
 
     vocab_size: int
     max_model_len: int
     max_position: int
     most_tokens: int
-    tiered: bool = False
+    tier: str | None = None
 
     def check(self, prompt: list[int], before: int = 0) -> None:
         """Raise RequestError or CapacityError for a prompt that can never run after ``before`` earlier tokens."""
@@ -45,7 +45,7 @@ class PromptLimits:
         if total + 1 > self.most_tokens:
             raise CapacityError(
                 f"the prompt has {total} tokens but the KV pool holds {self.most_tokens} at most; "
-                f"shorten it or raise {'kv_memory or kv_disk' if self.tiered else 'kv_memory'}"
+                f"shorten it or raise kv_memory{f' or kv_{self.tier}' if self.tier else ''}"
             )
 
 
@@ -64,8 +64,8 @@ class Checks:
     def limits(self) -> PromptLimits:
         """Of this model and its pool."""
         spec = self.model.spec
-        tiered = self.pool.tiers is not None
-        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens, tiered)
+        tier = None if self.pool.tiers is None else self.pool.tiers.tier.name
+        return PromptLimits(spec.vocab_size, self.max_model_len, spec.max_position, self.most_tokens, tier)
 
     @property
     def most_tokens(self) -> int:

@@ -12,7 +12,7 @@ from saccade.errors import SaccadeError, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
-from saccade.machine import best_device, check_threads, folder_and_size
+from saccade.machine import best_device, check_threads, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 
@@ -28,8 +28,9 @@ class EngineConfig:
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
     ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
-    a GPU), at most what ``max_requests`` full-length sequences need. ``kv_disk``: a folder and a size such as
-    ``"~/kv:100GiB"``, where keys and values go that ``kv_memory`` has no room for (kv/tiers.py); on a CPU.
+    a GPU), at most what ``max_requests`` full-length sequences need. ``kv_host``: bytes of host memory where keys and
+    values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
+    as ``"~/kv:100GiB"`` for the same on a CPU.
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most
     prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_waiting``:
     most requests that queue behind them; whoever adds more waits until there is room. ``block_size``: tokens of a
@@ -54,6 +55,7 @@ class EngineConfig:
     dtype: str | torch.dtype = "auto"
     max_model_len: int | None = None
     kv_memory: int | float | str | None = None
+    kv_host: int | float | str | None = None
     kv_disk: str | None = None
     kv_replacement: str = "clock"
     prefill_chunk: int = 4096
@@ -88,12 +90,19 @@ class EngineConfig:
             object.__setattr__(self, "device", best_device())
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
+        if self.kv_host is not None:
+            parse_bytes(self.kv_host, "kv_host")
         if self.kv_disk is not None:
             folder_and_size(self.kv_disk, "kv_disk")
+            if self.kv_host is not None:
+                raise SaccadeError(
+                    f"kv_host={shown(self.kv_host)} and kv_disk={shown(self.kv_disk)}: one tier stands behind "
+                    "kv_memory; give kv_host for a GPU, kv_disk for a CPU"
+                )
             if self.device != "cpu":
                 raise SaccadeError(
-                    f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; leave it out, "
-                    "or give device='cpu'"
+                    f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; give kv_host "
+                    "instead, or device='cpu'"
                 )
         if not isinstance(self.kv_replacement, str) or self.kv_replacement not in REPLACEMENTS:
             raise SaccadeError(

@@ -23,6 +23,7 @@ from saccade.engine.saved import SavedSession, fingerprint, restore_sequence, sa
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
 from saccade.engine.settling import Settling
+from saccade.engine.sparse_drafts import SparseDrafts
 from saccade.engine.steering import Constraint, Steering
 from saccade.engine.step import ScheduledRequest
 from saccade.engine.worker import Worker
@@ -80,6 +81,7 @@ class Engine:
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.worker.memories, self.prefixes)
+        self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         self.sessions: dict[int, Sequence] = {}
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
@@ -276,11 +278,13 @@ class Engine:
                 return outputs
             if self.drafter is not None:
                 batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
-            began = time.perf_counter()
             for request, _ in batch:
-                request.report.schedule(began)
-            self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
+                request.report.schedule(time.perf_counter())
+            self.watch.maps = {}
             try:
+                batch = self.sparse_drafts.added(batch)
+                self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
+                began = time.perf_counter()
                 result = self.worker.run(step_input(batch))
             except BaseException as error:  # some layers hold the new rows and others do not
                 for request, rows in batch:
@@ -293,6 +297,7 @@ class Engine:
                 self._suspects |= {request.id for request, _ in batch}
                 return outputs
             ended = time.perf_counter()
+            self.sparse_drafts.timed(batch, ended - began)
             for request, rows in batch:
                 try:
                     outputs += self.settling.settle(request, rows, result.requests[request.id], ended)

@@ -42,9 +42,9 @@ def with_drafts(
     spare = scheduler.max_batch_rows - sum([rows.length for _, rows in batch])
     drafted = []
     for request, rows in batch:
-        room = _room(request, rows, scheduler, min(spare, MOST))
-        if room > 0:
-            drafts = _guesses(request, drafter, room, vocab_size)
+        free = room(request, rows, scheduler, min(spare, MOST))
+        if free > 0:
+            drafts = _guesses(request, drafter, free, vocab_size)
             if drafts:
                 spare -= len(drafts)
                 rows = rows._replace(stop=rows.stop + len(drafts), all_logits=True, drafts=drafts)
@@ -53,18 +53,18 @@ def with_drafts(
     return drafted
 
 
-def _room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: int) -> int:
+def room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: int) -> int:
     """How many tokens may be drafted, at most ``most``: those that the answer and the free blocks have room for."""
-    if rows.phase != "decode" or not rows.wants_logits or _has_one_row(request):
+    if rows.phase != "decode" or not rows.wants_logits or has_one_row(request):
         return 0
     sequence = request.sequence
-    room = min(most, request.output_start + request.max_tokens - len(sequence.tokens) - 1)
-    while room > 0 and sequence.memory.kv.missing_blocks(rows.stop + room) > scheduler.pool.free_blocks:
-        room -= 1
-    return room
+    free = min(most, request.output_start + request.max_tokens - len(sequence.tokens) - 1)
+    while free > 0 and sequence.memory.kv.missing_blocks(rows.stop + free) > scheduler.pool.free_blocks:
+        free -= 1
+    return free
 
 
-def _has_one_row(request: Request) -> bool:
+def has_one_row(request: Request) -> bool:
     """Whether the request decodes one row at a time. All methods of this package can do several, as their states can be
     copied and so taken back; what cannot: a method with a state of another make, a request of which a step with drafts
     broke (perhaps for its many rows), and one whose samples are about to go on from where it stands."""

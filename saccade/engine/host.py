@@ -68,9 +68,7 @@ class HostAttention:
 
     def ahead_rows(self) -> AheadRows | None:
         """The decode rows whose method looks ahead; None where there are none."""
-        looking = [
-            rows for rows in self.rows if rows.scheduled.phase == "decode" and rows.scheduled.policy.decode.looks_ahead
-        ]
+        looking = [rows for rows in self.rows if rows.decodes and rows.scheduled.policy.decode.looks_ahead]
 
         def visit(layer: int, q: Tensor) -> None:
             for at, rows in enumerate(looking):

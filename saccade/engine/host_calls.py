@@ -18,10 +18,12 @@ from saccade.engine.states import follow_prefill, gone_before
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.kv.tier import LostKV
 from saccade.methods.base import Chunk, Evicting, Method, Query
+from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
 from saccade.models.interface import LayerAttention, ModelSpec
 from saccade.ops import Call, Result, merge_state
 from saccade.ops import run as run_call
+from saccade.ops.few_rows import run as run_few
 from saccade.selection import Band, Dense, Selection, Shape, cut, without
 
 
@@ -40,6 +42,9 @@ class Setting:
         return timed(self.watch.clock, name)
 
 
+DENSE = Policy().decode
+
+
 @dataclass(eq=False)
 class RequestRows:
     """One request's rows in a planned step, a decode step's one by one: ``first`` of the packed rows on. What holds for
@@ -56,9 +61,10 @@ class RequestRows:
         policy = self.scheduled.policy
         self.result = self.results[0]
         self.drafted = self.scheduled.row is not None
-        self.decodes = self.scheduled.phase == "decode"
-        self.method: Method = policy.decode if self.decodes else policy.prefill
-        self.calibration = policy.decode.calibration
+        self.together = self.scheduled.together
+        self.decodes = self.scheduled.phase == "decode" and not self.together
+        self.method: Method = policy.decode if self.decodes else DENSE if self.together else policy.prefill
+        self.calibration = None if self.together else policy.decode.calibration
         self._shape: Shape | None = None
 
     def shape(self, heads: int, kv_heads: int, rows: int, stop: int, device: torch.device) -> Shape:
@@ -136,7 +142,7 @@ def read(setting: Setting, chosen: Chosen) -> Result:
     chunk = chosen.chunk
     call = Call(chunk.q, chunk.kv, chosen.selection, chunk.scale, chunk.softcap, setting.threads, chosen.want_weights)
     if setting.watch.clock is None:
-        return run_call(call, setting.backend)
+        return run_few(call, setting.backend) if chosen.rows.together else run_call(call, setting.backend)
     with setting.timed("attention"):
         return run_call(call, setting.backend)
 
@@ -170,6 +176,8 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
 
 def _learn(chosen: Chosen, ran: Result) -> None:
     rows, chunk = chosen.rows, chosen.chunk
+    if rows.together:
+        return
     if not isinstance(chunk, Query):
         follow_prefill(rows.scheduled, rows.memory, chunk, chosen.slides)
     elif not chosen.slides:
@@ -182,13 +190,13 @@ def _select(rows: RequestRows, chunk: Chunk, state: Any, spec: LayerAttention, s
     if slides:
         assert spec.window is not None
         selection = Band(chunk.shape, window=spec.window)
-        if not method.is_dense:
+        if not method.means_dense:
             result.note("sliding-window layers ran their own window instead of the policy")
     elif isinstance(chunk, Query):
         selection = method.select_decode(chunk, state)
     else:
         selection = method.select_prefill(chunk)
-    if type(selection) is Dense and not method.is_dense:
+    if type(selection) is Dense and not method.means_dense:
         result.note(ran_dense(rows.scheduled.phase, method.name))
     if chunk.window is not None:
         selection = cut(selection, chunk.window)

@@ -84,7 +84,7 @@ class FixedPlans:
         if ruled is not None and plan.blocks is not None:
             covered = ruled.coverage.double()
             counts.rule(RuleCounts(ruled.used * plan.blocks.size, covered, ruled.coverage.clone()))
-        if counts.add(rows.scheduled.stop, backend) and not rows.method.is_dense:
+        if counts.add(rows.scheduled.stop, backend) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -206,6 +206,12 @@ class PhaseStats:
         }
 
 
+class Speculated(Protocol):
+    """What was drafted and verified (engine.speculation)."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 class Report:
     """Per request: what ran in prefill and decode, when, and anything that ran otherwise than asked.
 
@@ -226,6 +232,7 @@ class Report:
         self.accepted_tokens = 0
         self.preemptions = 0
         self.tiers: TierCounts | None = None
+        self.speculation: Speculated | None = None
         self.notes: list[str] = []
         self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
         self._arrived = time.perf_counter()
@@ -254,6 +261,13 @@ class Report:
         )
         stats.take(result, method.text, rows.stop - rows.start, seconds)
         self.take_tiers([result])
+        for note in result.notes:
+            self.note(note)
+
+    def take_together(self, rows: ScheduledRequest, result: RequestResult, kept: int) -> None:
+        """Count what a verification read at once for the first ``kept`` of its rows; :meth:`take` counts the rows."""
+        calls = [call.of_first(kept) for call in result.calls]
+        self.decode.take(replace(result, calls=calls), rows.policy.decode.text, 0, 0.0)
         for note in result.notes:
             self.note(note)
 
@@ -302,6 +316,7 @@ class Report:
             "total_seconds": round(ended - self._arrived, 6),
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
+            "speculation": None if self.speculation is None else self.speculation.as_dict(),
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
             "notes": list(self.notes),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saccade.engine.maps import Maps
 from saccade.engine.messages import StepOutput, TokenLogprob
@@ -14,6 +14,9 @@ from saccade.engine.steering import Steering
 from saccade.engine.step import LogprobEntries
 from saccade.engine.stopping import StopText
 from saccade.methods.policy import Policy
+
+if TYPE_CHECKING:
+    from saccade.engine.speculation import Speculation
 
 
 class Request:
@@ -55,6 +58,7 @@ class Request:
         self.parent: Request | None = None  # whose prompt this one waits for, to share it
         self.forks: list[Request] = []  # who waits for the prompt of this one
         self.undrafted = False  # whether its steps are to have no drafts any more: one that had them broke
+        self.speculation: Speculation | None = None  # of requests under `lossless`, once they decode
         self.losses = 0  # times that its keys had to be computed again because a tier lost some
         self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
 

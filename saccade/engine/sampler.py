@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
 from torch import Tensor
 
+from saccade.engine.acceptance import Proposal, decided, draw
 from saccade.engine.params import SamplingParams
 from saccade.engine.row_sampling import RowSampling, TokenCounts
 from saccade.engine.steering import Steering
@@ -54,10 +56,33 @@ class Sampler:
         self._seen = TokenCounts() if params.repetition_penalty != 1.0 else None
         self._answer = TokenCounts() if self.steering.counts else None
 
-    def sample(self, ids: list[int], logits: Tensor, position: int) -> int:
+    def drafting(self) -> Sampler:
+        """One that draws as this one does, but for the constraint, whose matcher is to see the answer alone."""
+        steering = copy.copy(self.steering)
+        steering.matcher, steering.neutral = None, not steering.steered
+        made = Sampler(self.params, steering)
+        made.seed = self.seed
+        return made
+
+    def weights(self, ids: list[int], logits: Tensor) -> Tensor:
+        """The distribution that a token is drawn from: float64 [vocab], of logits fp32 [vocab]."""
+        return torch.softmax(self._sound(ids, logits).double(), -1)
+
+    def sample(self, ids: list[int], logits: Tensor, position: int, proposal: Proposal | None = None) -> int:
         """The token at ``position`` of the sequence: ``ids`` the tokens so far, ``logits`` fp32 [vocab] -> token id.
-        Greedy ties go to the lower id. ModelError where the greatest logit is no finite number, RequestError where the
+        Greedy ties go to the lower id. ``proposal``: what a draft drew there, to be kept or not (engine.acceptance).
+        ModelError where the greatest logit is no finite number, RequestError where the
         sampling parameters make it so: some token would come out of it, and mean nothing."""
+        scores = self._sound(ids, logits)
+        if self.params.greedy:
+            return int(torch.argmax(scores))
+        weights, sample = torch.softmax(scores.double(), -1), self.params.sample
+        if proposal is not None:
+            return decided(proposal, weights, self.seed, sample, position)
+        return draw(weights, uniform(self.seed, sample, position))
+
+    def _sound(self, ids: list[int], logits: Tensor) -> Tensor:
+        """:meth:`processed`, or what :meth:`sample` raises."""
         if not math.isfinite(logits.max()):
             raise ModelError(NOT_FINITE)
         scores = self.processed(ids, logits)
@@ -66,12 +91,7 @@ class Sampler:
                 f"the logits are not finite once repetition_penalty={self.params.repetition_penalty!r} and "
                 f"temperature={self.params.temperature!r} are applied; choose values nearer to 1"
             )
-        if self.params.greedy:
-            return int(torch.argmax(scores))
-        weights = torch.softmax(scores.double(), -1)
-        draw = uniform(self.seed, self.params.sample, position)
-        cumulative = weights.cumsum(-1)
-        return int(torch.searchsorted(cumulative, draw * cumulative[-1], right=True).clamp(max=weights.numel() - 1))
+        return scores
 
     def row(self, ids: list[int]) -> RowSampling | None:
         """:meth:`sample` of the token after ``ids`` as plain data; None for an answer under a constraint, whose matcher

@@ -147,7 +147,9 @@ class Sequence:
     def keep(self, stop: int, rows: ScheduledRequest) -> None:
         """Of a step with drafts keep the rows before ``stop``. Nothing is taken back where the last of these failed, or
         where everything is to be computed again."""
-        if self.computed == stop < rows.stop:
+        if self.computed == stop < rows.stop and rows.together:  # no method has seen them
+            self.memory.kv.truncate(stop)
+        elif self.computed == stop < rows.stop:
             self.memory.take_back(stop)
         self.memory.history.clear()
 

@@ -40,7 +40,7 @@ class Settling:
     def settle(self, request: Request, rows: ScheduledRequest, result: RequestResult, ended: float) -> list[StepOutput]:
         """Take over what a step did for ``request``: the one place that writes its report, tokens and end."""
         output, sequence, report = request.progress(rows.stop), request.sequence, request.report
-        if result.undone:
+        if result.undone or (rows.together and result.error is not None):  # which row it was, single rows will tell
             sequence.undo(rows)
             if rows.drafts:
                 request.undrafted = True
@@ -55,7 +55,7 @@ class Settling:
         request.prompt_scores |= result.prompt_scores
         outputs: list[StepOutput] = []
         reason: str | None = None
-        stop = rows.start
+        stop, stayed = rows.start, 0
         each = zip(rows.apart(), result.rows) if rows.drafts else ((rows, result),)
         for row, done in each:  # one after the other, as if none were drafted
             report.take(row, done, ended)
@@ -69,10 +69,15 @@ class Settling:
                 reason = self.answers.take_token(request, done, output)
             accepted = reason != "error" and rows.drafts[stop - 1 - rows.start :][:1] == (sequence.tokens[-1],)
             report.accepted_tokens += accepted
+            stayed += accepted
             if reason is not None or not accepted or sequence.computed < stop:  # ended, rejected, or begun anew
                 break
         if rows.drafts:
             report.drafted_tokens += len(rows.drafts)
+            if rows.together:
+                report.take_together(rows, result, stop - rows.start)
+            if request.speculation is not None:
+                request.speculation.took(len(rows.drafts), stayed)
             sequence.keep(stop, rows)
         if reason is not None:
             self.finish(request, reason)

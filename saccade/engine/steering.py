@@ -50,8 +50,8 @@ class Steering:
         self.ends = list(ends)
         self.biases = params.logit_bias or {}
         self.counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        steered = self.words or params.min_tokens or self.biases or self.counts
-        self.neutral = not steered and matcher is None
+        self.steered = bool(self.words or params.min_tokens or self.biases or self.counts)  # without the matcher
+        self.neutral = not self.steered and matcher is None
 
     @classmethod
     def of(cls, params: SamplingParams, model: LoadedModel, constraint: Constraint | None = None) -> Steering:

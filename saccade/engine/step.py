@@ -7,7 +7,7 @@ results into tokens, reports and finished requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from saccade.engine.row_sampling import RowSampling
 from saccade.kv.tier import TierCounts
 from saccade.methods.base import Cost
 from saccade.methods.policy import Policy
-from saccade.selection import Selection
+from saccade.selection import Band, Dense, Selection
 
 LogprobEntries = dict[int, tuple[float, int]]  # token -> (log-probability, rank)
 
@@ -31,6 +31,7 @@ class ScheduledRequest(NamedTuple):
 
     A decode step has one row, and one more for each of ``drafts``, the tokens that may follow: each row sees the keys
     up to its own. Whoever runs them takes them row by row (:meth:`apart`); ``row`` is then the row's number among them.
+    ``together``: they are attended all at once instead, each to every key up to its own.
 
     ``wants_logits``: the last row's logits choose the next token; ``all_logits``: so do those of all rows. ``greedy``:
     of these only the likeliest token is wanted. ``sampling``: how else a decode row's token is to be chosen, for
@@ -56,13 +57,15 @@ class ScheduledRequest(NamedTuple):
     top: int = 0
     drafts: tuple[int, ...] = ()
     row: int | None = None
+    together: bool = False
 
     def apart(self) -> list[ScheduledRequest]:
         """Each row of a step with drafts by itself; else these rows as they are."""
         if not self.drafts:
             return [self]
         return [
-            self._replace(start=at, stop=at + 1, drafts=(), row=at - self.start) for at in range(self.start, self.stop)
+            self._replace(start=at, stop=at + 1, drafts=(), row=at - self.start, together=False)
+            for at in range(self.start, self.stop)
         ]
 
     @property
@@ -109,13 +112,13 @@ class StepInput:
         return len(self.scheduled)
 
     def apart(self) -> StepInput:
-        """The same rows, those of drafts each as a request of its own."""
-        if not [one for one in self.scheduled if one.drafts]:
+        """The same rows, those of drafts each as a request of its own unless they are attended together."""
+        if not [one for one in self.scheduled if one.drafts and not one.together]:
             return self
         scheduled: list[ScheduledRequest] = []
         starts, tables = [0], []
         for one, table in zip(self.scheduled, self.block_tables):
-            for rows in one.apart():
+            for rows in [one] if one.together else one.apart():
                 scheduled.append(rows)
                 starts.append(starts[-1] + rows.length)
                 tables.append(table)
@@ -153,6 +156,15 @@ class CallCount:
     backend: str
     coverage: Tensor | None = None
 
+    def of_first(self, rows: int) -> CallCount:
+        """The call as if it had been of the first ``rows`` rows alone, where they read everything or a band; else as it
+        was."""
+        shape = self.used.shape
+        if not isinstance(self.used, (Dense, Band)) or rows >= shape.q_len:
+            return self
+        fewer = replace(shape, q_len=rows, k_len=shape.q_start + rows)
+        return replace(self, used=replace(self.used, shape=fewer))
+
 
 @dataclass(frozen=True)
 class SkipCount:
@@ -174,7 +186,8 @@ class RequestResult:
     to be computed again. ``tiers``: what moved for it between memory and a tier.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
-    ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then."""
+    ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
+    attended together: ``calls`` are those of all rows, which have but their logits."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None

@@ -52,6 +52,7 @@ class DiskTier:
     such folder, or nothing can be written there, or one part is too much."""
 
     name = "disk"
+    in_background = False
 
     def __init__(self, folder: Path, max_bytes: int, storage: KVStorage, system: System = os) -> None:
         self.format, self._system = storage.format, system
@@ -102,6 +103,9 @@ class DiskTier:
                 self.release(cells[first:last])
         self.counts.wait_seconds += time.perf_counter() - began
         return done
+
+    def settle(self) -> None:
+        """See Tier: a write is over when it returns."""
 
     def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> DiskLoading:
         """See Tier."""

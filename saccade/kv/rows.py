@@ -9,6 +9,8 @@ from torch import Tensor
 
 from saccade.kv.paged import Paged
 
+Blocks = tuple[Tensor, Tensor]  # keys and values
+
 
 class RowMover(Protocol):
     """Copies rows between plain tensors and slots that are resident: this module, or one with kernels for a device."""
@@ -19,6 +21,10 @@ class RowMover(Protocol):
     def gather(self, pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
         """Positions ``start .. stop - 1`` of ``pool``, one of a Paged's two, in one piece: [kv_heads, stop - start,
         head_dim]."""
+
+    def copy_blocks(self, source: Blocks, which: Tensor, target: Blocks, where: Tensor) -> None:
+        """Copy blocks ``which`` of ``source`` to ``where`` in ``target``, keys and values ([blocks, kv_heads,
+        block_size, head_dim] each) of a device, or of host memory that it reaches. Both int64 [n] on the host."""
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
@@ -56,3 +62,9 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
         heads = torch.arange(block_table.shape[0], device=pool.device)[:, None]
         rows = pool[block_table[:, first:last].long(), heads]
     return rows.flatten(1, 2)[:, start - first * size : stop - first * size].contiguous()
+
+
+def copy_blocks(source: Blocks, which: Tensor, target: Blocks, where: Tensor) -> None:
+    """See RowMover."""
+    for ours, theirs in zip(source, target):
+        theirs[where.to(theirs.device)] = ours[which.to(ours.device)].to(theirs.device)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
+from saccade.kv.hold import Hold
 from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.saved import SavedKV, described
 from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
-from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
 
 MARKS = 256  # of a sequence that are kept
@@ -130,6 +130,7 @@ class SequenceKV:
             slot, offset = self.place(layer)
             for pool, row in ((self.pool.storage.k, k), (self.pool.storage.v, v)):
                 pool.select(0, slot).select(1, offset).copy_(row.select(1, 0))
+            self._sealed(range(layer, layer + 1), start, start + 1)
             return
         self._make_writable(layer, count)
         self._plain_view(layer, start).write(start, k, v)
@@ -139,6 +140,7 @@ class SequenceKV:
             for (kind, size), kept in self._summaries.items():
                 if kept[layer].buffer.dim() > 1 and kept[layer].filled >= start // size:
                     self._summaries_of(layer, kind, size)
+        self._sealed(range(layer, layer + 1), start, start + count)
 
     def place(self, layer: int) -> tuple[int, int]:
         """Where the next row of one layer goes, slot and offset in it. It counts as stored: the caller writes it.
@@ -158,11 +160,16 @@ class SequenceKV:
 
     def appended(self, count: int) -> None:
         """Count ``count`` rows that a kernel has stored in every layer, and the blocks that it summarized."""
+        start = self._lengths[0]
         self._lengths = [length + count for length in self._lengths]
+        if count > 0:
+            self._sealed(range(self.layers), start, start + count)
+        elif self.pool.tiers is not None:  # taken back: what filled a block is not its content
+            self.pool.tiers.opened(slice(None), self._table.numbers[(start + count) // self._size :])
 
     def stored(self, count: int) -> None:
         """Count ``count`` rows that the host stores in every layer of this step, past the sequence itself."""
-        self.appended(count)
+        self._lengths = [length + count for length in self._lengths]
         self._version += 1
 
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
@@ -338,6 +345,12 @@ class SequenceKV:
         block leaves one so."""
         block, offset = divmod(self.length, self._size)
         return bool(offset) and tokens > self.length and self.pool.references(self._table.ids[block]) > 1
+
+    def _sealed(self, layers: range, start: int, stop: int) -> None:
+        """Rows ``start .. stop - 1`` were stored: tell the tier of blocks that they filled."""
+        first, last = start // self._size, stop // self._size
+        if last > first and self.pool.tiers is not None:
+            self.pool.tiers.sealed(layers, self._table.numbers[first:last])
 
     def _make_writable(self, layer: int, count: int) -> None:
         """Check that ``count`` more rows of a layer have room, and copy a shared block that they begin in."""

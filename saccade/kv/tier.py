@@ -63,6 +63,14 @@ class TierCounts:
         made.add(before, -1)
         return made
 
+    def share(self, number: int, of: int) -> TierCounts:
+        """Part ``number`` of ``of`` equal ones; the first get what is left over."""
+        made = TierCounts()
+        for name, value in vars(self).items():
+            part = value / of if isinstance(value, float) else value // of + (number < value % of)
+            setattr(made, name, part)
+        return made
+
     def as_dict(self) -> dict[str, float]:
         """Plain numbers."""
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in vars(self).items()}
@@ -82,13 +90,21 @@ class Tier(Protocol):
 
     name: str
     cells: int  # parts that it holds at most
-    counts: TierCounts
+    in_background: bool  # whether writes cost next to nothing, so that full blocks are written before they leave
+
+    @property
+    def counts(self) -> TierCounts: ...
 
     @property
     def free_cells(self) -> int: ...
 
     def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
-        """Keep the content of ``slots``: the cell of each, 0 where that failed. Slots may be reused on return."""
+        """Keep the content of ``slots``: the cell of each, 0 where that failed. Slots may be reused after
+        :meth:`settle`."""
+        ...
+
+    def settle(self) -> None:
+        """All that follows, on a device too, follows the writes so far."""
         ...
 
     def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> Loading:

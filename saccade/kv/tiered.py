@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.hold import Hold
 from saccade.kv.paged import Paged
 from saccade.kv.tier import TierFull
-from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class TieredView(KVView):
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
         own, size = self._paged, self.block_size
         index = positions.long()
-        block, offset = (index // size).numpy(), index % size
+        block, offset = (index // size).cpu().numpy(), index % size
         wanted = np.unique(block)
         k, v = (part.new_empty(index.numel(), self.head_dim) for part in (own.k, own.v))
         for first in range(0, len(wanted), self.piece_blocks):
@@ -125,8 +125,8 @@ class TieredView(KVView):
                 if len(some) == len(wanted):
                     slots = self._slots(block)
                     return own.k[slots, kv_head, offset], own.v[slots, kv_head, offset]
-                here = torch.from_numpy(np.nonzero((block >= some[0]) & (block <= some[-1]))[0])
-                slots = self._slots(block[here.numpy()])
+                found = np.nonzero((block >= some[0]) & (block <= some[-1]))[0]
+                here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found])
                 k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
         return k, v
 
@@ -152,7 +152,8 @@ class TieredView(KVView):
             first += self.piece_blocks
 
     def _slots(self, blocks: Array) -> Tensor:
-        return torch.from_numpy(self._pool.slots_of(self._layer, self._ids[blocks]).astype(np.int64))
+        slots = torch.from_numpy(self._pool.slots_of(self._layer, self._ids[blocks]).astype(np.int64))
+        return slots.to(self._pool.storage.device)
 
     def _guarded(self, length: int) -> Paged:
         """As kernels take it, the guard's slot in place of what is not resident."""
@@ -160,4 +161,4 @@ class TieredView(KVView):
         slots = self._pool.slots_of(self._layer, self._ids)
         table = np.full((1, max(1, len(slots))), self.tiers.guard, dtype=np.int32)
         np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
-        return Paged(storage.k, storage.v, torch.from_numpy(table), length, storage.format)
+        return Paged(storage.k, storage.v, torch.from_numpy(table).to(storage.device), length, storage.format)

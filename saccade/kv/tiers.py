@@ -1,6 +1,7 @@
 """Which parts of KV blocks lie in slots, and which in the tier behind them: who is brought in, and who has to leave.
 
-A part is written to the tier when it first leaves its slot, and not again: its cell stays its own until the block is
+A part is written to the tier when it first leaves its slot, or, where writes cost next to nothing, when its block is
+full and slots run short; and not again: its cell stays its own until the block is
 let go, or somebody writes to it (:meth:`Tiers.opened`). While it has both, leaving costs nothing. Where cells run short
 residents give theirs up, and memory and tier together hold what both have room for.
 """
@@ -8,12 +9,13 @@ residents give theirs up, and memory and tier together hold what both have room 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from saccade.errors import SaccadeError
+from saccade.kv.hold import Hold
+from saccade.kv.offers import Offers
 from saccade.kv.replacement import Replacement
 from saccade.kv.tier import LostKV, Part, Tier, TierCounts, TierError, TierFull
 
@@ -23,55 +25,8 @@ if TYPE_CHECKING:
 LEAST_SLOTS = 8  # that something can run in
 FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
 RECORD = 1 << 20  # bytes of victims that leave together
+SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving
 Array = np.ndarray[Any, Any]
-
-
-class Hold:
-    """Parts of one layer that stay resident until :meth:`release`; :meth:`wait` before they are read."""
-
-    def __init__(self, tiers: Tiers, layer: int, blocks: Array) -> None:
-        self._tiers, self._layer, self._blocks = tiers, layer, blocks
-        self._loading: Any = None
-        self._missing: Array = blocks[:0]
-
-    def wait(self) -> None:
-        """Every part is in its slot when this returns. LostKV where one cannot be had back."""
-        loading, self._loading = self._loading, None
-        if loading is None:
-            return
-        failed = loading.wait()
-        tiers, layer, missing = self._tiers, self._layer, self._missing
-        if failed:
-            tiers.lose(layer, missing[failed])
-            raise LostKV(
-                f"{len(failed)} KV blocks of layer {layer} cannot be read back from the {tiers.tier.name}: what was "
-                "written there is damaged, or the device fails"
-            )
-
-    def _load(self, missing: Array) -> None:
-        """Begin to read parts that have slots now."""
-        if len(missing):
-            tiers, layer = self._tiers, self._layer
-            cells, slots = tiers._cell[layer, missing].tolist(), tiers.pool.slots_of(layer, missing).tolist()
-            self._missing, self._loading = missing, tiers.tier.read(tiers._parts(layer, missing), cells, slots)
-
-    def release(self) -> None:
-        """Let the parts go again, those that never came among them."""
-        with suppress(LostKV):
-            self.wait()
-        self._tiers._unpin(self._layer, self._blocks)
-        self._blocks = self._blocks[:0]
-
-    def __enter__(self) -> Hold:
-        try:
-            self.wait()
-        except BaseException:
-            self.release()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
 
 
 class Tiers:
@@ -82,7 +37,7 @@ class Tiers:
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if pool.rows > 1:
             raise SaccadeError("tiers keep all KV heads of a block together: they need a pool without heads_apart")
-        self.pool, self.tier, self._debug = pool, tier, debug
+        self.pool, self.tier, self.policy, self._debug = pool, tier, policy, debug
         shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
         self.generation = np.zeros(shape[1], dtype=np.int64)
         self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
@@ -92,6 +47,7 @@ class Tiers:
         self._stored = 0  # parts with a cell
         self._losses = 0
         self._turn = Replacement(pool.storage.num_blocks, policy)
+        self.offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
         for part in (pool.storage.k, pool.storage.v):
             part[self.guard].fill_(float("nan") if debug else 0.0)
@@ -154,6 +110,17 @@ class Tiers:
             stale = blocks[(cells > 0) & (self.pool.slots_of(layer, blocks) >= 0)]
             self._drop_cells(layer, stale)
 
+    def sealed(self, layers: range, blocks: Array) -> None:
+        """``blocks`` are full: where slots run short, a tier that works in the background gets their parts now, so
+        that leaving costs nothing."""
+        if not self.tier.in_background or self.pool.free_slots >= self.slots // SHORT:
+            return
+        which, own = np.repeat(np.array(layers), len(blocks)), np.tile(blocks, len(layers))
+        parts = which * len(self.generation) + own
+        fresh = (self.pool.map_flat()[parts] >= 0) & (self._cell[which, own] == 0)
+        if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + self._batch:
+            self._write(which[fresh], own[fresh], which[:0], own[:0])
+
     def born(self, blocks: Sequence[int]) -> None:
         """``blocks`` have been handed out."""
         self.generation[blocks] += 1
@@ -161,9 +128,14 @@ class Tiers:
     def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array) -> None:
         """``blocks`` have these slots from now on."""
         self._turn.place(slots, layer * len(self.generation) + np.asarray(blocks, dtype=np.int64))
+        if self.offers is not None:
+            self.offers.withdraw(slots)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Nobody holds ``blocks`` any more."""
+        if self.offers is not None:
+            slots = self.pool.lookup(blocks).reshape(-1)
+            self.offers.withdraw(slots[slots >= 0])
         if self._stored:
             for layer in range(self.pool.layers):
                 own = np.asarray(blocks)
@@ -183,6 +155,12 @@ class Tiers:
         self._lost[layer, blocks] = True
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
+
+    def offer(self) -> Offers:
+        """What a device needs to bring parts in by itself, made once."""
+        if self.offers is None:
+            self.offers = Offers(self)
+        return self.offers
 
     def numbers(self) -> dict[str, float]:
         """What has moved, and how the tier stands; any thread may ask."""
@@ -216,6 +194,7 @@ class Tiers:
         kept = has.copy()
         if not has.all():
             kept[~has] = self._write(layers[~has], blocks[~has], layers[has], blocks[has])
+        self.tier.settle()
         for layer in np.unique(layers[kept]).tolist():
             self._vacate(layer, blocks[kept & (layers == layer)])
         gone = int(kept.sum())
@@ -228,6 +207,8 @@ class Tiers:
 
     def _vacate(self, layer: int, blocks: Array) -> None:
         """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
+        if self.offers is not None:
+            self.offers.withdraw(self.pool.slots_of(layer, blocks))
         if self._debug:
             slots = self.pool.slots_of(layer, blocks).tolist()
             for part in (self.pool.storage.k, self.pool.storage.v):
@@ -255,6 +236,8 @@ class Tiers:
         slots = self.pool.map_flat()[layers * len(self.generation) + blocks].tolist()
         cells = np.array(self.tier.write(parts, slots), dtype=np.int32)
         self._cell[layers, blocks] = cells
+        if self.offers is not None:
+            self.offers.cells_changed(layers * len(self.generation) + blocks)
         self._stored += int((cells > 0).sum())
         return cells > 0
 
@@ -274,6 +257,10 @@ class Tiers:
             self.tier.release(cells.tolist())
             self._cell[layer, blocks] = 0
             self._stored -= len(cells)
+            if self.offers is not None:
+                self.offers.cells_changed(layer * len(self.generation) + np.asarray(blocks))
+                slots = self.pool.slots_of(layer, blocks)
+                self.offers.withdraw(slots[slots >= 0])
 
     def _parts(self, layer: int, blocks: Array) -> list[Part]:
         return [Part(layer, *one) for one in zip(blocks.tolist(), self.generation[blocks].tolist())]

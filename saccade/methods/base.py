@@ -133,6 +133,7 @@ class Method(PolicyPart):
     """Base of all methods. Hooks default to dense."""
 
     is_dense: ClassVar[bool] = False  # whether it is the method that reads everything
+    means_dense: ClassVar[bool] = False  # whether reading everything is what it is for
     tail_rows: ClassVar[int] = 0  # last prefill queries that `begin` wants to see
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
@@ -236,6 +237,8 @@ class FreezeMethod(PolicyPart):
 
 
 def _literal(value: Any) -> str:
+    if isinstance(value, PolicyPart):
+        return value.text
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 

@@ -15,6 +15,7 @@ class DenseMethod(Method):
 
     name: ClassVar[str] = "dense"
     is_dense: ClassVar[bool] = True
+    means_dense: ClassVar[bool] = True
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.dense import DenseMethod
-from saccade.methods.registry import METHODS, MODIFIERS
+from saccade.methods.registry import AROUND, METHODS, MODIFIERS
 
 LONGEST_TEXT = 2000  # every option of every place of a policy spelt out takes fewer characters
 PHASES = ("prefill", "decode", "window", "freeze")  # the places of a policy
-KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS}
+KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS, **AROUND}
 # Names for policies, or for sums that join others; every method's own name is one already.
 PRESETS: dict[str, str] = {"cpe": "cis+psaw+etf"}
 
@@ -114,7 +114,8 @@ def parse_part(text: str) -> PolicyPart:
         raise PolicyError(f"policy '{text}' lacks its closing bracket")
     part = part_named(name)
     known = {f.name for f in fields(part)}
-    options = _options(text, rest[:-1]) if bracket else {}
+    methods = {f.name for f in fields(part) if isinstance(f.default, Method)}
+    options = _options(text, rest[:-1], methods) if bracket else {}
     for option in options:
         if option not in known:
             allowed = ", ".join(sorted(known)) or "none"
@@ -182,7 +183,8 @@ def _combine(methods: list[PolicyPart], text: str) -> Policy:
     return Policy(**chosen)
 
 
-def _options(text: str, inside: str) -> dict[str, Any]:
+def _options(text: str, inside: str, methods: Collection[str] = ()) -> dict[str, Any]:
+    """Options as written; the values of those in ``methods`` are methods."""
     try:
         call = ast.parse(f"f({inside})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -200,8 +202,23 @@ def _options(text: str, inside: str) -> dict[str, Any]:
         assert keyword.arg is not None
         if keyword.arg in options:
             raise PolicyError(f"policy '{text}' gives the option '{keyword.arg}' twice")
-        options[keyword.arg] = _value(text, keyword.arg, keyword.value)
+        if keyword.arg in methods:
+            options[keyword.arg] = _inner(text, keyword.arg, keyword.value)
+        else:
+            options[keyword.arg] = _value(text, keyword.arg, keyword.value)
     return options
+
+
+def _inner(text: str, option: str, node: ast.expr) -> Method:
+    """A method as the value of an option."""
+    if not isinstance(node, (ast.Name, ast.Call)):
+        raise PolicyError(
+            f"policy '{text}': the value of '{option}' must be one method, as in {option}=psa(epsilon=0.3)"
+        )
+    try:
+        return parse_method(ast.unparse(node))
+    except PolicyError as error:
+        raise PolicyError(f"policy '{text}': {option}: {error}") from None
 
 
 def _value(text: str, option: str, node: ast.expr) -> Any:

@@ -15,6 +15,7 @@ from saccade.methods.hshare import HShare
 from saccade.methods.infinigen import InfiniGen
 from saccade.methods.lfps import LFPS
 from saccade.methods.loopserve import LoopServe
+from saccade.methods.lossless import Lossless
 from saccade.methods.magicpig import MagicPIG
 from saccade.methods.minference import MInference
 from saccade.methods.prehoc import ETF, PSAW
@@ -59,3 +60,6 @@ METHODS: dict[str, type[Method]] = {
 
 # What joins a method in a policy: windows and freezes.
 MODIFIERS: dict[str, type[PolicyPart]] = {part.name: part for part in (ETF, PSAW)}
+
+# What has a decode method for an option, and does more with it than decode by it.
+AROUND: dict[str, type[Method]] = {method.name: method for method in (Lossless,)}

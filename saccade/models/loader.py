@@ -49,6 +49,15 @@ class LoadedModel:
     device: torch.device
     notes: tuple[str, ...]
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a decode step reads of the weights: all but an embedding that is no output layer too."""
+        model = self.runner.model
+        total = sum(one.numel() * one.element_size() for one in model.parameters())
+        embedding = model.get_input_embeddings().weight
+        tied = embedding is model.get_output_embeddings().weight
+        return total if tied else total - embedding.numel() * embedding.element_size()
+
 
 def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu") -> LoadedModel:
     """Load the checkpoint in folder ``path``.

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.kv.hold import Hold
 from saccade.kv.tier import TierFull
 from saccade.kv.tiered import TieredView
-from saccade.kv.tiers import Hold
-from saccade.ops import candidates, cpu_blocks, reference
+from saccade.ops import candidates, cpu_blocks, reference, triton
 from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state
 from saccade.ops.progressive import attend_ranking
@@ -34,7 +34,7 @@ def run(call: Call, view: TieredView, attend: Runs, named: str) -> tuple[Result,
     selection = call.selection
     if isinstance(selection, Ranking):
         return _ranking(call, view, selection, attend, named)
-    wanted = np.nonzero(read_blocks(selection, view.block_size).numpy())[0]
+    wanted = _wanted(selection, view)
     if len(wanted) <= view.piece_blocks:
         with view.hold(wanted):
             return attend(replace(call, kv=view.held())), True
@@ -42,9 +42,14 @@ def run(call: Call, view: TieredView, attend: Runs, named: str) -> tuple[Result,
     if isinstance(selection, Candidates):
         plain = replace(selection, rest=None)
         selection = used = candidates.choose(call.q, view, plain, scale=call.scale, softcap=call.softcap)
-        wanted = np.nonzero(read_blocks(selection, view.block_size).numpy())[0]
+        wanted = _wanted(selection, view)
     part = replace(call, selection=selection, want_weights=False)
     return _in_pieces(part, view, wanted, attend, used or selection), False
+
+
+def _wanted(selection: Selection, view: TieredView) -> np.ndarray:
+    """The view's blocks that ``selection`` may read, rising."""
+    return np.nonzero(read_blocks(selection.to(view.device), view.block_size).cpu().numpy())[0]
 
 
 def _in_pieces(call: Call, view: TieredView, wanted: np.ndarray, attend: Runs, used: Selection) -> Result:
@@ -103,12 +108,15 @@ def _one(call: Call, attend: Runs) -> Result:
 def _ranking(call: Call, view: TieredView, ranking: Ranking, attend: Runs, named: str) -> tuple[Result, bool]:
     """A kernel goes through the ranking with its first blocks resident; what it read counts if it stopped there. Past
     them it read zeros: then more are brought in."""
-    total, size = ranking.order.shape[1], view.block_size
+    total = ranking.order.shape[1]
     count = min(total, view.hints.get(view.layer, FIRST_RANKED))
-    kernels = named in ("auto", "cpu") and cpu_blocks.serves(call.q, view.held(), ranking) is None
+    if view.device.type == "cpu":
+        kernels = named in ("auto", "cpu") and cpu_blocks.serves(call.q, view.held(), ranking) is None
+    else:
+        kernels = named in ("auto", "triton") and triton.serves(call.q, view.held(), ranking) is None
     while kernels:
         first = ranking.prefix([count] * ranking.units)
-        wanted = np.nonzero(read_blocks(first, size).numpy())[0]
+        wanted = _wanted(first, view)
         if len(wanted) > view.piece_blocks:
             break
         with view.hold(wanted):

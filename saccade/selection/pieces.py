@@ -23,9 +23,10 @@ GRID = 128  # of the lists of blocks that stand for everything: coarse ones are 
 
 
 def read_blocks(selection: Selection, size: int) -> Tensor:
-    """Bool [blocks of ``size`` keys]: which of them ``selection`` may read a key of. At times more than that."""
+    """Bool [blocks of ``size`` keys], on the device of ``selection`` and its lists: which of them it may read a key of.
+    At times more than that."""
     shape = selection.shape
-    mask = torch.zeros(-(-shape.k_len // size), dtype=torch.bool, device="cpu")
+    mask = torch.zeros(-(-shape.k_len // size), dtype=torch.bool, device=shape.device)
     stop = shape.q_start + shape.q_len
     if isinstance(selection, Band):
         mask[: -(-min(selection.sinks, shape.k_len) // size)] = True
@@ -126,7 +127,7 @@ def _kept_offsets(offsets: Tensor, keep: Tensor) -> Tensor:
 
 def _mark(mask: Tensor, starts: Tensor, length: int, size: int) -> None:
     """Mark the blocks of the stretches of ``length`` keys from ``starts`` on, as far as they lie within."""
-    edges = torch.zeros(mask.numel() + 1, dtype=torch.int32, device="cpu")
+    edges = torch.zeros(mask.numel() + 1, dtype=torch.int32, device=mask.device)
     stops = -(-(starts + length) // size)
     inside = (stops > 0) & (starts < mask.numel() * size)
     first, last = (starts[inside] // size).clamp(min=0), stops[inside].clamp(max=mask.numel())

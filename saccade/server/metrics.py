@@ -23,14 +23,14 @@ _TIERS = {  # a part is one layer's keys and values of a block; since the engine
     "misses": "KV parts that were asked for and not in memory.",
     "evicted": "KV parts that left memory.",
     "prefetched": "KV parts whose load began before they were wanted.",
-    "bytes_read": "Bytes of KV read from disk.",
-    "bytes_written": "Bytes of KV written to disk.",
+    "bytes_read": "Bytes of KV read from the tier.",
+    "bytes_written": "Bytes of KV written to the tier.",
     "retries": "Reads and writes of KV that failed and were tried again.",
-    "lost": "KV parts that the disk could not give back.",
-    "wait_seconds": "Seconds in which attention waited for the disk.",
+    "lost": "KV parts that the tier could not give back.",
+    "wait_seconds": "Seconds in which attention waited for the tier.",
     "slots": "KV parts that memory holds at most.",
-    "cells": "KV parts that the disk holds at most.",
-    "free_cells": "KV parts that the disk has room for.",
+    "cells": "KV parts that the tier holds at most.",
+    "free_cells": "KV parts that the tier has room for.",
 }
 _STORED = {  # counts of DurableSessions.report
     "saves": "Turns after which a session was stored.",
@@ -174,8 +174,9 @@ class _Engine(Collector):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        tier = "disk" if "disk" in now.bytes_by_tier else "host"
         for name, value in (now.tiers or {}).items():
-            gauge = GaugeMetricFamily(f"saccade:kv_disk_{name}", _TIERS[name], labels=["model_name"])
+            gauge = GaugeMetricFamily(f"saccade:kv_{tier}_{name}", _TIERS[name], labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         for name, said in _STORED.items() if stored else ():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from saccade.errors import PolicyError, shown
-from saccade.methods.policy import PHASES, Policy
-from saccade.methods.registry import METHODS, MODIFIERS
+from saccade.methods.policy import KNOWN, PHASES, Policy
 
 _ANY = "(*)"
 
@@ -23,8 +22,8 @@ class PolicyRules:
             name = text.strip().removesuffix(_ANY)
             if not text.strip().endswith(_ANY):
                 Policy.parse(text)
-            elif name not in METHODS and name not in MODIFIERS:
-                raise PolicyError(f"{shown(text)} names no method; known: {', '.join([*METHODS, *MODIFIERS])}")
+            elif name not in KNOWN:
+                raise PolicyError(f"{shown(text)} names no method; known: {', '.join(KNOWN)}")
 
     def allows(self, policy: Policy) -> bool:
         if self.allowed is None:

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.triton_topk import budget_of
+from saccade.ops.triton.batched_best import BOUNDS, least_taken, taken_of
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.batched_tokens import BOUNDS, least_taken
 from saccade.ops.triton.common import begin, launched, pad
 
 # Words of a row: numbers, then addresses.
@@ -91,7 +91,7 @@ def share(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices
 def keep(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor, weights: Tensor) -> None:
     """Make the searchers anchors, by what they read and its ``weights`` float32 [rows * units, room]."""
     device = rows.q.device
-    marks = torch.empty(rows.count * units, rows.pages.longest, dtype=torch.int8, device=device)
+    marks = torch.empty(rows.count * units, triton.cdiv(rows.pages.longest, 32), dtype=torch.int32, device=device)
     _keep[(units, rows.count)](
         rows.words,
         rows.reals,
@@ -109,7 +109,7 @@ def keep(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices:
         marks.shape[1],
         **_WORDS,
         UNITS=units,
-        SPAN=2048,
+        SPAN=1024,
         num_warps=8,
         **launched(device),
     )
@@ -278,6 +278,23 @@ def _share(
         tl.store(counts + entry, placed + length - last)
 
 
+@triton.jit
+def _mark_key(marks, key, valid, hid, shown):
+    """Set the bits of the keys that are ``valid`` and not hidden."""
+    bit = (tl.zeros(key.shape, tl.int32) + 1) << (key & 31)
+    tl.atomic_or(marks + (key >> 5), bit, mask=valid & ((key < hid) | (key >= shown)), sem="relaxed")
+
+
+@triton.jit
+def _count_bits(words):
+    """How many bits of uint32 ``words`` are set, int32."""
+    pairs = words - ((words >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    halves = eights + (eights >> 8)
+    return ((halves + (halves >> 16)) & 63).to(tl.int32)
+
+
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "room", "weight_row", "width"],
     do_not_specialize_on_alignment=["words", "reals", "lengths", "searching", "bounds", "counts"],
@@ -291,7 +308,8 @@ def _keep(
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Mark the keys between sinks and window that were read, and the neighbours of the heaviest, and list the marks."""
+    """Mark the keys between sinks and window that were read, and the neighbours of the heaviest, a bit each, and list
+    the marks."""
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     entry = row * UNITS + unit
@@ -313,8 +331,9 @@ def _keep(
         line = weights + entry.to(tl.int64) * weight_row
         mine = marks + entry.to(tl.int64) * width
         at = tl.arange(0, SPAN)
-        for start in tl.range(0, end, SPAN):
-            tl.store(mine + start + at, tl.zeros([SPAN], tl.int8), mask=start + at < end)
+        some = tl.cdiv(end, 32)
+        for start in tl.range(0, some, SPAN):
+            tl.store(mine + start + at, tl.zeros([SPAN], tl.int32), mask=start + at < some)
         # Lists rise: what lies between the sinks and the window is one stretch of them.
         begins, ends = 0, 0
         for start in tl.range(0, count, SPAN):
@@ -325,7 +344,7 @@ def _keep(
         bound = tl.full([], 0, tl.uint32)
         spare = wanted
         if (wanted > 0) & (wanted < ends - begins):
-            bound, spare = least_taken(line, begins, ends, 0, 0, wanted, SPAN)
+            bound, spare = least_taken(line, begins, ends, wanted, SPAN)
         tl.debug_barrier()  # others have set the marks to zero
         level_before, listed = 0, 0
         moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
@@ -334,16 +353,12 @@ def _keep(
             key = tl.load(read + start + at, mask=inside, other=0)
             heavy = inside
             if wanted < ends - begins:
-                order = _bits(tl.load(line + start + at, mask=inside, other=0.0))
-                level = inside & (order == bound)
-                earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-                heavy = (inside & (order > bound)) | (level & (earlier <= spare))
-                level_before += tl.sum(level.to(tl.int32), 0)
+                heavy, level_before = taken_of(line, start + at, inside, bound, spare, level_before)
             heavy = heavy & (tl.zeros([SPAN], tl.int32) + wanted > 0)
-            tl.store(mine + key, tl.full([SPAN], 1, tl.int8), mask=inside)
+            _mark_key(mine, key, inside, hid, shown)
             for away in tl.range(1, reach + 1):
-                tl.store(mine + key + away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key + away < end))
-                tl.store(mine + key - away, tl.full([SPAN], 1, tl.int8), mask=heavy & (key - away >= sinks))
+                _mark_key(mine, key + away, heavy & (key + away < end), hid, shown)
+                _mark_key(mine, key - away, heavy & (key - away >= sinks), hid, shown)
             number = listed + tl.cumsum(heavy.to(tl.int32), 0) - 1
             tl.store(moving + number, key, mask=heavy & (number < most))
             listed += tl.sum(heavy.to(tl.int32), 0)
@@ -352,20 +367,16 @@ def _keep(
         tl.debug_barrier()  # others have marked keys
         shared = 0
         keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
-        for start in tl.range(0, end, SPAN):
-            key = start + at
-            marked = tl.load(mine + key, mask=key < end, other=0) != 0
-            marked = marked & ((key < hid) | (key >= shown))
-            number = shared + tl.cumsum(marked.to(tl.int32), 0) - 1
-            tl.store(keys + number, key, mask=marked & (number < capacity))
-            shared += tl.sum(marked.to(tl.int32), 0)
+        for start in tl.range(0, some, SPAN):
+            marked = tl.load(mine + start + at, mask=start + at < some, other=0, cache_modifier=".cg")
+            marked = marked.to(tl.uint32, bitcast=True)
+            counted = _count_bits(marked)
+            number = shared + tl.cumsum(counted, 0) - counted
+            shared += tl.sum(counted, 0)
+            for bit in tl.range(0, 32):
+                here = ((marked >> bit) & 1) != 0
+                tl.store(keys + number, (start + at) * 32 + bit, mask=here & (number < capacity))
+                number += here.to(tl.int32)
         tl.store(
             tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place, tl.minimum(shared, capacity.to(tl.int32))
         )
-
-
-@triton.jit
-def _bits(value):
-    """uint32 that order as the float32 ``value`` do."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)

@@ -87,20 +87,19 @@ class ForeseenKeys(OwnReading):
         take_in(rows, units)
         idle, instead = bypasses(rows)
         blocks = kernels.best_blocks(rows, units, self.size) if self.size else None
-        marks, listed, found = kernels.candidates(rows, units, idle, blocks, self.size)
-        scores = score_keys(rows, units, lists=found, idle=idle)
-        lists = kernels.choose(
-            rows, scores, found, listed, idle, rows.heads if self.rests else units, self.room.upto(rows.pages.longest)
-        )
+        found = kernels.candidates(rows, units, idle, blocks, self.size)
+        scores = score_keys(rows, units, lists=found.lists, idle=idle)
+        room = self.room.upto(rows.pages.longest)
+        lists = kernels.choose(rows, scores, found, idle, rows.heads if self.rests else units, room)
         out, lse = rows.attend(lists)
         joined, total = out, lse
         if self.joins:
-            joined, total = join_rest(rows, out, lse, marks, listed, idle, instead, units)
+            joined, total = join_rest(rows, out, lse, found.marks, found.listed, idle, instead, units)
         shape = rows.count * rows.heads, lists.longest
         weights = torch.empty(shape, dtype=torch.float32, device=out.device)
         weigh_lists(rows, lists, lse, weights, each=True)
         leave(rows, lists, weights, idle, units)
-        scored = listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
+        scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
         return LayerRead(joined, total, lists, None, scored)
 
 

@@ -2,146 +2,207 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
-from saccade.methods.lfps.triton_stand_ins import _row
 from saccade.methods.lfps.triton_tables import _entries, _threshold
-from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import (
+    BOUNDS,
+    WORDS,
+    bounds_at,
+    find_best,
+    least_known,
+    part_at,
+    places_before,
+    taken_of,
+)
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.batched_tokens import least_taken
-from saccade.ops.triton.common import begin, launched
+from saccade.ops.triton.common import begin, launched, pad, precision
 from saccade.ops.triton.decode import KeyLists
 
-SPAN = 2048
+SPAN = 2048  # entries that a program loads
+HALO: tl.constexpr = tl.constexpr(64)  # of these on either side, for candidates spread less far
+
+
+class Found(NamedTuple):
+    """``marks`` int8 [rows * units, n] which keys are candidates, ``listed`` int32 [rows * units] how many; ``lists``
+    of the forced keys before, the candidates and the forced keys behind, empty where all are read; ``bounds`` of the
+    best of a list, as batched_best.find_best takes them."""
+
+    marks: Tensor
+    listed: Tensor
+    lists: KeyLists
+    bounds: Tensor
 
 
 def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
     """int8 [rows * units, n]: 1 for the blocks of ``size`` keys whose means agree best with a unit's queries."""
     q, summaries = query_of(rows), rows.summaries
     assert summaries is not None
-    blocks = max(1, rows.pages.longest // size)
-    scores = torch.empty(rows.count * units, blocks, dtype=torch.float32, device=q.device)
-    _mean_scores[(triton.cdiv(blocks, 64), units, rows.count)](
-        q, summaries.pointers, rows.pages.lengths, scores, q.stride(0), q.stride(1), blocks, UNITS=units, SIZE=size,
-        **static(rows, num_warps=4),
+    device, blocks = q.device, max(1, rows.pages.longest // size)
+    scores = torch.empty(rows.count, units, blocks, dtype=torch.float32, device=device)
+    bounds = torch.empty(rows.count * units, BOUNDS, dtype=torch.int32, device=device)
+    _mean_scores[(triton.cdiv(blocks, 64), rows.kv_heads, rows.count)](
+        q, summaries.pointers, rows.pages.lengths, rows.words, scores, bounds, q.stride(0), q.stride(1),
+        rows.words.stride(0), blocks, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads),
+        PRECISION=precision(q.dtype), **static(rows, num_warps=4),
     )  # fmt: skip
-    marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=q.device)
-    _mark_best[(units, rows.count)](
-        scores, rows.pages.lengths, rows.words, marks, rows.words.stride(0), blocks, UNITS=units, SIZE=size, SPAN=SPAN,
-        num_warps=8, **launched(q.device),
+    best = find_best(scores, bounds)
+    marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
+    _mark_best[(best.parts, units, rows.count)](
+        scores, bounds, best.words, best.taken, marks, blocks, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
+        SPAN=batched_best.SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
     return marks
 
 
-def candidates(
-    rows: LayerRows, units: int, idle: Tensor, blocks: Tensor | None, size: int
-) -> tuple[Tensor, Tensor, KeyLists]:
-    """int8 [rows * units, n] which keys are candidates, int32 [rows * units] how many, and lists of the forced keys
-    before, the candidates and the forced keys behind; of all keys where a row reads everything."""
+def candidates(rows: LayerRows, units: int, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
+    """``blocks``: as best_blocks marks those of ``size`` keys."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
-    chunks = triton.cdiv(width, SPAN)
+    chunks = triton.cdiv(width, SPAN - 2 * HALO.value)
+    limits = torch.empty(count * units, 4, dtype=torch.float32, device=device)
+    _limits[(units, count)](
+        rows.words, rows.reals, rows.pages.lengths, limits, rows.words.stride(0), rows.reals.stride(0), UNITS=units,
+        num_warps=1, **launched(device),
+    )  # fmt: skip
     marks = torch.empty(count * units, width, dtype=torch.int8, device=device)
     counts = torch.empty(count * units, chunks, dtype=torch.int32, device=device)
     _scan[(chunks, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, marks, counts,
+        rows.words, rows.reals, rows.pages.lengths, limits, idle, idle if blocks is None else blocks, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), width, 0 if blocks is None else blocks.shape[1], UNITS=units,
         EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
+    bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     _list[(chunks, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, totals[0], totals[1],
+        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, totals[0], totals[1], bounds,
         rows.words.stride(0), rows.reals.stride(0), width, UNITS=units, CHUNKS=triton.next_power_of_2(chunks),
         SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
-    return marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width)
+    return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
 
 
-def choose(
-    rows: LayerRows, scores: Tensor, found: KeyLists, listed: Tensor, idle: Tensor, lists: int, room: int
-) -> KeyLists:
-    """What is read: the forced keys and the best candidates, in one list for each of ``lists`` (units, or query heads
-    where some rest)."""
+def choose(rows: LayerRows, scores: Tensor, found: Found, idle: Tensor, lists: int, room: int) -> KeyLists:
+    """What is read: the forced keys and the best candidates by ``scores`` [rows, units, n], in one list for each of
+    ``lists`` (units, or query heads where some rest)."""
     device = rows.q.device
     room = min(room, rows.pages.longest)
     counts = torch.empty(rows.count * lists, dtype=torch.int32, device=device)
     indices = torch.empty(rows.count * lists, room, dtype=torch.int32, device=device)
-    _choose[(lists, rows.count)](
-        scores, rows.words, rows.reals, rows.pages.lengths, found.indices, listed, idle, counts, indices,
-        rows.words.stride(0), rows.reals.stride(0), scores.stride(0), scores.stride(1), found.longest, room,
-        LISTS=lists, UNITS=found.units, HEADS=rows.heads, SPAN=SPAN, num_warps=8, **launched(device),
+    best = find_best(scores, found.bounds)
+    _choose[(best.parts, lists, rows.count)](
+        scores, found.bounds, best.words, best.taken, rows.words, rows.reals, rows.pages.lengths, found.lists.indices,
+        idle, counts, indices, rows.words.stride(0), rows.reals.stride(0), scores.stride(0), scores.stride(1),
+        found.lists.longest, room, LISTS=lists, UNITS=found.lists.units, HEADS=rows.heads,
+        PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS, SPAN=batched_best.SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
     return KeyLists(None, counts, indices, lists, 1, room)
 
 
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["pointers", "lengths", "scores"])
+@triton.jit(
+    do_not_specialize=["word_row", "blocks"],
+    do_not_specialize_on_alignment=["pointers", "lengths", "words", "scores", "bounds"],
+)
 def _mean_scores(
-    q_ptr, pointers, lengths, scores, q_row, q_head, blocks,
-    UNITS: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, pointers, lengths, words, scores, bounds, q_row, q_head, word_row, blocks,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Of the heads of one KV head, whose means they share."""
     begin(EARLY)
-    unit, row = tl.program_id(1), tl.program_id(2)
-    EACH: tl.constexpr = HEADS // UNITS
+    kv_head, row = tl.program_id(1), tl.program_id(2)
+    EACH: tl.constexpr = HEADS // KV_HEADS
     full = tl.load(lengths + row) // SIZE
+    member = tl.arange(0, GROUP)
+    if tl.program_id(0) == 0:
+        wanted = tl.minimum(tl.load(words + row.to(tl.int64) * word_row + 6), full.to(tl.int64)).to(tl.int32)
+        own = bounds + (row * UNITS + kv_head * (UNITS // KV_HEADS) + member) * 5
+        mine = member < UNITS // KV_HEADS
+        tl.store(own, tl.zeros([GROUP], tl.int32), mask=mine)
+        tl.store(own + 1, tl.zeros([GROUP], tl.int32) + full, mask=mine)
+        tl.store(own + 2, tl.zeros([GROUP], tl.int32), mask=mine)
+        tl.store(own + 3, tl.zeros([GROUP], tl.int32), mask=mine)
+        tl.store(own + 4, tl.zeros([GROUP], tl.int32) + wanted, mask=mine)
     block = tl.program_id(0) * 64 + tl.arange(0, 64)
     if tl.program_id(0) * 64 < full:
-        means = tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty))
+        means = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
         channel = tl.arange(0, D_PAD)
-        total = tl.zeros([64], tl.float32)
-        for number in tl.range(0, EACH):
-            head = unit * EACH + number
-            q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
-            at = (block.to(tl.int64)[:, None] * KV_HEADS + head // (HEADS // KV_HEADS)) * D + channel[None, :]
-            mean = tl.load(means + at, mask=(block < full)[:, None] & (channel < D)[None, :], other=0.0)
-            total += tl.sum(mean.to(tl.float32) * q[None, :], 1)
-        to = scores + (row * UNITS + unit).to(tl.int64) * blocks + block
-        tl.store(to, total / EACH, mask=(block < blocks) & (block < full))
+        head = kv_head * EACH + member
+        q = tl.load(
+            q_ptr + row.to(tl.int64) * q_row + head.to(tl.int64)[:, None] * q_head + channel[None, :],
+            mask=(member < EACH)[:, None] & (channel < D)[None, :],
+            other=0.0,
+        )
+        at = (block.to(tl.int64)[:, None] * KV_HEADS + kv_head) * D + channel[None, :]
+        mean = tl.load(means + at, mask=(block < full)[:, None] & (channel < D)[None, :], other=0.0)
+        found = tl.dot(mean, tl.trans(q), input_precision=PRECISION)
+        if UNITS == HEADS:
+            to = scores + (row * UNITS + head).to(tl.int64)[None, :] * blocks + block[:, None]
+            tl.store(to, found, mask=(member < EACH)[None, :] & (block < full)[:, None])
+        else:
+            to = scores + (row * UNITS + kv_head).to(tl.int64) * blocks + block
+            tl.store(to, tl.sum(found, 1) / EACH, mask=block < full)
 
 
-@triton.jit(
-    do_not_specialize=["word_row", "blocks"], do_not_specialize_on_alignment=["lengths", "words", "marks", "scores"]
-)
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["bounds", "words", "taken", "marks"])
 def _mark_best(
-    scores, lengths, words, marks, word_row, blocks,
-    UNITS: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    scores, bounds, words, taken, marks, blocks,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = row * tl.num_programs(1) + unit
+    first, last, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
+    begins, ends = part_at(first, last, part, SPAN)
+    if begins < ends:
+        bound, spare, level_before = tl.full([], 0, tl.uint32), wanted, 0
+        searched = (wanted > 0) & (wanted < between)
+        if searched:
+            bound, spare = least_known(words, entry, WORDS)
+            _placed, level_before = places_before(words, taken, entry, part, spare, PARTS)
+        at = tl.arange(0, SPAN)
+        line = entry.to(tl.int64) * blocks
+        for start in tl.range(begins, ends, SPAN):
+            block = start + at
+            chosen = (block < ends) & (at * 0 + wanted > 0)
+            if searched:
+                chosen, level_before = taken_of(scores + line, block, chosen, bound, spare, level_before)
+            tl.store(marks + line + block, chosen.to(tl.int8), mask=block < ends)
+
+
+@triton.jit(do_not_specialize=["word_row", "real_row"], do_not_specialize_on_alignment=["words", "reals", "lengths"])
+def _limits(
+    words, reals, lengths, limits, word_row, real_row, UNITS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Mean and threshold of both tables."""
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     if length > 0:
-        full = length // SIZE
-        wanted = tl.minimum(tl.load(words + row.to(tl.int64) * word_row + 6), full.to(tl.int64)).to(tl.int32)
-        line = scores + (row * UNITS + unit).to(tl.int64) * blocks
-        bound = tl.full([], 0, tl.uint32)
-        spare = wanted
-        if (wanted > 0) & (wanted < full):
-            bound, spare = least_taken(line, 0, full, 0, 0, wanted, SPAN)
-        at = tl.arange(0, SPAN)
-        level_before = 0
-        for start in tl.range(0, full, SPAN):
-            inside = start + at < full
-            taken = inside
-            if wanted < full:
-                order = ordered_bits(tl.load(line + start + at, mask=inside, other=0.0) + 0.0)
-                level = inside & (order == bound)
-                earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-                taken = ((inside & (order > bound)) | (level & (earlier <= spare))) & (at * 0 + wanted > 0)
-                level_before += tl.sum(level.to(tl.int32), 0)
-            to = marks + (row * UNITS + unit).to(tl.int64) * blocks + start + at
-            tl.store(to, taken.to(tl.int8), mask=inside)
+        own = words + row.to(tl.int64) * word_row
+        n = (length - tl.load(own).to(tl.int32)).to(tl.float64)
+        a = tl.load(reals + row.to(tl.int64) * real_row + 2)
+        sums = pointer(own, 16, tl.float64) + unit * 8
+        out = limits + (row * UNITS + unit) * 4
+        for table in tl.static_range(2):
+            mean, tau = _threshold(sums + table * 4, n, a)
+            tl.store(out + table * 2, mean)
+            tl.store(out + table * 2 + 1, tau)
 
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "width", "n_blocks"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "idle", "blocks", "marks", "counts"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "limits", "idle", "blocks", "marks", "counts"],
 )
 def _scan(
-    words, reals, lengths, idle, blocks, marks, counts, word_row, real_row, width, n_blocks,
+    words, reals, lengths, limits, idle, blocks, marks, counts, word_row, real_row, width, n_blocks,
     UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -155,52 +216,62 @@ def _scan(
         first = tl.load(own).to(tl.int32)
         n, dense, _take, local = budget_at(own, reals, length, first)
         stop = n - local
-        if (dense == 0) & (chunk * SPAN < stop):
-            at = chunk * SPAN + tl.arange(0, SPAN)
+        STEP: tl.constexpr = SPAN - 2 * HALO
+        if (dense == 0) & (chunk * STEP < stop):
+            here = tl.arange(0, SPAN)
+            at = chunk * STEP - HALO + here
             votes = 0
             for head in tl.static_range(EACH):
                 votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
             a = tl.load(reals + 2)
-            sums = pointer(own, 16, tl.float64) + unit * 8
-            mean_v, tau_v = _threshold(sums, n.to(tl.float64), a)
-            mean_s, tau_s = _threshold(sums + 4, n.to(tl.float64), a)
+            mean_v, tau_v = tl.load(limits + entry * 4), tl.load(limits + entry * 4 + 1)
+            mean_s, tau_s = tl.load(limits + entry * 4 + 2), tl.load(limits + entry * 4 + 3)
             base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
             capacity = tl.load(own + 12).to(tl.int32)
+            before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
+            gate = tl.load(own + 10)
             vertical = pointer(own, 14, tl.float32) + unit.to(tl.int64) * capacity
             slash = pointer(own, 15, tl.float32) + unit.to(tl.int64) * capacity
-            here_v, here_s = _entries(vertical, slash, at, at < n, base, capacity)
+            real = (at >= 0) & (at < n)
+            here_v, here_s = _entries(vertical, slash, at, real, base, capacity)
             high = (here_v > mean_v) | (here_s > mean_s)
-            above = (here_v > tau_v) | (here_s > tau_s)
-            near = above
+            above = real & ((here_v > tau_v) | (here_s > tau_s))
+            near = real
             if a < 0:
-                near = at < n
-                above = near
-            else:
-                before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
-                for offset in tl.range(-before, after + 1):
-                    other = at - offset
-                    inside = (other >= 0) & (other < n)
-                    value_v, value_s = _entries(vertical, slash, other, inside, base, capacity)
-                    near = near | (inside & ((value_v > tau_v) | (value_s > tau_s)))
-            gate = tl.load(own + 10)
+                above = real
+            else:  # some key above its threshold is at most `before` keys ahead, or `after` keys back
+                upto = tl.cumsum(above.to(tl.int32), 0)
+                ahead = tl.gather(upto, tl.minimum(here + before, SPAN - 1), 0)
+                near = ahead > tl.gather(upto, tl.maximum(here - after - 1, 0), 0)
             chosen = near & (high | (at * 0 + gate == 2))
             chosen = chosen | (above & (at * 0 + gate == 1))
+            mine = (here >= HALO) & (here < SPAN - HALO) & (at < stop)
             if SIZE > 0:
                 block = (first + at) // SIZE
-                known = (block < n_blocks) & (block < length // SIZE)
+                known = mine & (block < n_blocks) & (block < length // SIZE)
                 chosen = chosen | (tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0)
-            chosen = chosen & (at < stop) & (at * 0 + votes > 0)
-            tl.store(marks + entry * width + at, chosen.to(tl.int8), mask=at < stop)
+            chosen = chosen & mine & (at * 0 + votes > 0)
+            tl.store(marks + entry * width + at, chosen.to(tl.int8), mask=mine)
             found = tl.sum(chosen.to(tl.int32), 0)
     tl.store(counts + entry * tl.num_programs(0) + chunk, found)
 
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "width"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "marks", "counts", "indices", "listed", "sizes"],
+    do_not_specialize_on_alignment=[
+        "words",
+        "reals",
+        "lengths",
+        "marks",
+        "counts",
+        "indices",
+        "listed",
+        "sizes",
+        "bounds",
+    ],
 )
 def _list(
-    words, reals, lengths, marks, counts, indices, listed, sizes, word_row, real_row, width,
+    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width,
     UNITS: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Forced keys before, candidates, forced keys behind. A row that reads everything has no candidates and its list is
@@ -213,6 +284,8 @@ def _list(
         if chunk == 0:
             tl.store(listed + entry, 0)
             tl.store(sizes + entry, 0)
+            for number in tl.static_range(5):
+                tl.store(bounds + entry * 5 + number, 0)
     else:
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
@@ -222,13 +295,20 @@ def _list(
         here = tl.load(counts + entry * tl.num_programs(0) + number, mask=number < tl.num_programs(0), other=0)
         total = tl.sum(here, 0)
         start = first + tl.sum(tl.where(number < chunk, here, 0), 0)
-        at = chunk * SPAN + tl.arange(0, SPAN)
+        STEP: tl.constexpr = SPAN - 2 * HALO
+        lane = tl.arange(0, SPAN)
+        at = chunk * STEP + lane
         out = indices + entry * width
         if chunk == 0:
             tl.store(listed + entry, total)
             # What is scored is only needed where not all are read.
             few = dense | (total <= take)
             tl.store(sizes + entry, tl.where(few, 0, first + total + local))
+            tl.store(bounds + entry * 5, first)
+            tl.store(bounds + entry * 5 + 1, first + total)
+            tl.store(bounds + entry * 5 + 2, 0)
+            tl.store(bounds + entry * 5 + 3, 0)
+            tl.store(bounds + entry * 5 + 4, take)
             behind = tl.arange(0, 64)
             for begins in tl.range(0, first, 64):
                 tl.store(out + begins + behind, begins + behind, mask=begins + behind < first)
@@ -236,70 +316,77 @@ def _list(
                 for begins in tl.range(0, local, 64):
                     to = out + first + total + begins + behind
                     tl.store(to, length - local + begins + behind, mask=begins + behind < local)
-        if (dense == 0) & (chunk * SPAN < n - local):
-            marked = tl.load(marks + entry * width + at, mask=at < n - local, other=0).to(tl.int32)
+        if (dense == 0) & (chunk * STEP < n - local):
+            marked = tl.load(marks + entry * width + at, mask=(lane < STEP) & (at < n - local), other=0).to(tl.int32)
             tl.store(out + start + tl.cumsum(marked, 0) - 1, first + at, mask=marked > 0)
 
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "score_row", "score_unit", "width", "room"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "listed", "idle", "counts", "indices"],
+    do_not_specialize_on_alignment=[
+        "bounds",
+        "known",
+        "taken",
+        "words",
+        "reals",
+        "lengths",
+        "idle",
+        "counts",
+        "indices",
+    ],
 )
 def _choose(
-    scores, words, reals, lengths, found, listed, idle, counts, indices, word_row, real_row, score_row, score_unit,
-    width, room,
-    LISTS: tl.constexpr, UNITS: tl.constexpr, HEADS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    scores, bounds, known, taken, words, reals, lengths, found, idle, counts, indices, word_row, real_row, score_row,
+    score_unit, width, room,
+    LISTS: tl.constexpr, UNITS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    one, row = tl.program_id(0), tl.program_id(1)
+    part, one, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = row * LISTS + one
     length = tl.load(lengths + row)
     placed = 0
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
-        first = tl.load(own).to(tl.int32)
-        _n, dense, take, local = budget_at(own, reals, length, first)
+        sinks = tl.load(own).to(tl.int32)
+        _n, dense, _take, local = budget_at(own, reals, length, sinks)
         unit = one // (LISTS // UNITS)
-        listed_here = tl.load(listed + row * UNITS + unit)
         rests = 0
         if LISTS == HEADS:
             rests = tl.load(idle + entry).to(tl.int32)
+        hop = tl.num_programs(0) * SPAN
         at = tl.arange(0, SPAN)
         out = indices + entry.to(tl.int64) * room
+        placed = sinks
         if rests != 0:
-            placed = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(first, length))
-            for start in tl.range(0, placed, SPAN):
-                tl.store(out + start + at, start + at, mask=start + at < placed)
+            placed = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(sinks, length))
         elif dense:
             placed = length
-            for start in tl.range(0, length, SPAN):
-                tl.store(out + start + at, start + at, mask=start + at < length)
-        else:
-            ids = found + (row * UNITS + unit).to(tl.int64) * width
-            line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-            wanted = tl.minimum(take, listed_here)
-            for start in tl.range(0, first, SPAN):
-                tl.store(out + start + at, start + at, mask=start + at < first)
-            placed = first
-            bound = tl.full([], 0, tl.uint32)
-            spare = wanted
-            if (wanted < listed_here) & (wanted > 0):
-                bound, spare = least_taken(line, first, first + listed_here, 0, 0, wanted, SPAN)
-            level_before = 0
-            if wanted > 0:
-                for start in tl.range(first, first + listed_here, SPAN):
-                    taken = start + at < first + listed_here
-                    key = tl.load(ids + start + at, mask=taken, other=0)
-                    if wanted < listed_here:
-                        order = ordered_bits(tl.load(line + start + at, mask=taken, other=0.0) + 0.0)
-                        level = taken & (order == bound)
-                        earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-                        taken = (taken & (order > bound)) | (level & (earlier <= spare))
-                        level_before += tl.sum(level.to(tl.int32), 0)
-                    tl.store(out + placed + tl.cumsum(taken.to(tl.int32), 0) - 1, key, mask=taken)
-                    placed += tl.sum(taken.to(tl.int32), 0)
-            for start in tl.range(0, local, SPAN):
+        for start in tl.range(part * SPAN, placed, hop):
+            tl.store(out + start + at, start + at, mask=start + at < placed)
+        if (rests == 0) & (dense == 0):
+            list_of = row * UNITS + unit
+            first, last, _low, _high, wanted, between = bounds_at(bounds, list_of, 1)
+            begins, ends = part_at(first, last, part, SPAN)
+            if (wanted > 0) & (begins < ends):
+                place = begins - first
+                bound, spare, level_before = tl.full([], 0, tl.uint32), wanted, 0
+                if wanted < between:
+                    bound, spare = least_known(known, list_of, WORDS)
+                    place, level_before = places_before(known, taken, list_of, part, spare, PARTS)
+                ids = found + list_of.to(tl.int64) * width
+                line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+                for start in tl.range(begins, ends, SPAN):
+                    chosen = start + at < ends
+                    if wanted < between:
+                        chosen, level_before = taken_of(line, start + at, chosen, bound, spare, level_before)
+                    key = tl.load(ids + start + at, mask=chosen, other=0)
+                    tl.store(out + sinks + place + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
+                    place += tl.sum(chosen.to(tl.int32), 0)
+            placed += tl.maximum(wanted, 0)
+            for start in tl.range(part * SPAN, local, hop):
                 tl.store(out + placed + start + at, length - local + start + at, mask=start + at < local)
             placed += local
-    tl.store(counts + entry, placed)
+    if part == 0:
+        tl.store(counts + entry, placed)

@@ -10,9 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import (
+    BOUNDS,
+    WORDS,
+    bounds_at,
+    find_best,
+    least_known,
+    part_at,
+    places_before,
+    taken_of,
+)
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.batched_tokens import least_taken
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
 
@@ -70,9 +79,14 @@ def choose_lines(rows: LayerRows, units: int, every: int, due: Due) -> None:
     _line_sums[(programs, units, 2 * rows.count)](
         *shared, logs, sums, *numbers, 2 * width, PER_PAD=pad(per), SPLITS=SPLITS, **static
     )
-    _choose_lines[(units, rows.count)](
-        sums, rows.pages.lengths, rows.words, due.now, rows.words.stride(0), 2 * width, UNITS=units, SPAN=2048,
-        num_warps=8, **launched(device),
+    bounds = torch.empty(rows.count, BOUNDS, dtype=torch.int32, device=device)
+    _line_bounds[(rows.count,)](
+        rows.pages.lengths, rows.words, due.now, bounds, rows.words.stride(0), num_warps=1, **launched(device)
+    )
+    best = find_best(sums.view(rows.count, units, -1), bounds)
+    _choose_lines[(best.parts, units, rows.count)](
+        sums, bounds, best.words, best.taken, rows.words, due.now, rows.words.stride(0), 2 * width, UNITS=units,
+        PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS, SPAN=batched_best.SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
 
 
@@ -292,35 +306,53 @@ def _line_sums(
                 tl.store(out + length - 1 + distance, total, mask=distance < length)
 
 
-@triton.jit(do_not_specialize=["word_row", "width"], do_not_specialize_on_alignment=["lengths", "words", "now"])
-def _choose_lines(
-    sums, lengths, words, now, word_row, width, UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["word_row"], do_not_specialize_on_alignment=["lengths", "words", "now", "bounds"])
+def _line_bounds(lengths, words, now, bounds, word_row, EARLY: tl.constexpr):
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    count, take = 0, 0
     if tl.load(now + row) != 0:
         length = tl.load(lengths + row)
         own = words + row.to(tl.int64) * word_row
-        budget = tl.load(own + 4).to(tl.int32)
+        take = tl.load(own + 4).to(tl.int32)
         count = length - 1 + tl.where(tl.load(own + 8) != 0, length, 0)
-        line = sums + (row * UNITS + unit).to(tl.int64) * width
+    tl.store(bounds + row * 5, 0)
+    tl.store(bounds + row * 5 + 1, count)
+    tl.store(bounds + row * 5 + 2, 0)
+    tl.store(bounds + row * 5 + 3, 0)
+    tl.store(bounds + row * 5 + 4, take)
+
+
+@triton.jit(
+    do_not_specialize=["word_row", "width"],
+    do_not_specialize_on_alignment=["bounds", "known", "taken", "words", "now"],
+)
+def _choose_lines(
+    sums, bounds, known, taken, words, now, word_row, width,
+    UNITS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = row * UNITS + unit
+    if tl.load(now + row) != 0:
+        own = words + row.to(tl.int64) * word_row
+        budget = tl.load(own + 4).to(tl.int32)
         out = tl.load(own + 11).to(tl.pointer_type(tl.int32)) + unit.to(tl.int64) * budget
-        bound = tl.full([], 0, tl.uint32)
-        spare = budget
-        if budget < count:
-            bound, spare = least_taken(line, 0, count, 0, 0, budget, SPAN)
-        at = tl.arange(0, SPAN)
-        placed, level_before = 0, 0
-        for start in tl.range(0, count, SPAN):
-            taken = start + at < count
-            if budget < count:
-                order = ordered_bits(tl.load(line + start + at, mask=taken, other=0.0) + 0.0)
-                level = taken & (order == bound)
-                earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-                taken = (taken & (order > bound)) | (level & (earlier <= spare))
-                level_before += tl.sum(level.to(tl.int32), 0)
-            tl.store(out + placed + tl.cumsum(taken.to(tl.int32), 0) - 1, start + at, mask=taken)
-            placed += tl.sum(taken.to(tl.int32), 0)
+        first, last, _low, _high, wanted, between = bounds_at(bounds, entry, UNITS)
+        begins, ends = part_at(first, last, part, SPAN)
+        if (wanted > 0) & (begins < ends):
+            placed, bound, spare, level_before = begins, tl.full([], 0, tl.uint32), wanted, 0
+            if wanted < between:
+                bound, spare = least_known(known, entry, WORDS)
+                placed, level_before = places_before(known, taken, entry, part, spare, PARTS)
+            at = tl.arange(0, SPAN)
+            line = sums + entry.to(tl.int64) * width
+            for start in tl.range(begins, ends, SPAN):
+                chosen = start + at < ends
+                if wanted < between:
+                    chosen, level_before = taken_of(line, start + at, chosen, bound, spare, level_before)
+                tl.store(out + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, start + at, mask=chosen)
+                placed += tl.sum(chosen.to(tl.int32), 0)
 
 
 @triton.jit(

@@ -8,14 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import (
+    WORDS,
+    bounds_at,
+    find_best,
+    least_known,
+    part_at,
+    parts_of,
+    places_before,
+    taken_of,
+)
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import LOG2E, begin, launched, pad, precision, processors
+from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
-from saccade.ops.triton.weights import logits
 
 KEYS = 64  # scored in one go
-BOUNDS = 5  # int32 a row: see choose_keys
 
 
 def score_keys(
@@ -36,11 +44,12 @@ def score_keys(
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
     kv_heads, width, device = rows.kv_heads, rows.pages.longest, q.device
-    programs = max(units, kv_heads)
-    per = heads // programs
+    programs = kv_heads if lists is None else max(units, kv_heads)  # heads that score the same keys share a program
+    per, each = heads // programs, heads // units
     scores = torch.empty(count, heads, width, dtype=torch.float32, device=device)
     splits = max(1, min(triton.cdiv(width, KEYS), triton.cdiv(16 * processors(device), programs * count)))
     none = rows.pages.lengths
+    sums = torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device) if each > 1 else scores
     _score[(splits, programs, count)](
         q,
         rows.pages.k,
@@ -49,7 +58,9 @@ def score_keys(
         none if active is None else active,
         none if lists is None else lists.counts,
         none if lists is None else lists.indices,
+        none if hidden is None else hidden,
         scores,
+        sums,
         q.stride(0),
         q.stride(1),
         *rows.pages.table_strides,
@@ -67,28 +78,30 @@ def score_keys(
         KEYS=KEYS,
         CHOSEN=active is not None,
         LISTED=lists is not None,
+        HIDES=hidden is not None,
+        SUMS=each > 1,
         CAPPED=rows.softcap is not None,
         PRECISION=precision(q.dtype),
         num_warps=4,
         **launched(device),
     )
-    each = heads // units
     if each > 1:
-        _vote[(units, count)](
+        _vote[(parts_of(count * units, width, device), units, count)](
             scores,
+            sums,
             rows.pages.lengths,
-            none if hidden is None else hidden,
             none if active is None else active,
             none if lists is None else lists.counts,
             none if idle is None else idle,
             width,
+            splits,
             UNITS=units,
             EACH=each,
-            HIDES=hidden is not None,
+            SPLITS=triton.next_power_of_2(splits),
             CHOSEN=active is not None,
             LISTED=lists is not None,
             IDLE=idle is not None,
-            SPAN=2048,
+            SPAN=batched_best.SPAN,
             num_warps=8,
             **launched(device),
         )
@@ -109,19 +122,24 @@ def choose_keys(
     taken. Written to ``counts`` int32 [rows * units] and ``indices`` int32 [rows * units, room], of units that are
     ``active`` (int8 [rows * units], all by default)."""
     count, units, _ = scores.shape
-    _choose[(units, count)](
+    best = find_best(scores, bounds, active)
+    _list[(best.parts, units, count)](
         scores,
         bounds,
         lengths,
         lengths if active is None else active,
+        best.words,
+        best.taken,
         counts,
         indices,
         scores.stride(0),
         scores.stride(1),
         indices.shape[1],
         UNITS=units,
+        PARTS=triton.next_power_of_2(best.parts),
+        WORDS=WORDS,
         CHOSEN=active is not None,
-        SPAN=2048,
+        SPAN=batched_best.SPAN,
         num_warps=8,
         **launched(scores.device),
     )
@@ -140,163 +158,163 @@ def new_lists(rows: LayerRows, units: int, room: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "width"],
-    do_not_specialize_on_alignment=["tables", "lengths", "active", "counts", "indices"],
+    do_not_specialize_on_alignment=["tables", "lengths", "active", "counts", "indices", "hidden", "sums"],
 )
 def _score(
-    q_ptr, k_pool, tables, lengths, active, counts, indices, scores, q_row, q_head, table_stride, table_head, width,
-    scale_log2, softcap,
+    q_ptr, k_pool, tables, lengths, active, counts, indices, hidden, scores, sums, q_row, q_head, table_stride,
+    table_head, width, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CHOSEN: tl.constexpr,
-    LISTED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    LISTED: tl.constexpr, HIDES: tl.constexpr, SUMS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Logits, and with ``SUMS`` what each program's keys that are not hidden add to a head's softmax, as the greatest
+    logit and the sum over it. Where a program's keys lie is looked up while those before them are on their way, as
+    decode.py does."""
     begin(EARLY)
-    program, row = tl.program_id(1), tl.program_id(2)
-    unit = row * UNITS + program * PER // (HEADS // UNITS)
+    EACH: tl.constexpr = HEADS // UNITS
+    split, program, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    unit = row * UNITS + program * PER // EACH
     count = tl.load(lengths + row)
+    ids = indices
     if LISTED:
         count = tl.load(counts + unit)
-    if CHOSEN:
-        count = tl.where(tl.load(active + unit) != 0, count, 0)
-    table = tables + row.to(tl.int64) * table_stride + (program * PER // (HEADS // KV_HEADS)).to(tl.int64) * table_head
+        ids = indices + unit.to(tl.int64) * width
     mine = tl.arange(0, PER_PAD)
-    out = scores + (row.to(tl.int64) * HEADS + program * PER + mine)[:, None] * width
-    for tile in tl.range(tl.program_id(0), tl.cdiv(count, KEYS), tl.num_programs(0)):
-        number = tile * KEYS + tl.arange(0, KEYS)
-        valid = number < count
-        key = number
-        if LISTED:
-            key = tl.load(indices + unit.to(tl.int64) * width + number, mask=valid, other=0)
-        found = logits(
-            q_ptr + row.to(tl.int64) * q_row, k_pool, table, program, key, valid, q_head, scale_log2, softcap, HEADS,
-            KV_HEADS, PER, PER_PAD, D, D_PAD, PAGE, CAPPED, PRECISION,
-        )  # fmt: skip
-        tl.store(out + number[None, :], found, mask=(mine < PER)[:, None] & valid[None, :])
+    if CHOSEN:
+        who = row * UNITS + (program * PER + mine) // EACH
+        asked = tl.load(active + who, mask=mine < PER, other=0).to(tl.int32)
+        count = tl.where(tl.max(asked, 0) != 0, count, 0)
+    low, high = 0, 0
+    if HIDES:
+        low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
+    tiles = tl.cdiv(count, KEYS)
+    if (split < tiles) | SUMS:
+        kv_head = program * PER // (HEADS // KV_HEADS)
+        table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
+        channel = tl.arange(0, D_PAD)
+        q = tl.load(
+            q_ptr + row.to(tl.int64) * q_row + (program * PER + mine).to(tl.int64)[:, None] * q_head + channel[None, :],
+            mask=(mine < PER)[:, None] & (channel[None, :] < D),
+            other=0.0,
+        )
+        head = row.to(tl.int64) * HEADS + program * PER + mine
+        out = scores + head[:, None] * width
+        hop = tl.num_programs(0) * KEYS
+        number = split * KEYS + tl.arange(0, KEYS)
+        after = number + hop
+        place = pool_rows(table, _key(ids, number, count, LISTED), number < count, kv_head, KV_HEADS, PAGE)
+        key = _key(ids, after, count, LISTED)
+        top = tl.full([PER_PAD], float("-inf"), tl.float32)
+        weight = tl.zeros([PER_PAD], tl.float32)
+        for _ in tl.range(split, tiles, tl.num_programs(0)):
+            there = (number < count)[:, None] & (channel[None, :] < D)
+            k = tl.load(k_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
+            here = number
+            number += hop
+            place = pool_rows(table, key, number < count, kv_head, KV_HEADS, PAGE)
+            key = _key(ids, number + hop, count, LISTED)
+            found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+            tl.store(out + here[None, :], found, mask=(mine < PER)[:, None] & (here < count)[None, :])
+            if SUMS:
+                seen = (here < count) & ((here < low) | (here >= high))
+                found = tl.where(seen[None, :], found, float("-inf"))
+                higher = tl.maximum(top, tl.max(found, 1))
+                anchor = tl.where(higher == float("-inf"), 0.0, higher)
+                weight = weight * tl.exp2(top - anchor) + tl.sum(tl.exp2(found - anchor[:, None]), 1)
+                top = higher
+        if SUMS:
+            own = sums + (head * tl.num_programs(0) + split) * 2
+            tl.store(own, top, mask=mine < PER)
+            tl.store(own + 1, weight, mask=mine < PER)
+
+
+@triton.jit
+def _key(ids, number, count, LISTED: tl.constexpr):
+    key = number
+    if LISTED:
+        key = tl.load(ids + number, mask=number < count, other=0)
+    return key
 
 
 @triton.jit(
-    do_not_specialize=["width"], do_not_specialize_on_alignment=["lengths", "hidden", "active", "counts", "idle"]
+    do_not_specialize=["width", "splits"], do_not_specialize_on_alignment=["lengths", "active", "counts", "idle"]
 )
 def _vote(
-    scores, lengths, hidden, active, counts, idle, width,
-    UNITS: tl.constexpr, EACH: tl.constexpr, HIDES: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr,
+    scores, sums, lengths, active, counts, idle, width, splits,
+    UNITS: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr,
     IDLE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The mean of the softmax weights of a unit's heads, in the place of its first head's logits."""
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(lengths + row)
-    low, high = 0, 0
-    if HIDES:
-        low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
     if LISTED:
         count = tl.load(counts + row * UNITS + unit)
     if CHOSEN:
         count = tl.where(tl.load(active + row * UNITS + unit) != 0, count, 0)
     at = tl.arange(0, SPAN)
-    line = scores + (row * UNITS + unit).to(tl.int64) * EACH * width
-    for number in tl.static_range(EACH):
-        top = tl.full([SPAN], float("-inf"), tl.float32)
-        weight = tl.zeros([SPAN], tl.float32)
-        for start in tl.range(0, count, SPAN):
-            key = start + at
-            seen = (key < count) & ((key < low) | (key >= high))
-            score = tl.load(line + number * width + key, mask=seen, other=float("-inf"))
-            higher = tl.maximum(top, score)
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = weight * tl.exp2(top - anchor) + tl.exp2(score - anchor)
-            top = higher
-        peak = tl.max(top, 0)
-        peak = tl.where(peak == float("-inf"), 0.0, peak)
-        total = tl.sum(weight * tl.exp2(top - peak), 0)
-        total = tl.where(total == 0.0, 1.0, total)
-        if IDLE:
-            votes = tl.load(idle + (row * UNITS + unit) * EACH + number) == 0
-            total = tl.where(votes, total, float("inf"))
-        for start in tl.range(0, count, SPAN):
-            key = start + at
-            inside = key < count
-            share = tl.exp2(tl.load(line + number * width + key, mask=inside, other=0.0) - peak) / total
-            if number == 0:
-                tl.store(line + key, share, mask=inside)
-            else:
-                tl.store(line + key, tl.load(line + key, mask=inside, other=0.0) + share, mask=inside)
-        tl.debug_barrier()  # other threads may go on with what these have stored
-    for start in tl.range(0, count, SPAN):
-        key = start + at
-        tl.store(line + key, tl.load(line + key, mask=key < count, other=0.0) / EACH, mask=key < count)
+    split = tl.arange(0, SPLITS)
+    first = (row * UNITS + unit).to(tl.int64) * EACH
+    line = scores + first * width
+    for start in tl.range(part * SPAN, count, tl.num_programs(0) * SPAN):
+        inside = start + at < count
+        total = tl.zeros([SPAN], tl.float32)
+        for number in tl.static_range(EACH):
+            own = sums + ((first + number) * splits + split) * 2
+            tops = tl.load(own, mask=split < splits, other=float("-inf"))
+            peak = tl.max(tops, 0)
+            peak = tl.where(peak == float("-inf"), 0.0, peak)
+            weight = tl.sum(tl.load(own + 1, mask=split < splits, other=0.0) * tl.exp2(tops - peak), 0)
+            weight = tl.where(weight == 0.0, 1.0, weight)
+            if IDLE:
+                weight = tl.where(tl.load(idle + first + number) == 0, weight, float("inf"))
+            score = tl.load(line + number * width + start + at, mask=inside, other=0.0)
+            total += tl.exp2(score - peak) / weight
+        tl.store(line + start + at, total / EACH, mask=inside)
 
 
-@triton.jit
-def least_taken(scores, first, last, low, high, wanted, SPAN: tl.constexpr):
-    """Of the keys ``first .. last - 1`` but ``low .. high - 1``: the bits of the least score among the ``wanted``
-    highest, and how many that equal it are among those. The bound is found eight bits of the scores at a time."""
-    at = tl.arange(0, SPAN)
-    bound = tl.full([], 0, tl.uint32)
-    spare = wanted
-    digits = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        found = tl.zeros([512], tl.int32)
-        for start in tl.range(first, last, SPAN):
-            key = start + at
-            inside = (key < last) & ((key < low) | (key >= high))
-            order = ordered_bits(tl.load(scores + key, mask=inside, other=0.0) + 0.0)
-            digit = ((order >> shift) & 255).to(tl.int32)
-            if step > 0:
-                inside = inside & ((order >> (shift + 8)) == (bound >> (shift + 8)))
-            found += tl.histogram(tl.where(inside, digit, 256), 512)
-        found = tl.sum(tl.reshape(found, [2, 256]) * (tl.arange(0, 2) == 0)[:, None].to(tl.int32), 0)
-        reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # entries of this digit and above
-        best = tl.max(tl.where(reach >= spare, digits, 0), 0)
-        spare -= tl.sum(tl.where(digits > best, found, 0), 0)
-        bound = bound | (best.to(tl.uint32) << shift)
-    return bound, spare
-
-
-@triton.jit(do_not_specialize=["score_row", "score_unit", "room"], do_not_specialize_on_alignment=["active", "bounds"])
-def _choose(
-    scores, bounds, lengths, active, counts, indices, score_row, score_unit, room,
-    UNITS: tl.constexpr, CHOSEN: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["score_row", "score_unit", "room"],
+    do_not_specialize_on_alignment=["bounds", "lengths", "active", "words", "taken", "counts", "indices"],
+)
+def _list(
+    scores, bounds, lengths, active, words, taken, counts, indices, score_row, score_unit, room,
+    UNITS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, CHOSEN: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = row * UNITS + unit
     mine = 1
     if CHOSEN:
         mine = tl.load(active + entry).to(tl.int32)
     if mine != 0:
         length = tl.load(lengths + row)
-        first, last = tl.load(bounds + row * 5), tl.load(bounds + row * 5 + 1)
-        low, high = tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3)
-        take = tl.load(bounds + row * 5 + 4)
-        line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-        low, high = tl.maximum(low, first), tl.minimum(high, last)
-        between = last - first - tl.maximum(high - low, 0)
-        wanted = tl.minimum(take, between)
+        first, last, low, high, wanted, between = bounds_at(bounds, entry, UNITS)
+        hop = tl.num_programs(0) * SPAN
         at = tl.arange(0, SPAN)
         out = indices + entry.to(tl.int64) * room
-        for start in tl.range(0, first, SPAN):
+        for start in tl.range(part * SPAN, first, hop):
             tl.store(out + start + at, start + at, mask=start + at < first)
         out += first
-        bound = tl.full([], 0, tl.uint32)
-        spare = wanted
-        if (wanted < between) & (wanted > 0):
-            bound, spare = least_taken(line, first, last, low, high, wanted, SPAN)
-        placed = 0
-        level_before = 0
-        if wanted > 0:
-            for start in tl.range(first, last, SPAN):
+        begins, ends = part_at(first, last, part, SPAN)
+        if (wanted > 0) & (begins < ends):
+            placed = begins - first - tl.maximum(tl.minimum(high, begins) - low, 0)
+            bound, spare, level_before = tl.full([], 0, tl.uint32), wanted, 0
+            if wanted < between:
+                bound, spare = least_known(words, entry, WORDS)
+                placed, level_before = places_before(words, taken, entry, part, spare, PARTS)
+            line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+            for start in tl.range(begins, ends, SPAN):
                 key = start + at
-                taken = (key < last) & ((key < low) | (key >= high))
+                chosen = (key < ends) & ((key < low) | (key >= high))
                 if wanted < between:
-                    order = ordered_bits(tl.load(line + key, mask=taken, other=0.0) + 0.0)
-                    level = taken & (order == bound)
-                    earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-                    taken = (taken & (order > bound)) | (level & (earlier <= spare))
-                    level_before += tl.sum(level.to(tl.int32), 0)
-                tl.store(out + placed + tl.cumsum(taken.to(tl.int32), 0) - 1, key, mask=taken)
-                placed += tl.sum(taken.to(tl.int32), 0)
-        out += placed
-        for start in tl.range(last, length, SPAN):
+                    chosen, level_before = taken_of(line, key, chosen, bound, spare, level_before)
+                tl.store(out + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
+                placed += tl.sum(chosen.to(tl.int32), 0)
+        out += wanted
+        for start in tl.range(last + part * SPAN, length, hop):
             tl.store(out + start - last + at, start + at, mask=start + at < length)
-        tl.store(counts + entry, first + placed + length - last)
+        if part == 0:
+            tl.store(counts + entry, first + wanted + length - last)

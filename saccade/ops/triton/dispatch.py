@@ -37,7 +37,9 @@ def serves(q: Tensor, kv: KVView, selection: Selection | None) -> str | None:
     """Why no kernel serves this call; None where one does. They read tensors of one dtype (float32, float16 or
     bfloat16) on one device, with a head_dim that is a multiple of 16 up to 256; a Dense, Band, Tri, Blocks or Lines
     selection (all but Blocks in a window too), one of them per head, or Tokens, Candidates or a Ranking of one row."""
-    paged = kv.paged()
+    if kv.in_pieces:
+        return "its keys do not fit the memory at once"
+    paged = kv.layout()
     if not runs_on(q) or q.device != paged.k.device:
         return f"q lies on {q.device} and the keys on {paged.k.device}, its kernels run on one GPU"
     if q.dtype not in STORAGE or q.dtype != paged.k.dtype:

@@ -1,6 +1,7 @@
 """Where blocks lie, looked up on a GPU; and rows into slots and out of them, in one launch and one pass: the host knows
-no slots there, and torch's indexing takes a pass for the index and one for the order of the axes. This module is a
-kv.rows.RowMover."""
+no slots there, and torch's indexing takes a pass for the index and one for the order of the axes. Blocks between the
+device and pinned host memory go by a kernel that reads and writes the latter by its address, however scattered they
+are. This module is a kv.rows.RowMover."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from saccade.kv.paged import Paged
 from saccade.ops.triton.common import pad
 
 RESOLVED = 1024  # entries of a block table that a program looks up
+COPIERS = 128  # programs that copy blocks at once: enough to fill a link, few beside what computes
+WORDS = 1024  # of 8 bytes that one of them has on the way
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
@@ -42,24 +45,80 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
     return out
 
 
-def resolve(slots: Tensor, blocks: Tensor, lengths: Tensor, block_size: int, longest: int, tables: Tensor) -> None:
+def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor) -> None:
+    """Copy blocks ``which`` of ``source`` to ``where`` in ``target``: keys and values [blocks, kv_heads, block_size,
+    head_dim] each, contiguous, on a device or in host memory pinned for it; both int64 [n], on the host."""
+    device = next((part.device for part in (source[0], target[0]) if part.is_cuda), source[0].device)
+    listed = torch.cat([torch.tensor([len(which)], device="cpu"), which, where])
+    if device.type == "cuda":
+        listed = listed.pin_memory().to(device, non_blocking=True)
+    launch_copies(source, listed[1 : 1 + len(which)], target, listed[1 + len(which) :], listed, len(which))
+
+
+def launch_copies(
+    source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor, count: Tensor, most: int
+) -> None:
+    """As :func:`copy_blocks`, with ``which`` and ``where`` on the device, of one dtype, of which the first ``count``
+    (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over."""
+    words = source[0][0].numel() * source[0].element_size() // 8 if len(source[0]) else 0
+    if not most or not words:
+        return
+    tiles = 2 * -(-words // WORDS)
+    _copy[(min(COPIERS, most * tiles),)](
+        source[0].data_ptr(), source[1].data_ptr(), target[0].data_ptr(), target[1].data_ptr(), which, where, count,
+        PIECES=words, TILES=tiles // 2, WIDTH=WORDS, num_warps=4,
+    )  # fmt: skip
+
+
+def resolve(
+    slots: Tensor, blocks: Tensor, lengths: Tensor, block_size: int, longest: int, tables: Tensor, absent: int = -1
+) -> None:
     """Look up where the blocks of each row's keys lie now, in one launch that a CUDA graph can hold: ``tables`` int32
     [layers, rows, kv_heads or 1, >= blocks] becomes, up to a row's length, ``slots`` int32 [layers, kv_heads or 1,
-    logical blocks] at ``blocks`` int32 [rows, >= blocks], -1 where a part is not resident. ``lengths`` int32 [rows],
-    in keys and at most ``longest``; entries beyond them are left as they are. Rows of tables and of blocks are
+    logical blocks] at ``blocks`` int32 [rows, >= blocks], ``absent`` where a part is not resident. ``lengths`` int32
+    [rows], in keys and at most ``longest``; entries beyond them are left as they are. Rows of tables and of blocks are
     contiguous, ``slots`` altogether."""
     layers, heads, logical = slots.shape
     count = -(-longest // block_size)
     if count and blocks.shape[0]:
         _resolve[(layers * heads, blocks.shape[0], -(-count // RESOLVED))](
-            slots, blocks, lengths, tables, logical, blocks.stride(0), *tables.stride()[:3], HEADS=heads,
+            slots, blocks, lengths, tables, logical, blocks.stride(0), *tables.stride()[:3], absent, HEADS=heads,
             SIZE=block_size, STEP=RESOLVED, num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["logical", "block_row", "table_layer", "table_row", "table_head"])
+@triton.jit(
+    do_not_specialize=["k_from", "v_from", "k_to", "v_to"],
+    do_not_specialize_on_alignment=["which", "where", "count"],
+)
+def _copy(
+    k_from, v_from, k_to, v_to, which, where, count, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks and of the values', one after the other. The
+    addresses are integers, for Triton takes no tensor of the host."""
+    word = tl.pointer_type(tl.int64)
+    step = tl.arange(0, WIDTH)
+    tiles = tl.load(count).to(tl.int32) * 2 * TILES
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        item, part = tile // (2 * TILES), tile % (2 * TILES)
+        block, place = tl.load(which + item).to(tl.int64), tl.load(where + item).to(tl.int64)
+        source, target = k_from, k_to
+        if part >= TILES:
+            source, target = v_from, v_to
+            part -= TILES
+        at = part * WIDTH + step
+        inside = at < tl.where(block >= 0, PIECES, 0)
+        ours = tl.multiple_of((source + block * PIECES * 8).to(word), 16)
+        theirs = tl.multiple_of((target + place * PIECES * 8).to(word), 16)
+        tl.store(theirs + at, tl.load(ours + at, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["logical", "block_row", "table_layer", "table_row", "table_head", "absent"],
+    do_not_specialize_on_alignment=["slots", "blocks", "tables"],
+)
 def _resolve(
-    slots, blocks, lengths, tables, logical, block_row, table_layer, table_row, table_head,
+    slots, blocks, lengths, tables, logical, block_row, table_layer, table_row, table_head, absent,
     HEADS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """``STEP`` blocks of one row in one layer, of one head's slots or of those that all heads share."""
@@ -69,7 +128,7 @@ def _resolve(
     block = tl.load(blocks + row * block_row + at, mask=real, other=0)
     slot = tl.load(slots + part * logical + block, mask=real, other=-1)
     table = tables + (part // HEADS) * table_layer + row * table_row + (part % HEADS) * table_head
-    tl.store(table + at, slot, mask=real)
+    tl.store(table + at, tl.where(slot < 0, absent, slot), mask=real)
 
 
 @triton.jit(do_not_specialize=["start", "count", "table_head"])

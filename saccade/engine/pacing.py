@@ -1,0 +1,208 @@
+"""How many tokens to draft, and whether at all: expected tokens over measured time.
+
+With a chance ``a`` that a drafted token stays, a round of k drafts gives on average (1 - a^(k+1)) / (1 - a) tokens
+(Leviathan, Kalman and Matias, ICML 2023, equation 1). It takes k draft steps and one verification of k + 1 rows; a
+plain step gives one token. The length drafted is the k of most tokens a second; where no k beats plain steps by
+``LEAST``, nothing is drafted. ``a`` is counted with slow forgetting. Times are medians of what steps of this engine
+took at about this length and batch; before any was taken, bytes stand for time: a step reads the weights and the keys
+and values, a draft step the weights and some of the keys.
+
+A request that stops drafting stays so until its context has doubled, so it stops and begins again a few times at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from saccade.methods.verified import MOST
+
+LEAST = 1.03  # times the speed of plain steps: less is no gain
+TRIAL = 3  # tokens drafted before times are known
+PLAIN = 2  # plain steps that are timed first; the first of all warms caches
+HOPE = 0.95  # the chance that a token stays, in the forecast by bytes
+SHARE = 0.1  # of the keys that a draft step reads, likewise
+FORGET = 0.99  # of each earlier count, by test
+DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
+EVIDENCE = 8.0  # tests from which on the measured chance decides
+KEPT = 256  # kinds of steps whose times are remembered
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Kind(NamedTuple):
+    """Steps that take about the same time: ``draft`` the draft's text, ``keys`` and ``rows`` of the decoding requests
+    together, in quarters of powers of two."""
+
+    draft: str
+    keys: int
+    rows: int
+
+    @classmethod
+    def of(cls, draft: str, lengths: Iterable[int]) -> Kind:
+        lengths = list(lengths)
+        return cls(draft, round(4 * math.log2(max(1, sum(lengths)))), round(4 * math.log2(max(1, len(lengths)))))
+
+
+@dataclass
+class Times:
+    """Seconds of the last plain steps, of draft steps, and of verifications, each with its drafts a request."""
+
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=9))
+
+    @property
+    def known(self) -> bool:
+        return len(self.plain) >= PLAIN and bool(self.draft) and bool(self.verify)
+
+    def of_round(self, drafts: int) -> float:
+        """Of drafting and verifying so many tokens. Rows of a verification cost alike; the first is a plain step."""
+        plain, verify = min(self.plain), median([seconds for _, seconds in self.verify])
+        had = median([count for count, _ in self.verify])
+        row = max(0.0, verify - plain) / max(1.0, had)
+        return drafts * median(self.draft) + max(plain, verify + row * (drafts - had))
+
+
+@dataclass
+class Chance:
+    """How often tokens stayed of those that were put to the test; those behind a rejected one were not."""
+
+    stayed: float = 0.0
+    tests: float = 0.0
+
+    def add(self, stayed: int, rejected: bool) -> None:
+        for kept in [1.0] * stayed + [0.0] * rejected:
+            self.stayed, self.tests = self.stayed * FORGET + kept, self.tests * FORGET + 1.0
+
+    def mean(self, prior: float, weight: float) -> float:
+        """With a prior of so many tests."""
+        return (self.stayed + prior * weight) / (self.tests + weight)
+
+
+def tokens_of_round(chance: float, drafts: int) -> float:
+    """Expected tokens of a round with so many drafts, the one that verification adds among them."""
+    return drafts + 1.0 if chance >= 1.0 else (1.0 - chance ** (drafts + 1)) / (1.0 - chance)
+
+
+def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
+    """The number of drafts, from 1 to ``most``, of most tokens a second, and how many times the speed of plain steps
+    that is."""
+    plain = min(times.plain)
+    speeds = [
+        (tokens_of_round(chance, drafts) * plain / times.of_round(drafts), -drafts) for drafts in range(1, most + 1)
+    ]
+    speed, drafts = max(speeds)
+    return -drafts, speed
+
+
+def forecast(weights: int, keys: int) -> float:
+    """How many times the speed of plain steps the best round could have by bytes alone, ``weights`` those of the model
+    and ``keys`` those of the keys and values that the step reads."""
+    step = (weights + SHARE * keys) / max(1, weights + keys)
+    return max(tokens_of_round(HOPE, drafts) / (drafts * step + 1.0) for drafts in range(1, MOST + 1))
+
+
+class Pacing:
+    """What an engine has measured: times by kind of step, and of each draft how often its tokens stayed.
+    ``weights``: bytes of the model."""
+
+    def __init__(self, weights: int) -> None:
+        self.weights = weights
+        self._times: OrderedDict[Kind, Times] = OrderedDict()
+        self._chances: OrderedDict[str, Chance] = OrderedDict()
+
+    def times(self, kind: Kind) -> Times:
+        return _latest(self._times, kind, Times)
+
+    def chance(self, draft: str) -> Chance:
+        return _latest(self._chances, draft, Chance)
+
+
+def _latest(known: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """The value of ``key``, made if need be; those asked for longest ago are forgotten."""
+    value = known.get(key)
+    if value is None:
+        value = known[key] = make()
+        while len(known) > KEPT:
+            known.popitem(last=False)
+    known.move_to_end(key)
+    return value
+
+
+class Pace:
+    """One request's drafting. ``fixed``: so many tokens, always; 0: as the measurements say. ``off``: why nothing is
+    drafted any more, None while something is."""
+
+    def __init__(self, pacing: Pacing, draft: str, fixed: int) -> None:
+        self.pacing, self.draft, self.fixed = pacing, draft, fixed
+        self.chance, self.found = Chance(), Chance()  # of the draft's tokens, of those looked up
+        self.off: str | None = None
+        self.stops = 0  # times that drafting ended
+        self._until = 0  # tokens from which on it may begin again
+
+    def wants(self, length: int, kind: Kind, keys: int) -> bool:
+        """Whether it drafts after ``length`` tokens, in steps of ``kind`` that read ``keys`` bytes of keys and values.
+        Where this says so, :meth:`length` says how many once plain steps of the kind were timed."""
+        if self.fixed:
+            return True
+        if self.off is not None and length < self._until:
+            return False
+        times = self.pacing.times(kind)
+        if not times.known:
+            speed = forecast(self.pacing.weights, keys)
+            if speed < LEAST:
+                self._stop(length, f"by bytes a round could be {speed:.2f} times as fast as plain steps at best")
+                return False
+        elif self._tests >= EVIDENCE:
+            doubt = DOUBT * math.sqrt(self._mean * (1.0 - self._mean) / self._tests)
+            count, speed = best_length(min(1.0, self._mean + doubt), times, MOST)
+            if speed < LEAST:
+                self._stop(
+                    length,
+                    f"{self._mean:.2f} of the drafted tokens stay: with steps as measured rounds of {count} would be "
+                    f"{speed:.2f} times as fast as plain steps at best",
+                )
+                return False
+        self.off = None
+        return True
+
+    def is_timed(self, kind: Kind) -> bool:
+        """Whether enough plain steps of the kind were timed."""
+        return bool(self.fixed) or len(self.pacing.times(kind).plain) >= PLAIN
+
+    def length(self, kind: Kind) -> int:
+        """How many tokens to draft."""
+        if self.fixed:
+            return self.fixed
+        times = self.pacing.times(kind)
+        return best_length(self._mean, times, MOST)[0] if times.known else TRIAL
+
+    def took(self, drafted: int, found: int, stayed: int) -> None:
+        """Of ``drafted`` tokens and ``found`` ones behind them, the first ``stayed`` did."""
+        first = min(drafted, stayed)
+        self.chance.add(first, first < drafted)
+        self.pacing.chance(self.draft).add(first, first < drafted)
+        if found and stayed >= drafted:
+            self.found.add(stayed - drafted, stayed < drafted + found)
+
+    @property
+    def _mean(self) -> float:
+        """The request's own count, with what others measured for a prior."""
+        others = self.pacing.chance(self.draft)
+        return self.chance.mean(others.mean(0.8, 2.0), min(EVIDENCE, others.tests + 2.0))
+
+    @property
+    def _tests(self) -> float:
+        return self.chance.tests + min(EVIDENCE, self.pacing.chance(self.draft).tests)
+
+    def _stop(self, length: int, why: str) -> None:
+        if self.off is None:
+            self.stops += 1
+        self.off, self._until = why, 2 * length

@@ -1,0 +1,148 @@
+"""The host tier: parts of KV blocks in host memory behind a device's, moved by the device itself.
+
+On a GPU the memory is pinned, and a kernel that reads it by address copies scattered parts at the link's speed. All
+copies run in order on a stream of their own, so that the host waits for none: what is to be attended waits for its
+loads on the device, and parts are written while it computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from saccade.errors import SaccadeError
+from saccade.kv.pinned import PinnedMemory
+from saccade.kv.storage import KVStorage
+from saccade.kv.tier import Part, TierCounts
+from saccade.machine import show_bytes
+
+
+class HostTier:
+    """Keeps parts of ``storage`` in ``max_bytes`` of host memory. Raises SaccadeError where one part is too much,
+    CapacityError where there is no such memory."""
+
+    name = "host"
+    in_background = True
+
+    def __init__(self, max_bytes: int, storage: KVStorage) -> None:
+        self.storage, self.format = storage, storage.format
+        self.cell_bytes = storage.format.block_bytes
+        self.cells = max_bytes // self.cell_bytes
+        if self.cells < 1:
+            raise SaccadeError(
+                f"kv_host={show_bytes(max_bytes)} holds no KV block; give at least {self.cell_bytes} bytes"
+            )
+        self.device = storage.device
+        self.memory = PinnedMemory(self.cells * self.cell_bytes, self.device)
+        shape = storage.format.shape(self.cells)
+        self.k, self.v = (half.view(storage.format.dtype).view(shape) for half in self.memory.data.chunk(2))
+        # Whose part a cell holds: layer, block, generation. What comes back must be what was asked for.
+        self._owner = np.full((self.cells, 3), -1, dtype=np.int64)
+        self._next = 1  # cells from here on were never used
+        self._free: list[int] = []
+        self.counts = TierCounts()
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._written: Any = None  # event: the last write
+        self._waits: deque[tuple[Any, Any]] = deque()  # events around what the device waited for
+
+    @property
+    def free_cells(self) -> int:
+        return len(self._free) + self.cells + 1 - self._next
+
+    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+        """See Tier."""
+        cells = self._take(min(len(parts), self.free_cells))
+        count = len(cells)
+        if count:
+            index = np.array(cells) - 1
+            self._owner[index] = np.array(parts[:count])
+            own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
+            with self._copying():
+                self.storage.mover.copy_blocks(
+                    own, torch.tensor(slots[:count], device="cpu"), kept, torch.from_numpy(index)
+                )
+                self._written = self._event()
+            self.counts.bytes_written += count * self.cell_bytes
+        return cells + [0] * (len(parts) - count)
+
+    def settle(self) -> None:
+        """See Tier."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
+            self._written = None
+
+    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
+        """See Tier."""
+        index = np.array(cells) - 1
+        wrong = np.nonzero((self._owner[index] != np.array(parts)).any(1))[0].tolist()
+        own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
+        with self._copying():
+            self.storage.mover.copy_blocks(kept, torch.from_numpy(index), own, torch.tensor(slots, device="cpu"))
+            loaded = self._event()
+        self.counts.bytes_read += len(cells) * self.cell_bytes
+        return HostLoading(self, wrong, loaded)
+
+    def release(self, cells: Sequence[int]) -> None:
+        """See Tier."""
+        self._owner[np.array(cells, dtype=np.int64) - 1] = -1
+        self._free.extend(cells)
+
+    def close(self) -> None:
+        """See Tier."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+        self.k = self.v = self.storage.k.new_empty(0, device="cpu")
+        self.memory.close()
+
+    def wait_for(self, loaded: Any) -> None:
+        """Have the device attend nothing before ``loaded``."""
+        if loaded is None:
+            return
+        while self._waits and self._waits[0][1].query():  # told once they are over: nobody waits to know
+            began, ended = self._waits.popleft()
+            self.counts.wait_seconds += began.elapsed_time(ended) / 1e3
+        stream = torch.cuda.current_stream(self.device)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record(stream)
+        stream.wait_event(loaded)
+        ended.record(stream)
+        self._waits.append((began, ended))
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """What is launched within runs after all that was launched so far, and beside what follows."""
+        began = time.perf_counter()
+        if self._stream is None:
+            yield
+            self.counts.wait_seconds += time.perf_counter() - began
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _event(self) -> Any:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _take(self, count: int) -> list[int]:
+        reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        fresh = list(range(self._next, self._next + count - len(reused)))
+        self._next += len(fresh)
+        return reused + fresh
+
+
+class HostLoading:
+    """Loads under way (see tier.Loading)."""
+
+    def __init__(self, tier: HostTier, wrong: list[int], loaded: Any) -> None:
+        self._tier, self._wrong, self._loaded = tier, wrong, loaded
+
+    def wait(self) -> list[int]:
+        loaded, self._loaded = self._loaded, None
+        self._tier.wait_for(loaded)
+        return self._wrong

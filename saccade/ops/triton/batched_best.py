@@ -1,0 +1,306 @@
+"""The best entries of many lists at once, on the device: every list is cut into parts, and a program takes a part.
+
+A radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes counts the digits
+of the scores that agree with the bits known so far; counts are whole numbers, so the order in which programs add them
+does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a part's entries go
+(:func:`places_before`). Short lists take one launch. How long lists are is read from the device; nothing goes through
+the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton.common import begin, launched, processors
+
+BOUNDS = 5  # int32 of a list's bounds: see find_best
+SPAN = 2048  # entries that a program takes in one go
+SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
+# Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
+# The first digits are those of nearly all entries, counted in registers; few agree with both, and they are counted in
+# memory one by one.
+DIGITS = ((26, 6, 0), (20, 6, 64), (10, 10, 128), (0, 10, 1152))
+KNOWN: tl.constexpr = tl.constexpr(2176)  # behind the counts: what is known after each pass, bound and spare
+WORDS = 2184
+
+
+class Best(NamedTuple):
+    """What :func:`find_best` has found: ``bounds`` as it was given, of every ``each`` lists alike; ``words`` int32
+    [lists, WORDS]; ``taken`` int32 [lists, parts, 2], entries of a part above the least score taken, and equal to
+    it."""
+
+    bounds: Tensor
+    each: int
+    words: Tensor
+    taken: Tensor
+
+    @property
+    def parts(self) -> int:
+        return self.taken.shape[1]
+
+
+def parts_of(lists: int, longest: int, device: torch.device) -> int:
+    """Into how many parts to cut each of ``lists``."""
+    return max(1, min(triton.cdiv(longest, SPAN), triton.cdiv(16 * processors(device), lists), 128))
+
+
+def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None) -> Best:
+    """Of each list of ``scores`` float32 [rows, units, n], the best entries, ties to the lower: what is taken is above
+    the least score taken, or among the first so many (``spare``) that equal it.
+
+    ``bounds`` int32 [rows or rows * units, BOUNDS]: the first entry, the end, entries (from, to) that are hidden, and
+    how many are taken. Only lists that are ``active`` (int8 [rows * units], all by default) are searched, and only
+    those that do not take all or none."""
+    rows, units, width = scores.shape
+    device, lists = scores.device, rows * units
+    assert scores.stride(2) == 1
+    each = lists // len(bounds)
+    if width <= SHORT * SPAN:
+        return _find_short(scores, bounds, active, each)
+    parts = parts_of(lists, width, device)
+    words = torch.zeros(lists, WORDS, dtype=torch.int32, device=device)
+    taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
+    none = bounds
+    for step in range(len(DIGITS) + 1):
+        last = step == len(DIGITS)
+        shift, bits, at = DIGITS[min(step, len(DIGITS) - 1)]
+        shift_before, bits_before, at_before = DIGITS[max(step - 1, 0)]
+        _pass[(parts, units, rows)](
+            scores,
+            bounds,
+            none if active is None else active,
+            words,
+            taken,
+            scores.stride(0),
+            scores.stride(1),
+            STEP=step,
+            LAST=last,
+            SHIFT=shift,
+            BITS=bits,
+            AT=at,
+            B_SHIFT=shift_before,
+            B_BITS=bits_before,
+            B_AT=at_before,
+            WORDS=WORDS,
+            EACH=each,
+            CHOSEN=active is not None,
+            SPAN=SPAN,
+            num_warps=8,
+            **launched(device),
+        )
+    return Best(bounds, each, words, taken)
+
+
+def _find_short(scores: Tensor, bounds: Tensor, active: Tensor | None, each: int) -> Best:
+    rows, units, width = scores.shape
+    lists, device = rows * units, scores.device
+    parts = max(1, triton.cdiv(width, SPAN))
+    words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)
+    taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
+    padded = triton.next_power_of_2(parts)
+    _search[(units, rows)](
+        scores,
+        bounds,
+        bounds if active is None else active,
+        words,
+        taken,
+        scores.stride(0),
+        scores.stride(1),
+        parts,
+        PARTS=padded,
+        WORDS=WORDS,
+        EACH=each,
+        CHOSEN=active is not None,
+        SPAN=SPAN,
+        num_warps=min(16, 4 * padded),
+        **launched(device),
+    )
+    return Best(bounds, each, words, taken)
+
+
+@triton.jit
+def bounds_at(bounds, entry, EACH: tl.constexpr):
+    """First and end of a list, the hidden entries (from, to; the same where none are), and how many of how many that
+    are left are taken."""
+    own = bounds + entry // EACH * 5
+    first, last = tl.load(own), tl.load(own + 1)
+    low, high = tl.maximum(tl.load(own + 2), first), tl.minimum(tl.load(own + 3), last)
+    high = tl.maximum(high, low)
+    between = tl.maximum(last - first - (high - low), 0)
+    return first, last, low, high, tl.minimum(tl.load(own + 4), between), between
+
+
+@triton.jit
+def part_at(first, last, part, SPAN: tl.constexpr):
+    """Where part ``part`` of as many as the grid has begins and ends."""
+    each = tl.cdiv(tl.cdiv(last - first, SPAN), tl.num_programs(0)) * SPAN
+    start = first + part * each
+    return start, tl.minimum(start + each, last)
+
+
+@triton.jit
+def places_before(words, taken, entry, part, spare, PARTS: tl.constexpr):
+    """How many entries the parts before ``part`` take, and how many equal to the least score taken they have."""
+    number = tl.arange(0, PARTS)
+    own = taken + (entry.to(tl.int64) * tl.num_programs(0) + number) * 2
+    above = tl.sum(tl.load(own, mask=number < part, other=0), 0)
+    level = tl.sum(tl.load(own + 1, mask=number < part, other=0), 0)
+    return above + tl.minimum(level, spare), level
+
+
+@triton.jit
+def least_known(words, entry, WORDS: tl.constexpr):
+    """Bits of the least score taken, and how many that equal it are."""
+    own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
+    return tl.load(own).to(tl.uint32, bitcast=True), tl.load(own + 1)
+
+
+@triton.jit
+def taken_of(line, number, inside, bound, spare, level_before):
+    """Which of the entries ``number`` that are ``inside`` are taken, and how many equal the least up to them."""
+    order = ordered_bits(tl.load(line + number, mask=inside, other=0.0) + 0.0)
+    level = inside & (order == bound)
+    earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
+    return (inside & (order > bound)) | (level & (earlier <= spare)), level_before + tl.sum(level.to(tl.int32), 0)
+
+
+@triton.jit(
+    do_not_specialize=["score_row", "score_unit"], do_not_specialize_on_alignment=["bounds", "active", "words", "taken"]
+)
+def _pass(
+    scores, bounds, active, words, taken, score_row, score_unit,
+    STEP: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, AT: tl.constexpr,
+    B_SHIFT: tl.constexpr, B_BITS: tl.constexpr, B_AT: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr,
+    CHOSEN: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = row * tl.num_programs(1) + unit
+    searches = 1
+    if CHOSEN:
+        searches = tl.load(active + entry).to(tl.int32)
+    first, last, low, high, wanted, between = bounds_at(bounds, entry, EACH)
+    start, stop = part_at(first, last, part, SPAN)
+    if (searches != 0) & (wanted > 0) & (wanted < between) & ((start < stop) | (part == 0)):
+        own = words + entry.to(tl.int64) * WORDS
+        bound, spare = tl.full([], 0, tl.uint32), wanted
+        if STEP > 1:
+            bound = tl.load(own + KNOWN + 2 * STEP - 4).to(tl.uint32, bitcast=True)
+            spare = tl.load(own + KNOWN + 2 * STEP - 3)
+        if STEP > 0:  # what the pass before has counted
+            digits = tl.arange(0, 1 << B_BITS)
+            found = tl.load(own + B_AT + digits)
+            reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # entries of this digit and above
+            best = tl.max(tl.where(reach >= spare, digits, 0), 0)
+            spare -= tl.sum(tl.where(digits > best, found, 0), 0)
+            bound = bound | (best.to(tl.uint32) << B_SHIFT)
+            if part == 0:
+                tl.store(own + KNOWN + 2 * STEP - 2, bound.to(tl.int32, bitcast=True))
+                tl.store(own + KNOWN + 2 * STEP - 1, spare)
+        at = tl.arange(0, SPAN)
+        line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+        above, level = 0, 0
+        found = tl.zeros([1 << BITS], tl.int32)
+        for here in tl.range(start, stop, SPAN):
+            number = here + at
+            inside = (number < stop) & ((number < low) | (number >= high))
+            order = ordered_bits(tl.load(line + number, mask=inside, other=0.0) + 0.0)
+            if LAST:
+                above += tl.sum((inside & (order > bound)).to(tl.int32), 0)
+                level += tl.sum((inside & (order == bound)).to(tl.int32), 0)
+            else:
+                if STEP > 0:
+                    inside = inside & ((order >> B_SHIFT) == (bound >> B_SHIFT))
+                digit = ((order >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
+                if STEP < 2:
+                    others = SPAN - tl.sum(inside.to(tl.int32), 0)  # which are counted as zeros
+                    found += tl.histogram(tl.where(inside, digit, 0), 1 << BITS)
+                    found -= tl.where(tl.arange(0, 1 << BITS) == 0, others, 0)
+                else:
+                    one = tl.full([SPAN], 1, tl.int32)
+                    tl.atomic_add(own + AT + digit, one, mask=inside, sem="relaxed")
+        if LAST:
+            place = taken + (entry.to(tl.int64) * tl.num_programs(0) + part) * 2
+            tl.store(place, above)
+            tl.store(place + 1, level)
+        elif STEP < 2:
+            tl.atomic_add(own + AT + tl.arange(0, 1 << BITS), found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["score_row", "score_unit", "parts"],
+    do_not_specialize_on_alignment=["bounds", "active", "words", "taken"],
+)
+def _search(
+    scores, bounds, active, words, taken, score_row, score_unit, parts,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr, CHOSEN: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """All passes over a list that one program holds."""
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * tl.num_programs(0) + unit
+    searches = 1
+    if CHOSEN:
+        searches = tl.load(active + entry).to(tl.int32)
+    first, last, low, high, wanted, between = bounds_at(bounds, entry, EACH)
+    if (searches != 0) & (wanted > 0) & (wanted < between):
+        line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+        number = first + tl.arange(0, PARTS * SPAN)
+        inside = (number < last) & ((number < low) | (number >= high))
+        order = ordered_bits(tl.load(line + number, mask=inside, other=0.0) + 0.0)
+        bound, spare = tl.full([], 0, tl.uint32), wanted
+        digits = tl.arange(0, 64)
+        agree = inside
+        for step in tl.static_range(6):
+            shift = 26 - 6 * step if step < 2 else 15 - 5 * (step - 2)
+            bits = 6 if step < 2 else 5
+            others = PARTS * SPAN - tl.sum(agree.to(tl.int32), 0)  # which are counted as zeros
+            digit = ((order >> shift) & ((1 << bits) - 1)).to(tl.int32)
+            found = tl.histogram(tl.where(agree, digit, 0), 64) - tl.where(digits == 0, others, 0)
+            reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # entries of this digit and above
+            best = tl.max(tl.where(reach >= spare, digits, 0), 0)
+            spare -= tl.sum(tl.where(digits > best, found, 0), 0)
+            bound = bound | (best.to(tl.uint32) << shift)
+            agree = agree & (digit == best)
+        own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
+        tl.store(own, bound.to(tl.int32, bitcast=True))
+        tl.store(own + 1, spare)
+        above = tl.sum(tl.reshape((inside & (order > bound)).to(tl.int32), [PARTS, SPAN]), 1)
+        level = tl.sum(tl.reshape((inside & (order == bound)).to(tl.int32), [PARTS, SPAN]), 1)
+        part = tl.arange(0, PARTS)
+        place = taken + (entry.to(tl.int64) * parts + part) * 2
+        tl.store(place, above, mask=part < parts)
+        tl.store(place + 1, level, mask=part < parts)
+
+
+@triton.jit
+def least_taken(line, first, last, wanted, SPAN: tl.constexpr):
+    """The same search by one program, for entries ``first .. last - 1`` of a short list: the bits of the least score
+    among the ``wanted`` highest, and how many that equal it are among those."""
+    at = tl.arange(0, SPAN)
+    bound = tl.full([], 0, tl.uint32)
+    spare = wanted
+    digits = tl.arange(0, 256)
+    for step in tl.static_range(4):
+        shift = 24 - 8 * step
+        found = tl.zeros([256], tl.int32)
+        for start in tl.range(first, last, SPAN):
+            inside = start + at < last
+            order = ordered_bits(tl.load(line + start + at, mask=inside, other=0.0) + 0.0)
+            digit = ((order >> shift) & 255).to(tl.int32)
+            if step > 0:
+                inside = inside & ((order >> (shift + 8)) == (bound >> (shift + 8)))
+            others = SPAN - tl.sum(inside.to(tl.int32), 0)  # which are counted as zeros
+            found += tl.histogram(tl.where(inside, digit, 0), 256) - tl.where(digits == 0, others, 0)
+        reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # entries of this digit and above
+        best = tl.max(tl.where(reach >= spare, digits, 0), 0)
+        spare -= tl.sum(tl.where(digits > best, found, 0), 0)
+        bound = bound | (best.to(tl.uint32) << shift)
+    return bound, spare

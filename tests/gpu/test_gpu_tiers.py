@@ -1,0 +1,81 @@
+"""Host memory behind a GPU's: what the kernel copies over the link, and answers under a small part of the need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_helpers import EVERY, GREEDY, tokens
+from tier_helpers import nothing_left
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM
+from saccade.errors import CapacityError
+from saccade.kv.format import KVFormat
+from saccade.kv.pinned import PinnedMemory
+from saccade.ops.triton import pages
+
+SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
+POLICIES = [policy.text for policy in EVERY]
+PROMPTS = [random_ids(180 + 23 * i % 160, seed=i) for i in range(len(POLICIES))]
+
+
+def test_blocks_come_and_go_over_pinned_memory():
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = PinnedMemory(1 << 26, device)
+    kept = tuple(half.view(torch.bfloat16).view(-1, 8, 32, 128) for half in memory.data.chunk(2))
+    cells = len(kept[0])
+    for part in kept:
+        part.copy_(torch.randn(part.shape))
+    slots = tuple(torch.zeros(300, 8, 32, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    which, where = torch.randperm(cells)[:200], torch.randperm(300)[:200]
+    pages.copy_blocks(kept, which, slots, where)
+    for home, part in zip(kept, slots):
+        assert torch.equal(part[where.to(device)].cpu(), home[which])
+        part.neg_()
+    pages.copy_blocks(slots, where[:77], kept, which[:77])
+    torch.cuda.synchronize()
+    for home, part in zip(kept, slots):
+        assert torch.equal(
+            home[which], torch.cat([1.0 * part[where.to(device)[:77]], -part[where.to(device)[77:]]]).cpu()
+        )
+    memory.close()
+    memory.close()
+
+
+def test_memory_that_there_is_not_is_refused_and_the_device_works_on():
+    with pytest.raises(CapacityError, match=r"kv_host=.* is more than"):
+        PinnedMemory(1 << 50, torch.device("cuda"))
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cuda") as whole:
+        return [tokens(one) for one in whole.generate(PROMPTS, GREEDY, policy=POLICIES)]
+
+
+@pytest.mark.parametrize(("slots", "replacement"), [(9, "fifo"), (40, "lru"), (150, "clock")])
+def test_every_method_in_a_small_part_of_the_memory(folder, expected, slots, replacement):
+    options = {"kv_memory": slots * SLOT, "kv_host": "64MiB", "kv_replacement": replacement}
+    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", **options) as llm:
+        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
+        errors = {policy: one.error for policy, one in zip(POLICIES, done) if one.error is not None}
+        assert not errors
+        got = dict(zip(POLICIES, [tokens(one) for one in done]))
+        assert got == dict(zip(POLICIES, expected))
+        counts = llm.pool.tiers.counts
+        assert min(counts.misses, counts.evicted, counts.bytes_written) > 50
+        assert counts.lost == 0
+        nothing_left(llm.pool)
+
+
+def test_while_the_device_suffices_steps_are_those_without_a_tier(folder, expected):
+    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", kv_memory="32MiB", kv_host="64MiB") as llm:
+        done = llm.generate(PROMPTS[:6], GREEDY, policy=POLICIES[:6])
+        assert [tokens(one) for one in done] == expected[:6]
+        assert not any(vars(llm.pool.tiers.counts).values())

@@ -1,0 +1,200 @@
+"""The parts of speculation, each by itself: the rule of acceptance, look-ups, how much is drafted and when not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine_helpers import make
+from helpers import generator
+from test_engine_lossless import DRAFTS, lossless
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import SamplingParams
+from saccade.engine.acceptance import Proposal, decided, propose
+from saccade.engine.lookup import Lookup
+from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, best_length, forecast, tokens_of_round
+from saccade.kv.view import KVView
+from saccade.ops import Call, few_rows, run
+
+CRITICAL = {3: 16.27, 7: 24.32, 15: 37.70, 31: 61.10}  # of chi-square at 0.001, by degrees of freedom
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("kind", ["close", "far", "peaked", "disjoint", "certain"])
+def test_the_rule_keeps_the_targets_distribution(kind):
+    """Whatever drafts; and the acceptance is the distributions' common mass, sum(min(p, q))."""
+    size, draws, rng = 8, 10000, generator(5)
+    p = torch.softmax(2 * torch.randn(size, generator=rng, dtype=torch.float64), -1)
+    q = {
+        "close": torch.softmax(p.log() + 0.3 * torch.randn(size, generator=rng, dtype=torch.float64), -1),
+        "far": torch.softmax(2 * torch.randn(size, generator=rng, dtype=torch.float64), -1),
+        "peaked": torch.softmax(30 * p, -1),
+        "disjoint": torch.eye(size, dtype=torch.float64)[int(p.argmin())],
+        "certain": None,
+    }[kind]
+    counts, kept = torch.zeros(size, dtype=torch.float64), 0
+    for position in range(draws):
+        proposal = Proposal(3) if q is None else propose(q, 17, 0, position)
+        token = decided(proposal, p, 17, 0, position)
+        counts[token] += 1
+        kept += token == proposal.token
+    assert chi_square(counts, draws * p) < CRITICAL[size - 1]
+    common = float(p[3]) if q is None else float(torch.minimum(p, q).sum())
+    assert kept / draws == pytest.approx(common, abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("few"), max_position_embeddings=512, head_dim=32)
+    return make(folder, blocks=6000, exact=False)
+
+
+def test_sampled_answers_have_dense_attentions_distribution(small):
+    """The second and third token of many answers without a seed, by a draft that is often wrong; of the 4 tokens that
+    top-k leaves, and penalties that hang on what was drafted before."""
+    params = {"temperature": 1.5, "top_k": 4, "max_tokens": 3, "ignore_eos": True, "presence_penalty": 0.5}
+    ids, count = random_ids(100, seed=8), 600
+    seen = {}
+    for name, policy in (("ours", lossless("streaming(sinks=1, window=70)", 2)), ("theirs", "dense")):
+        outputs = [small.generate(ids, SamplingParams(n=100, **params), policy=policy) for _ in range(count // 100)]
+        answers = [one.token_ids for batch in outputs for output in batch for one in output.outputs]
+        seen[name] = [tuple(answer[:place]) for place in (2, 3) for answer in answers], outputs
+    said = [report["speculation"] for batch in seen["ours"][1] for output in batch for report in output.reports]
+    accepted, drafted = (sum(one[name] for one in said) for name in ("accepted", "drafted"))
+    assert 0.15 < accepted / drafted < 0.9
+    # two samples of one distribution: chi-square of the table of both, rare prefixes together
+    for length in (2, 3):
+        ours, theirs = ([one for one in seen[name][0] if len(one) == length] for name in ("ours", "theirs"))
+        names = sorted(set(ours) | set(theirs))
+        table = torch.tensor([[part.count(one) for one in names] for part in (ours, theirs)], dtype=torch.float64)
+        common = table.sum(0) >= 10
+        table = torch.cat([table[:, common], table[:, ~common].sum(1, keepdim=True)], 1)
+        table = table[:, table.sum(0) > 0]
+        expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()
+        freedom = table.shape[1] - 1
+        bound = freedom + 3.1 * (2 * freedom) ** 0.5 + 6  # above the quantile of 0.999
+        assert float(((table - expected) ** 2 / expected).sum()) < bound
+        assert freedom > 3
+
+
+def test_look_ups_find_the_last_place_and_survive_cuts():
+    rng = random.Random(3)
+    tokens = [rng.randrange(4) for _ in range(60)]
+    lookup = Lookup(3)
+    for _ in range(300):
+        if rng.random() < 0.3 and len(tokens) > 20:
+            del tokens[len(tokens) - rng.randrange(1, 10) :]
+            lookup.cut(len(tokens))
+        tokens += [rng.randrange(4) for _ in range(rng.randrange(4))]
+        last = tokens[-3:]
+        places = [at for at in range(len(tokens) - 3) if tokens[at : at + 3] == last]
+        want = tokens[places[-1] + 3 : places[-1] + 8] if places else []
+        assert lookup.after(tokens, 5) == want
+    assert Lookup(0).after([1, 1, 1, 1]) == []
+    assert Lookup(3).after([1, 1, 1]) == []
+
+
+def test_expected_tokens_are_the_sum_of_chances():
+    for chance in (0.0, 0.3, 0.9, 1.0):
+        for drafts in (1, 4, 16):
+            assert tokens_of_round(chance, drafts) == pytest.approx(sum(chance**at for at in range(drafts + 1)))
+
+
+def measured(pacing: Pacing, kind: Kind, plain: float, draft: float, row: float = 0.02) -> None:
+    times = pacing.times(kind)
+    for _ in range(5):
+        times.plain.append(plain)
+        times.draft.append(draft)
+        times.verify.append((4.0, plain * (1 + 4 * row)))
+
+
+def test_the_length_is_the_best_of_all_and_grows_with_acceptance():
+    pacing, kind = Pacing(10**6), Kind.of("psa", [50_000])
+    measured(pacing, kind, plain=1.0, draft=0.25)
+    times, before = pacing.times(kind), 0
+    for chance in (0.5, 0.7, 0.9, 0.98):
+        length, speed = best_length(chance, times, 16)
+        speeds = [tokens_of_round(chance, k) / (0.25 * k + 1.0 + 0.02 * k) for k in range(1, 17)]
+        assert speed == pytest.approx(max(speeds))
+        assert length == 1 + speeds.index(max(speeds)) >= before
+        before = length
+
+
+def test_small_keys_beside_weights_are_never_tried():
+    assert forecast(weights=10**9, keys=10**7) < LEAST < forecast(weights=10**9, keys=10**9)
+    pace = Pace(Pacing(10**9), "psa", 0)
+    assert not pace.wants(100, Kind.of("psa", [100]), 10**7)
+    assert "by bytes" in str(pace.off)
+    assert Pace(Pacing(10**9), "psa", 3).wants(100, Kind.of("psa", [100]), 10**7)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.4, 0.5, 0.55, 0.6, 0.9])
+@pytest.mark.parametrize("draft", [0.3, 0.6, 0.95, 2.0])
+def test_it_stops_where_it_loses_and_never_oscillates(chance, draft):
+    """Over 9,000 tokens with noisy times, near the break-even and far from it: what it costs is bounded, and it stops
+    and begins again once for each doubling at most."""
+    rng, pacing = random.Random(9), Pacing(10**6)
+    pace, length, seconds, made, rounds = Pace(pacing, "psa", 0), 4000, 0.0, 0, 0
+
+    def noisy(value: float) -> float:
+        return value * rng.uniform(0.97, 1.1)
+
+    while made < 9_000:
+        kind = Kind.of("psa", [length])
+        times = pacing.times(kind)
+        if pace.wants(length, kind, 10**8) and pace.is_timed(kind):
+            count, stayed = pace.length(kind), 0
+            while stayed < count and rng.random() < chance:
+                stayed += 1
+            drafts = [noisy(draft) for _ in range(count)]
+            verify = noisy(1.0 + 0.02 * count)
+            times.draft.extend(drafts)
+            times.verify.append((float(count), verify))
+            seconds += sum(drafts) + verify
+            pace.took(count, 0, stayed)
+            made, length, rounds = made + stayed + 1, length + stayed + 1, rounds + 1
+        else:
+            spent = noisy(1.0)
+            times.plain.append(spent)
+            seconds, made, length = seconds + spent, made + 1, length + 1
+    assert pace.stops <= 3  # 4,000 to 13,000 tokens
+    best = max(tokens_of_round(chance, k) / (k * draft + 1 + 0.02 * k) for k in range(1, 17))
+    speed = made / seconds * 1.035  # of plain steps, whose noise has this mean
+    assert speed > 0.97 * max(1.0, best if best > 1.15 else 1.0)
+    if best < 0.9:
+        assert pace.off is not None
+        assert "of the drafted tokens stay" in pace.off
+        assert rounds < 100
+    if best > 1.2:
+        assert (pace.off, pace.stops) == (None, 0)
+
+
+def test_requests_that_gain_nothing_say_so(small):
+    """The tiny model's steps cost what its Python costs, so drafting cannot pay; nothing is drafted for long."""
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    ids = random_ids(100, seed=3)
+    for _ in range(2):
+        output = small.generate(ids, params, policy=f"lossless(draft={DRAFTS[2]})")[0]
+    said = output.report["speculation"]
+    assert output.outputs[0].token_ids == small.generate(ids, params)[0].outputs[0].token_ids
+    assert said["off"] is not None or said["verifications"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_few_rows_read_what_a_chunk_reads(dtype, rows, softcap):
+    rng = generator(rows)
+    k, v = (torch.randn(2, 700, 32, generator=rng).to(dtype) for _ in range(2))
+    q = torch.randn(rows, 6, 32, generator=rng).to(dtype).transpose(0, 1)  # as the packed rows lie
+    call = Call.of(q, KVView.from_tensors(k, v), softcap=softcap)
+    ours, theirs = few_rows.run(call), run(call, "reference")
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(ours.out.float(), theirs.out.float(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours.lse, theirs.lse, atol=tolerance, rtol=tolerance)
+    assert ours.used is call.selection
