@@ -187,12 +187,14 @@ def test_requests_that_gain_nothing_say_so(small):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize("keys", [700, 1400, 1410])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_few_rows_read_what_a_chunk_reads(dtype, rows, softcap):
+def test_few_rows_read_what_a_chunk_reads(dtype, rows, keys, softcap):
+    """Whole and in parts, the last of which begins within the rows (1408 keys are 11 blocks)."""
     rng = generator(rows)
-    k, v = (torch.randn(2, 700, 32, generator=rng).to(dtype) for _ in range(2))
+    k, v = (torch.randn(2, keys, 32, generator=rng).to(dtype) for _ in range(2))
     q = torch.randn(rows, 6, 32, generator=rng).to(dtype).transpose(0, 1)  # as the packed rows lie
-    call = Call.of(q, KVView.from_tensors(k, v), softcap=softcap)
+    call = Call.of(q, KVView.from_tensors(k, v), softcap=softcap, threads=8)
     ours, theirs = few_rows.run(call), run(call, "reference")
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(ours.out.float(), theirs.out.float(), atol=tolerance, rtol=tolerance)
