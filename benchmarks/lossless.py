@@ -193,13 +193,13 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                 said = [request.report.as_dict()["speculation"] for request in requests]
                 drafted, found = (sum(one[name] for one in said) for name in ("drafted", "accepted_looked_up"))
                 rounds = sum(one["verifications"] for one in said)
-                density = [one["draft"]["density"] for one in said if one["draft"]["density"] is not None]
+                density = statistics.fmean([one["draft"]["density"] or 0.0 for one in said])
                 same = sum(one.final_ids == other.final_ids for one, other in zip(requests, answered))
                 speed, ideal = made / seconds, made / passes.ideal()
                 stays = sum(one["acceptance"] or 0.0 for one in said) / len(said)
                 parts = (
                     f"  {policy}" + ("" if chance is None else f" replayed at {chance}"),
-                    f"draft {1000 * passes.median('draft'):.2f} ms/step at density {statistics.fmean(density or [1]):.3f}",
+                    f"draft {1000 * passes.median('draft'):.2f} ms/step at density {density:.3f}",
                     f"verify {1000 * passes.median('verify'):.2f} ms, {drafted / max(1, rounds):.1f} drafts a round",
                     f"acceptance {stays:.3f}, found {found}",
                     f"{speed:.1f} tokens/s = {speed / dense:.2f} x dense",
