@@ -27,9 +27,10 @@ from saccade.bench.timing import median_ms
 from saccade.methods import Chunk, Query, parse_method
 from saccade.methods.base import Method
 from saccade.methods.device_state import Opening
+from saccade.methods.host_state import HostState
 from saccade.models.interface import ModelSpec
 from saccade.ops import Call, run
-from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, serves
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, serves
 from saccade.selection import Dense
 from saccade.selection.plan import OwnReading, Summarized
 
@@ -37,6 +38,7 @@ DECODE = (
     "dense;streaming;quest;arkvale;psa(epsilon=0.98);lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
     "lfps(unit=kv_head, blocks=0);topk(k=0.02, unit=kv_head);cis(k=0.02, unit=kv_head)"
 )
+BLOCK = 16  # steps of a block of CIS
 PREFILL = "dense;blocks@0.1;flexprefill(lines=block)"
 
 
@@ -56,29 +58,37 @@ def spec_of(problem: Problem) -> ModelSpec:
     )
 
 
-def joined(problem: Problem, method: Method, states: list[object]) -> tuple[PlannedRows, object] | None:
-    """A decode row over the problem's last position as the engine plans it; None where it cannot."""
-    spec, kv, length = spec_of(problem), problem.sequence, problem.shape.k_len
-    plan = method.device_plan(spec)
-    if plan is None:
-        return None
-    summarized, state, reads = plan.blocks, None, None
-    if isinstance(plan.layers[0], OwnReading):
-        state = method.host_state(Opening(states, kv, spec, length - 1, length))
-        keys = None if state is None else state.keys(length)
-        if state is None or keys is None:
+class Planned:
+    """Decode rows at the last ``BLOCK`` positions as the engine plans them, step by step."""
+
+    def __init__(self, problem: Problem, method: Method, states: list[object]) -> None:
+        self._problem, self._method, self._states = problem, method, states
+        self._spec, self._kv, self._first = spec_of(problem), problem.sequence, problem.shape.k_len - BLOCK
+        self._plan = method.device_plan(self._spec)
+        self._state: HostState | None = None
+        self.serves = self._plan is not None and self.row(0) is not None
+
+    def row(self, step: int) -> PlannedRow | None:
+        plan, length = self._plan, self._first + step % BLOCK + 1
+        summarized, reads = plan.blocks, None
+        if isinstance(plan.layers[0], OwnReading):
+            if step % BLOCK == 0:
+                opening = Opening(self._states, self._kv, self._spec, self._first, length)
+                self._state = self._method.host_state(opening)
+            reads = None if self._state is None else self._state.reads(length)
+            summarized = None if self._state is None else self._state.summarized
+        elif all(serves(one, self._spec.kv_heads) is None for one in plan.layers):
+            reads = Readings(plan.layers)
+        if reads is None:
             return None
-        summarized, reads = state.summarized, Listed(keys, state.layers, state.steps)
-    elif any(serves(one, spec.kv_heads) is not None for one in plan.layers):
-        return None
-    else:
-        reads = Readings(plan.layers)
-    summaries = ()
-    if summarized is not None and (isinstance(summarized, Summarized) or length > summarized.dense_upto):
-        summaries = kv.summaries(summarized.summary, summarized.size)
-    row = PlannedRow(0, length - 1, kv.tables, reads, summaries)
-    storage = kv.pool.storage
-    return PlannedRows([row], storage.k, storage.v), state
+        summaries = ()
+        if summarized is not None and (isinstance(summarized, Summarized) or length > summarized.dense_upto):
+            summaries = self._kv.summaries(summarized.summary, summarized.size)
+        return PlannedRow(0, length - 1, self._kv.tables, reads, summaries)
+
+    def step(self, step: int) -> PlannedRows:
+        storage = self._kv.pool.storage
+        return PlannedRows([self.row(step)], storage.k, storage.v)
 
 
 def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) -> list[str]:
@@ -87,25 +97,27 @@ def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) ->
     planted = float(name.partition("@")[2] or 0)
     rows = query_rows(problem, FLAT if planted else 1.0)
     states = [opened(method, problem, view, rows, planted, copy) for copy, view in enumerate(problem.views)]
-    one = joined(problem, method, states)
+    planned = Planned(problem, method, states)
+    searches = name.startswith("cis")  # in some steps
+    warm, steps = (0, BLOCK) if searches else (2, repeats)
     cells = []
     for threads in counts:
         torch.set_num_threads(threads)
         times = []
-        for step in range(repeats + 2):
+        for step in range(warm + steps):
             q = rows[:, TAIL // 2 + step % (TAIL // 2)][:, None]
+            one = planned.step(step) if planned.serves else None
             for layer, view in enumerate(problem.views):
+                out = torch.empty(1, q.shape[0], q.shape[2], dtype=q.dtype)
                 began = time.perf_counter()
                 if one is None:
                     apart(method, q, view, states[layer], step, threads)
                 else:
-                    out = torch.empty(1, q.shape[0], q.shape[2], dtype=q.dtype)
-                    one[0].attend(layer, q, out, problem.scale, None, threads)
-                if step > 1:
+                    one.attend(layer, q, out, problem.scale, None, threads)
+                if step >= warm:
                     times.append(time.perf_counter() - began)
-        take = statistics.fmean if name.startswith("cis") else statistics.median  # searches in some steps
-        cells.append(f"{1000 * take(times):.3f}")
-    return [f"`{name}`" + (" (apart)" if one is None else ""), *cells]
+        cells.append(f"{1000 * (statistics.fmean if searches else statistics.median)(times):.3f}")
+    return [f"`{name}`" + ("" if planned.serves else " (apart)"), *cells]
 
 
 def apart(method: Method, q: torch.Tensor, view: object, state: object, step: int, threads: int) -> None:

@@ -13,7 +13,7 @@
 namespace saccade {
 namespace {
 
-constexpr int64_t kRankedTask = 256;  // blocks scored by one task
+constexpr int64_t kRankedTask = 128;  // blocks scored by one task
 
 constexpr int64_t kTileBlocks = 4;      // blocks scored side by side
 constexpr int64_t kTileRows = W == 16 ? 4 : 2;  // and rows, as many as the registers hold sums of

@@ -6,8 +6,6 @@
 // merge by log-sum-exp.
 #pragma once
 
-#include <memory>
-
 #include "decode_task.h"
 
 namespace saccade {
@@ -15,7 +13,7 @@ namespace {
 
 constexpr int64_t kSplitKeys = 1024;   // keys of a task
 constexpr int64_t kWholeSlots = 8192;  // keys from which a task takes all KV heads
-constexpr int64_t kSplits = 32;        // of these at most: a task begins with rows that nobody asked for ahead
+constexpr int64_t kSplits = 128;       // of these at most: a task begins with rows that nobody asked for ahead
 
 struct DecodePlan {
     const Attention& a;
@@ -96,8 +94,7 @@ template <class Math, class T>
 void decode_typed(const Attention& a) {
     DecodePlan plan(a);
     int64_t rows = plan.owners * plan.splits * plan.shared;
-    const std::unique_ptr<float[]> storage(new float[rows * (a.head_dim + 2)]);
-    plan.o = storage.get();
+    plan.o = static_cast<float*>(thread_scratch(rows * (a.head_dim + 2) * sizeof(float), 1));
     plan.max = plan.o + rows * a.head_dim;
     plan.sum = plan.max + rows;
     parallel_for(

@@ -4,6 +4,7 @@
 #include "antidiagonal.h"
 #include "line_cover.h"
 #include "prefill.h"
+#include "rows.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -34,6 +35,23 @@ void antidiagonals(const Antidiagonals& s) {
     else avx512_bf16_kernels.antidiagonals(s);
 }
 
+bool serves(Storage storage, int64_t rows) { return storage == Storage::bf16 && rows >= layer::kTileRows; }
+
+void project_rows(const ProjectRows& c) {
+    if (serves(c.storage, c.rows)) layer::project_rows_typed<uint16_t, true>(c);
+    else avx512_bf16_kernels.project_rows(c);
+}
+
+void finish_rows(const FinishRows& c) {
+    if (serves(c.storage, c.rows)) layer::finish_rows_typed<uint16_t, true>(c);
+    else avx512_bf16_kernels.finish_rows(c);
+}
+
+void head_rows(const HeadRows& c) {
+    if (serves(c.storage, c.rows)) layer::head_rows_typed<uint16_t, true>(c);
+    else avx512_bf16_kernels.head_rows(c);
+}
+
 }  // namespace
 
 // The operating system keeps no tile registers for a process that has not asked for them.
@@ -50,6 +68,9 @@ const KernelSet& amx_bf16_kernels() {
         made.line_sums = line_sums;
         made.cover_rows = cover_rows;
         made.antidiagonals = antidiagonals;
+        made.project_rows = project_rows;
+        made.finish_rows = finish_rows;
+        made.head_rows = head_rows;
         return made;
     }();
     return set;

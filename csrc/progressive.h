@@ -1,211 +1,267 @@
 // Attention of one query row per head over ranked blocks, read until the weight still unread cannot matter (PSA, Alg. 1;
-// the rule is Ranking's in saccade/selection/blocks.py). A unit is one task, so a result does not depend on threads.
+// the rule is Ranking's in saccade/selection/blocks.py). Threads read parts of a unit's blocks ahead of the rule.
 #pragma once
+
+#include <sched.h>
 
 #include <memory>
 
-#include "decode_task.h"
+#include "ranked_keys.h"
 
 namespace saccade {
 namespace {
 
-// Weights of the blocks of one microbatch, for every query head of a unit: base-2 log-sum-exps, as max and sum.
-struct BlockTally {
-    static constexpr bool wanted = true, shifts = false;
-    struct Weight {
-        float max, sum;
-        float log() const { return sum > 0 ? max + __builtin_log2f(sum) : -__builtin_inff(); }
-    };
-    struct Run {
-        int64_t block;
-        int first, last;  // its keys in this step
-    };
+// A running maximum of base-2 logits, and what their weights add up to.
+struct Running {
+    float max, sum;
 
-    Weight* weights;  // [rows, blocks]
-    int64_t blocks;   // of a microbatch at most
-    Run runs[kDecodeStep];
-    int run_count = 0;  // 0: these keys are in no ranked block
-
-    // The step's keys are blocks of the microbatch from number `block` on; returns the number of the next.
-    int64_t mark(const KeyStep<kDecodeStep>& step, int64_t size, int64_t stop, int64_t block) {
-        run_count = 0;
-        for (int j = 0; j < step.count;) {
-            const int64_t position = step.position[j], in_block = position % size;
-            int64_t left = stop - position < size - in_block ? stop - position : size - in_block;
-            const bool ends = left <= step.count - j;
-            if (!ends) left = step.count - j;
-            runs[run_count++] = {block, j, j + static_cast<int>(left)};
-            block += ends;
-            j += static_cast<int>(left);
-        }
-        return block;
-    }
-
-    void operator()(int64_t row, float max, const float* e, int) {
-        for (int r = 0; r < run_count; ++r) {
-            const Run& run = runs[r];
-            float sum = 0;
-            int j = run.first;
-            if (j + W <= run.last) {
-                F lanes = Simd::load(e + j);
-                for (j += W; j + W <= run.last; j += W) lanes = Simd::add(lanes, Simd::load(e + j));
-                sum = Simd::sum(lanes);
-            }
-            for (; j < run.last; ++j) sum += e[j];
-            Weight& w = weights[row * blocks + run.block];  // the maximum of a row only grows
-            w.sum = w.sum > 0 ? w.sum * __builtin_exp2f(w.max - max) + sum : sum;
-            w.max = max;
-        }
+    float log() const { return max + __builtin_log2f(sum); }
+    Running with(const Running& x) const {
+        const float top = x.max > max ? x.max : max;
+        return {top, sum * __builtin_exp2f(max - top) + x.sum * __builtin_exp2f(x.max - top)};
     }
 };
 
-// The keys of a unit: its `always` list, then microbatch by microbatch; a step never holds keys of two.
-class RankedKeys {
-  public:
-    RankedKeys(const Progressive& p, int64_t unit, int64_t kv_head)
-        : p_(p), keys_(p.attention, kv_head, p.attention.q_start, p.attention.q_start + 1),
-          order_(p.order + unit * p.ranked) {
-        const int32_t* always = p.always + unit * p.always_count;
-        keys_.set_list(always, always + p.always_count);
-    }
+// How far a unit has come. Parts are read in any order and by any thread; the rule takes them one after the other. What
+// is written under a lock or before `next` moves on is there for whoever takes the next part.
+struct RuledUnit {
+    int64_t next = 0;                  // the part that the rule looks at
+    int64_t last = INT64_MAX;          // the part in which it stopped
+    int64_t used = 0, kept = 0;        // ranked blocks: of all parts, and of the last one
+    bool beyond = false, held = false;  // whether more of the last part was read; the lock
+    float coverage = 0;
 
-    // False when all has been read; `batch` tells microbatches apart, 0 is the always list.
-    bool fill(KeyStep<kDecodeStep>& step, int64_t& batch) {
-        while (!keys_.fill(step)) {
-            if (read_ == p_.ranked) return false;
-            const int64_t first = read_;
-            read_ = first + p_.microbatch < p_.ranked ? first + p_.microbatch : p_.ranked;
-            keys_.set_list(order_ + first, order_ + read_);
-            ++batch_;
-        }
-        batch = batch_;
-        return true;
+    static int64_t load(const int64_t& x) { return __atomic_load_n(&x, __ATOMIC_ACQUIRE); }
+    static void store(int64_t& x, int64_t value) { __atomic_store_n(&x, value, __ATOMIC_RELEASE); }
+    void lock() {
+        while (__atomic_test_and_set(&held, __ATOMIC_ACQUIRE)) sched_yield();
     }
-
-  private:
-    const Progressive& p_;
-    KeyStream keys_;
-    const int32_t* order_;
-    int64_t read_ = 0, batch_ = 0;
+    void unlock() { __atomic_clear(&held, __ATOMIC_RELEASE); }
 };
 
+// Parts have a fixed number of keys and sums of their own, so a result hangs neither on the number of threads nor on who
+// was first. A part that was read further than the rule went is read again, so far.
 struct ProgressivePlan {
     const Progressive& p;
-    int64_t rows, microbatch;         // query heads of a unit, blocks of a microbatch
-    float *o = nullptr, *max = nullptr, *sum = nullptr, *least = nullptr;  // [heads, head_dim], [heads]
-    BlockTally::Weight* weights = nullptr;                                 // [heads, microbatch]
-    // With estimates: what is guessed of all blocks behind each microbatch, as a base-2 log [heads, batches]; how far
-    // those read lay above what was guessed, summed and squared, [heads, 2].
-    int64_t batches = 0;
+    int64_t rows, microbatch;  // query heads of a unit, blocks of a microbatch
+    int64_t per_part, batches, parts;  // blocks and microbatches of a part; their number
+    RuledUnit* units = nullptr;
+    float* o = nullptr;                     // [parts, heads, head_dim]
+    float *max = nullptr, *sum = nullptr;   // [parts, heads]
+    Running* after = nullptr;               // each microbatch, within its part: [parts, heads, batches]
+    BlockTally::Weight* weights = nullptr;  // of blocks, [parts, heads, per_part]
+    uint8_t* done = nullptr;                // [parts, units]
+    Running* before = nullptr;              // the part at hand, [heads]
+    float* least = nullptr;                 // [heads]
+    // With estimates: what is guessed of all blocks behind each microbatch, as a base-2 log [heads, all batches]; how
+    // far those read lay above what was guessed, summed and squared, [heads, 2].
+    int64_t all_batches = 0;
     float* guessed = nullptr;
     double* excess = nullptr;
 
-    template <class Math, class T>
-    void run(int64_t unit) const {
-        const Attention& a = p.attention;
-        const int64_t first = unit * rows, group = a.heads / a.kv_heads, shared = rows < group ? rows : group;
-        BlockTally tally{weights + first * microbatch, microbatch, {}, 0};
-        DecodeTask<Math, T, BlockTally> task(a, 0, first, rows / shared, shared, shared, o + first * a.head_dim,
-                                             max + first, sum + first, nullptr, &tally);
-        for (int64_t h = first; h < first + rows; ++h) {
+    static constexpr int64_t kPartKeys = 1024;
+
+    explicit ProgressivePlan(const Progressive& call) : p(call) {
+        rows = p.attention.heads / p.units;
+        microbatch = p.microbatch < p.ranked ? p.microbatch : p.ranked;
+        const int64_t keys = microbatch * p.block_size;
+        batches = keys && keys < kPartKeys ? kPartKeys / keys : 1;
+        per_part = batches * microbatch;
+        parts = per_part ? (p.ranked + per_part - 1) / per_part : 1;
+        if (p.estimates && microbatch) all_batches = (p.ranked + microbatch - 1) / microbatch;
+    }
+
+    void carve(Carver& c) {
+        const int64_t heads = p.attention.heads;
+        excess = c.take<double>(2 * heads);
+        guessed = c.take<float>(heads * all_batches);
+        before = c.take<Running>(heads);
+        least = c.take<float>(heads);
+        done = c.take<uint8_t>(parts * p.units);
+        max = c.take<float>(parts * heads);
+        sum = c.take<float>(parts * heads);
+        after = c.take<Running>(parts * heads * batches);
+        weights = c.take<BlockTally::Weight>(parts * heads * per_part);
+        o = c.take<float>(parts * heads * p.attention.head_dim);
+    }
+
+    void begin() const {
+        std::memset(done, 0, parts * p.units);
+        for (int64_t h = 0; h < p.attention.heads; ++h) {
+            before[h] = {kNoMax, 0};
             least[h] = __builtin_inff();
             if (p.estimates) add_guesses(h);
         }
-        RankedKeys keys(p, unit, first / group);
+    }
+
+    // The first parts of all units come first.
+    template <class Math, class T>
+    void run(int64_t index) const {
+        const int64_t part = index / p.units, unit = index % p.units;
+        RuledUnit& own = units[unit];
+        if (part > RuledUnit::load(own.last) || !read<Math, T>(unit, part, blocks_of(part), true)) return;
+        own.lock();
+        done[part * p.units + unit] = 1;
+        int64_t next = RuledUnit::load(own.next);
+        while (next < parts && done[next * p.units + unit] && take(unit, next)) ++next;
+        own.unlock();
+    }
+
+    // Reads the first `blocks` of a part. With the rule: as far as that goes, if all parts before are known; false where
+    // it has stopped and nobody needs to take this part.
+    template <class Math, class T>
+    bool read(int64_t unit, int64_t part, int64_t blocks, bool ruled) const {
+        const Attention& a = p.attention;
+        RuledUnit& own = units[unit];
+        const int64_t first = unit * rows, group = a.heads / a.kv_heads, shared = rows < group ? rows : group;
+        const int64_t at = part * a.heads + first;
+        BlockTally tally{weights + at * per_part, per_part, {}, 0};
+        for (int64_t i = 0; i < rows * per_part; ++i) tally.weights[i] = {0, 0};
+        DecodeTask<Math, T, BlockTally> task(a, 0, first, rows / shared, shared, shared, o + at * a.head_dim, max + at,
+                                             sum + at, nullptr, &tally);
+        RankedKeys keys(p, unit, first / group, part * per_part, part * per_part + blocks);
         KeyStep<kDecodeStep> steps[2];
-        int64_t batch[2] = {0, 0}, last = 0, block = 0, used = 0;
-        float coverage = 0;
+        int64_t batch[2] = {0, 0}, block = 0;
         int now = 0;
         bool more = keys.fill(steps[0], batch[0]);
+        bool follows = false;  // the rule has looked at all microbatches so far
         while (more) {
             const int next = 1 - now;
             more = keys.fill(steps[next], batch[next]);
-            if (batch[now]) {
-                if (batch[now] != last) {
-                    clear(first);
-                    last = batch[now];
-                    block = 0;
-                }
-                block = tally.mark(steps[now], p.block_size, a.q_start + 1, block);
-            } else {
-                tally.run_count = 0;
-            }
+            if (batch[now]) block = tally.mark(steps[now], p.block_size, a.q_start + 1, block);
+            else tally.run_count = 0;
             task.take_step(steps[now], more ? &steps[next] : nullptr);
-            if (batch[now] && (!more || batch[next] != batch[now])) {
-                used += block;
-                coverage = p.estimates ? covered(first, block, used) : bounded(first, block, p.ranked - used);
-                if (coverage > p.epsilon) break;
+            if (ruled && batch[now] && (!more || batch[next] != batch[now])) {
+                for (int64_t h = 0; h < rows; ++h) after[(at + h) * batches + batch[now] - 1] = {max[at + h], sum[at + h]};
+                if (!follows && RuledUnit::load(own.next) == part) {
+                    follows = true;  // nobody else takes a part that is not done
+                    for (int64_t b = 0; b + 1 < batch[now]; ++b)
+                        if (covers(unit, part, b)) return stop(unit, part, b, true);
+                }
+                if (follows && covers(unit, part, batch[now] - 1)) return stop(unit, part, batch[now] - 1, false);
+                if (part > RuledUnit::load(own.last)) return false;
             }
             now = next;
         }
-        p.used[unit] = used;
-        p.coverage[unit] = used == p.ranked ? 1 : coverage;
-        for (int64_t h = first; h < first + rows; ++h) finish<T>(h);
+        if (follows) pass(unit, part);
+        return true;
     }
 
-    void clear(int64_t first) const {
-        for (int64_t i = first * microbatch; i < (first + rows) * microbatch; ++i) weights[i] = {0, 0};
+    // The rule looks at a part that is done; whether it goes on.
+    bool take(int64_t unit, int64_t part) const {
+        const int64_t blocks = blocks_of(part);
+        for (int64_t b = 0; b * microbatch < blocks; ++b)
+            if (covers(unit, part, b)) return stop(unit, part, b, true);
+        pass(unit, part);
+        return true;
+    }
+
+    void pass(int64_t unit, int64_t part) const {
+        const int64_t at = part * p.attention.heads;
+        for (int64_t h = unit * rows; h < (unit + 1) * rows; ++h) before[h] = before[h].with({max[at + h], sum[at + h]});
+        RuledUnit::store(units[unit].next, part + 1);
+    }
+
+    // The rule stops after microbatch `batch`; what follows it in the part may have been read, too. Never true: nothing is
+    // left to be taken.
+    bool stop(int64_t unit, int64_t part, int64_t batch, bool more) const {
+        const int64_t blocks = blocks_of(part), kept = (batch + 1) * microbatch;
+        units[unit].kept = kept < blocks ? kept : blocks;
+        units[unit].beyond = more && kept < blocks;
+        RuledUnit::store(units[unit].last, part);
+        return false;
+    }
+
+    int64_t blocks_of(int64_t part) const {
+        const int64_t left = p.ranked - part * per_part;
+        return left < per_part ? left : per_part;
     }
 
     void add_guesses(int64_t h) const {
         const float* e = p.estimates + h * p.ranked;
-        float top = -__builtin_inff(), sum = 0;
+        float top = -__builtin_inff(), total = 0;
         for (int64_t i = 0; i < p.ranked; ++i) top = e[i] > top ? e[i] : top;
         excess[2 * h] = excess[2 * h + 1] = 0;
-        for (int64_t b = batches; b-- > 0;) {
-            guessed[h * batches + b] = sum > 0 ? top * kLog2e + __builtin_log2f(sum) : -__builtin_inff();
+        for (int64_t b = all_batches; b-- > 0;) {
+            guessed[h * all_batches + b] = total > 0 ? top * kLog2e + __builtin_log2f(total) : -__builtin_inff();
             const int64_t stop = (b + 1) * microbatch < p.ranked ? (b + 1) * microbatch : p.ranked;
-            for (int64_t i = b * microbatch; i < stop; ++i) sum += __builtin_exp2f((e[i] - top) * kLog2e);
+            for (int64_t i = b * microbatch; i < stop; ++i) total += __builtin_exp2f((e[i] - top) * kLog2e);
         }
     }
 
-    // The rule by estimates: `blocks` have just been read, the last of `used`.
-    float covered(int64_t first, int64_t blocks, int64_t used) const {
-        const int64_t batch = (used - 1) / microbatch;
+    // The rule after microbatch `batch` of a part: whether enough is covered.
+    bool covers(int64_t unit, int64_t part, int64_t batch) const {
+        RuledUnit& own = units[unit];
+        const int64_t of_part = blocks_of(part), first = batch * microbatch;
+        const int64_t blocks = of_part - first < microbatch ? of_part - first : microbatch;
+        own.used += blocks;
         float worst = 1, total = 0;
-        for (int64_t h = first; h < first + rows; ++h) {
-            const float* e = p.estimates + h * p.ranked + used - blocks;
-            for (int64_t b = 0; b < blocks; ++b) {
-                const double above = weights[h * microbatch + b].log() - e[b] * kLog2e;
-                excess[2 * h] += above;
-                excess[2 * h + 1] += above * above;
-            }
-            const double mean = excess[2 * h] / used, square = excess[2 * h + 1] / used - mean * mean;
-            const double raised = used < 2 ? __builtin_inf() : mean + p.margin * __builtin_sqrt(square > 0 ? square : 0);
-            const float rest = guessed[h * batches + batch] + static_cast<float>(raised);
-            const float coverage = 1 / (1 + __builtin_exp2f(rest - max[h] - __builtin_log2f(sum[h])));
+        for (int64_t h = unit * rows; h < (unit + 1) * rows; ++h) {
+            const int64_t at = part * p.attention.heads + h;
+            const float all = before[h].with(after[at * batches + batch]).log();
+            const BlockTally::Weight* weight = weights + at * per_part + first;
+            const float left = p.estimates ? 1 : static_cast<float>(p.ranked - own.used);
+            const float rest = p.estimates ? guess(h, weight, blocks, own.used) : bound(h, weight, blocks);
+            const float coverage = 1 / (1 + left * __builtin_exp2f(rest - all));
             total += coverage;
             worst = coverage < worst ? coverage : worst;
         }
-        return p.mean ? total / static_cast<float>(rows) : worst;
+        own.coverage = p.mean ? total / static_cast<float>(rows) : worst;
+        return own.coverage > p.epsilon;
     }
 
-    // The rule: what share of the attention has been read at least, were `left` blocks as heavy as those it goes by.
-    float bounded(int64_t first, int64_t blocks, int64_t left) const {
-        float worst = 1, total = 0;
-        for (int64_t h = first; h < first + rows; ++h) {
-            float rest = p.least ? least[h] : -__builtin_inff();
-            for (int64_t b = 0; b < blocks; ++b) {
-                const float log = weights[h * microbatch + b].log();
-                rest = (p.least ? log < rest : log > rest) ? log : rest;
-            }
-            least[h] = rest;
-            const float all = max[h] + __builtin_log2f(sum[h]);
-            const float coverage = 1 / (1 + static_cast<float>(left) * __builtin_exp2f(rest - all));
-            total += coverage;
-            worst = coverage < worst ? coverage : worst;
+    // What the rest weighs by estimates, as a base-2 log: `blocks` have just been read, the last of `used`.
+    float guess(int64_t h, const BlockTally::Weight* weight, int64_t blocks, int64_t used) const {
+        const float* e = p.estimates + h * p.ranked + used - blocks;
+        for (int64_t b = 0; b < blocks; ++b) {
+            const double above = weight[b].log() - e[b] * kLog2e;
+            excess[2 * h] += above;
+            excess[2 * h + 1] += above * above;
         }
-        return p.mean ? total / static_cast<float>(rows) : worst;
+        const double mean = excess[2 * h] / used, square = excess[2 * h + 1] / used - mean * mean;
+        const double raised = used < 2 ? __builtin_inf() : mean + p.margin * __builtin_sqrt(square > 0 ? square : 0);
+        return guessed[h * all_batches + (used - 1) / microbatch] + static_cast<float>(raised);
     }
 
-    template <class T>
-    void finish(int64_t h) const {
+    // What a block weighs that is as heavy as those the rule goes by.
+    float bound(int64_t h, const BlockTally::Weight* weight, int64_t blocks) const {
+        float rest = p.least ? least[h] : -__builtin_inff();
+        for (int64_t b = 0; b < blocks; ++b) {
+            const float log = weight[b].log();
+            rest = (p.least ? log < rest : log > rest) ? log : rest;
+        }
+        least[h] = rest;
+        return rest;
+    }
+
+    // What a unit has read, put together.
+    template <class Math, class T>
+    void finish(int64_t unit) const {
         const Attention& a = p.attention;
-        const F inverse = Simd::set1(share_of(sum[h]));
-        T* out = static_cast<T*>(a.out) + h * a.out_rows * a.head_dim;
-        for (int64_t c = 0; c < a.head_dim; c += W)
-            Simd::store_row(out + c, Simd::mul(Simd::load(o + h * a.head_dim + c), inverse));
-        a.lse[h * a.out_rows] = lse_of(max[h], sum[h]);
+        RuledUnit& own = units[unit];
+        const int64_t last = own.last < parts ? own.last : parts - 1;
+        if (own.beyond) read<Math, T>(unit, last, own.kept, false);
+        p.used[unit] = own.used;
+        p.coverage[unit] = own.used == p.ranked ? 1 : own.coverage;
+        for (int64_t h = unit * rows; h < (unit + 1) * rows; ++h) {
+            float top = kNoMax, total = 0;
+            for (int64_t i = 0; i <= last; ++i) top = max[i * a.heads + h] > top ? max[i * a.heads + h] : top;
+            float* result = o + h * a.head_dim;  // the first part's row becomes the sum
+            for (int64_t i = 0; i <= last; ++i) {
+                const int64_t at = i * a.heads + h;
+                const float weight = __builtin_exp2f(max[at] - top);
+                total += sum[at] * weight;
+                for (int64_t c = 0; c < a.head_dim; c += W) {
+                    const F x = Simd::mul(Simd::load(o + at * a.head_dim + c), Simd::set1(weight));
+                    Simd::store(result + c, i ? Simd::add(Simd::load(result + c), x) : x);
+                }
+            }
+            const F inverse = Simd::set1(share_of(total));
+            T* out = static_cast<T*>(a.out) + h * a.out_rows * a.head_dim;
+            for (int64_t c = 0; c < a.head_dim; c += W)
+                Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
+            a.lse[h * a.out_rows] = lse_of(top, total);
+        }
     }
 };
 
@@ -234,21 +290,20 @@ inline void list_read(const Progressive& p) {
 template <class Math, class T>
 void progressive_typed(const Progressive& p) {
     const Attention& a = p.attention;
-    ProgressivePlan plan{p, a.heads / p.units, p.microbatch < p.ranked ? p.microbatch : p.ranked};
-    plan.batches = p.estimates && p.ranked ? (p.ranked + plan.microbatch - 1) / plan.microbatch : 0;
-    const int64_t floats = a.heads * (a.head_dim + 3 + plan.batches);
-    const std::unique_ptr<char[]> storage(new char[2 * a.heads * sizeof(double) + floats * sizeof(float) +
-                                                   a.heads * plan.microbatch * sizeof(BlockTally::Weight)]);
-    plan.excess = reinterpret_cast<double*>(storage.get());
-    plan.o = reinterpret_cast<float*>(storage.get()) + 4 * a.heads;
-    plan.max = plan.o + a.heads * a.head_dim;
-    plan.sum = plan.max + a.heads;
-    plan.least = plan.sum + a.heads;
-    plan.guessed = plan.least + a.heads;
-    plan.weights = reinterpret_cast<BlockTally::Weight*>(plan.guessed + a.heads * plan.batches);
+    ProgressivePlan plan(p);
+    Carver count(nullptr);
+    plan.carve(count);
+    Carver carver(static_cast<char*>(thread_scratch(count.used(), 1)));
+    plan.carve(carver);
+    const std::unique_ptr<RuledUnit[]> units(new RuledUnit[p.units]);
+    plan.units = units.get();
+    plan.begin();
+    parallel_for(
+        plan.parts * p.units, a.threads,
+        [](void* context, int64_t i) { static_cast<ProgressivePlan*>(context)->template run<Math, T>(i); }, &plan);
     parallel_for(
         p.units, a.threads,
-        [](void* context, int64_t i) { static_cast<ProgressivePlan*>(context)->template run<Math, T>(i); }, &plan);
+        [](void* context, int64_t i) { static_cast<ProgressivePlan*>(context)->template finish<Math, T>(i); }, &plan);
     list_read(p);
 }
 

@@ -109,8 +109,8 @@ inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, flo
 
 // y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded; y has `stride` values a row.
 template <class T>
-void multiply(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
-              int64_t last, T* y, int64_t stride) {
+void multiply_rows(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
+                   int64_t last, T* y, int64_t stride) {
     const T *w = static_cast<const T*>(m.weight), *bias = static_cast<const T*>(m.bias);
     auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
         constexpr int O = decltype(outs)::value, R = decltype(count)::value;
@@ -133,7 +133,7 @@ void multiply(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, i
 
 // What x is multiplied as: itself, or as fp32 in `room`.
 template <class T>
-const typename RowMath<T>::X* operand(const T* x, int64_t count, float* room) {
+const typename RowMath<T>::X* values(const T* x, int64_t count, float* room) {
     if constexpr (std::is_same_v<T, typename RowMath<T>::X>) return x;
     else {
         for (int64_t i = 0; i < count; ++i) room[i] = to_float(x[i]);

@@ -1,11 +1,11 @@
 // What a decoder layer of the Llama shape does to a few rows besides attention: norms, products with weight matrices,
 // rotations, gated activations. Every weight is read once for all rows, in order, and a row's result does not depend on
-// how many rows there are. Values are rounded to the storage type wherever the layer's own modules would round them.
+// how many rows there are but for whether tiles multiply (row_tiles.h). Values are rounded to the storage type wherever the layer's own modules would round them.
 #pragma once
 
 #include <cmath>
 
-#include "row_products.h"
+#include "row_tiles.h"
 
 namespace saccade {
 namespace {
@@ -67,50 +67,94 @@ void add_rows(T* x, const T* y, int64_t n) {
     for (; i < n; ++i) store_value(x + i, to_float(x[i]) + to_float(y[i]));
 }
 
-template <class T>
-void norm_rows(const void* hidden, const void* weight, double epsilon, int64_t rows, int64_t n, T* y) {
-    const T* x = static_cast<const T*>(hidden);
-    for (int64_t r = 0; r < rows; ++r) rms_norm<T>(x + r * n, static_cast<const T*>(weight), epsilon, n, y + r * n);
+// Calls work(first, last) for parts of `rows` rows of `width` values, on all threads where that is worth it.
+template <class Work>
+void over_parts(int64_t rows, int64_t width, int threads, Work&& work) {
+    constexpr int64_t kPartRows = 8, kLeast = 32768;
+    if (rows * width < kLeast) return work(0, rows);
+    struct Context {
+        int64_t rows;
+        Work* work;
+    } context{rows, &work};
+    parallel_for(
+        (rows + kPartRows - 1) / kPartRows, threads,
+        [](void* data, int64_t part) {
+            const Context& c = *static_cast<const Context*>(data);
+            (*c.work)(part * kPartRows, std::min(c.rows, (part + 1) * kPartRows));
+        },
+        &context, true);
 }
 
-// The call's rows, normed, as operands of a product; they stay in the thread's scratch.
-template <class T, class Call>
-const auto* normed_operand(const Call& c) {
+template <class T>
+void norm_rows(const void* hidden, const void* weight, double epsilon, int64_t rows, int64_t n, int threads, T* y) {
+    const T *x = static_cast<const T*>(hidden), *w = static_cast<const T*>(weight);
+    over_parts(rows, n, threads, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r) rms_norm<T>(x + r * n, w, epsilon, n, y + r * n);
+    });
+}
+
+// Room of a call for x as a product takes it: values, or columns of tiles.
+template <class T, bool Tiles>
+float* take_room(Carver& take, int64_t rows, int64_t in) {
+    return take.take<float>(Tiles ? tile_room(rows, in) : rows * in);
+}
+
+// x [rows, in] as a product takes it.
+template <class T, bool Tiles>
+Operand<T> operand(const T* x, int64_t rows, int64_t in, float* room, int threads) {
+    if constexpr (Tiles) return packed(x, rows, in, room, threads);
+    else return {values<T>(x, rows * in, room)};
+}
+
+template <bool Tiles, class T>
+void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows, int64_t first, int64_t last, T* y,
+              int64_t stride) {
+    if constexpr (Tiles)
+        if (x.columns) first = multiply_tiles(m, in, x, rows, first, last, y, stride);
+    multiply_rows<T>(m, in, x.x, rows, first, last, y, stride);
+}
+
+// The call's rows, normed, as operand of a product; they stay in the thread's scratch.
+template <class T, bool Tiles, class Call>
+Operand<T> normed_operand(const Call& c) {
     auto carve = [&](Carver& take) {
         T* x = take.template take<T>(c.rows * c.channels);
-        return std::pair<T*, float*>(x, take.template take<float>(c.rows * c.channels));
+        return std::pair<T*, float*>(x, take_room<T, Tiles>(take, c.rows, c.channels));
     };
     Carver count(nullptr);
     carve(count);
     Carver carver(static_cast<char*>(thread_scratch(count.used())));
     auto [x, room] = carve(carver);
-    norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, x);
-    return operand<T>(x, c.rows * c.channels, room);
+    norm_rows<T>(c.hidden, c.norm, c.epsilon, c.rows, c.channels, c.threads, x);
+    return operand<T, Tiles>(x, c.rows, c.channels, room, c.threads);
 }
 
-template <class T>
+template <class T, bool Tiles = false>
 void project_rows_typed(const ProjectRows& c) {
-    const auto* operands = normed_operand<T>(c);
+    const Operand<T> x = normed_operand<T, Tiles>(c);
     const int64_t sizes[3] = {c.parts[0].rows, c.parts[1].rows, c.parts[2].rows};
     over_rows(sizes, 3, c.threads, true, [&](int part, int64_t first, int64_t last) {
-        multiply<T>(c.parts[part], c.channels, operands, c.rows, first, last, static_cast<T*>(c.out[part]),
-                    sizes[part]);
+        multiply<Tiles, T>(c.parts[part], c.channels, x, c.rows, first, last, static_cast<T*>(c.out[part]),
+                           sizes[part]);
     });
-    for (int part = 0; part < 2; ++part) {
-        T* out = static_cast<T*>(c.out[part]);
-        const T* norm = static_cast<const T*>(c.head_norms[part]);
-        for (int64_t r = 0; r < c.rows; ++r)
-            for (int64_t at = 0; at < sizes[part]; at += c.head_dim) {
-                T* head = out + r * sizes[part] + at;
-                if (norm) rms_norm<T>(head, norm, c.head_epsilon, c.head_dim, head);
-                if (c.cos)
-                    rotate<T>(head, static_cast<const T*>(c.cos) + r * c.head_dim,
-                              static_cast<const T*>(c.sin) + r * c.head_dim, c.head_dim);
-            }
-    }
+    const int64_t turned = 4 * (sizes[0] + sizes[1]);  // one by one, which takes longer
+    over_parts(c.rows, turned, c.threads, [&](int64_t first, int64_t last) {
+        for (int part = 0; part < 2; ++part) {
+            T* out = static_cast<T*>(c.out[part]);
+            const T* norm = static_cast<const T*>(c.head_norms[part]);
+            for (int64_t r = first; r < last; ++r)
+                for (int64_t at = 0; at < sizes[part]; at += c.head_dim) {
+                    T* head = out + r * sizes[part] + at;
+                    if (norm) rms_norm<T>(head, norm, c.head_epsilon, c.head_dim, head);
+                    if (c.cos)
+                        rotate<T>(head, static_cast<const T*>(c.cos) + r * c.head_dim,
+                                  static_cast<const T*>(c.sin) + r * c.head_dim, c.head_dim);
+                }
+        }
+    });
 }
 
-template <class T>
+template <class T, bool Tiles = false>
 void finish_rows_typed(const FinishRows& c) {
     const int64_t rows = c.rows, n = c.channels, inner = c.gate.rows;
     struct Room {
@@ -123,7 +167,7 @@ void finish_rows_typed(const FinishRows& c) {
         room.y = take.template take<T>(rows * n);
         room.gate = take.template take<T>(rows * inner);
         room.up = take.template take<T>(rows * inner);
-        room.wide = take.template take<float>(rows * std::max(std::max(inner, n), c.attended_channels));
+        room.wide = take_room<T, Tiles>(take, rows, std::max(std::max(inner, n), c.attended_channels));
         return room;
     };
     Carver count(nullptr);
@@ -131,33 +175,41 @@ void finish_rows_typed(const FinishRows& c) {
     Carver carver(static_cast<char*>(thread_scratch(count.used())));
     Room room = carve(carver);
     T* hidden = static_cast<T*>(c.hidden);
+    const auto taken = [&](const T* from, int64_t in) {
+        return operand<T, Tiles>(from, rows, in, room.wide, c.threads);
+    };
+    const auto add_sums = [&] {
+        over_parts(rows, n, c.threads, [&](int64_t first, int64_t last) {
+            add_rows<T>(hidden + first * n, room.y + first * n, (last - first) * n);
+        });
+    };
 
-    const auto* x = operand<T>(static_cast<const T*>(c.attended), rows * c.attended_channels, room.wide);
+    Operand<T> x = taken(static_cast<const T*>(c.attended), c.attended_channels);
     over_rows(&n, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
-        multiply<T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
+        multiply<Tiles, T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
     });
-    add_rows<T>(hidden, room.y, rows * n);
+    add_sums();
 
-    norm_rows<T>(hidden, c.norm, c.epsilon, rows, n, room.x);
-    x = operand<T>(room.x, rows * n, room.wide);
+    norm_rows<T>(hidden, c.norm, c.epsilon, rows, n, c.threads, room.x);
+    x = taken(room.x, n);
     over_rows(&inner, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
-        multiply<T>(c.gate, n, x, rows, first, last, room.gate, inner);
-        multiply<T>(c.up, n, x, rows, first, last, room.up, inner);
+        multiply<Tiles, T>(c.gate, n, x, rows, first, last, room.gate, inner);
+        multiply<Tiles, T>(c.up, n, x, rows, first, last, room.up, inner);
         for (int64_t r = 0; r < rows; ++r)
             gated<T>(room.gate + r * inner + first, room.up + r * inner + first, last - first);
     });
-    x = operand<T>(room.gate, rows * inner, room.wide);
+    x = taken(room.gate, inner);
     over_rows(&n, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
-        multiply<T>(c.down, inner, x, rows, first, last, room.y, n);
+        multiply<Tiles, T>(c.down, inner, x, rows, first, last, room.y, n);
     });
-    add_rows<T>(hidden, room.y, rows * n);
+    add_sums();
 }
 
-template <class T>
+template <class T, bool Tiles = false>
 void head_rows_typed(const HeadRows& c) {
-    const auto* operands = normed_operand<T>(c);
+    const Operand<T> x = normed_operand<T, Tiles>(c);
     over_rows(&c.head.rows, 1, c.threads, false, [&](int, int64_t first, int64_t last) {
-        multiply<T>(c.head, c.channels, operands, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
+        multiply<Tiles, T>(c.head, c.channels, x, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
     });
 }
 

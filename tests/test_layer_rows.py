@@ -11,9 +11,11 @@ from saccade.models.families import FAMILIES
 from saccade.models.interface import Segment
 from saccade.models.loader import load_model
 from saccade.ops import attend, cpu
-from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
+from saccade.ops.layer_rows import MOST_ROWS as MOST
+from saccade.ops.layer_rows import RowLayer, head, serves
 from saccade.ops.layer_weights import LayerWeights, Matrix, Norm
 
+MOST_ROWS = MOST[torch.float32]
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
@@ -91,14 +93,17 @@ def test_a_row_does_not_hang_on_the_others(isa, tmp_path):
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("threads", [1, 3])
-def test_shapes_that_fill_no_vector(dtype, threads, isa):
-    """Channels that are no multiple of anything, and more outputs than one task takes."""
+@pytest.mark.parametrize(
+    ("channels", "dim", "inner", "rows"), [(45, 14, 101, 5), (64, 16, 160, 17), (96, 32, 45, 50), (608, 16, 64, 64)]
+)
+def test_shapes_that_fill_no_vector(dtype, threads, channels, dim, inner, rows, isa):
+    """Channels that are no multiple of anything, and more outputs than one task takes; rows and channels that fill
+    tiles, or do so in some products."""
     rng = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5).to(dtype)
 
-    channels, dim, inner, rows = 45, 14, 101, 5
     norm, second = Norm(1 + draw(channels), 1e-5), Norm(1 + draw(channels), 1e-6)
     q, k, v = (Matrix(draw(heads * dim, channels), draw(heads * dim)) for heads in (3, 1, 1))
     output, down = Matrix(draw(channels, 3 * dim), draw(channels)), Matrix(draw(channels, inner))
@@ -112,6 +117,8 @@ def test_shapes_that_fill_no_vector(dtype, threads, isa):
         done = hidden.clone()
         layer.finish(done, attended)
         logits = head(hidden, second, gate)
+        few, last = hidden[-min(rows, 17) :], slice(-min(rows, 17), None)
+        assert torch.equal(head(few, second, gate), logits[last])  # by tiles, where they multiply, or not
     finally:
         torch.set_num_threads(before)
 

@@ -25,9 +25,10 @@ from saccade.ops.triton.decode import Pages
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True)
-def _short_parts(monkeypatch):
+@pytest.fixture(autouse=True, params=[0, 8], ids=["by parts", "by one program"])
+def _short_parts(monkeypatch, request):
     monkeypatch.setattr(batched_best, "SPAN", 128)
+    monkeypatch.setattr(batched_best, "SHORT", request.param)
 
 
 def scores_of(kind: str, units: int, n: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,9 +131,9 @@ def attention_kernels(call: Callable[[], Any]) -> str:
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.results = Results("endtoend")
-        self.model, self.spec = build("cuda")
+    def __init__(self, part: str = "endtoend", built: tuple[Any, ModelSpec] | None = None) -> None:
+        self.results = Results(part)
+        self.model, self.spec = built or build("cuda")
         family = FAMILIES["llama"]
         runner = HFRunner(self.model, family, self.spec, LlamaDecoder.of(self.model, family, self.spec))
         self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch()))
@@ -140,7 +141,7 @@ class Bench:
         self.limits = measured_limits()
         self.results.facts = {
             "limits": self.limits,
-            "layers": LAYERS,
+            "layers": self.spec.layers,
             "prefill_chunk": CHUNK,
             "parameters": sum(one.numel() for one in self.model.parameters()),
             "weights": "random",
@@ -154,7 +155,7 @@ class Bench:
         self.worker.memories.clear()
         gc.collect()  # requests and their reports hold each other
         torch.cuda.empty_cache()
-        layout = KVFormat(torch.bfloat16, 8, 128)
+        layout = KVFormat(torch.bfloat16, self.spec.kv_heads, self.spec.head_dim)
         mover = triton.row_mover(torch.device("cuda"))
         storage = KVStorage(layout, self.spec.layers * layout.blocks(tokens), "cuda", mover)
         self.pool = BlockManager(storage, self.spec.layers)
@@ -162,7 +163,8 @@ class Bench:
     def request(self, tokens: int, policy: str) -> Request:
         assert self.pool is not None
         sequence = Sequence(self.pool)
-        ids = torch.randint(0, 128256, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+        vocab = self.spec.vocab_size
+        ids = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
         self.worker.memories[sequence.id] = sequence.memory
         request = Request(
             new_request_id(), ids, GREEDY, Policy.parse(policy), layers=self.spec.layers, detokenizer=None
@@ -213,27 +215,37 @@ class Bench:
         )
         return taken
 
-    def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
-        """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
+    @contextmanager
+    def begun(self, tokens: int, batch: int, policy: str, steps: int) -> Iterator[list[Request]]:
+        """``batch`` requests of ``tokens`` tokens with random keys and values, and room for ``steps`` decode steps."""
         requests = [self.request(tokens, policy) for _ in range(batch)]
-
-        def step() -> None:
-            found = self.step(requests)
-            for request in requests:
-                own = found[request.id]
-                token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
-                request.sequence.extend([token], "decode", request.policy)
-
+        shape = 2, self.spec.kv_heads, tokens - PREFILLED, self.spec.head_dim
         try:
             for request in requests:
                 sequence = request.sequence
-                sequence.memory.kv.reserve(tokens + STEPS + 8)
+                sequence.memory.kv.reserve(tokens + steps)
                 for layer in range(self.spec.layers):
-                    k, v = torch.randn(2, 8, tokens - PREFILLED, 128, device="cuda", dtype=torch.bfloat16)
-                    sequence.memory.kv.append(layer, k, v)
+                    sequence.memory.kv.append(layer, *torch.randn(*shape, device="cuda", dtype=torch.bfloat16))
                 sequence.advance(tokens - PREFILLED)
                 self.prefill(request)  # methods begin with what they see of a prompt's end
                 sequence.extend([7], "decode", request.policy)
+            yield requests
+        finally:
+            for request in requests:
+                request.sequence.memory.drop()
+                self.worker.memories.pop(request.sequence.id, None)
+
+    def decode_step(self, requests: list[Request]) -> None:
+        found = self.step(requests)
+        for request in requests:
+            own = found[request.id]
+            token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
+            request.sequence.extend([token], "decode", request.policy)
+
+    def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
+        """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
+        with self.begun(tokens, batch, policy, STEPS + 8) as requests:
+            step = partial(self.decode_step, requests)
             for _ in range(4):  # compiles, records, and replays twice
                 step()
             before = requests[0].report.as_dict()["decode"]
@@ -242,10 +254,6 @@ class Bench:
             report = requests[0].report.as_dict()
             if PROFILED:
                 profile(step)
-        finally:
-            for request in requests:
-                request.sequence.memory.drop()
-                self.worker.memories.pop(request.sequence.id, None)
         self.results.add(
             what="decode",
             context=tokens,

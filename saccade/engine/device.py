@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -21,12 +22,15 @@ from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_sampling import fetch_tokens
+from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
 from saccade.kv.blocks import BlockManager
+from saccade.kv.offers import Offers
+from saccade.kv.tier import TierError
 from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.policy import Policy
@@ -45,6 +49,10 @@ class StepFailedError(RuntimeError):
     """A batched step did not run: nothing of it counts as stored, and its requests must be served otherwise."""
 
 
+class StepShortError(StepFailedError):
+    """Nothing of a step holds because the device had no room for all that it read."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Planned:
     """A method's plan and the number of its form; or why there is none."""
@@ -60,12 +68,14 @@ class DeviceBackend:
     looks on (``watch``) their kernels are launched one by one, and reports say so."""
 
     Failed = StepFailedError
+    Short = StepShortError
 
     def __init__(self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None) -> None:
         self.runner = runner
         self.watch = Watch() if watch is None else watch
         self.kinds = StepKinds(runner.device, cuda_graphs)
         self._forward = DecodeStep(runner)
+        self._tiers = DeviceTiers()
         self._forms: dict[tuple[Reading, ...], int] = {}
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
         self._same: dict[tuple[int, int], tuple[Method, WindowMethod | None, _Planned]] = {}
@@ -90,9 +100,12 @@ class DeviceBackend:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
-        if memory.kv.pool.absent and not memory.kv.resident:
-            return "some of its KV blocks are not resident"
         planned = self._plan_of(one.policy)
+        if memory.kv.pool.absent:
+            if not self.watch.idle and not memory.kv.resident:
+                return "somebody looks on, and some of its KV blocks are not resident"
+            if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:
+                return reason
         if planned.plan is not None:
             if memory.has_state and not planned.plan.keeps:
                 return "the decode method keeps a state that its device plan does not know"
@@ -100,9 +113,22 @@ class DeviceBackend:
                 return "an earlier turn evicted keys"
         return planned.why_not
 
-    def parts(self, which: Sequence[int]) -> list[list[int]]:
-        """The requests ``which`` in as many steps as they need."""
-        return [list(which[first : first + MOST_ROWS]) for first in range(0, len(which), MOST_ROWS)]
+    def parts(self, which: Sequence[int], before: Sequence[int] = ()) -> list[list[int]]:
+        """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
+        others."""
+        early = set(before)
+        kinds = [one for one in which if one in early], [one for one in which if one not in early]
+        return [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
+
+    def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
+        """Those of the served requests ``which`` whose blocks must all stay resident while those of others may not."""
+        found = []
+        for number in which:
+            one = step.scheduled[number]
+            plan = self._plan_of(one.policy).plan
+            if plan is not None and not plan.listed and self._tiers.absent(memories[one.sequence_id].kv.pool):
+                found.append(number)
+        return found
 
     def run(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> dict[int, RequestResult]:
         """Run a step of requests that are all served, at most ``MOST_ROWS``. ``memories`` by sequence id; results by
@@ -116,13 +142,19 @@ class DeviceBackend:
         if (reason := self.kinds.why_not(key)) is not None:
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
+        before = self._tiers.counts(_rows(placed))
         try:
-            kind = self._run(step, placed, key, groups)
+            kind, offers = self._run(step, placed, key, groups)
             for number, row in enumerate(placed):  # while the device works
                 if row is not None and row.result.error is None:
                     self._count(number, row)
                     counted.append((number, row))
             fetch_tokens(kind, placed)
+            if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
+                raise StepShortError(reason)
+        except StepShortError:
+            self._clean_up(counted)
+            raise
         except torch.cuda.OutOfMemoryError as error:
             self._clean_up(counted)
             self.kinds.free()
@@ -183,17 +215,24 @@ class DeviceBackend:
             groups.append(Group(first.plan.form, len(placed), count))
             sizes.append((form, count))
             placed += rows + [None] * (count - len(rows))
-        return placed, (tuple(sizes), pad(max(step.seq_lens), SHORTEST)), tuple(groups)
+        absent = self._tiers.absent(_rows(placed)[0].kv.pool) and all(row.plan.listed for row in _rows(placed))
+        return placed, (tuple(sizes), pad(max(step.seq_lens), SHORTEST), absent), tuple(groups)
 
-    def _run(self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]) -> StepKind:
+    def _run(
+        self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]
+    ) -> tuple[StepKind, Offers | None]:
         pool = next(row.kv.pool for row in placed if row is not None)
         buffers = self._room(pool, len(placed), pool.format.blocks(key[1]))
         self._load(buffers, step, placed)
+        try:
+            offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
+        except TierError as error:
+            raise StepShortError(str(error)) from error
         kind = self.kinds.of(key, groups)
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch)
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers)
             tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
@@ -203,7 +242,7 @@ class DeviceBackend:
         self.kinds.launch(kind, forward, watched=watch is not None)
         if watch is not None:
             watch.settle()
-        return kind
+        return kind, offers
 
     def _room(self, pool: BlockManager, rows: int, blocks: int) -> RowBuffers:
         have = self._buffers
@@ -293,4 +332,11 @@ class DeviceBackend:
         those before them."""
         for number, row in counted:
             self._count(number, row, -1)
+        with suppress(Exception):  # of a device that answers no more
+            self._tiers.give_up()
         clear_kept(self.runner.device)
+
+
+def _rows(placed: Sequence[PlacedRow | None]) -> list[PlacedRow]:
+    """Those that are no padding."""
+    return [row for row in placed if row is not None]

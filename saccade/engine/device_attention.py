@@ -10,6 +10,7 @@ from torch import Tensor
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
+from saccade.kv.offers import STEP, Offers
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
@@ -19,6 +20,7 @@ from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES
 from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
+from saccade.ops.triton.residency import bring_in
 from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, PlanSpec, RankedBlocks, Reading, blocks_of
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
@@ -64,7 +66,8 @@ class Group:
 
 class DeviceAttention:
     """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
-    at most ``longest`` keys. ``watch`` sees every call."""
+    at most ``longest`` keys. ``watch`` sees every call. With ``offers`` blocks may lie in host memory: what a layer
+    reads is brought in."""
 
     def __init__(
         self,
@@ -73,10 +76,13 @@ class DeviceAttention:
         pool: BlockManager,
         longest: int,
         watch: StepWatch | None = None,
+        offers: Offers | None = None,
     ) -> None:
         self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
-        self.storage = pool.storage
+        self.pool, self.storage, self.offers = pool, pool.storage, offers
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
+        if offers is not None:
+            offers.head[STEP].add_(1)
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
@@ -144,6 +150,8 @@ class DeviceAttention:
                 lists = choose_blocks(scores, pages, reading, first, second)
             else:
                 ranking = rank_blocks(scores, pages, reading, second)
+        if self.offers is not None:
+            bring_in(self.pool, self.offers, layer, self.buffers.logical[rows], pages, lists)
         if watch is not None:
             watch.end()
             watch.begin("attention")

@@ -18,7 +18,8 @@ MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
 
-Key = tuple[tuple[tuple[int, int], ...], int]  # (number of a form, rows) for each group; most keys of a row
+# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent
+Key = tuple[tuple[tuple[int, int], ...], int, bool]
 
 
 @dataclass(frozen=True)

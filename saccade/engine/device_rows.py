@@ -99,7 +99,8 @@ class RowBuffers:
         ``tables`` filled up to there. A recorded step does so each time it is replayed, so a block may have moved
         since."""
         lengths = self.inputs[2, :rows].to(torch.int32)
-        pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables)
+        absent = -1 if pool.tiers is None else pool.tiers.guard
+        pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables, absent)
         return lengths
 
     def _write_blocks(self, row: int, kv: SequenceKV) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from saccade.engine.host_calls import RequestRows
+from saccade.kv.hold import Hold
 from saccade.kv.tier import TierCounts, TierError
-from saccade.kv.tiers import LEAST_SLOTS, Hold
+from saccade.kv.tiers import LEAST_SLOTS
 
 SPARE = 8  # at least one in so many slots is left to rows that are served one request at a time
 

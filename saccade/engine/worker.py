@@ -83,9 +83,13 @@ class Worker:
         for number in which:
             why_not = device.serves(step, number, self.memories[step.scheduled[number].sequence_id])
             (served if why_not is None else left).append(number)
-        for part in device.parts(served):
+        for part in device.parts(served, device.before(step, served, self.memories)):
             try:
                 result.requests |= device.run(step.part(part), self.memories)
+            except device.Short as error:  # the host brings in as much as there is room for at a time
+                for number in part:
+                    result.requests[step.scheduled[number].request_id].note(f"decode: torch served steps: {error}")
+                left += part
             except device.Failed as error:
                 logger.warning("a batched decode step failed, its rows run one by one: %s", error)
                 for number in part:

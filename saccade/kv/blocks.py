@@ -286,6 +286,22 @@ class BlockManager:
         self.version += 1
         self.absent -= len(blocks) * len(rows)
 
+    def free_list(self) -> np.ndarray:
+        """Slots that nothing lies in, those that are handed out last first: int64."""
+        return np.array(self._free_slots[0], dtype=np.int64)
+
+    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray) -> None:
+        """A device has moved parts (layer * logical_blocks + block) by itself: those of ``left`` (-1: none) out of
+        ``slots``, and ``came`` into them. Its own map says so already."""
+        flat = self._map[:, 0].reshape(-1)
+        flat[left[left >= 0]] = -1
+        flat[came] = slots
+        if (left < 0).any():
+            gone = set(slots[left < 0].tolist())
+            self._free_slots[0] = [slot for slot in self._free_slots[0] if slot not in gone]
+        self.version += 1
+        self.absent += int((left >= 0).sum()) - len(came)
+
     def _rows(self, kv_head: int | None) -> range:
         if kv_head is None:
             return range(self.rows)

@@ -31,13 +31,13 @@ class Replacement:
         self._now += 1
         self._seen[slots] = 0 if self.policy == "clock" else self._now
 
-    def touch(self, slots: Array) -> None:
-        """What lies in ``slots`` was used."""
+    def touch(self, slots: Array, in_turn: bool = False) -> None:
+        """What lies in ``slots`` was used, all at once or one after the other."""
         if self.policy == "clock":
             self._seen[slots] = 1
         elif self.policy == "lru":
-            self._now += 1
-            self._seen[slots] = self._now
+            self._seen[slots] = self._now + 1 + (np.arange(len(slots)) if in_turn else 0)
+            self._now += len(slots) if in_turn else 1
 
     def victims(self, count: int, allowed: Callable[[Array, Array], Array]) -> Array:
         """What ``count`` slots hold, those that leave next first. ``allowed(slots, held)`` says which may; there are

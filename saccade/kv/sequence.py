@@ -10,12 +10,12 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
+from saccade.kv.hold import Hold
 from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.saved import SavedKV, described
 from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
-from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
 
 MARKS = 256  # of a sequence that are kept

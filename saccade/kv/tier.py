@@ -63,6 +63,14 @@ class TierCounts:
         made.add(before, -1)
         return made
 
+    def share(self, number: int, of: int) -> TierCounts:
+        """Part ``number`` of ``of`` equal ones; the first get what is left over."""
+        made = TierCounts()
+        for name, value in vars(self).items():
+            part = value / of if isinstance(value, float) else value // of + (number < value % of)
+            setattr(made, name, part)
+        return made
+
     def as_dict(self) -> dict[str, float]:
         """Plain numbers."""
         return {name: round(value, 6) if isinstance(value, float) else value for name, value in vars(self).items()}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.hold import Hold
 from saccade.kv.paged import Paged
 from saccade.kv.tier import TierFull
-from saccade.kv.tiers import Hold
 from saccade.kv.view import KVView
 
 if TYPE_CHECKING:

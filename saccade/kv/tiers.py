@@ -9,12 +9,13 @@ residents give theirs up, and memory and tier together hold what both have room 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from saccade.errors import SaccadeError
+from saccade.kv.hold import Hold
+from saccade.kv.offers import Offers
 from saccade.kv.replacement import Replacement
 from saccade.kv.tier import LostKV, Part, Tier, TierCounts, TierError, TierFull
 
@@ -28,54 +29,6 @@ SHORT = 4  # one in so many slots free: full blocks are written ahead of their l
 Array = np.ndarray[Any, Any]
 
 
-class Hold:
-    """Parts of one layer that stay resident until :meth:`release`; :meth:`wait` before they are read."""
-
-    def __init__(self, tiers: Tiers, layer: int, blocks: Array) -> None:
-        self._tiers, self._layer, self._blocks = tiers, layer, blocks
-        self._loading: Any = None
-        self._missing: Array = blocks[:0]
-
-    def wait(self) -> None:
-        """Every part is in its slot when this returns. LostKV where one cannot be had back."""
-        loading, self._loading = self._loading, None
-        if loading is None:
-            return
-        failed = loading.wait()
-        tiers, layer, missing = self._tiers, self._layer, self._missing
-        if failed:
-            tiers.lose(layer, missing[failed])
-            raise LostKV(
-                f"{len(failed)} KV blocks of layer {layer} cannot be read back from the {tiers.tier.name}: what was "
-                "written there is damaged, or the device fails"
-            )
-
-    def _load(self, missing: Array) -> None:
-        """Begin to read parts that have slots now."""
-        if len(missing):
-            tiers, layer = self._tiers, self._layer
-            cells, slots = tiers._cell[layer, missing].tolist(), tiers.pool.slots_of(layer, missing).tolist()
-            self._missing, self._loading = missing, tiers.tier.read(tiers._parts(layer, missing), cells, slots)
-
-    def release(self) -> None:
-        """Let the parts go again, those that never came among them."""
-        with suppress(LostKV):
-            self.wait()
-        self._tiers._unpin(self._layer, self._blocks)
-        self._blocks = self._blocks[:0]
-
-    def __enter__(self) -> Hold:
-        try:
-            self.wait()
-        except BaseException:
-            self.release()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
 class Tiers:
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
     ``clock`` (second chance), ``lru`` or ``fifo``. ``debug`` fills slots that parts have left, and the one that stands
@@ -84,7 +37,7 @@ class Tiers:
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if pool.rows > 1:
             raise SaccadeError("tiers keep all KV heads of a block together: they need a pool without heads_apart")
-        self.pool, self.tier, self._debug = pool, tier, debug
+        self.pool, self.tier, self.policy, self._debug = pool, tier, policy, debug
         shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
         self.generation = np.zeros(shape[1], dtype=np.int64)
         self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
@@ -94,6 +47,7 @@ class Tiers:
         self._stored = 0  # parts with a cell
         self._losses = 0
         self._turn = Replacement(pool.storage.num_blocks, policy)
+        self.offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
         for part in (pool.storage.k, pool.storage.v):
             part[self.guard].fill_(float("nan") if debug else 0.0)
@@ -161,10 +115,11 @@ class Tiers:
         that leaving costs nothing."""
         if not self.tier.in_background or self.pool.free_slots >= self.slots // SHORT:
             return
-        for layer in layers:
-            fresh = blocks[(self.pool.slots_of(layer, blocks) >= 0) & (self._cell[layer, blocks] == 0)]
-            if len(fresh) and self.tier.free_cells >= len(fresh) + self._batch:
-                self._write(np.full_like(fresh, layer), fresh, fresh[:0], fresh[:0])
+        which, own = np.repeat(np.array(layers), len(blocks)), np.tile(blocks, len(layers))
+        parts = which * len(self.generation) + own
+        fresh = (self.pool.map_flat()[parts] >= 0) & (self._cell[which, own] == 0)
+        if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + self._batch:
+            self._write(which[fresh], own[fresh], which[:0], own[:0])
 
     def born(self, blocks: Sequence[int]) -> None:
         """``blocks`` have been handed out."""
@@ -173,9 +128,14 @@ class Tiers:
     def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array) -> None:
         """``blocks`` have these slots from now on."""
         self._turn.place(slots, layer * len(self.generation) + np.asarray(blocks, dtype=np.int64))
+        if self.offers is not None:
+            self.offers.withdraw(slots)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Nobody holds ``blocks`` any more."""
+        if self.offers is not None:
+            slots = self.pool.lookup(blocks).reshape(-1)
+            self.offers.withdraw(slots[slots >= 0])
         if self._stored:
             for layer in range(self.pool.layers):
                 own = np.asarray(blocks)
@@ -195,6 +155,12 @@ class Tiers:
         self._lost[layer, blocks] = True
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
+
+    def offer(self) -> Offers:
+        """What a device needs to bring parts in by itself, made once."""
+        if self.offers is None:
+            self.offers = Offers(self)
+        return self.offers
 
     def numbers(self) -> dict[str, float]:
         """What has moved, and how the tier stands; any thread may ask."""
@@ -241,6 +207,8 @@ class Tiers:
 
     def _vacate(self, layer: int, blocks: Array) -> None:
         """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
+        if self.offers is not None:
+            self.offers.withdraw(self.pool.slots_of(layer, blocks))
         if self._debug:
             slots = self.pool.slots_of(layer, blocks).tolist()
             for part in (self.pool.storage.k, self.pool.storage.v):
@@ -268,6 +236,8 @@ class Tiers:
         slots = self.pool.map_flat()[layers * len(self.generation) + blocks].tolist()
         cells = np.array(self.tier.write(parts, slots), dtype=np.int32)
         self._cell[layers, blocks] = cells
+        if self.offers is not None:
+            self.offers.cells_changed(layers * len(self.generation) + blocks)
         self._stored += int((cells > 0).sum())
         return cells > 0
 
@@ -287,6 +257,10 @@ class Tiers:
             self.tier.release(cells.tolist())
             self._cell[layer, blocks] = 0
             self._stored -= len(cells)
+            if self.offers is not None:
+                self.offers.cells_changed(layer * len(self.generation) + np.asarray(blocks))
+                slots = self.pool.slots_of(layer, blocks)
+                self.offers.withdraw(slots[slots >= 0])
 
     def _parts(self, layer: int, blocks: Array) -> list[Part]:
         return [Part(layer, *one) for one in zip(blocks.tolist(), self.generation[blocks].tolist())]

@@ -34,6 +34,7 @@ class LlamaDecoder:
         self._weights = weights
         self._many = self._products(passes or _passes(weights.head.weight), joined=False)
         self._few = _row_kernels(weights) if passes is None else None
+        self._most = MOST_ROWS.get(weights.head.weight.dtype, 0)  # rows that these serve
         self._kernels = self._few, self._many
 
     @classmethod
@@ -46,7 +47,7 @@ class LlamaDecoder:
     def kernels(self, rows: int) -> KernelSet:
         """What runs the layers for a pass of ``rows`` rows."""
         few, many = self._kernels
-        return few if few is not None and 0 < rows <= MOST_ROWS else many
+        return few if few is not None and 0 < rows <= self._most else many
 
     def step_kernels(self) -> KernelSet:
         """What runs a decode step on a GPU: products and Triton launches, which a graph can record."""

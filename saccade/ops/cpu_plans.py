@@ -196,7 +196,7 @@ class PlannedRows:
         )
         written = native.Output(out=out.data_ptr(), lse=self._lse.data_ptr(), rows=count)
         threads = max(1, torch.get_num_threads() if threads is None else threads)
-        follows = count <= MOST_ROWS  # then the layer's other products are kernels of this pool, too
+        follows = count <= MOST_ROWS[q.dtype]  # then the layer's other products are kernels of this pool, too
         kernels: Any = cpu.kernels()
         share: float = kernels.run_step(
             self._step, threads, layer, self._pool, new, queries, written, attends, follows, watched

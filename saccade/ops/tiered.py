@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.kv.hold import Hold
 from saccade.kv.tier import TierFull
 from saccade.kv.tiered import TieredView
-from saccade.kv.tiers import Hold
 from saccade.ops import candidates, cpu_blocks, reference, triton
 from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state

@@ -309,6 +309,11 @@ class DevicePlan:
         """Whether rows have a device state, to whose numbers and memory their buffers point."""
         return any(isinstance(one, OwnReading) for one in self.layers)
 
+    @cached_property
+    def listed(self) -> bool:
+        """Whether it is known before anything is read which keys a layer reads."""
+        return all(isinstance(one, Everything | Ends | BestBlocks) for one in self.layers)
+
     @property
     def ruled(self) -> bool:
         """Whether the device decides how much is read, and counts it."""

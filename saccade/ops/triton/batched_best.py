@@ -3,7 +3,8 @@
 A radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes counts the digits
 of the scores that agree with the bits known so far; counts are whole numbers, so the order in which programs add them
 does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a part's entries go
-(:func:`places_before`). How long lists are is read from the device, and nothing goes through the host.
+(:func:`places_before`). Short lists take one launch. How long lists are is read from the device; nothing goes through the
+host.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from saccade.ops.triton.common import begin, launched, processors
 
 BOUNDS = 5  # int32 of a list's bounds: see find_best
 SPAN = 2048  # entries that a program takes in one go
+SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
 # Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
 # The first digits are those of nearly all entries, counted in registers; few agree with both, and they are counted in
 # memory one by one.
@@ -59,6 +61,8 @@ def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None) -> B
     device, lists = scores.device, rows * units
     assert scores.stride(2) == 1
     each = lists // len(bounds)
+    if width <= SHORT * SPAN:
+        return _find_short(scores, bounds, active, each)
     parts = parts_of(lists, width, device)
     words = torch.zeros(lists, WORDS, dtype=torch.int32, device=device)
     taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
@@ -90,6 +94,33 @@ def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None) -> B
             num_warps=8,
             **launched(device),
         )
+    return Best(bounds, each, words, taken)
+
+
+def _find_short(scores: Tensor, bounds: Tensor, active: Tensor | None, each: int) -> Best:
+    rows, units, width = scores.shape
+    lists, device = rows * units, scores.device
+    parts = max(1, triton.cdiv(width, SPAN))
+    words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)
+    taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
+    padded = triton.next_power_of_2(parts)
+    _search[(units, rows)](
+        scores,
+        bounds,
+        bounds if active is None else active,
+        words,
+        taken,
+        scores.stride(0),
+        scores.stride(1),
+        parts,
+        PARTS=padded,
+        WORDS=WORDS,
+        EACH=each,
+        CHOSEN=active is not None,
+        SPAN=SPAN,
+        num_warps=min(16, 4 * padded),
+        **launched(device),
+    )
     return Best(bounds, each, words, taken)
 
 
@@ -200,6 +231,53 @@ def _pass(
             tl.store(place + 1, level)
         elif STEP < 2:
             tl.atomic_add(own + AT + tl.arange(0, 1 << BITS), found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["score_row", "score_unit", "parts"],
+    do_not_specialize_on_alignment=["bounds", "active", "words", "taken"],
+)
+def _search(
+    scores, bounds, active, words, taken, score_row, score_unit, parts,
+    PARTS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr, CHOSEN: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """All passes over a list that one program holds."""
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * tl.num_programs(0) + unit
+    searches = 1
+    if CHOSEN:
+        searches = tl.load(active + entry).to(tl.int32)
+    first, last, low, high, wanted, between = bounds_at(bounds, entry, EACH)
+    if (searches != 0) & (wanted > 0) & (wanted < between):
+        line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+        number = first + tl.arange(0, PARTS * SPAN)
+        inside = (number < last) & ((number < low) | (number >= high))
+        order = ordered_bits(tl.load(line + number, mask=inside, other=0.0) + 0.0)
+        bound, spare = tl.full([], 0, tl.uint32), wanted
+        digits = tl.arange(0, 64)
+        agree = inside
+        for step in tl.static_range(6):
+            shift = 26 - 6 * step if step < 2 else 15 - 5 * (step - 2)
+            bits = 6 if step < 2 else 5
+            others = PARTS * SPAN - tl.sum(agree.to(tl.int32), 0)  # which are counted as zeros
+            digit = ((order >> shift) & ((1 << bits) - 1)).to(tl.int32)
+            found = tl.histogram(tl.where(agree, digit, 0), 64) - tl.where(digits == 0, others, 0)
+            reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # entries of this digit and above
+            best = tl.max(tl.where(reach >= spare, digits, 0), 0)
+            spare -= tl.sum(tl.where(digits > best, found, 0), 0)
+            bound = bound | (best.to(tl.uint32) << shift)
+            agree = agree & (digit == best)
+        own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
+        tl.store(own, bound.to(tl.int32, bitcast=True))
+        tl.store(own + 1, spare)
+        above = tl.sum(tl.reshape((inside & (order > bound)).to(tl.int32), [PARTS, SPAN]), 1)
+        level = tl.sum(tl.reshape((inside & (order == bound)).to(tl.int32), [PARTS, SPAN]), 1)
+        part = tl.arange(0, PARTS)
+        place = taken + (entry.to(tl.int64) * parts + part) * 2
+        tl.store(place, above, mask=part < parts)
+        tl.store(place + 1, level, mask=part < parts)
 
 
 @triton.jit

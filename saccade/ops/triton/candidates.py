@@ -10,7 +10,17 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
-from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import (
+    BOUNDS,
+    WORDS,
+    bounds_at,
+    find_best,
+    least_known,
+    part_at,
+    places_before,
+    taken_of,
+)
 from saccade.ops.triton.common import LOG2E, also, begin, launched, processors
 from saccade.ops.triton.weights import KEYS, constants, logits
 from saccade.selection import Candidates, Tokens
@@ -84,8 +94,16 @@ def choose(
     longest = max(width + forced, min(selection.idle_keys, shape.k_len)) if room is None else room
     offsets = torch.empty(lists + 1, dtype=torch.int64, device=device)
     indices = torch.empty(lists * longest, dtype=torch.int32, device=device)
-    _pick[(lists,)](
+    bounds = torch.empty(units, BOUNDS, dtype=torch.int32, device=device)
+    _bound[(units,)](
+        k, listed, full, bounds, all_keys, FULL=selection.full is not None, num_warps=1, **launched(device)
+    )
+    best = find_best(scores[None], bounds)
+    _pick[(best.parts, lists)](
         scores,
+        bounds,
+        best.words,
+        best.taken,
         k,
         listed,
         keys,
@@ -104,7 +122,9 @@ def choose(
         PER_LIST=lists // units,
         FULL=selection.full is not None,
         IDLE=selection.idle is not None,
-        SPAN=2048,
+        PARTS=triton.next_power_of_2(best.parts),
+        WORDS=WORDS,
+        SPAN=batched_best.SPAN,
         num_warps=8,
         **launched(device),
     )
@@ -171,26 +191,39 @@ def _score(
         tl.store(out + number[None, :], tl.where(valid[None, :], found, float("-inf")), mask=stored)
 
 
+@triton.jit(do_not_specialize=["all_keys"], do_not_specialize_on_alignment=["k", "offsets", "full", "bounds"])
+def _bound(k, offsets, full, bounds, all_keys, FULL: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
+    unit = tl.program_id(0)
+    count, wanted = _sizes(offsets, full, k, unit, True, all_keys, FULL)
+    tl.store(bounds + unit * 5, 0)
+    tl.store(bounds + unit * 5 + 1, count)
+    tl.store(bounds + unit * 5 + 2, 0)
+    tl.store(bounds + unit * 5 + 3, 0)
+    tl.store(bounds + unit * 5 + 4, wanted)
+
+
 @triton.jit(
     do_not_specialize=["width", "first", "last", "k_len", "hidden", "lost", "few"],
-    do_not_specialize_on_alignment=["offsets", "indices", "full", "k", "idle"],
+    do_not_specialize_on_alignment=["bounds", "words", "taken", "offsets", "indices", "full", "k", "idle"],
 )
 def _pick(
-    scores, k, offsets, indices, full, idle, starts, out, width, first, last, k_len, hidden, lost, few,
-    LISTS: tl.constexpr, PER_LIST: tl.constexpr, FULL: tl.constexpr, IDLE: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    scores, bounds, words, taken, k, offsets, indices, full, idle, starts, out, width, first, last, k_len, hidden,
+    lost, few,
+    LISTS: tl.constexpr, PER_LIST: tl.constexpr, FULL: tl.constexpr, IDLE: tl.constexpr, PARTS: tl.constexpr,
+    WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One list: keys in rising order, sinks first, window last. The bound that the best reach is found eight bits of
-    the scores at a time. An idle head's list are the first ``few`` keys."""
+    """One part of a list: keys in rising order, sinks first, window last. An idle head's list are the first ``few``
+    keys."""
     begin(EARLY)
-    one = tl.program_id(0)
+    part, one = tl.program_id(0), tl.program_id(1)
     unit = one // PER_LIST
     forced = first + k_len - last
     before = tl.arange(0, triton.next_power_of_2(LISTS))
     real = before < one
     _, reads = _sizes(offsets, full, k, before // PER_LIST, real, last - first - lost, FULL)
     reads += forced
-    count, wanted = _sizes(offsets, full, k, unit, True, last - first - lost, FULL)
+    start, end, _low, _high, wanted, between = bounds_at(bounds, unit, 1)
     size = wanted + forced
     resting = 0
     if IDLE:
@@ -198,56 +231,36 @@ def _pick(
         reads = tl.where(tl.load(idle + before, mask=real, other=0) != 0, few, reads)
         size = tl.where(resting != 0, few, size)
     behind = tl.sum(tl.where(real, reads, 0).to(tl.int64), 0)  # the lists before
-    tl.store(starts + one, behind)  # the next list's program stores where this one ends
-    if one == LISTS - 1:
-        tl.store(starts + LISTS, behind + size)
+    if part == 0:
+        tl.store(starts + one, behind)  # the next list's program stores where this one ends
+        if one == LISTS - 1:
+            tl.store(starts + LISTS, behind + size)
+    hop = tl.num_programs(0) * SPAN
     at = tl.arange(0, SPAN)
     place = out + behind
-    if resting != 0:
-        for start in tl.range(0, size, SPAN):
-            tl.store(place + start + at, start + at, mask=start + at < size)
-    else:
+    leading = tl.where(resting != 0, size, first)
+    for begins in tl.range(part * SPAN, leading, hop):
+        tl.store(place + begins + at, begins + at, mask=begins + at < leading)
+    if resting == 0:
+        place += first
         everything = 0
         if FULL:
             everything = tl.load(full + unit).to(tl.int32)
         listed = indices + tl.load(offsets + unit)
         row = scores + unit.to(tl.int64) * width
-        bound = tl.full([], 0, tl.uint32)
-        spare = wanted  # how many of those that equal the bound in the bits known so far are still wanted
-        if (wanted < count) & (wanted > 0):
-            digits = tl.arange(0, 256)
-            for step in tl.static_range(4):
-                shift = 24 - 8 * step
-                found = tl.zeros([512], tl.int32)
-                for start in tl.range(0, count, SPAN):
-                    inside = start + at < count
-                    order = ordered_bits(tl.load(row + start + at, mask=inside, other=0.0) + 0.0)
-                    digit = ((order >> shift) & 255).to(tl.int32)
-                    if step > 0:
-                        inside = inside & ((order >> (shift + 8)) == (bound >> (shift + 8)))
-                    found += tl.histogram(tl.where(inside, digit, 256), 512)
-                found = tl.sum(tl.reshape(found, [2, 256]) * (tl.arange(0, 2) == 0)[:, None].to(tl.int32), 0)
-                reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found  # entries of this digit and above
-                best = tl.max(tl.where(reach >= spare, digits, 0), 0)
-                spare -= tl.sum(tl.where(digits > best, found, 0), 0)
-                bound = bound | (best.to(tl.uint32) << shift)
-        for start in tl.range(0, first, SPAN):
-            tl.store(place + start + at, start + at, mask=start + at < first)
-        place += first
-        level_before = 0
-        for start in tl.range(0, count, SPAN):
-            number = start + at
-            inside = number < count
-            taken = inside
-            if wanted < count:
-                order = ordered_bits(tl.load(row + number, mask=inside, other=0.0) + 0.0)
-                level = inside & (order == bound)
-                earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-                taken = (inside & (order > bound)) | (level & (earlier <= spare))
-                taken = also(taken, wanted > 0)
-                level_before += tl.sum(level.to(tl.int32), 0)
-            key = _candidate(number, taken, listed, first, hidden, lost, everything, FULL)
-            tl.store(place + tl.cumsum(taken.to(tl.int32), 0) - 1, key, mask=taken)
-            place += tl.sum(taken.to(tl.int32), 0)
-        for start in tl.range(0, k_len - last, SPAN):
-            tl.store(place + start + at, last + start + at, mask=start + at < k_len - last)
+        begins, ends = part_at(start, end, part, SPAN)
+        if (wanted > 0) & (begins < ends):
+            placed, bound, spare, level_before = begins, tl.full([], 0, tl.uint32), wanted, 0
+            if wanted < between:
+                bound, spare = least_known(words, unit, WORDS)
+                placed, level_before = places_before(words, taken, unit, part, spare, PARTS)
+            for number in tl.range(begins, ends, SPAN):
+                chosen = number + at < ends
+                if wanted < between:
+                    chosen, level_before = taken_of(row, number + at, chosen, bound, spare, level_before)
+                key = _candidate(number + at, chosen, listed, first, hidden, lost, everything, FULL)
+                tl.store(place + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
+                placed += tl.sum(chosen.to(tl.int32), 0)
+        place += wanted
+        for begins in tl.range(part * SPAN, k_len - last, hop):
+            tl.store(place + begins + at, last + begins + at, mask=begins + at < k_len - last)

@@ -70,17 +70,19 @@ def launch_copies(
     )  # fmt: skip
 
 
-def resolve(slots: Tensor, blocks: Tensor, lengths: Tensor, block_size: int, longest: int, tables: Tensor) -> None:
+def resolve(
+    slots: Tensor, blocks: Tensor, lengths: Tensor, block_size: int, longest: int, tables: Tensor, absent: int = -1
+) -> None:
     """Look up where the blocks of each row's keys lie now, in one launch that a CUDA graph can hold: ``tables`` int32
     [layers, rows, kv_heads or 1, >= blocks] becomes, up to a row's length, ``slots`` int32 [layers, kv_heads or 1,
-    logical blocks] at ``blocks`` int32 [rows, >= blocks], -1 where a part is not resident. ``lengths`` int32 [rows],
-    in keys and at most ``longest``; entries beyond them are left as they are. Rows of tables and of blocks are
+    logical blocks] at ``blocks`` int32 [rows, >= blocks], ``absent`` where a part is not resident. ``lengths`` int32
+    [rows], in keys and at most ``longest``; entries beyond them are left as they are. Rows of tables and of blocks are
     contiguous, ``slots`` altogether."""
     layers, heads, logical = slots.shape
     count = -(-longest // block_size)
     if count and blocks.shape[0]:
         _resolve[(layers * heads, blocks.shape[0], -(-count // RESOLVED))](
-            slots, blocks, lengths, tables, logical, blocks.stride(0), *tables.stride()[:3], HEADS=heads,
+            slots, blocks, lengths, tables, logical, blocks.stride(0), *tables.stride()[:3], absent, HEADS=heads,
             SIZE=block_size, STEP=RESOLVED, num_warps=4,
         )  # fmt: skip
 
@@ -111,9 +113,12 @@ def _copy(
         tl.store(theirs + at, tl.load(ours + at, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["logical", "block_row", "table_layer", "table_row", "table_head"])
+@triton.jit(
+    do_not_specialize=["logical", "block_row", "table_layer", "table_row", "table_head", "absent"],
+    do_not_specialize_on_alignment=["slots", "blocks", "tables"],
+)
 def _resolve(
-    slots, blocks, lengths, tables, logical, block_row, table_layer, table_row, table_head,
+    slots, blocks, lengths, tables, logical, block_row, table_layer, table_row, table_head, absent,
     HEADS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """``STEP`` blocks of one row in one layer, of one head's slots or of those that all heads share."""
@@ -123,7 +128,7 @@ def _resolve(
     block = tl.load(blocks + row * block_row + at, mask=real, other=0)
     slot = tl.load(slots + part * logical + block, mask=real, other=-1)
     table = tables + (part // HEADS) * table_layer + row * table_row + (part % HEADS) * table_head
-    tl.store(table + at, slot, mask=real)
+    tl.store(table + at, tl.where(slot < 0, absent, slot), mask=real)
 
 
 @triton.jit(do_not_specialize=["start", "count", "table_head"])

@@ -1,0 +1,150 @@
+"""CIS and CPE inside the engine's recorded step: the cells of PrHS's Table IV that sharing.py prices operator by
+operator.
+
+32 heads of 128 channels, all with keys of their own, in bfloat16; an eighth of the keys is read. The engine plans,
+records and replays a step of a batch of requests as it does for any model; what a layer projects is put in its place,
+so that the step is its attention alone: new keys stored, anchors compared, keys chosen or shared, read and kept, and
+what was done counted. A query resembles the one before: of 16 steps one searches. Times are replays of the step, of one
+that searches and of one that shares, a layer. CPE hides what PSAW does in the last quarter of the layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from endtoend import Bench
+from harness import HEAD_DIM, time_ms
+from sharing import CASES, HEADS, STEPS, Case
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from saccade.engine.request import Request
+from saccade.models import attention
+from saccade.models.interface import AttentionContext, LayerAttention, ModelSpec
+
+LAYERS = 8
+VOCAB = 256
+
+
+class Projected:
+    """In the place of a model: every layer asks for attention, with queries that resemble those of the step before."""
+
+    serves = True
+
+    def __init__(self, rows: int) -> None:
+        shape = HEADS, rows, HEAD_DIM
+        self.q, self.k, self.v = torch.randn(3, LAYERS, *shape, device="cuda").to(torch.bfloat16).unbind(0)
+        self.noise = 0.1 * torch.randn(64, HEADS, HEAD_DIM, device="cuda")
+        self.spec = LayerAttention(HEAD_DIM**-0.5)
+
+    @torch.inference_mode()
+    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
+        moved = self.noise[positions % 64].transpose(0, 1)
+        for layer in range(LAYERS):
+            q = (self.q[layer] + moved).to(torch.bfloat16)
+            ctx.run(layer, q, self.k[layer], self.v[layer], self.spec)
+        return torch.zeros(len(token_ids), VOCAB, device="cuda")
+
+
+def small() -> tuple[Any, ModelSpec]:
+    """A model that computes the ends of prompts: methods begin with what they see there."""
+    attention.register()
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1 << 18,
+    )
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention.ATTENTION_NAME
+        )
+    spec = ModelSpec(
+        family="llama",
+        layers=LAYERS,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        vocab_size=VOCAB,
+        max_position=1 << 18,
+        dtype=torch.bfloat16,
+        windows=(None,) * LAYERS,
+    )
+    return model.eval().requires_grad_(False), spec
+
+
+class SharingSteps(Bench):
+    def __init__(self) -> None:
+        super().__init__("sharing_steps", small())
+        self.results.facts = {"heads": HEADS, "kv_heads": HEADS, "layers": LAYERS, "steps in a block": STEPS}
+
+    def measure(self, batch: int, n: int) -> None:
+        self.room(batch * (n + 200))
+        case = Case(batch, n)
+        peers = case.dense()
+        del case
+        best = min(peers[name] for name in ("sdpa flash", "sdpa cudnn"))
+        for name in ("sdpa flash", "sdpa cudnn"):
+            self.results.add(batch=batch, context=n, what=name, us=1000 * peers[name], speedup=best / peers[name])
+        cis = f"cis(s={STEPS}, k={n // 8 - 80}, follow=none)"
+        for name, policy in (("dense", "dense"), ("CIS-16", cis), ("CPE-16", f"{cis}+psaw+etf")):
+            self.results.attempt(f"{name} {batch} x {n}", lambda p=policy, w=name: self.cell(batch, n, w, p, best))
+
+    def cell(self, batch: int, n: int, what: str, policy: str, best: float) -> None:
+        with self.begun(n, batch, policy, 3 * STEPS) as requests:
+            device = self.worker.device
+            assert device is not None
+            forward, device._forward = device._forward, Projected(batch)
+            device.kinds.clear()  # recordings know the model
+            try:
+                for _ in range(STEPS):
+                    self.decode_step(requests)
+                times, shares = [], []
+                for _ in range(2):  # the next block's first step, which searches, and its second
+                    shares.append(self.searched(requests))
+                    (kind,) = device.kinds._kinds.values()
+                    if kind.graph is None:
+                        raise RuntimeError("the step was not recorded")
+                    times.append(1000 * time_ms(kind.graph.replay) / LAYERS)
+            finally:
+                device._forward = forward
+                device.kinds.clear()
+        if what != "dense" and shares != [1.0, 0.0]:
+            raise RuntimeError(f"of the heads {shares} searched, not all and then none")
+        us = times[0] if what == "dense" else (times[0] + (STEPS - 1) * times[1]) / STEPS
+        density = requests[0].report.as_dict()["decode"]["density"]
+        self.results.add(
+            batch=batch,
+            context=n,
+            what=what,
+            us=us,
+            speedup=1000 * best / us,
+            searching_us=None if what == "dense" else times[0],
+            sharing_us=None if what == "dense" else times[1],
+            density=density,
+        )
+
+    def searched(self, requests: list[Request]) -> float | None:
+        """Run a step; the share of the heads that searched in it."""
+        before = requests[0].report.as_dict()["decode"]
+        self.decode_step(requests)
+        after = requests[0].report.as_dict()["decode"]
+        may = after["searchable"] - before["searchable"]
+        return (after["searches"] - before["searches"]) / may if may else None
+
+    def run(self) -> None:
+        for batch, n in CASES:
+            self.results.attempt(f"batch {batch} context {n}", lambda b=batch, c=n: self.measure(b, c))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    SharingSteps().run()
+
+
+if __name__ == "__main__":
+    main()

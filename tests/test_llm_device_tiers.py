@@ -1,0 +1,83 @@
+"""Batched steps over KV most of which lies in host memory: blocks are brought in within the step, and answers are those
+of an engine whose device holds everything. CPU tensors, Triton's interpreter, no graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from device_helpers import Once, device_of, put_on_device
+from engine_helpers import tokens
+from tier_helpers import nothing_left
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.engine import device
+from saccade.kv.format import KVFormat
+
+SLOT = KVFormat(torch.float32, 2, 32, 16).block_bytes
+POLICIES = [
+    "quest(budget=64, block_size=16, dense_layers=0)",
+    "arkvale(budget=96, block_size=32)",
+    "streaming(sinks=2, window=40)",
+    "quest(budget=64, block_size=16, dense_layers=1)",
+    "dense",
+    "topk(k=24)",
+]
+PROMPTS = [random_ids(length, seed=length) for length in (330, 290, 350, 310, 120, 200)]
+SOME = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(
+        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024, head_dim=32, num_hidden_layers=2
+    )
+
+
+def engine(folder, slots: int | None, **options) -> LLM:
+    settings = {"dtype": "float32", "prefill_chunk": 64, "exact": False, "block_size": 16, "device": "cpu"}
+    if slots is None:
+        return LLM(folder, kv_memory="16MiB", **settings)
+    made = LLM(folder, kv_memory=slots * SLOT, kv_host="16MiB", **settings, **options)
+    put_on_device(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with engine(folder, None) as whole:
+        return [tokens(one) for one in whole.generate(PROMPTS, SOME, policy=POLICIES)]
+
+
+@pytest.mark.parametrize(("slots", "replacement"), [(41, "fifo"), (90, "clock"), (140, "lru")])
+def test_answers_under_a_small_device(folder, expected, slots, replacement):
+    with engine(folder, slots, kv_replacement=replacement) as llm:
+        done = llm.generate(PROMPTS, SOME, policy=POLICIES)
+        assert not {policy: one.error for policy, one in zip(POLICIES, done) if one.error is not None}
+        assert dict(zip(POLICIES, [tokens(one) for one in done])) == dict(zip(POLICIES, expected))
+        counts = llm.pool.tiers.counts
+        assert min(counts.misses, counts.evicted, counts.bytes_read) > 0
+        assert counts.lost == 0
+        nothing_left(llm.pool)
+
+
+def test_one_sequence_is_served_by_its_own_steps(folder, expected):
+    with engine(folder, 36) as llm:  # 44 blocks in 35 slots
+        (done,) = llm.generate(PROMPTS[:1], SOME, policy=POLICIES[0])
+        assert tokens(done) == expected[0]
+        backends = done.report["decode"]["backends"]
+        assert backends["triton"] > 0.7 * sum(backends.values()), backends
+        moved = done.report["tiers"]
+        assert min(moved["hits"], moved["misses"], moved["bytes_read"]) > 0
+        assert moved["misses"] <= llm.pool.tiers.counts.misses
+        nothing_left(llm.pool)
+
+
+def test_a_step_that_fails_leaves_what_it_moved_where_it_lies(folder, expected, monkeypatch):
+    with engine(folder, 60) as llm:
+        monkeypatch.setattr(device, "fetch_tokens", Once(device.fetch_tokens, RuntimeError("no tokens"), at=5))
+        done = llm.generate(PROMPTS[:2], SOME, policy=POLICIES[:2])
+        assert [tokens(one) for one in done] == expected[:2]
+        assert device_of(llm)._tiers._begun is None
+        nothing_left(llm.pool)
