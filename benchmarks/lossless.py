@@ -229,9 +229,10 @@ def main() -> None:
     longest = max(contexts) + chosen.tokens + 64
     with tempfile.TemporaryDirectory() as folder:
         if chosen.model == "8b":
-            path = save_random_llama(
-                Path(folder), **SHAPE_8B, num_hidden_layers=chosen.layers, max_position_embeddings=longest
-            )
+            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where weights are drawn sooner
+                path = save_random_llama(
+                    Path(folder), **SHAPE_8B, num_hidden_layers=chosen.layers, max_position_embeddings=longest
+                )
         else:
             dtype = torch.bfloat16 if chosen.dtype == "bfloat16" else torch.float32
             path = model_folder(chosen.model, Path(folder), dtype, positions=longest)
