@@ -64,7 +64,9 @@ class HostTier:
             self._owner[index] = np.array(parts[:count])
             own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
             with self._copying():
-                self.storage.mover.copy_blocks(own, torch.tensor(slots[:count]), kept, torch.from_numpy(index))
+                self.storage.mover.copy_blocks(
+                    own, torch.tensor(slots[:count], device="cpu"), kept, torch.from_numpy(index)
+                )
                 self._written = self._event()
             self.counts.bytes_written += count * self.cell_bytes
         return cells + [0] * (len(parts) - count)
@@ -81,7 +83,7 @@ class HostTier:
         wrong = np.nonzero((self._owner[index] != np.array(parts)).any(1))[0].tolist()
         own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
         with self._copying():
-            self.storage.mover.copy_blocks(kept, torch.from_numpy(index), own, torch.tensor(slots))
+            self.storage.mover.copy_blocks(kept, torch.from_numpy(index), own, torch.tensor(slots, device="cpu"))
             loaded = self._event()
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return HostLoading(self, wrong, loaded)

@@ -3,8 +3,8 @@
 A radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes counts the digits
 of the scores that agree with the bits known so far; counts are whole numbers, so the order in which programs add them
 does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a part's entries go
-(:func:`places_before`). Short lists take one launch. How long lists are is read from the device; nothing goes through the
-host.
+(:func:`places_before`). Short lists take one launch. How long lists are is read from the device; nothing goes through
+the host.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tens
     """Copy blocks ``which`` of ``source`` to ``where`` in ``target``: keys and values [blocks, kv_heads, block_size,
     head_dim] each, contiguous, on a device or in host memory pinned for it; both int64 [n], on the host."""
     device = next((part.device for part in (source[0], target[0]) if part.is_cuda), source[0].device)
-    listed = torch.cat([torch.tensor([len(which)]), which, where])
+    listed = torch.cat([torch.tensor([len(which)], device="cpu"), which, where])
     if device.type == "cuda":
         listed = listed.pin_memory().to(device, non_blocking=True)
     launch_copies(source, listed[1 : 1 + len(which)], target, listed[1 + len(which) :], listed, len(which))
