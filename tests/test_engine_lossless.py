@@ -11,6 +11,7 @@ from test_engine_drafts import run, same
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.lookup import Lookup
 from saccade.methods.policy import Policy
 
 DRAFTS = (
@@ -252,3 +253,22 @@ def test_families(tmp_path, family, exact):
     assert [tokens(one) for one in got] == want
     assert all(one.report["speculation"]["verifications"] > 1 for one in got)
     assert llm.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("right", [4, 20])
+def test_look_ups_go_on_for_the_draft(any_llm, prompts, dense, monkeypatch, right):
+    """A look-up that foretells what is drafted, and is right for so many tokens and then wrong."""
+    whole = [*prompts[0], *tokens(dense[0])]
+
+    def after(self, ids, most=16):
+        known = whole[len(ids) : len(ids) + most]
+        return [token if at < right else (token + 1) % 256 for at, token in enumerate(known)]
+
+    monkeypatch.setattr(Lookup, "after", after)
+    output = any_llm.generate(prompts[0], LONG, policy=lossless("psa(epsilon=0.9, block_size=16)", 2))[0]
+    said = output.report["speculation"]
+    assert tokens(output) == tokens(dense[0])
+    assert said["accepted_looked_up"] > 0
+    assert said["looked_up"] == said["accepted_looked_up"] or right == 4
+    assert said["rejected"] > 0 or right == 20
+    assert said["verified_rows"] == said["drafted"] + said["looked_up"] + said["verifications"]
