@@ -83,7 +83,8 @@ def _recorded() -> dict[str, str]:
     others = {
         method.name: f"on the host path: {method.host_only}" for method in methods if method.host_only is not None
     }
-    return {"methods": ", ".join(served), **dict(sorted(others.items()))}
+    lossless = "drafts and plain steps as their methods; verifications are launched one by one by the host path"
+    return {"methods": ", ".join(served), **dict(sorted(others.items())), "lossless": lossless}
 
 
 def _version(package: str) -> str:
