@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers fuzz sanitize fuzz-server storm-server \
+.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers lossless fuzz sanitize fuzz-server storm-server \
   test-page conformance test-ray clean
 
 setup: $(STAMP)
@@ -82,6 +82,10 @@ storm: setup
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
 	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT)
+
+# Answers of lossless to 500 prompts of the suite beside dense attention's, in float32: make lossless COUNT=50 for fewer.
+lossless: setup
+	$(BIN)/python tests/lossless_suite.py $(COUNT)
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup

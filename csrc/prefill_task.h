@@ -114,8 +114,8 @@ class PrefillTask : TileTask<Math, T> {
                 for (int j = 0; j < count; ++j) x_.low[j] = step.position[j], x_.high[j] = step.until[j];
                 for (int j = count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
             }
-            for (int lane = 0; lane < kTile; lane += NV * W) {
-                Reach reach(step, position + lane, count, masked);
+            for (int lane = 0; lane < this->held(tile); lane += NV * W) {
+                Reach reach(step, position + lane, count, masked, this->held(tile) - lane);
                 if (masked) this->template scores<Mask::interval>(tile, lane, reach, nullptr);
                 else this->template scores<Mask::none>(tile, lane, reach, lane ? nullptr : next);
                 weights(tile, lane, reach);
@@ -260,7 +260,7 @@ class PrefillTask : TileTask<Math, T> {
         for (int64_t c = 0; c < d_; c += kTileKeys) {
             const float* values = x_.v + c * kValueStride + span_[0] / 2;
             const float* rows[2] = {values, values + kTileSide * kValueStride};
-            for (int lane = 0; lane < kTile; lane += kTileKeys)
+            for (int lane = 0; lane < this->held(tile); lane += kTileKeys)
                 this->registers_.template multiply<true>(rows, stride, p + lane, kTile, (span_[1] - span_[0]) / 2,
                                                          o + c * kTile + lane, kTile);
         }

@@ -45,12 +45,16 @@ struct PrefillScratch {
 };
 
 // How many of the step's keys each vector of a register tile must look at. Above the diagonal there is nothing to
-// compute: vectors of earlier rows stop earlier, vectors before `First` have stopped.
+// compute: vectors of earlier rows stop earlier, vectors before `First` have stopped. Where only the first `live` vectors
+// hold rows, these look at all keys, and the others at none.
 struct Reach {
     int end[NV];  // rising, multiples of kRegKeys
+    int live;
 
-    Reach(const KeyStep<kStep>& step, const int32_t* position, int count, bool masked) {
+    Reach(const KeyStep<kStep>& step, const int32_t* position, int count, bool masked, int64_t rows = NV * W)
+        : live(rows < NV * W ? static_cast<int>((rows + W - 1) / W) : NV) {
         const int all = (count + kRegKeys - 1) / kRegKeys * kRegKeys;
+        if (live < NV) masked = false;
         int reached = 0;
         for (int v = 0; v < NV; ++v) {
             if (masked) {
@@ -69,12 +73,26 @@ struct Reach {
     bool covers(int, int high) const { return end[0] >= high; }
 
     // Calls body(First, Last, begin, end) for each run of keys that only the vectors First .. Last - 1 look at.
-    template <class Body, int First = 0>
-    SACCADE_INLINE void each(const Body& body, int begin = 0) const {
+    template <class Body>
+    SACCADE_INLINE void each(const Body& body) const {
+        if (live < NV) few<Body, 1>(body);
+        else from<Body, 0>(body, 0);
+    }
+
+  private:
+    template <class Body, int First>
+    SACCADE_INLINE void from(const Body& body, int begin) const {
         if constexpr (First < NV) {
             if (begin < end[First])
                 body(std::integral_constant<int, First>(), std::integral_constant<int, NV>(), begin, end[First]);
-            each<Body, First + 1>(body, end[First]);
+            from<Body, First + 1>(body, end[First]);
+        }
+    }
+    template <class Body, int Live>
+    SACCADE_INLINE void few(const Body& body) const {
+        if constexpr (Live < NV) {
+            if (live == Live) body(std::integral_constant<int, 0>(), std::integral_constant<int, Live>(), 0, end[0]);
+            else few<Body, Live + 1>(body);
         }
     }
 };

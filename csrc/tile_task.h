@@ -25,6 +25,9 @@ class TileTask {
         else return Simd::load(reinterpret_cast<const float*>(row) + unit);
     }
 
+    // Lanes of a tile that hold rows.
+    int64_t held(int64_t tile) const { return lanes_ - tile * kTile < kTile ? lanes_ - tile * kTile : kTile; }
+
     // Packs Q to [tile][unit][lane]. `row_of(lane)` is the lane's query row, `position_of(lane)` where it stands.
     template <class RowOf, class PositionOf>
     void load_queries(const RowOf& row_of, const PositionOf& position_of) {
@@ -134,7 +137,7 @@ class TileTask {
             const float* rows[2];
             int64_t stride[2];
             for (int half = 0; half < 2; ++half) rows[half] = sixteen_keys(j, half, stride[half]);
-            for (int lane = 0; lane < kTile; lane += kTileKeys)
+            for (int lane = 0; lane < held(tile); lane += kTileKeys)
                 registers_.template multiply<false>(rows, stride, q + lane, kTile, units_, x_.s + j * kTile + lane,
                                                     kTile);
         }

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from engine_helpers import make
+from engine_helpers import finish, make, start
 from helpers import generator
 from test_engine_lossless import DRAFTS, lossless
 from tiny_models import make_checkpoint, random_ids
@@ -185,14 +185,44 @@ def test_requests_that_gain_nothing_say_so(small):
     assert said["off"] is not None or said["verifications"] > 0
 
 
+def test_a_draft_that_is_given_up_costs_nothing_more(small):
+    """Its state is dropped, so plain steps are dense ones."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for draft in ("h2o(budget=20)", "lfps(k=8, blocks=2, least=16)"):
+        request = start(small, random_ids(100, seed=3), params, f"lossless(draft={draft})")
+        while not request.finished and (request.speculation is None or request.speculation.pace.off is None):
+            small.engine.step()
+        assert request.speculation.pace.off is not None
+        assert not request.sequence.memory.has_state
+        said = request.report.speculation.as_dict()
+        finish(small.engine)
+        assert request.report.speculation.as_dict()["verifications"] == said["verifications"]
+        assert request.final_ids == small.generate(random_ids(100, seed=3), params)[0].outputs[0].token_ids
+
+
+def test_plain_times_of_other_lengths_are_scaled_by_bytes():
+    pacing = Pacing(1000)
+    kind, longer = Kind.of("lfps", [1 << 10]), Kind.of("lfps", [1 << 12])
+    pacing.guess_plain(longer)
+    assert not pacing.times(longer).plain
+    measured(pacing, kind, plain=1.0, draft=0.5)
+    pacing.times(kind).bytes = 1000
+    pacing.guess_plain(longer)
+    assert list(pacing.times(longer).plain) == pytest.approx([2.5, 2.5])
+    pacing.guess_plain(Kind.of("psa", [1 << 12]))
+    assert not pacing.times(Kind.of("psa", [1 << 12])).plain
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize("keys", [700, 1400, 1410])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_few_rows_read_what_a_chunk_reads(dtype, rows, softcap):
+def test_few_rows_read_what_a_chunk_reads(dtype, rows, keys, softcap):
+    """Whole and in parts, the last of which begins within the rows (1408 keys are 11 blocks)."""
     rng = generator(rows)
-    k, v = (torch.randn(2, 700, 32, generator=rng).to(dtype) for _ in range(2))
+    k, v = (torch.randn(2, keys, 32, generator=rng).to(dtype) for _ in range(2))
     q = torch.randn(rows, 6, 32, generator=rng).to(dtype).transpose(0, 1)  # as the packed rows lie
-    call = Call.of(q, KVView.from_tensors(k, v), softcap=softcap)
+    call = Call.of(q, KVView.from_tensors(k, v), softcap=softcap, threads=8)
     ours, theirs = few_rows.run(call), run(call, "reference")
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(ours.out.float(), theirs.out.float(), atol=tolerance, rtol=tolerance)

@@ -265,6 +265,7 @@ class Bench:
             floor_ms=self.floor(tokens * batch, policy, report["decode"]["density"]),
             tokens_per_second=batch / taken,
             density=report["decode"]["density"],
+            scored=report["decode"]["keys_scored"] / max(1, report["decode"]["keys_causal"]),
             searching=share_of_searches(before, report["decode"]),
             backends=str(report["decode"]["backends"]),
             notes=str(report["notes"]),

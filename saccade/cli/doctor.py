@@ -83,11 +83,13 @@ def _recorded() -> dict[str, str]:
     others = {
         method.name: f"on the host path: {method.host_only}" for method in methods if method.host_only is not None
     }
+    lossless = "drafts and plain steps as their methods; verifications are launched one by one by the host path"
     listed = [method.name for method in methods if method.name in served and _listed(method)]
     return {
         "methods": ", ".join(served),
         "bring KV in from kv_host": f"{', '.join(sorted(listed))}; others need all of their KV on the GPU",
         **dict(sorted(others.items())),
+        "lossless": lossless,
     }
 
 

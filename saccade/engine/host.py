@@ -12,6 +12,7 @@ from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_rows import FixedPlans, JoinedRows
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
+from saccade.engine.host_together import TogetherRows
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, LayerAttention
@@ -78,12 +79,13 @@ class HostAttention:
         return AheadRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        if len(self.rows) == 1 and self.joined is None and self._skipped(self.rows[0], layer) is None:
+        alone = len(self.rows) == 1 and self.joined is None and not batches(self.rows[0], q)
+        if alone and self._skipped(self.rows[0], layer) is None:
             return self._whole(self.rows[0], layer, q, k, v, spec)  # nothing to put together
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
-        start = 0
+        start, together = 0, TogetherRows(self.setting)
         for rows in self.rows if self.apart is None else self.apart:
             skipped = self._skipped(rows, layer)
             first = rows.first if self.frozen is None else start  # frozen rows are left out
@@ -93,11 +95,18 @@ class HostAttention:
                 continue
             before = tier_counts(rows)
             try:
+                if batches(rows, q):
+                    rows.memory.kv.append(layer, k[:, here], v[:, here])
+                    chosen = choose(self.setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
+                    if not together.takes(chosen):
+                        out[:, here] = finish(self.setting, chosen, spec, read(self.setting, chosen))
+                    continue
                 out[:, here] = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)
             except Exception as error:  # one request's failure must not take the others down
                 rows.failed(layer, error)
             if before is not None:
                 count_tiers(rows, before)
+        together.run(q, k, v, spec, out)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -180,3 +189,8 @@ class HostAttention:
         """Attention of ``q`` [heads, rows, head_dim], the rows before position ``stop``, whose keys are stored."""
         chosen = choose(self.setting, rows, layer, q, stop, spec)
         return finish(self.setting, chosen, spec, read(self.setting, chosen))
+
+
+def batches(rows: RequestRows, q: Tensor) -> bool:
+    """Whether rows may be attended with those of other requests that verify as many."""
+    return rows.together and q.is_cuda

@@ -57,6 +57,7 @@ class Times:
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=9))
+    bytes: float = 0.0  # of keys and values that plain steps read
 
     @property
     def known(self) -> bool:
@@ -121,6 +122,19 @@ class Pacing:
     def times(self, kind: Kind) -> Times:
         return _latest(self._times, kind, Times)
 
+    def guess_plain(self, kind: Kind) -> None:
+        """Where no plain step of ``kind`` was timed, put down what bytes make of the nearest kind's."""
+        times = self.times(kind)
+        alike = [one for one in self._times if one[::2] == kind[::2] and len(self._times[one].plain) >= PLAIN]
+        if len(times.plain) >= PLAIN or not alike:
+            return
+        nearest = min(alike, key=lambda one: abs(one.keys - kind.keys))
+        grown = 2.0 ** ((kind.keys - nearest.keys) / 4)
+        known = self._times[nearest]
+        factor = (self.weights + known.bytes * grown) / max(1.0, self.weights + known.bytes)
+        times.plain.extend([min(known.plain) * factor] * PLAIN)
+        times.bytes = known.bytes * grown
+
     def chance(self, draft: str) -> Chance:
         return _latest(self._chances, draft, Chance)
 
@@ -145,7 +159,7 @@ class Pace:
         self.chance, self.found = Chance(), Chance()  # of the draft's tokens, of those looked up
         self.off: str | None = None
         self.stops = 0  # times that drafting ended
-        self._until = 0  # tokens from which on it may begin again
+        self._until: float = 0  # tokens from which on it may begin again
 
     def wants(self, length: int, kind: Kind, keys: int) -> bool:
         """Whether it drafts after ``length`` tokens, in steps of ``kind`` that read ``keys`` bytes of keys and values.
@@ -172,6 +186,10 @@ class Pace:
                 return False
         self.off = None
         return True
+
+    def end(self) -> None:
+        """Draft no more: what the draft knew is gone."""
+        self._until = math.inf
 
     def is_timed(self, kind: Kind) -> bool:
         """Whether enough plain steps of the kind were timed."""

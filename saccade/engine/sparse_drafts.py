@@ -24,7 +24,7 @@ from saccade.engine.speculation import Drafts, Speculation
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.methods.state import snapshot
-from saccade.methods.verified import MOST, Verified, bare
+from saccade.methods.verified import MOST, UNLEARNT, Verified, bare
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
@@ -41,11 +41,12 @@ class SparseDrafts:
         self.scheduler, self.worker, self.model = scheduler, worker, model
         self.pacing = Pacing(model.weight_bytes)
         self._kind: Kind | None = None  # of the step under way, if it is timed
-        self._drafted = False
+        self._keys = 0  # bytes of keys and values that it reads
+        self._drafted = self._learns = False
 
     def added(self, batch: Batch) -> Batch:
         """``batch`` as scheduled, with drafted rows where that pays. Their blocks are reserved."""
-        self._kind, self._drafted = None, False
+        self._kind, self._keys, self._drafted = None, 0, False
         able = [number for number, (request, rows) in enumerate(batch) if self._serves(request, rows)]
         if not able:
             return batch
@@ -55,8 +56,21 @@ class SparseDrafts:
         kind = Kind.of(first.draft.text, [rows.stop for _, rows in decoding])
         if len(decoding) == len(batch):
             self._kind = kind
-        keys = sum(rows.stop * request.sequence.memory.kv.token_bytes for request, rows in decoding)
-        wanting = [number for number in able if _of(batch[number][0]).pace.wants(batch[number][1].stop, kind, keys)]
+        keys = self._keys = sum(rows.stop * request.sequence.memory.kv.token_bytes for request, rows in decoding)
+        wanting = []
+        for number in able:
+            request, rows = batch[number]
+            pace, memory = _of(request).pace, request.sequence.memory
+            if pace.wants(rows.stop, kind, keys):
+                wanting.append(number)
+                if memory.has_state:
+                    self.pacing.guess_plain(kind)
+            elif memory.has_state:  # rows that teach a draft cost more than plain ones
+                memory.states = [None] * self.model.spec.layers
+                pace.end()
+        self._learns = any(
+            request.sequence.memory.has_state and rows.start - rows.span_start >= UNLEARNT for request, rows in decoding
+        )
         if not wanting or not all(_of(batch[number][0]).pace.is_timed(kind) for number in wanting):
             return batch
         rounds: dict[int, Round] = {}  # by number in the batch
@@ -87,8 +101,9 @@ class SparseDrafts:
         times = self.pacing.times(self._kind)
         if self._drafted:
             times.verify.append((sum(drafts) / len(drafts), seconds))
-        else:
+        elif not self._learns:
             times.plain.append(seconds)
+            times.bytes = self._keys
 
     def _serves(self, request: Request, rows: ScheduledRequest) -> bool:
         """Whether the row may be the first of a verification."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query, require, require_whole
 from saccade.methods.psa import PSA
-from saccade.methods.verified import MOST, Drafted, Verified, bare
+from saccade.methods.verified import MOST, UNLEARNT, Drafted, Verified, bare
 from saccade.selection import Dense, Selection
 from saccade.selection.plan import DevicePlan, Ends, Everything, PlanSpec
 
@@ -81,12 +81,12 @@ class Lossless(Verified):
         return None if state is None else Drafted(state)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        if isinstance(state, Drafted):  # some methods move on as they select
+        if isinstance(state, Drafted) and query.step >= UNLEARNT:  # some methods move on as they select
             self.draft.select_decode(_own(query), state.draft)
         return Dense(query.shape)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
-        if isinstance(state, Drafted):
+        if isinstance(state, Drafted) and query.step >= UNLEARNT:
             with self._quiet(query):
                 self.draft.observe(_own(query), selection, weights, state.draft)
 

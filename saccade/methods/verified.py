@@ -9,6 +9,7 @@ from saccade.methods.base import Method
 from saccade.methods.state import MethodState
 
 MOST = 16  # drafted tokens of a request in one step
+UNLEARNT = 2  # first decode rows of a turn that no draft learns from: they cost what dense rows cost, which is timed
 
 
 class Verified(Method):

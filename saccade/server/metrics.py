@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from saccade.engine.messages import RequestOutcome
 from saccade.methods.policy import Policy
+from saccade.methods.verified import Verified
 from saccade.server.engines import EngineFace
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
@@ -85,6 +86,11 @@ class Metrics:
         self.keys_read = counter("keys_attended", "Keys read, a query head, over rows and layers.", *phases)
         self.keys_dense = counter("keys_causal", "Keys that dense attention reads, likewise.", *phases)
         self.keys_scored = counter("keys_scored", "Scores computed to choose keys, likewise.", *phases)
+        drafts = ("method",)
+        self.verifications = counter("spec_decode_num_drafts", "Verifications of drafted tokens.", *drafts)
+        self.drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted.", *drafts)
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that stayed.", *drafts)
+        self.undrafted = counter("spec_decode_num_stops", "How often requests stopped drafting: no gain.", *drafts)
         self.http = counter("http_requests", "Requests over HTTP.", "route", "status")
         self.registry.register(_Engine(engine, model))
 
@@ -104,6 +110,12 @@ class Metrics:
         self.queued.observe(report["queue_seconds"])
         if times is not None and times.first_token_latency is not None:
             self.first.observe(times.first_token_latency)
+        if (drafts := report["speculation"]) is not None and isinstance(policy.decode, Verified):
+            draft = policy.decode.draft.name
+            self.verifications.labels(self._model, draft).inc(drafts["verifications"])
+            self.drafted.labels(self._model, draft).inc(report["drafted_tokens"])
+            self.accepted.labels(self._model, draft).inc(report["accepted_tokens"])
+            self.undrafted.labels(self._model, draft).inc(drafts["stops"])
         for phase, seconds, method in (
             ("prefill", self.prefill, policy.prefill.name),
             ("decode", self.decode, policy.decode.name),

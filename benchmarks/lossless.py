@@ -1,0 +1,255 @@
+"""Speed of ``lossless`` beside dense decode, and beside what its own step times and acceptance allow.
+
+    python benchmarks/lossless.py [--model random|8b|reference] [--contexts 8192,32768] [--batch 1] [--tokens 64]
+        [--drafts "psa(epsilon=0.3);quest(dense_layers=0)"] [--lengths 0] [--replay 0.7,0.9] [--threads N]
+
+``random`` is a 125M Llama and ``8b`` one of 8B shape (``--layers`` of it), both with random weights and made-up keys;
+``reference`` answers the suite's tasks. ``--lengths``: tokens drafted a round, 0 for as many as pay. With ``--replay``
+the draft's steps run as they are, and each token that they give is replaced by dense decode's with that chance, else by
+another one: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and verifications
+alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saccade import LLM, SamplingParams
+from saccade.bench.cli import model_folder
+from saccade.bench.generate_kv import TAIL, synthesize
+from saccade.bench.ttft import prompt
+from saccade.engine import sparse_drafts
+from saccade.engine.request import Request
+from saccade.methods.policy import Policy
+from saccade.models.baseline import save_random_llama
+
+WARM = 4  # tokens before the first that counts
+SHAPE_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+TASKS = ("span_copy", "vt", "single", "table_copy")  # of the suite
+
+
+@dataclass
+class Passes:
+    """Seconds of the worker's passes, by kind."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"draft": [], "verify": [], "plain": []})
+    counted: bool = False
+
+    def median(self, kind: str) -> float:
+        return statistics.median(self.seconds[kind]) if self.seconds[kind] else 0.0
+
+    def ideal(self) -> float:
+        return sum(len(times) * self.median(kind) for kind, times in self.seconds.items())
+
+
+@contextmanager
+def passes_of(llm: LLM):
+    worker, made = llm.engine.worker, Passes()
+    real = worker.run
+
+    def run(step):
+        began = time.perf_counter()
+        result = real(step)
+        if made.counted:
+            kind = "verify" if any(one.drafts for one in step.scheduled) else "draft"
+            if kind == "draft" and any(one.policy.decode.name in ("dense", "lossless") for one in step.scheduled):
+                kind = "plain"
+            made.seconds[kind].append(time.perf_counter() - began)
+        return result
+
+    worker.run = run
+    try:
+        yield made
+    finally:
+        del worker.run
+
+
+@contextmanager
+def replayed(known: dict[int, list[int]], chance: float | None):
+    """Have draft steps give ``known`` tokens (by request's order) with ``chance``, and every verified row its own."""
+    if chance is None:
+        yield lambda request, number: None
+        return
+    real, rng = sparse_drafts.Round.take, random.Random(7)
+    numbers: dict[int, int] = {}
+
+    def take(self, result, seconds, ends):
+        right = known[numbers[self.request.id]][len(self.request.sequence.tokens)]
+        result.tokens, result.logits = [right if rng.random() < chance else (right + 1) % 200], None
+        real(self, result, seconds, ends)
+
+    def begin(request: Request, number: int) -> None:
+        numbers[request.id] = number
+        answer = known[number]
+        request.sampler.sample = lambda ids, logits, place, proposal=None: answer[place]  # type: ignore[method-assign]
+
+    sparse_drafts.Round.take = take  # type: ignore[method-assign]
+    try:
+        yield begin
+    finally:
+        sparse_drafts.Round.take = real  # type: ignore[method-assign]
+
+
+Fill = Callable[[Request], None] | None
+
+
+def measure(
+    llm: LLM, prompts: Sequence[list[int]], fills: Sequence[Fill], policy: str, tokens: int, begin: Callable[..., None]
+) -> tuple[float, int, list[Request], Passes]:
+    """Seconds and tokens after the warm-up, the requests, and the worker's passes."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=tokens + WARM, ignore_eos=True)
+    requests = []
+    for number, (ids, fill) in enumerate(zip(prompts, fills)):
+        request = engine.add(ids, params, Policy.parse(policy))
+        if fill is not None:
+            fill(request)
+        begin(request, number)
+        requests.append(request)
+    with passes_of(llm) as made:
+        while any(len(request.sequence.tokens) - request.output_start < WARM for request in requests):
+            engine.step()
+        before = sum(len(request.sequence.tokens) - request.output_start for request in requests)
+        made.counted = True
+        began = time.perf_counter()
+        while engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - began
+    for request in requests:
+        if request.error is not None:
+            raise SystemExit(f"{policy}: {request.error}")
+    return seconds, sum(len(request.final_ids) for request in requests) - before, requests, made
+
+
+def filling(llm: LLM, ids: list[int], model: str) -> Fill:
+    """Keys and values for all but the last tokens of a prompt of a random model."""
+    if model == "random" and llm.model.runner.device.type != "cuda":
+        made = synthesize(llm, ids)
+        return lambda request: made.fill(request.sequence)
+    spec = llm.model.spec
+
+    def fill(request: Request) -> None:
+        kv, past = request.sequence.memory.kv, len(ids) - TAIL
+        kv.reserve(len(ids))
+        for layer in range(spec.layers):
+            k, v = (
+                torch.randn(spec.kv_heads, past, spec.head_dim, device=llm.model.runner.device).to(spec.dtype)
+                for _ in range(2)
+            )
+            kv.append(layer, k, v)
+        request.sequence.advance(past)
+
+    return fill
+
+
+def suite_prompts(llm: LLM, length: int, batch: int) -> list[list[int]]:
+    from saccade.eval.render import render
+    from saccade.eval.suite.tasks import make
+
+    samples = [make(TASKS[number % len(TASKS)], length, number) for number in range(batch)]
+    return [render(llm.tokenizer, [], sample.turns[0]).ids for sample in samples]
+
+
+def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
+    vocab = llm.model.spec.vocab_size
+    if chosen.model == "reference":
+        prompts = suite_prompts(llm, context - chosen.tokens - 16, chosen.batch)
+        fills: list[Fill] = [None] * chosen.batch
+    else:
+        prompts = [prompt(context, vocab, seed) for seed in range(chosen.batch)]
+        fills = [filling(llm, prompts[0], chosen.model)] * chosen.batch
+    nothing: Callable[..., None] = lambda request, number: None  # noqa: E731
+    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, nothing)
+    dense = made / seconds
+    known = {number: [*prompts[number], *one.final_ids, 0] for number, one in enumerate(answered)}
+    print(
+        f"{context} x {chosen.batch}: dense {1000 * passes.median('plain'):.2f} ms/step, {dense:.1f} tokens/s",
+        flush=True,
+    )
+    for draft in chosen.drafts.split(";"):
+        for length in chosen.lengths.split(","):
+            for chance in [None] if chosen.replay is None else [float(one) for one in chosen.replay.split(",")]:
+                policy = f"lossless(draft={draft}, tokens={length}{'' if chance is None else ', lookup=0'})"
+                with replayed(known, chance) as begin:
+                    seconds, made, requests, passes = measure(llm, prompts, fills, policy, chosen.tokens, begin)
+                said = [request.report.as_dict()["speculation"] for request in requests]
+                drafted, found = (sum(one[name] for one in said) for name in ("drafted", "accepted_looked_up"))
+                rounds = sum(one["verifications"] for one in said)
+                density = statistics.fmean([one["draft"]["density"] or 0.0 for one in said])
+                same = sum(one.final_ids == other.final_ids for one, other in zip(requests, answered))
+                speed, ideal = made / seconds, made / passes.ideal()
+                stays = sum(one["acceptance"] or 0.0 for one in said) / len(said)
+                parts = (
+                    f"  {policy}" + ("" if chance is None else f" replayed at {chance}"),
+                    f"draft {1000 * passes.median('draft'):.2f} ms/step at density {density:.3f}",
+                    f"verify {1000 * passes.median('verify'):.2f} ms, {drafted / max(1, rounds):.1f} drafts a round",
+                    f"acceptance {stays:.3f}, found {found}",
+                    f"{speed:.1f} tokens/s = {speed / dense:.2f} x dense",
+                    f"ideal {ideal:.1f}, of ideal {speed / ideal:.3f}",
+                    f"answers equal {same}/{len(requests)}",
+                    f"off: {said[0]['off']}",
+                )
+                print("; ".join(parts), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--contexts", default="8192,32768")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--drafts", default="psa(epsilon=0.3);quest(dense_layers=0)")
+    parser.add_argument("--lengths", default="0")
+    parser.add_argument("--replay", default=None)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    contexts = [int(one) for one in chosen.contexts.split(",")]
+    longest = max(contexts) + chosen.tokens + 64
+    with tempfile.TemporaryDirectory() as folder:
+        if chosen.model == "8b":
+            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where weights are drawn sooner
+                path = save_random_llama(
+                    Path(folder), **SHAPE_8B, num_hidden_layers=chosen.layers, max_position_embeddings=longest
+                )
+        else:
+            dtype = torch.bfloat16 if chosen.dtype == "bfloat16" else torch.float32
+            path = model_folder(chosen.model, Path(folder), dtype, positions=longest)
+        options: dict[str, Any] = {"device": chosen.device} if chosen.device != "auto" else {}
+        llm = LLM(
+            path,
+            dtype=chosen.dtype,
+            max_model_len=longest,
+            max_requests=chosen.batch,
+            threads=chosen.threads,
+            exact=False,
+            **options,
+        )
+        with llm:
+            for context in contexts:
+                bench(llm, chosen, context)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""``lossless`` where recorded steps draft: CPU tensors, Triton's interpreter, no graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from device_helpers import put_on_device
+from engine_helpers import tokens
+from helpers import generator
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.engine import host as host_module
+from saccade.engine import host_together
+from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv.sequence import SequenceKV
+from saccade.ops import Call, run
+from saccade.ops.triton import few_rows
+from saccade.ops.triton.few_rows import attend_few
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    folder = make_checkpoint(
+        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
+    )
+    host, device = (LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False) for _ in range(2))
+    put_on_device(device)
+    return host, device
+
+
+def test_recorded_steps_draft_and_the_host_path_verifies(engines):
+    """Greedy, seeded and with log-probabilities; drafts without a state and with one; beside a plain request."""
+    host, device = engines
+    prompts = [random_ids(length, seed=length) for length in (150, 170, 90, 120)]
+    common = {"max_tokens": 6, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0.9, seed=4, **common),
+        SamplingParams(temperature=0, logprobs=1, **common),
+        SamplingParams(temperature=0, **common),
+    ]
+    drafts = ("quest(budget=64, dense_layers=0)", "streaming(sinks=2, window=40)", "h2o(budget=48)")
+    policies = [*(f"lossless(draft={draft}, tokens=2)" for draft in drafts), "dense"]
+    want = host.generate(prompts, params)
+    got = device.generate(prompts, params, policy=policies)
+    assert [one.error for one in got] == [None] * 4
+    assert list(map(tokens, got)) == list(map(tokens, want))
+    for output, recorded in zip(got, (True, True, False)):
+        said = output.report["speculation"]
+        assert said["verifications"] >= 2
+        assert said["draft"]["tokens"] == said["drafted"] > 0
+        assert any("triton" in name for name in said["draft"]["backends"]) or not recorded
+        assert 0 < said["draft"]["density"] < 0.9
+        assert output.report["decode"]["density"] == 1.0
+    assert device.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_few_rows_of_several_sequences(rows, softcap):
+    """Ragged, with queries that lie row by row, against the reference one by one; 34 rows of a KV head take the larger
+    tile."""
+    rng = generator(rows)
+    lengths = (rows + 1, 70, 200)
+    format_ = KVFormat(torch.float32, 2, 32, 32)
+    pool = BlockManager(KVStorage(format_, 40), 1)
+    views, new = [], []
+    for length in lengths:
+        kv = SequenceKV(pool)
+        kv.reserve(length)
+        k, v = torch.randn(2, 2, length, 32, generator=rng)
+        kv.append(0, k, v)
+        views.append(kv.view(0))
+        new.append((k[:, -rows:], v[:, -rows:]))
+    q = torch.randn(3 * rows, 4, 32, generator=rng).transpose(0, 1)
+    k, v = (torch.cat([one[which] for one in new], 1) for which in (0, 1))
+    out, lse = attend_few(q, k, v, views, scale=0.2, softcap=softcap)
+    for number, view in enumerate(views):
+        here = slice(number * rows, (number + 1) * rows)
+        want = run(Call.of(q[:, here], view, scale=0.2, softcap=softcap), "reference")
+        torch.testing.assert_close(out[:, here], want.out, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse[:, here], want.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch):
+    """As on a GPU; on CPU tensors under the interpreter."""
+    host, _ = engines
+    counts = []
+
+    def takes(self, chosen):
+        if not chosen.rows.together:
+            return False
+        self.waiting.setdefault(chosen.chunk.shape.q_len, []).append(chosen)
+        return True
+
+    def counted(q, k, v, views, **options):
+        counts.append((len(views), q.shape[1]))
+        return attend_few(q, k, v, views, **options)
+
+    prompts = [random_ids(length, seed=length) for length in (150, 170, 90)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (7, 6, 7)]
+    want = host.generate(prompts, params)
+    monkeypatch.setattr(host_together.TogetherRows, "takes", takes)
+    monkeypatch.setattr(host_module, "batches", lambda rows, q: rows.together)
+    monkeypatch.setattr(few_rows, "attend_few", counted)
+    got = host.generate(prompts, params, policy="lossless(draft=quest(budget=64, dense_layers=0), tokens=3, lookup=0)")
+    assert list(map(tokens, got)) == list(map(tokens, want))
+    assert (3, 12) in counts
+    assert all(one.report["decode"]["density"] == 1.0 for one in got)
+    assert any("triton" in name for name in got[0].report["decode"]["backends"])
