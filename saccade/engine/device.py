@@ -267,6 +267,7 @@ class DeviceBackend:
             return self._buffers
         return have
 
+    @torch.inference_mode()  # in which the host path may have made summaries
     def _load(self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None]) -> None:
         """Bring the rows' buffers up to date, and see whose counts each row gathers."""
         tokens = dict(zip(step.request_ids, step.input_ids.tolist()))
