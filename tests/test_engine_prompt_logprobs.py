@@ -138,8 +138,6 @@ def test_the_ranks_of_equals_do_not_hang_on_what_others_ask_for():
 
     few, many = asked(1, 2), asked(2, 9)
     alone = scores(few) | scores(many)
-    assert set(alone[1][0]) >= {7, 21, 12} and alone[1][1][21] == (
-        pytest.approx(float(logits[1].log_softmax(0)[21])),
-        2,
-    )
+    assert set(alone[1][0]) >= {7, 21, 12}
+    assert alone[1][1][21] == (pytest.approx(float(logits[1].log_softmax(0)[21])), 2)
     assert scores(few, many) == alone
