@@ -3,8 +3,8 @@
 With a chance ``a`` that a drafted token stays, a round of k drafts gives on average (1 - a^(k+1)) / (1 - a) tokens
 (Leviathan, Kalman and Matias, ICML 2023, equation 1). It takes k draft steps and one verification of k + 1 rows; a
 plain step gives one token. The length drafted is the k of most tokens a second; where no k beats plain steps by
-``LEAST``, nothing is drafted. ``a`` is counted with slow forgetting. Times are medians of what steps of this engine
-took at about this length and batch; before any was taken, bytes stand for time: a step reads the weights and the keys
+``LEAST``, nothing is drafted. ``a`` is counted with slow forgetting. Times are what steps of this engine took of late
+at about this length and batch; before any was taken, bytes stand for time: a step reads the weights and the keys
 and values, a draft step the weights and some of the keys.
 
 A request that stops drafting stays so until its context has doubled, so it stops and begins again a few times at most.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -61,14 +61,19 @@ class Times:
 
     @property
     def known(self) -> bool:
-        return len(self.plain) >= PLAIN and bool(self.draft) and bool(self.verify)
+        return len(self.plain) >= PLAIN and bool(self.draft) and len(self.verify) >= 2
 
     def of_round(self, drafts: int) -> float:
         """Of drafting and verifying so many tokens. Rows of a verification cost alike; the first is a plain step."""
-        plain, verify = min(self.plain), median([seconds for _, seconds in self.verify])
-        had = median([count for count, _ in self.verify])
+        plain, had = typical(self.plain), median([count for count, _ in self.verify])
+        verify = typical([seconds for _, seconds in self.verify])
         row = max(0.0, verify - plain) / max(1.0, had)
-        return drafts * median(self.draft) + max(plain, verify + row * (drafts - had))
+        return drafts * typical(self.draft) + max(plain, verify + row * (drafts - had))
+
+
+def typical(seconds: Collection[float]) -> float:
+    """The lower quartile: what others do on the machine makes steps longer, never shorter."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 @dataclass
@@ -95,7 +100,7 @@ def tokens_of_round(chance: float, drafts: int) -> float:
 def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
     """The number of drafts, from 1 to ``most``, of most tokens a second, and how many times the speed of plain steps
     that is."""
-    plain = min(times.plain)
+    plain = typical(times.plain)
     speeds = [
         (tokens_of_round(chance, drafts) * plain / times.of_round(drafts), -drafts) for drafts in range(1, most + 1)
     ]
@@ -132,7 +137,7 @@ class Pacing:
         grown = 2.0 ** ((kind.keys - nearest.keys) / 4)
         known = self._times[nearest]
         factor = (self.weights + known.bytes * grown) / max(1.0, self.weights + known.bytes)
-        times.plain.extend([min(known.plain) * factor] * PLAIN)
+        times.plain.extend([typical(known.plain) * factor] * PLAIN)
         times.bytes = known.bytes * grown
 
     def chance(self, draft: str) -> Chance:
