@@ -5,8 +5,9 @@
 
 Medians in milliseconds of one layer. Decode: one row as the engine calls for it (ops.cpu_plans), which chooses, reads
 and learns; rows that such a call does not serve run as `saccade bench ops` runs them, marked "apart". Layers with the
-same keys at different places take turns, so that caches are cold. Prefill: beside torch's sdpa over all heads. The last
-line has the matrix rate and the bandwidth of reading in order.
+same keys at different places take turns, so that caches are cold. The last column is the share of the rows' time that
+goes to choosing and learning, with the most threads. Prefill: beside torch's sdpa over all heads. The last line has the
+matrix rate and the bandwidth of reading in order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from saccade.selection import Dense
 from saccade.selection.plan import OwnReading, Summarized
 
 DECODE = (
-    "dense;streaming;quest;arkvale;psa(epsilon=0.98);lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
+    "dense;streaming;quest(dense_layers=0);arkvale;psa(epsilon=0.98);lfps(a=0.02, epsilon=1, blocks=0, rest=none)@0.02;"
     "lfps(unit=kv_head, blocks=0);topk(k=0.02, unit=kv_head);cis(k=0.02, unit=kv_head)"
 )
 BLOCK = 16  # steps of a block of CIS
@@ -103,7 +104,7 @@ def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) ->
     cells = []
     for threads in counts:
         torch.set_num_threads(threads)
-        times = []
+        times, shares = [], [0.0]
         for step in range(warm + steps):
             q = rows[:, TAIL // 2 + step % (TAIL // 2)][:, None]
             one = planned.step(step) if planned.serves else None
@@ -113,11 +114,11 @@ def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) ->
                 if one is None:
                     apart(method, q, view, states[layer], step, threads)
                 else:
-                    one.attend(layer, q, out, problem.scale, None, threads)
+                    shares.append(one.attend(layer, q, out, problem.scale, None, threads, watched=True))
                 if step >= warm:
                     times.append(time.perf_counter() - began)
         cells.append(f"{1000 * (statistics.fmean if searches else statistics.median)(times):.3f}")
-    return [f"`{name}`" + ("" if planned.serves else " (apart)"), *cells]
+    return [f"`{name}`" + ("" if planned.serves else " (apart)"), *cells, f"{100 * statistics.median(shares):.0f} %"]
 
 
 def apart(method: Method, q: torch.Tensor, view: object, state: object, step: int, threads: int) -> None:
@@ -166,7 +167,7 @@ def main() -> None:
         q_len = 1 if chosen.suite == "decode" else context
         problem = make(chosen.heads, chosen.kv_heads, chosen.head_dim, context, q_len, torch.bfloat16)
         print(f"{context} keys, {chosen.heads}/{chosen.kv_heads} heads of {chosen.head_dim}, bfloat16, ms\n")
-        table(["row \\ threads", *map(str, counts)])
+        table(["row \\ threads", *map(str, counts), *(["choosing"] if chosen.suite == "decode" else [])])
         for name in [] if chosen.suite == "prefill" else methods:
             if time.monotonic() - began < chosen.limit:
                 print("| " + " | ".join(decode_rows(problem, name, counts, chosen.repeats)) + " |", flush=True)

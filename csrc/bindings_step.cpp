@@ -32,26 +32,50 @@ struct StepRow : BlockTable {
 
 class DecodeStep {
     enum class Kind { elsewhere, reads, chooses, lists, shares };
+    // What one layer reads: a ReadKeys, BlockChoice, ListedLayer or SharedLayer that Python holds.
     struct Layer {
         Kind kind = Kind::elsewhere;
-        ReadKeys keys;
-        BlockChoice choice;
-        ChoosingLayer by;
-        ListedLayer listed;
-        SharedLayer shared;
+        const void* what = nullptr;
+
+        template <class T>
+        const T& as() const {
+            return *static_cast<const T*>(what);
+        }
     };
     struct Row {
         StepRow where;
         std::vector<Layer> layers;
-        ListedKeys listed;
-        SharedKeys shared;
-        // The row's work at the layer that runs.
-        Reading reading;
-        Choosing choosing;
-        Listing listing;
-        Sharing sharing;
-        RowWork* work;
-        int64_t keys;
+        nb::object held;            // what they point to
+        const void* how = nullptr;  // of all layers, a ListedKeys or SharedKeys
+        int64_t steps = 0;          // that lists have learnt from on top of what their layers say
+        // By layer, where blocks are chosen by summaries; where a rule notes what it let in, `units` numbers a layer.
+        std::vector<uintptr_t> summaries;
+        std::vector<int64_t> summarized;
+        int64_t* used = nullptr;
+        float* coverage = nullptr;
+        int64_t units = 0;
+
+        ChoosingLayer choosing_by(int64_t layer) const {
+            return {reinterpret_cast<const void*>(summaries[layer]), summarized[layer],
+                    used ? used + layer * units : nullptr, coverage ? coverage + layer * units : nullptr};
+        }
+        ListedLayer listed_by(int64_t layer) const {
+            ListedLayer own = layers[layer].as<ListedLayer>();
+            own.steps += steps;
+            if (summaries.empty()) return own;
+            own.summary = reinterpret_cast<const void*>(summaries[layer]);
+            own.summarized = summarized[layer];
+            return own;
+        }
+        std::unique_ptr<RowWork> work;  // of the layer that runs, and of the next one of its kind
+        Kind worked = Kind::elsewhere;
+        int64_t keys = 0;
+
+        template <class Work>
+        Work& working(Kind kind) {
+            if (worked != kind) work = std::make_unique<Work>(), worked = kind;
+            return static_cast<Work&>(*work);
+        }
     };
     struct Work {
         const KernelSet& set;
@@ -85,55 +109,48 @@ class DecodeStep {
     }
 
     // By layer: Keys, or BlockChoice with the layer's summaries and where to note what a rule let in.
-    void reads(int64_t number, nb::list calls, const std::vector<uintptr_t>& summaries,
-               const std::vector<int64_t>& summarized, uintptr_t used, uintptr_t coverage, int64_t units) {
+    void reads(int64_t number, nb::list calls, std::vector<uintptr_t> summaries, std::vector<int64_t> summarized,
+               uintptr_t used, uintptr_t coverage, int64_t units) {
         Row& row = at(number);
-        if (static_cast<int64_t>(nb::len(calls)) != layers_) throw std::invalid_argument("one call a layer is needed");
+        check_layers(nb::len(calls));
+        const int64_t known = static_cast<int64_t>(std::min(summaries.size(), summarized.size()));
         for (int64_t i = 0; i < layers_; ++i) {
-            Layer& layer = row.layers[i];
             nb::handle call = calls[i];
-            if (nb::isinstance<ReadKeys>(call)) {
-                layer.kind = Kind::reads;
-                layer.keys = nb::cast<const ReadKeys&>(call);
-                continue;
-            }
-            layer.kind = Kind::chooses;
-            layer.choice = nb::cast<const BlockChoice&>(call);
-            if (i >= static_cast<int64_t>(std::min(summaries.size(), summarized.size())))
+            Layer& layer = row.layers[i];
+            if (i && call.is(calls[i - 1])) layer = row.layers[i - 1];
+            else if (nb::isinstance<ReadKeys>(call)) layer = {Kind::reads, &nb::cast<const ReadKeys&>(call)};
+            else layer = {Kind::chooses, &nb::cast<const BlockChoice&>(call)};
+            if (layer.kind == Kind::chooses && i >= known)
                 throw std::invalid_argument("summaries of layer " + std::to_string(i) + " are missing");
-            layer.by = {reinterpret_cast<const void*>(summaries[i]), summarized[i],
-                        used ? reinterpret_cast<int64_t*>(used) + i * units : nullptr,
-                        coverage ? reinterpret_cast<float*>(coverage) + i * units : nullptr};
         }
+        row.held = calls;
+        row.summaries = std::move(summaries);
+        row.summarized = std::move(summarized);
+        row.used = reinterpret_cast<int64_t*>(used);
+        row.coverage = reinterpret_cast<float*>(coverage);
+        row.units = units;
     }
 
     // Every layer reads the best of its candidates; `summaries` where blocks name some.
-    void lists(int64_t number, const ListedKeys& keys, const std::vector<ListedLayer>& layers,
-               const std::vector<uintptr_t>& summaries, const std::vector<int64_t>& summarized, int64_t steps) {
+    void lists(int64_t number, nb::object keys, nb::list layers, std::vector<uintptr_t> summaries,
+               std::vector<int64_t> summarized, int64_t steps) {
         Row& row = at(number);
-        if (static_cast<int64_t>(layers.size()) != layers_ || summaries.size() != summarized.size() ||
-            (keys.blocks && static_cast<int64_t>(summaries.size()) != layers_))
+        const ListedKeys& how = nb::cast<const ListedKeys&>(keys);
+        if (summaries.size() != summarized.size() || (how.blocks && static_cast<int64_t>(summaries.size()) != layers_))
             throw std::invalid_argument("one of each layer is needed");
-        row.listed = keys;
-        for (int64_t i = 0; i < layers_; ++i) {
-            row.layers[i].kind = Kind::lists;
-            row.layers[i].listed = layers[i];
-            row.layers[i].listed.steps += steps;
-            if (!keys.blocks) continue;
-            row.layers[i].listed.summary = reinterpret_cast<const void*>(summaries[i]);
-            row.layers[i].listed.summarized = summarized[i];
-        }
+        hold<ListedLayer>(row, Kind::lists, keys, layers);
+        row.how = &how;
+        row.steps = steps;
+        row.summaries = std::move(summaries);
+        row.summarized = std::move(summarized);
+        if (!how.blocks) row.summaries.clear();
     }
 
     // Every layer reads what it shares, or retrieves.
-    void shares(int64_t number, const SharedKeys& keys, const std::vector<SharedLayer>& layers) {
+    void shares(int64_t number, nb::object keys, nb::list layers) {
         Row& row = at(number);
-        if (static_cast<int64_t>(layers.size()) != layers_) throw std::invalid_argument("one of each layer is needed");
-        row.shared = keys;
-        for (int64_t i = 0; i < layers_; ++i) {
-            row.layers[i].kind = Kind::shares;
-            row.layers[i].shared = layers[i];
-        }
+        row.how = &nb::cast<const SharedKeys&>(keys);
+        hold<SharedLayer>(row, Kind::shares, keys, layers);
     }
 
     // Stores the new keys and values and, if it `attends`, writes the attention of those rows that say how.
@@ -154,18 +171,17 @@ class DecodeStep {
             Attention a = row_of(threads, pool, queries, row.where.at(layer), row.where.row, row.where.q_start, output);
             row.keys = a.q_start + 1;
             if (own.kind == Kind::reads) {
-                row.reading.begin(a, own.keys);
-                row.keys = row.reading.keys();
-                row.work = &row.reading;
+                Reading& reading = row.working<Reading>(own.kind);
+                reading.begin(a, own.as<ReadKeys>());
+                row.keys = reading.keys();
             } else if (own.kind == Kind::chooses) {
-                row.choosing.begin(a, own.choice, own.by);
-                row.work = &row.choosing;
+                row.working<Choosing>(own.kind).begin(a, own.as<BlockChoice>(), row.choosing_by(layer));
             } else if (own.kind == Kind::lists) {
-                row.listing.begin(a, row.listed, own.listed);
-                row.work = &row.listing;
+                row.working<Listing>(own.kind)
+                    .begin(a, *static_cast<const ListedKeys*>(row.how), row.listed_by(layer));
             } else {
-                row.sharing.begin(a, row.shared, own.shared);
-                row.work = &row.sharing;
+                row.working<Sharing>(own.kind)
+                    .begin(a, *static_cast<const SharedKeys*>(row.how), own.as<SharedLayer>());
             }
             work.some.push_back(&row);
         }
@@ -195,6 +211,15 @@ class DecodeStep {
         if (number < 0 || number >= static_cast<int64_t>(rows_.size()))
             throw std::invalid_argument("there is no row " + std::to_string(number));
         return *rows_[number];
+    }
+    void check_layers(size_t count) const {
+        if (static_cast<int64_t>(count) != layers_) throw std::invalid_argument("one call a layer is needed");
+    }
+    template <class T>
+    void hold(Row& row, Kind kind, nb::object keys, nb::list layers) {
+        check_layers(nb::len(layers));
+        for (int64_t i = 0; i < layers_; ++i) row.layers[i] = {kind, &nb::cast<const T&>(nb::handle(layers[i]))};
+        row.held = nb::make_tuple(keys, layers);
     }
 
     int64_t layers_, kv_heads_, block_size_;

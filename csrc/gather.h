@@ -7,7 +7,7 @@
 namespace saccade {
 namespace {
 
-// The units of one KV head.
+// Units of one KV head: all of them, where some choose among every key.
 template <class Math, class T>
 class GatherTask {
     using Rows = GatherRows<Math, T>;
@@ -15,11 +15,12 @@ class GatherTask {
     using Q = typename Rows::Q;
 
   public:
-    GatherTask(const Gather& g, int64_t kv_head)
-        : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, kv_head),
-          rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32}, kv_head_(kv_head), group_(a_.heads / a_.kv_heads),
-          units_(g.units / a_.kv_heads), per_unit_(a_.heads / g.units) {
-        for (int64_t u = kv_head * units_; u < (kv_head + 1) * units_; ++u) {
+    // Units first .. first + count - 1, on `threads` threads.
+    GatherTask(const Gather& g, int64_t first, int64_t count, int threads)
+        : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, first * a_.kv_heads / g.units),
+          rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32}, first_(first), units_(count),
+          per_unit_(a_.heads / g.units), group_(count * per_unit_), threads_(threads) {
+        for (int64_t u = first; u < first + count; ++u) {
             const bool whole = g.full && g.full[u];
             full_ |= whole;
             const int64_t places = whole ? g.keys : g.offsets[u + 1] - g.offsets[u] + g.sinks + g.local;
@@ -37,7 +38,7 @@ class GatherTask {
         carve(carver);
         take_queries();
         if (full_) score_all();
-        for_parts(units_, a_.threads, [&](int64_t u) {
+        for_parts(units_, threads_, [&](int64_t u) {
             Carver part(room + own.used() + u * each.used());
             Unit one = unit(u);
             one.carve(part);
@@ -54,15 +55,15 @@ class GatherTask {
     }
 
     Unit unit(int64_t u) const {
-        const int64_t first = u * per_unit_;
-        return Unit(g_, kv_head_, kv_head_ * units_ + u, longest_, q_ + first * rows_of_.q_stride, s_ + first * longest_,
-                    top_ + first);
+        const int64_t head = u * per_unit_;
+        return Unit(g_, first_ + u, longest_, threads_, q_ + head * rows_of_.q_stride, s_ + head * longest_,
+                    top_ + head);
     }
 
     void take_queries() const {
         std::memset(q_, 0, group_ * rows_of_.q_stride * sizeof(Q));
         for (int64_t h = 0; h < group_; ++h) {
-            const T* from = static_cast<const T*>(a_.q) + (kv_head_ * group_ + h) * a_.q_head_stride;
+            const T* from = static_cast<const T*>(a_.q) + (first_ * per_unit_ + h) * a_.q_head_stride;
             Q* to = q_ + h * rows_of_.q_stride;
             if constexpr (Rows::kDot) std::memcpy(to, from, a_.head_dim * sizeof(T));
             else
@@ -73,7 +74,7 @@ class GatherTask {
     // Every key once, for all heads of the group.
     void score_all() const {
         const int64_t parts = parts_of(g_.keys, kPart);
-        for_parts(parts, a_.threads, [&](int64_t part) { score_part(part); });
+        for_parts(parts, threads_, [&](int64_t part) { score_part(part); });
         for (int64_t h = 0; h < group_; ++h) {
             top_[h] = kNoMax;
             for (int64_t i = 0; i < parts; ++i)
@@ -101,7 +102,8 @@ class GatherTask {
     const Logits logits_;
     const KeyRows row_of_;
     const Rows rows_of_;
-    const int64_t kv_head_, group_, units_, per_unit_;
+    const int64_t first_, units_, per_unit_, group_;  // group_: query heads of all units
+    const int threads_;
     int64_t longest_ = 0;
     bool full_ = false;
     Q* q_ = nullptr;
@@ -121,10 +123,15 @@ void gather_typed(const Gather& g) {
         if (g.idle && g.idle[g.lists == g.units ? unit * per_unit : list]) count = g.idle_keys;
         g.out_offsets[list + 1] = g.out_offsets[list] + count;
     }
-    parallel_for(
-        g.attention.kv_heads, g.attention.threads,
-        [](void* context, int64_t i) { GatherTask<Math, T>(*static_cast<const Gather*>(context), i).run(); },
-        const_cast<Gather*>(&g));
+    bool full = false;
+    for (int64_t u = 0; u < g.units; ++u) full |= g.full && g.full[u];
+    const int64_t tasks = full ? g.attention.kv_heads : g.units;
+    // Where there are tasks enough, none is worth cutting further. What comes out is the same.
+    const int each = g.units >= 2 * g.attention.threads ? 1 : g.attention.threads;
+    for_parts(tasks, g.attention.threads, [&](int64_t i) {
+        const int64_t count = g.units / tasks;
+        GatherTask<Math, T>(g, i * count, count, full ? g.attention.threads : each).run();
+    });
 }
 
 }  // namespace

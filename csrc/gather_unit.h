@@ -31,12 +31,13 @@ class GatherUnit {
     static constexpr int64_t kLead = 4 * kBatch;  // rows of values asked for while weights are made
 
   public:
-    // Unit `unit` of KV head `kv_head`, with room for `longest` places. `q` are its heads' queries. `s` [heads, longest]
-    // are their base-2 logits and `top` [heads] the greatest, of every key if it chooses among all, else to be made.
-    GatherUnit(const Gather& g, int64_t kv_head, int64_t unit, int64_t longest, const Q* q, float* s, float* top)
-        : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, kv_head),
+    // With room for `longest` places. `q` are its heads' queries. `s` [heads, longest] are their base-2 logits and `top`
+    // [heads] the greatest, of every key if it chooses among all, else to be made.
+    GatherUnit(const Gather& g, int64_t unit, int64_t longest, int threads, const Q* q, float* s, float* top)
+        : g_(g), a_(g.attention), logits_(g.attention), row_of_(g.attention, unit * a_.kv_heads / g.units),
           rows_of_{a_.head_dim, (a_.head_dim + 31) / 32 * 32}, unit_(unit), d_(a_.head_dim), heads_(a_.heads / g.units),
-          first_(unit * heads_), longest_(longest), whole_(g.full && g.full[unit]), q_(q), s_(s), top_(top) {}
+          first_(unit * heads_), longest_(longest), whole_(g.full && g.full[unit]), threads_(threads), q_(q), s_(s),
+          top_(top) {}
 
     void carve(Carver& c) {
         r_ = c.take<float>(longest_);
@@ -111,7 +112,7 @@ class GatherUnit {
     // Logits of the listed places, and the greatest of each head.
     void score(int64_t places) {
         const int64_t parts = parts_of(places, kListedPart);
-        for_parts(parts, a_.threads, [&](int64_t part) {
+        for_parts(parts, threads_, [&](int64_t part) {
             const int64_t first = part * kListedPart, left = places - first;
             const int64_t count = left < kListedPart ? left : kListedPart;
             int64_t* rows = static_cast<int64_t*>(thread_scratch((kListedPart + 2 * kBatch) * sizeof(int64_t)));
@@ -141,7 +142,7 @@ class GatherUnit {
         if (wanted > 0) {
             const float* score = rank(voters, places);
             top_of_parts(score + g_.sinks, candidates, wanted, static_cast<int32_t>(g_.sinks), chosen_ + count, spare_,
-                         a_.threads);
+                         threads_);
             count += wanted;
         }
         for (int64_t i = places - g_.local; i < places; ++i) chosen_[count++] = static_cast<int32_t>(i);
@@ -158,7 +159,7 @@ class GatherUnit {
             const int64_t count = places - part * kPart < kPart ? places - part * kPart : kPart;
             return (count + W - 1) / W * W;
         };
-        for_parts(parts, a_.threads, [&](int64_t part) {
+        for_parts(parts, threads_, [&](int64_t part) {
             for (int64_t h = 0; h < heads_; ++h) {
                 const float* s = s_ + h * longest_ + part * kPart;
                 const F top = Simd::set1(top_[h]);
@@ -173,7 +174,7 @@ class GatherUnit {
             for (int64_t part = 0; part < parts; ++part) sum += part_[part * heads_ + h];
             share_[h] = idle(h) ? 0 : 1 / sum;
         }
-        for_parts(parts, a_.threads, [&](int64_t part) {
+        for_parts(parts, threads_, [&](int64_t part) {
             float* r = r_ + part * kPart;
             for (int64_t j = 0; j < rounded(part); j += W) {
                 F all = Simd::set1(0);
@@ -215,7 +216,7 @@ class GatherUnit {
     // Attention over the `count` places.
     void read(int64_t count) {
         const int64_t parts = parts_of(count, kListedPart);
-        for_parts(parts, a_.threads, [&](int64_t part) { read_part(part, count); });
+        for_parts(parts, threads_, [&](int64_t part) { read_part(part, count); });
         for (int64_t h = 0; h < heads_; ++h) {
             const int64_t own = own_of(h, count), head = first_ + h;
             float total = 0;
@@ -275,6 +276,7 @@ class GatherUnit {
     const Rows rows_of_;
     const int64_t unit_, d_, heads_, first_, longest_;  // first_: of the heads
     const bool whole_;
+    const int threads_;
     bool picks_ = false;  // whether chosen_ says which places are read, or the first ones are
     const Q* q_;
     float *s_, *top_;

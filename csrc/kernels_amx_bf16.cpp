@@ -2,8 +2,11 @@
 #include "simd_avx512_bf16.h"
 // clang-format off: the kernels see the Simd above
 #include "antidiagonal.h"
+#include "decode.h"
+#include "gather.h"
 #include "line_cover.h"
 #include "prefill.h"
+#include "progressive.h"
 #include "rows.h"
 
 #include <sys/syscall.h>
@@ -33,6 +36,22 @@ void cover_rows(const RowCovers& s) {
 void antidiagonals(const Antidiagonals& s) {
     if (serves(s.attention)) antidiagonals_typed<TileMath, uint16_t>(s);
     else avx512_bf16_kernels.antidiagonals(s);
+}
+
+// Of one row per head: processors with tiles take four times as long for a product of bf16 pairs as for one of fp32.
+void decode(const Attention& a) {
+    if (a.storage == Storage::bf16) decode_typed<Fp32Math, uint16_t>(a);
+    else avx512_bf16_kernels.decode(a);
+}
+
+void progressive(const Progressive& p) {
+    if (p.attention.storage == Storage::bf16) progressive_typed<Fp32Math, uint16_t>(p);
+    else avx512_bf16_kernels.progressive(p);
+}
+
+void gather(const Gather& g) {
+    if (g.attention.storage == Storage::bf16) gather_typed<Fp32Math, uint16_t>(g);
+    else avx512_bf16_kernels.gather(g);
 }
 
 bool serves(Storage storage, int64_t rows) { return storage == Storage::bf16 && rows >= layer::kTileRows; }
@@ -68,6 +87,9 @@ const KernelSet& amx_bf16_kernels() {
         made.line_sums = line_sums;
         made.cover_rows = cover_rows;
         made.antidiagonals = antidiagonals;
+        made.decode = decode;
+        made.progressive = progressive;
+        made.gather = gather;
         made.project_rows = project_rows;
         made.finish_rows = finish_rows;
         made.head_rows = head_rows;

@@ -47,8 +47,12 @@ void sink_share_group(const SinkShare& c, int64_t kv_head) {
 
 template <class T>
 void sink_share_typed(const SinkShare& c) {
+    // To wake a thread takes as long as this many products of a value.
+    constexpr int64_t kWorthWaking = 1 << 17;
+    const Attention& a = c.attention;
+    const int64_t useful = 1 + a.heads * a.head_dim * (c.sinks + c.local) / kWorthWaking;
     parallel_for(
-        c.attention.kv_heads, c.attention.threads,
+        a.kv_heads, useful < a.threads ? static_cast<int>(useful) : a.threads,
         [](void* context, int64_t g) { sink_share_group<T>(*static_cast<const SinkShare*>(context), g); },
         const_cast<SinkShare*>(&c));
 }

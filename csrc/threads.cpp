@@ -153,7 +153,7 @@ class Pool {
         return came;
     }
 
-    static constexpr std::chrono::microseconds kAwake{30};
+    static constexpr std::chrono::microseconds kAwake{100};
     static constexpr int kLast = 2000;  // looks at helpers that still work, before the owner sleeps
     std::mutex mutex_;
     std::condition_variable wake_, idle_;

@@ -241,6 +241,15 @@ MATRIX = (
         boundary=(16, 64, 128, 192, 256),
     ),
     MethodCase(
+        "flashprefill",
+        (
+            {"alpha": 0.9, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 0, "block_size": 64},
+            {"alpha": 1.0, "sink_blocks": 0, "window_blocks": 2, "last_blocks": 1, "block_size": 32, "unit": "kv_head"},
+        ),
+        {"alpha": 0.0},
+        boundary=(32, 64, 128, 192),
+    ),
+    MethodCase(
         "quest",
         (
             {"budget": 64, "dense_layers": 0},

@@ -12,6 +12,7 @@ from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.clock import Clock, timing
 from saccade.engine.host_rows import FixedPlans
 from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
@@ -255,3 +256,54 @@ def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch,
                 if ours.has[at, unit]:
                     best = [own.moving[at, unit][own.moving[at, unit] < 2**31 - 1] for own in (ours, theirs)]
                     assert torch.equal(*best)
+
+
+def test_a_clock_times_what_runs_without_it(folder, monkeypatch):
+    policies = ["dense", "quest(budget=64, dense_layers=0)", "psa(epsilon=0.7, block_size=8)", LISTED[0], LISTED[4]]
+    policies += [LISTED[-3], "topp(p=0.5)"]  # the last one chooses layer by layer
+    ids = [random_ids(180 + 9 * i, seed=i) for i in range(len(policies))]
+    few = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    served, shares = [], []
+    count, run_layer = FixedPlans.count, PlannedRows.run
+    monkeypatch.setattr(FixedPlans, "count", lambda self, row, *rest: served.append(row) or count(self, row, *rest))
+
+    def layer(self, *rest, **more):
+        share = run_layer(self, *rest, **more)
+        shares.append((share, more))
+        return share
+
+    monkeypatch.setattr(PlannedRows, "run", layer)
+
+    def answers(clock):
+        llm = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False)
+        if clock is None:
+            return llm.generate(ids, few, policy=policies)
+        with timing(llm.engine, clock):
+            return llm.generate(ids, few, policy=policies)
+
+    plain, clock = answers(None), Clock()
+    assert all(share == 0 and not more for share, more in shares)
+    alone = len(served)
+    shares.clear()
+    timed = answers(clock)
+    assert len(served) == 2 * alone > 0
+    assert all(0 <= share < 1 and more == {"watched": True} for share, more in shares)
+    assert sum(share > 0 for share, _ in shares) > len(shares) / 2  # dense rows alone choose nothing
+    assert {"attention", "selection", "linear"} <= clock.seconds.keys()
+    assert min(clock.seconds.values()) > 0
+    for left, right in zip(plain, timed):
+        assert tokens(left) == tokens(right)
+        reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
+        assert reports[0] == reports[1]
+
+
+def test_a_stretch_belongs_in_part_to_another():
+    now = iter([0.0, 1.0, 3.0, 3.0, 7.0, 8.0])
+    clock = Clock(lambda: next(now))
+    clock.begin("step")
+    clock.begin("attention")
+    clock.end("selection", 0.25)
+    clock.begin("attention")
+    clock.end()
+    clock.end()
+    assert clock.seconds == {"step": 1.0 + 0.0 + 1.0, "attention": 1.5 + 4.0, "selection": 0.5}

@@ -16,6 +16,7 @@ from saccade.engine import device_attention
 from saccade.engine.attention import Watch
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
+from saccade.engine.device_graphs import COVERED
 from saccade.engine.device_sampling import choose_tokens
 from saccade.engine.report import LayerStats
 from saccade.engine.row_sampling import RowSampling
@@ -129,6 +130,27 @@ def test_numbers_are_no_part_of_a_kind_of_step(runner):
     assert device.graphs.recorded == 0
     (kind,) = device.kinds._kinds.values()
     assert [group.rows for group in kind.groups] == [2, 4]
+
+
+def test_a_larger_step_that_is_recorded_serves_a_smaller_one(runner):
+    """Rows come and go. What is left out is padding; who comes often gets a recording of its own."""
+    ours, theirs = (Sequences(runner, MIXED, LENGTHS) for _ in range(2))
+    device = DeviceBackend(runner)
+    device.run(ours.step(), ours.memories)
+    (kind,) = device.kinds._kinds.values()
+    kind.graph = object()  # nothing is recorded on a CPU; the step runs as if it were
+    reference(theirs)
+    few = [0, len(MIXED) - 1]
+    for times in range(1, COVERED + 2):
+        step = ours.step().part(few)
+        expected = reference(theirs)[0][few]
+        torch.testing.assert_close(logits_of(device.run(step, ours.memories)), expected, atol=2e-4, rtol=1e-4)
+        assert len(device.kinds._kinds) == (1 if times <= COVERED else 2)
+    exact = DeviceBackend(runner, covers=False)
+    exact.run(ours.step(), ours.memories)
+    next(iter(exact.kinds._kinds.values())).graph = object()
+    exact.run(ours.step().part(few), ours.memories)
+    assert len(exact.kinds._kinds) == 2
 
 
 def test_a_row_that_another_request_takes_over_keeps_what_it_has_counted(runner):

@@ -14,9 +14,11 @@ from saccade.methods.flexprefill import triton_shares as shares
 from saccade.methods.flexprefill.device import _block_means, select_blocks, select_lines
 from saccade.methods.flexprefill.modes import token_lines
 from saccade.ops import attend
+from saccade.ops.block_energies import block_energies
 from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, row_weights, slash_sums
 from saccade.ops.triton import choose
 from saccade.ops.triton import line_sums as sums
+from saccade.ops.triton.block_energies import energies
 from saccade.ops.triton.block_sums import line_sums
 from saccade.ops.triton.choose import compact, kept_lines, mass_threshold
 from saccade.ops.triton.line_sums import token_sums
@@ -42,6 +44,15 @@ def test_line_sums_equal_those_of_the_weights_themselves(q_len, n, size, softcap
         torch.testing.assert_close(columns[heads], block_sums(weights.sum(1), size), atol=1e-4, rtol=1e-4)
         expected = block_sums(slash_sums(weights, n - rows), size)
         torch.testing.assert_close(slashes[heads], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("q_len", "n"), [(300, 300), (40, 300), (129, 515), (1, 127)])
+@pytest.mark.parametrize(("size", "softcap", "head_dim"), [(64, None, 32), (128, None, 24), (64, 5.0, 32)])
+def test_block_energies_are_the_host_s(q_len, n, size, softcap, head_dim):
+    chunk = chunk_of(4, 2, q_len, n, head_dim)
+    given = torch.cat([chunk.q, chunk.q], -1)[..., head_dim:]  # rows that lie apart
+    arguments = (chunk.kv, chunk.shape, size, chunk.scale, softcap)
+    torch.testing.assert_close(energies(given, *arguments), block_energies(chunk.q, *arguments), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("q_len", "n", "rows"), [(300, 300, 64), (40, 300, 40), (129, 515, 100), (7, 7, 5)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
@@ -9,7 +10,8 @@ from tier_helpers import nothing_left
 
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
-from saccade.ops.triton import pages
+from saccade.ops.triton import pages, residency
+from saccade.ops.triton.decode import KeyLists, Pages
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -46,5 +48,49 @@ def test_a_sequence_over_two_memories_by_kernels():
         some = torch.tensor([149, 0, 77])
         assert torch.equal(view.take(some, 1)[1], v[1, some])
     assert pool.tiers.counts.misses > 20
+    kv.free()
+    nothing_left(pool)
+
+
+@pytest.mark.parametrize("replacement", ["clock", "lru", "fifo"])
+def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
+    form = KVFormat(torch.float32, 2, 16, 16)
+    storage = KVStorage(form, 41, "cpu")
+    pool = BlockManager(storage, 2, tier=HostTier(1 << 20, storage), debug=True, replacement=replacement)
+    kv, rows = SequenceKV(pool), torch.randn(2, 2, 2, 700, 16)
+    for start in range(0, 700, 100):
+        kv.reserve(start + 100)
+        for layer, (k, v) in enumerate(rows):
+            kv.append(layer, k[:, start : start + 100], v[:, start : start + 100])
+    tiers, offers = pool.tiers, pool.tiers.offer()
+    tables, length = torch.zeros(2, 1, 1, 64, dtype=torch.int32), torch.tensor([700], dtype=torch.int32)
+    tail, rng = kv.block_table[-1:].numpy(), np.random.default_rng(0)
+    for layer in range(2):
+        with tiers.fetch(layer, tail):
+            pass
+    for step in range(14):
+        offers.prepare(tail, tail)
+        offers.head[0] += 1
+        right = True
+        for layer, (k, _) in enumerate(rows):
+            picked = np.sort(rng.choice(42, 3 if step < 12 else 20, replace=False))
+            listed = torch.tensor(np.append(picked, [99] * 3)[None]).int()
+            lists = KeyLists(None, torch.tensor([len(picked)]), listed, 1, 16, listed.shape[1])
+            where = Pages(storage.k, storage.v, tables[layer], length, 700)
+            residency.bring_in(pool, offers, layer, kv.block_table[None].int(), where, lists)
+            for slot, block in zip(tables[layer, 0, 0, picked].tolist(), picked):
+                right &= torch.equal(storage.k[slot], k[:, block * 16 : block * 16 + 16])
+        came = offers.settle()
+        assert came == (step < 12)  # far more than is listed at once cannot come
+        assert right or not came
+        slots = pool.map_flat()
+        taken = slots[slots >= 0].tolist()
+        assert len(set(taken)) == len(taken) == 40 - pool.free_slots
+        assert tiers.guard not in taken
+        assert pool.absent == (slots.reshape(2, -1)[:, kv.block_table] < 0).sum()
+    assert min(tiers.counts.hits, tiers.counts.misses, tiers.counts.evicted) > 20
+    for layer, (k, v) in enumerate(rows):
+        assert torch.equal(kv.view(layer).keys(), k)
+        assert torch.equal(kv.view(layer).values(), v)
     kv.free()
     nothing_left(pool)

@@ -44,6 +44,7 @@ CHUNK = 16384
 STEPS = int(os.environ.get("STEPS", "128"))  # decode steps timed: the median counts
 PREFILLED = 64  # tokens of a decode row's context that are computed; the others are random
 GREEDY = SamplingParams(temperature=0)
+LONGEST = int(os.environ.get("LONGEST", str(1 << 18)))  # tokens of a sequence, at most
 LAYERS = int(os.environ.get("LAYERS", "32"))
 PREFILL = ("dense", "flexprefill(lines=block, max_budget=16384)", "flexprefill(lines=block, max_budget=8192)")
 DECODE = os.environ.get(
@@ -80,7 +81,7 @@ def build(device: str) -> tuple[Any, ModelSpec]:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=1 << 18,
+        max_position_embeddings=LONGEST,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
     with torch.device(device):
@@ -94,7 +95,7 @@ def build(device: str) -> tuple[Any, ModelSpec]:
         kv_heads=8,
         head_dim=128,
         vocab_size=128256,
-        max_position=1 << 18,
+        max_position=LONGEST,
         dtype=torch.bfloat16,
         windows=(None,) * LAYERS,
     )
@@ -169,7 +170,7 @@ class Bench:
         request = Request(
             new_request_id(), ids, GREEDY, Policy.parse(policy), layers=self.spec.layers, detokenizer=None
         )
-        request.begin(sequence, max_length=1 << 18)
+        request.begin(sequence, max_length=LONGEST)
         return request
 
     def step(self, requests: list[Request], chunk: int = CHUNK) -> dict[int, RequestResult]:
@@ -264,6 +265,7 @@ class Bench:
             floor_ms=self.floor(tokens * batch, policy, report["decode"]["density"]),
             tokens_per_second=batch / taken,
             density=report["decode"]["density"],
+            scored=report["decode"]["keys_scored"] / max(1, report["decode"]["keys_causal"]),
             searching=share_of_searches(before, report["decode"]),
             backends=str(report["decode"]["backends"]),
             notes=str(report["notes"]),

@@ -24,7 +24,8 @@ from saccade.kv.pinned import PinnedMemory
 from saccade.ops.triton import pages
 
 COUNTS = (16, 64, 256, 1024, 4096)
-COPIERS = (32, 64, 128, 256)
+COPIERS = (16, 32, 64, 128)
+COPIED = pages.COPIERS
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def _blocks(results: Results, memory: PinnedMemory, device: torch.device, size: 
                 product_alone_ms=alone,
                 product_beside_ms=beside,
             )
-    pages.COPIERS = 128
+    pages.COPIERS = COPIED
 
 
 def _load(source: Any, which: Tensor, target: Any, where: Tensor) -> None:

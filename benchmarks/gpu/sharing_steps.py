@@ -103,9 +103,10 @@ class SharingSteps(Bench):
             try:
                 for _ in range(STEPS):
                     self.decode_step(requests)
-                times, shares = [], []
+                times, shares, density = [], [], 0.0
                 for _ in range(2):  # the next block's first step, which searches, and its second
-                    shares.append(self.searched(requests))
+                    share, density = self.searched(requests)
+                    shares.append(share)
                     (kind,) = device.kinds._kinds.values()
                     if kind.graph is None:
                         raise RuntimeError("the step was not recorded")
@@ -116,7 +117,6 @@ class SharingSteps(Bench):
         if what != "dense" and shares != [1.0, 0.0]:
             raise RuntimeError(f"of the heads {shares} searched, not all and then none")
         us = times[0] if what == "dense" else (times[0] + (STEPS - 1) * times[1]) / STEPS
-        density = requests[0].report.as_dict()["decode"]["density"]
         self.results.add(
             batch=batch,
             context=n,
@@ -125,16 +125,17 @@ class SharingSteps(Bench):
             speedup=1000 * best / us,
             searching_us=None if what == "dense" else times[0],
             sharing_us=None if what == "dense" else times[1],
-            density=density,
+            density_sharing=density,
         )
 
-    def searched(self, requests: list[Request]) -> float | None:
-        """Run a step; the share of the heads that searched in it."""
+    def searched(self, requests: list[Request]) -> tuple[float | None, float]:
+        """Run a step; the share of the heads that searched in it, and of the keys that it read."""
         before = requests[0].report.as_dict()["decode"]
         self.decode_step(requests)
         after = requests[0].report.as_dict()["decode"]
-        may = after["searchable"] - before["searchable"]
-        return (after["searches"] - before["searches"]) / may if may else None
+        done = {name: after[name] - before[name] for name in ("searches", "searchable", "keys_attended", "keys_causal")}
+        share = done["searches"] / done["searchable"] if done["searchable"] else None
+        return share, done["keys_attended"] / done["keys_causal"]
 
     def run(self) -> None:
         for batch, n in CASES:

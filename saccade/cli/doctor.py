@@ -84,7 +84,23 @@ def _recorded() -> dict[str, str]:
         method.name: f"on the host path: {method.host_only}" for method in methods if method.host_only is not None
     }
     lossless = "drafts and plain steps as their methods; verifications are launched one by one by the host path"
-    return {"methods": ", ".join(served), **dict(sorted(others.items())), "lossless": lossless}
+    listed = [method.name for method in methods if method.name in served and _listed(method)]
+    return {
+        "methods": ", ".join(served),
+        "bring KV in from kv_host": f"{', '.join(sorted(listed))}; others need all of their KV on the GPU",
+        **dict(sorted(others.items())),
+        "lossless": lossless,
+    }
+
+
+def _listed(method: Any) -> bool:
+    """Whether recorded steps of a method, as it is by default, know what they read before they read it."""
+    import torch
+
+    from saccade.models.interface import ModelSpec
+
+    plan = method().device_plan(ModelSpec("llama", 4, 8, 2, 64, 1000, 4096, torch.bfloat16, (None,) * 4))
+    return plan is not None and plan.listed
 
 
 def _version(package: str) -> str:

@@ -65,13 +65,16 @@ class _Planned:
 
 class DeviceBackend:
     """Serves decode rows of ``runner`` on its device. ``cuda_graphs`` says whether steps are recorded; while somebody
-    looks on (``watch``) their kernels are launched one by one, and reports say so."""
+    looks on (``watch``) their kernels are launched one by one, and reports say so. ``covers``: a step may run as a
+    larger one that is recorded, with padding for its other rows; products of other sizes round differently."""
 
     Failed = StepFailedError
     Short = StepShortError
 
-    def __init__(self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None) -> None:
-        self.runner = runner
+    def __init__(
+        self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None, covers: bool = True
+    ) -> None:
+        self.runner, self.covers = runner, covers
         self.watch = Watch() if watch is None else watch
         self.kinds = StepKinds(runner.device, cuda_graphs)
         self._forward = DecodeStep(runner)
@@ -206,17 +209,20 @@ class DeviceBackend:
             memory = memories[one.sequence_id]
             row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
             grouped.setdefault(planned.form, []).append(row)
+        sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
+        rows = [row for own in grouped.values() for row in own if row is not None]
+        absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
+        key = sizes, pad(max(step.seq_lens), SHORTEST), absent
+        if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
+            key = cover[0]
+        forms = list(self._forms)  # by their numbers
         placed: list[PlacedRow | None] = []
-        groups, sizes = [], []
-        for form in sorted(grouped):
-            rows = grouped[form]
-            count, first = pad(len(rows), 1), rows[0]
-            assert first is not None
-            groups.append(Group(first.plan.form, len(placed), count))
-            sizes.append((form, count))
-            placed += rows + [None] * (count - len(rows))
-        absent = self._tiers.absent(_rows(placed)[0].kv.pool) and all(row.plan.listed for row in _rows(placed))
-        return placed, (tuple(sizes), pad(max(step.seq_lens), SHORTEST), absent), tuple(groups)
+        groups = []
+        for form, count in key[0]:
+            own = grouped.get(form, [])
+            groups.append(Group(forms[form], len(placed), count))
+            placed += own + [None] * (count - len(own))
+        return placed, key, tuple(groups)
 
     def _run(
         self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]

@@ -14,6 +14,8 @@ from torch import Tensor
 from saccade.engine.device_attention import Group
 
 MOST_GRAPHS = 24  # kept while they are used; the least recently used goes first
+COVERED = 4  # steps of a key that another one's recording serves, before it has one of its own
+MOST_TIMES = 4  # as many groups, and as long rows, as such a recording has at most
 MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
@@ -56,6 +58,7 @@ class StepKinds:
         self.note: str | None = None  # why some steps are not recorded although they should be
         self._kinds: OrderedDict[Key, StepKind] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[int, str]] = OrderedDict()
+        self._asked: OrderedDict[Key, int] = OrderedDict()  # steps that a key had no recording for
         self._pool: Any = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._paused = 0
@@ -77,6 +80,31 @@ class StepKinds:
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(key)
         return self._kinds[key]
+
+    def cover(self, key: Key) -> tuple[Key, StepKind] | None:
+        """A recorded kind among whose rows those of ``key`` find room, as padding has the others, with its own key;
+        None where ``key`` has a recording or comes often enough to get one, and where no kind will do. While requests
+        come and go, most keys come once or twice; a launch kernel by kernel takes several times as long as a replay."""
+        own = self._kinds.get(key)
+        if own is not None and own.graph is not None:
+            return None
+        times = self._asked.pop(key, 0) + 1
+        self._asked[key] = times
+        while len(self._asked) > MOST_KEYS:
+            self._asked.popitem(last=False)
+        if times > COVERED:
+            return None
+        sizes, longest, absent = key
+        found: tuple[Key, StepKind] | None = None
+        for other, kind in self._kinds.items():
+            rows = dict(other[0])
+            fits = other[2] == absent and longest <= other[1] <= MOST_TIMES * longest
+            fits = fits and len(rows) <= MOST_TIMES * len(sizes)
+            if kind.graph is None or not fits or any(rows.get(form, 0) < count for form, count in sizes):
+                continue
+            if found is None or _size(other) < _size(found[0]):
+                found = other, kind
+        return found
 
     def clear(self) -> None:
         """Forget all kinds with their graphs."""
@@ -152,3 +180,7 @@ class StepKinds:
     def succeeded(self, key: Key) -> None:
         if self._failed:
             self._failed.pop(key, None)
+
+
+def _size(key: Key) -> tuple[int, int, int]:
+    return len(key[0]), sum(count for _, count in key[0]), key[1]

@@ -49,9 +49,11 @@ class SequenceMemory:
 
     def on_device(self, method: Method, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
         """The device state of ``method``; ``opened`` makes one of the states of all layers where there is none."""
-        if self._on_device is None or (self._opened_by is not method and self._opened_by != method):
-            self._on_device, self._opened_by = opened(self.states), method
-        return self._on_device
+        held = self._on_device
+        if held is None or isinstance(held, HostState) or (self._opened_by is not method and self._opened_by != method):
+            held, self._opened_by = opened(self.states), method
+            self._on_device = held
+        return held
 
     def on_host(self, method: Method, opened: Callable[[list[Any]], HostState | None]) -> HostState | None:
         """The host state of ``method``, likewise; None where it has none for these states."""

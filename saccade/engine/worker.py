@@ -39,7 +39,7 @@ class Worker:
         self.memories: dict[int, SequenceMemory] = {}
         self._alone: set[int] = set()  # requests whose pass broke: each is tried once more by itself
         self.host = HostBackend(setting)
-        self.device = device_backend(runner, setting, cuda_graphs)
+        self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
 
     def run(self, step: StepInput) -> StepResult:
         """Compute the rows of ``step`` and store their keys and values.
@@ -169,7 +169,7 @@ def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result:
     return ScoredRows(torch.tensor([row for row, _, _, _ in scored]), visit)
 
 
-def device_backend(runner: Runner, setting: Setting, cuda_graphs: bool) -> DeviceBackend | None:
+def device_backend(runner: Runner, setting: Setting, cuda_graphs: bool, covers: bool = True) -> DeviceBackend | None:
     """Whoever serves recorded decode steps; None where the model is on no GPU or the Triton kernels are not to run."""
     device = getattr(runner, "device", None)
     if device is None or device.type != "cuda" or setting.backend not in ("auto", "triton") or not triton.available():
@@ -178,4 +178,4 @@ def device_backend(runner: Runner, setting: Setting, cuda_graphs: bool) -> Devic
         return None  # as for every kernel: see ops.triton.dispatch.supports
     from saccade.engine.device import DeviceBackend  # needs Triton
 
-    return DeviceBackend(cast(Any, runner), cuda_graphs, setting.watch)
+    return DeviceBackend(cast(Any, runner), cuda_graphs, setting.watch, covers)

@@ -84,9 +84,10 @@ class TieredView(KVView):
         """Have blocks (rising numbers within the sequence) brought in, and keep them while the Hold lasts."""
         return self.tiers.fetch(self._layer, self._ids[blocks], ahead)
 
-    def held(self) -> KVView:
-        """What kernels may read of this, as it is now: blocks that are not resident are one of zeros."""
-        return KVView(self._guarded(self.length), self._summaries, self._mover)
+    def held(self, blocks: Array) -> KVView:
+        """What kernels may read of this while ``blocks`` are held: all others, of which some may be on their way, are
+        one of zeros."""
+        return KVView(self._guarded(self.length, blocks), self._summaries, self._mover)
 
     def upto(self, length: int) -> KVView:
         if length == self.length:
@@ -155,10 +156,13 @@ class TieredView(KVView):
         slots = torch.from_numpy(self._pool.slots_of(self._layer, self._ids[blocks]).astype(np.int64))
         return slots.to(self._pool.storage.device)
 
-    def _guarded(self, length: int) -> Paged:
-        """As kernels take it, the guard's slot in place of what is not resident."""
+    def _guarded(self, length: int, blocks: Array | None = None) -> Paged:
+        """As kernels take it, the guard's slot in place of what is not resident, or none of ``blocks``."""
         storage = self._pool.storage
-        slots = self._pool.slots_of(self._layer, self._ids)
-        table = np.full((1, max(1, len(slots))), self.tiers.guard, dtype=np.int32)
-        np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
+        table = np.full((1, max(1, len(self._ids))), self.tiers.guard, dtype=np.int32)
+        if blocks is None:
+            slots = self._pool.slots_of(self._layer, self._ids)
+            np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
+        else:
+            table[0, blocks] = self._pool.slots_of(self._layer, self._ids[blocks])
         return Paged(storage.k, storage.v, torch.from_numpy(table).to(storage.device), length, storage.format)

@@ -49,8 +49,8 @@ class Tiers:
         self._turn = Replacement(pool.storage.num_blocks, policy)
         self.offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
-        for part in (pool.storage.k, pool.storage.v):
-            part[self.guard].fill_(float("nan") if debug else 0.0)
+        pool.storage.k[self.guard].fill_(float("nan") if debug else 0.0)
+        pool.storage.v[self.guard].fill_(0.0)  # kernels that read whole tiles weigh what is not theirs with 0
         self._batch = max(1, min(RECORD // pool.format.block_bytes, self.slots // 8))
 
     @property

@@ -9,6 +9,7 @@ from saccade.methods.cis import CIS
 from saccade.methods.dense import DenseMethod
 from saccade.methods.double_sparsity import DoubleSparsity
 from saccade.methods.eviction import AdaKV, SnapKV
+from saccade.methods.flashprefill import FlashPrefill
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.h2o import H2O
 from saccade.methods.hshare import HShare
@@ -38,6 +39,7 @@ METHODS: dict[str, type[Method]] = {
         Auto,
         DenseMethod,
         DoubleSparsity,
+        FlashPrefill,
         FlexPrefill,
         H2O,
         HShare,

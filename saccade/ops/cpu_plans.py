@@ -162,10 +162,17 @@ class PlannedRows:
         return self._run(layer, q, new, out, scale, softcap, threads, attends, watched)
 
     def attend(
-        self, layer: int, q: Tensor, out: Tensor, scale: float, softcap: float | None, threads: int | None
-    ) -> None:
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        scale: float,
+        softcap: float | None,
+        threads: int | None,
+        watched: bool = False,
+    ) -> float:
         """:meth:`run` for rows that are stored already."""
-        self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True, False)
+        return self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True, watched)
 
     def _run(
         self,

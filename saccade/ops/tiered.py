@@ -37,7 +37,7 @@ def run(call: Call, view: TieredView, attend: Runs, named: str) -> tuple[Result,
     wanted = _wanted(selection, view)
     if len(wanted) <= view.piece_blocks:
         with view.hold(wanted):
-            return attend(replace(call, kv=view.held())), True
+            return attend(replace(call, kv=view.held(wanted))), True
     used: Selection | None = None
     if isinstance(selection, Candidates):
         plain = replace(selection, rest=None)
@@ -80,7 +80,7 @@ def _in_pieces(call: Call, view: TieredView, wanted: np.ndarray, attend: Runs, u
             with hold:
                 if at + 1 < len(pieces) and len(pieces[at + 1][0]) <= view.tiers.room:
                     ahead = _begin(view, pieces[at + 1][0])
-                part = replace(call, kv=view.held(), selection=between(selection, first, last))
+                part = replace(call, kv=view.held(blocks), selection=between(selection, first, last))
                 ran = _one(part, attend)
             out, lse = merge_state(out, lse, ran.out, ran.lse.to(lse.dtype))
             backend = ran.backend
@@ -110,17 +110,18 @@ def _ranking(call: Call, view: TieredView, ranking: Ranking, attend: Runs, named
     them it read zeros: then more are brought in."""
     total = ranking.order.shape[1]
     count = min(total, view.hints.get(view.layer, FIRST_RANKED))
+    nothing = view.held(np.zeros(0, dtype=np.int64))
     if view.device.type == "cpu":
-        kernels = named in ("auto", "cpu") and cpu_blocks.serves(call.q, view.held(), ranking) is None
+        kernels = named in ("auto", "cpu") and cpu_blocks.serves(call.q, nothing, ranking) is None
     else:
-        kernels = named in ("auto", "triton") and triton.serves(call.q, view.held(), ranking) is None
+        kernels = named in ("auto", "triton") and triton.serves(call.q, nothing, ranking) is None
     while kernels:
         first = ranking.prefix([count] * ranking.units)
         wanted = _wanted(first, view)
         if len(wanted) > view.piece_blocks:
             break
         with view.hold(wanted):
-            result = attend(replace(call, kv=view.held()))
+            result = attend(replace(call, kv=view.held(wanted)))
         read = int(_read(result.used, ranking).max())
         if read <= count:
             view.hints[view.layer] = max(LEAST_RANKED, read + read // 4)

@@ -17,9 +17,8 @@ from saccade.ops.triton.batched_best import (
     WORDS,
     bounds_at,
     find_best,
-    least_known,
+    known_at,
     part_at,
-    places_before,
     taken_of,
 )
 from saccade.ops.triton.batched_rows import LayerRows
@@ -33,12 +32,14 @@ HALO: tl.constexpr = tl.constexpr(64)  # of these on either side, for candidates
 class Found(NamedTuple):
     """``marks`` int8 [rows * units, n] which keys are candidates, ``listed`` int32 [rows * units] how many; ``lists``
     of the forced keys before, the candidates and the forced keys behind, empty where all are read; ``bounds`` of the
-    best of a list, as batched_best.find_best takes them."""
+    best of a list, as batched_best.find_best takes them; ``ends`` int32 [2, rows * units], how many of the first and of
+    the last keys are read."""
 
     marks: Tensor
     listed: Tensor
     lists: KeyLists
     bounds: Tensor
+    ends: Tensor
 
 
 def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
@@ -57,7 +58,7 @@ def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
     marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
     _mark_best[(best.parts, units, rows.count)](
         scores, bounds, best.words, best.taken, marks, blocks, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
-        SPAN=batched_best.SPAN, num_warps=8, **launched(device),
+        SPAN=batched_best.SPAN, num_warps=8, maxnreg=64, **launched(device),
     )  # fmt: skip
     return marks
 
@@ -76,17 +77,18 @@ def candidates(rows: LayerRows, units: int, idle: Tensor, blocks: Tensor | None,
     _scan[(chunks, units, count)](
         rows.words, rows.reals, rows.pages.lengths, limits, idle, idle if blocks is None else blocks, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), width, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=8, **launched(device),
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=16, maxnreg=40,
+        **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
-    totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
+    totals = torch.empty(4, count * units, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     _list[(chunks, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, totals[0], totals[1], bounds,
+        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds,
         rows.words.stride(0), rows.reals.stride(0), width, UNITS=units, CHUNKS=triton.next_power_of_2(chunks),
         SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
-    return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
+    return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds, totals[2:])
 
 
 def choose(rows: LayerRows, scores: Tensor, found: Found, idle: Tensor, lists: int, room: int) -> KeyLists:
@@ -98,10 +100,10 @@ def choose(rows: LayerRows, scores: Tensor, found: Found, idle: Tensor, lists: i
     indices = torch.empty(rows.count * lists, room, dtype=torch.int32, device=device)
     best = find_best(scores, found.bounds)
     _choose[(best.parts, lists, rows.count)](
-        scores, found.bounds, best.words, best.taken, rows.words, rows.reals, rows.pages.lengths, found.lists.indices,
-        idle, counts, indices, rows.words.stride(0), rows.reals.stride(0), scores.stride(0), scores.stride(1),
-        found.lists.longest, room, LISTS=lists, UNITS=found.lists.units, HEADS=rows.heads,
-        PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS, SPAN=batched_best.SPAN, num_warps=8, **launched(device),
+        scores, found.bounds, best.words, best.taken, *found.ends, found.lists.indices, rows.words, rows.pages.lengths,
+        idle, counts, indices, rows.words.stride(0), scores.stride(0), scores.stride(1), found.lists.longest, room,
+        LISTS=lists, UNITS=found.lists.units, HEADS=rows.heads, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
+        SPAN=batched_best.SPAN, num_warps=8, maxnreg=64, **launched(device),
     )  # fmt: skip
     return KeyLists(None, counts, indices, lists, 1, room)
 
@@ -162,18 +164,14 @@ def _mark_best(
     first, last, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
     begins, ends = part_at(first, last, part, SPAN)
     if begins < ends:
-        bound, spare, level_before = tl.full([], 0, tl.uint32), wanted, 0
-        searched = (wanted > 0) & (wanted < between)
-        if searched:
-            bound, spare = least_known(words, entry, WORDS)
-            _placed, level_before = places_before(words, taken, entry, part, spare, PARTS)
+        bound, spare, level, _placed = known_at(words, taken, entry, part, 0, wanted, between, PARTS, WORDS)
+        if wanted <= 0:
+            bound, spare = tl.full([], 4294967295, tl.uint32), tl.full([], 0, tl.int32)  # none
         at = tl.arange(0, SPAN)
         line = entry.to(tl.int64) * blocks
         for start in tl.range(begins, ends, SPAN):
             block = start + at
-            chosen = (block < ends) & (at * 0 + wanted > 0)
-            if searched:
-                chosen, level_before = taken_of(scores + line, block, chosen, bound, spare, level_before)
+            chosen, level = taken_of(scores + line, block, block < ends, bound, spare, level)
             tl.store(marks + line + block, chosen.to(tl.int8), mask=block < ends)
 
 
@@ -271,7 +269,7 @@ def _scan(
     ],
 )
 def _list(
-    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width,
+    words, reals, lengths, marks, counts, indices, listed, sizes, firsts, lasts, bounds, word_row, real_row, width,
     UNITS: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Forced keys before, candidates, forced keys behind. A row that reads everything has no candidates and its list is
@@ -284,6 +282,8 @@ def _list(
         if chunk == 0:
             tl.store(listed + entry, 0)
             tl.store(sizes + entry, 0)
+            tl.store(firsts + entry, 0)
+            tl.store(lasts + entry, 0)
             for number in tl.static_range(5):
                 tl.store(bounds + entry * 5 + number, 0)
     else:
@@ -304,6 +304,8 @@ def _list(
             # What is scored is only needed where not all are read.
             few = dense | (total <= take)
             tl.store(sizes + entry, tl.where(few, 0, first + total + local))
+            tl.store(firsts + entry, tl.where(dense, length, first))
+            tl.store(lasts + entry, tl.where(dense, 0, local))
             tl.store(bounds + entry * 5, first)
             tl.store(bounds + entry * 5 + 1, first + total)
             tl.store(bounds + entry * 5 + 2, 0)
@@ -322,13 +324,15 @@ def _list(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "score_row", "score_unit", "width", "room"],
+    do_not_specialize=["word_row", "score_row", "score_unit", "width", "room"],
     do_not_specialize_on_alignment=[
         "bounds",
         "known",
         "taken",
+        "firsts",
+        "lasts",
+        "found",
         "words",
-        "reals",
         "lengths",
         "idle",
         "counts",
@@ -336,7 +340,7 @@ def _list(
     ],
 )
 def _choose(
-    scores, bounds, known, taken, words, reals, lengths, found, idle, counts, indices, word_row, real_row, score_row,
+    scores, bounds, known, taken, firsts, lasts, found, words, lengths, idle, counts, indices, word_row, score_row,
     score_unit, width, room,
     LISTS: tl.constexpr, UNITS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
     SPAN: tl.constexpr, EARLY: tl.constexpr,
@@ -344,49 +348,36 @@ def _choose(
     begin(EARLY)
     part, one, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = row * LISTS + one
+    list_of = row * UNITS + one // (LISTS // UNITS)
+    placed, behind = tl.load(firsts + list_of), tl.load(lasts + list_of)
+    first, last, _low, _high, wanted, between = bounds_at(bounds, list_of, 1)
     length = tl.load(lengths + row)
-    placed = 0
-    if length > 0:
+    rests = 0
+    if LISTS == HEADS:
+        rests = tl.load(idle + entry).to(tl.int32)
+    if rests != 0:
         own = words + row.to(tl.int64) * word_row
-        reals += row.to(tl.int64) * real_row
-        sinks = tl.load(own).to(tl.int32)
-        _n, dense, _take, local = budget_at(own, reals, length, sinks)
-        unit = one // (LISTS // UNITS)
-        rests = 0
-        if LISTS == HEADS:
-            rests = tl.load(idle + entry).to(tl.int32)
-        hop = tl.num_programs(0) * SPAN
-        at = tl.arange(0, SPAN)
-        out = indices + entry.to(tl.int64) * room
-        placed = sinks
-        if rests != 0:
-            placed = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(sinks, length))
-        elif dense:
-            placed = length
-        for start in tl.range(part * SPAN, placed, hop):
-            tl.store(out + start + at, start + at, mask=start + at < placed)
-        if (rests == 0) & (dense == 0):
-            list_of = row * UNITS + unit
-            first, last, _low, _high, wanted, between = bounds_at(bounds, list_of, 1)
-            begins, ends = part_at(first, last, part, SPAN)
-            if (wanted > 0) & (begins < ends):
-                place = begins - first
-                bound, spare, level_before = tl.full([], 0, tl.uint32), wanted, 0
-                if wanted < between:
-                    bound, spare = least_known(known, list_of, WORDS)
-                    place, level_before = places_before(known, taken, list_of, part, spare, PARTS)
-                ids = found + list_of.to(tl.int64) * width
-                line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-                for start in tl.range(begins, ends, SPAN):
-                    chosen = start + at < ends
-                    if wanted < between:
-                        chosen, level_before = taken_of(line, start + at, chosen, bound, spare, level_before)
-                    key = tl.load(ids + start + at, mask=chosen, other=0)
-                    tl.store(out + sinks + place + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
-                    place += tl.sum(chosen.to(tl.int32), 0)
-            placed += tl.maximum(wanted, 0)
-            for start in tl.range(part * SPAN, local, hop):
-                tl.store(out + placed + start + at, length - local + start + at, mask=start + at < local)
-            placed += local
+        placed = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(tl.load(own).to(tl.int32), length))
+        wanted, behind = 0, 0
+    hop = tl.num_programs(0) * SPAN
+    at = tl.arange(0, SPAN)
+    out = indices + entry.to(tl.int64) * room
+    for start in tl.range(part * SPAN, placed, hop):
+        tl.store(out + start + at, start + at, mask=start + at < placed)
+    begins, ends = part_at(first, last, part, SPAN)
+    if (wanted > 0) & (begins < ends):
+        bound, spare, level, place = known_at(
+            known, taken, list_of, part, begins - first, wanted, between, PARTS, WORDS
+        )
+        ids = found + list_of.to(tl.int64) * width
+        line = scores + row.to(tl.int64) * score_row + (list_of - row * UNITS).to(tl.int64) * score_unit
+        for start in tl.range(begins, ends, SPAN):
+            chosen, level = taken_of(line, start + at, start + at < ends, bound, spare, level)
+            key = tl.load(ids + start + at, mask=chosen, other=0)
+            tl.store(out + placed + place + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
+            place += tl.sum(chosen.to(tl.int32), 0)
+    placed += tl.maximum(wanted, 0)
+    for start in tl.range(part * SPAN, behind, hop):
+        tl.store(out + placed + start + at, length - behind + start + at, mask=start + at < behind)
     if part == 0:
-        tl.store(counts + entry, placed)
+        tl.store(counts + entry, placed + behind)

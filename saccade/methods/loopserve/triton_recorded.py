@@ -16,9 +16,8 @@ from saccade.ops.triton.batched_best import (
     WORDS,
     bounds_at,
     find_best,
-    least_known,
+    known_at,
     part_at,
-    places_before,
     taken_of,
 )
 from saccade.ops.triton.batched_rows import LayerRows
@@ -341,16 +340,11 @@ def _choose_lines(
         first, last, _low, _high, wanted, between = bounds_at(bounds, entry, UNITS)
         begins, ends = part_at(first, last, part, SPAN)
         if (wanted > 0) & (begins < ends):
-            placed, bound, spare, level_before = begins, tl.full([], 0, tl.uint32), wanted, 0
-            if wanted < between:
-                bound, spare = least_known(known, entry, WORDS)
-                placed, level_before = places_before(known, taken, entry, part, spare, PARTS)
+            bound, spare, level, placed = known_at(known, taken, entry, part, begins, wanted, between, PARTS, WORDS)
             at = tl.arange(0, SPAN)
             line = sums + entry.to(tl.int64) * width
             for start in tl.range(begins, ends, SPAN):
-                chosen = start + at < ends
-                if wanted < between:
-                    chosen, level_before = taken_of(line, start + at, chosen, bound, spare, level_before)
+                chosen, level = taken_of(line, start + at, start + at < ends, bound, spare, level)
                 tl.store(out + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, start + at, mask=chosen)
                 placed += tl.sum(chosen.to(tl.int32), 0)
 

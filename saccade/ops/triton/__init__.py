@@ -63,6 +63,11 @@ def serves_sums(q: Tensor, kv: KVView, rows: int) -> str | None:
     return serves_scores(q, kv) if 1 <= rows <= MOST_ROWS else f"it sums up to {MOST_ROWS} rows; got {rows}"
 
 
+def serves_energies(q: Tensor, kv: KVView, block_size: int) -> str | None:
+    """Why ``block_energies.energies`` cannot run this call; None where it can."""
+    return serves_scores(q, kv) if block_size in (64, 128) else f"it takes blocks of 64 or 128 keys; got {block_size}"
+
+
 def serves_candidates(q: Tensor, kv: KVView, selection: Candidates) -> str | None:
     """Why ``candidates.choose`` and ``weights.read_weights`` cannot run this call; None where they can."""
     return cpu.uneven(selection.units, kv.kv_heads) or serves_scores(q, kv)

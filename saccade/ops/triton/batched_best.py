@@ -3,8 +3,7 @@
 A radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes counts the digits
 of the scores that agree with the bits known so far; counts are whole numbers, so the order in which programs add them
 does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a part's entries go
-(:func:`places_before`). Short lists take one launch. How long lists are is read from the device; nothing goes through
-the host.
+(:func:`known_at`). Short lists take one launch. Lengths are read on the device; nothing goes through the host.
 """
 
 from __future__ import annotations
@@ -145,20 +144,21 @@ def part_at(first, last, part, SPAN: tl.constexpr):
 
 
 @triton.jit
-def places_before(words, taken, entry, part, spare, PARTS: tl.constexpr):
-    """How many entries the parts before ``part`` take, and how many equal to the least score taken they have."""
-    number = tl.arange(0, PARTS)
-    own = taken + (entry.to(tl.int64) * tl.num_programs(0) + number) * 2
-    above = tl.sum(tl.load(own, mask=number < part, other=0), 0)
-    level = tl.sum(tl.load(own + 1, mask=number < part, other=0), 0)
-    return above + tl.minimum(level, spare), level
-
-
-@triton.jit
-def least_known(words, entry, WORDS: tl.constexpr):
-    """Bits of the least score taken, and how many that equal it are."""
-    own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
-    return tl.load(own).to(tl.uint32, bitcast=True), tl.load(own + 1)
+def known_at(words, taken, entry, part, begins, wanted, between, PARTS: tl.constexpr, WORDS: tl.constexpr):
+    """Of a part of a list: bits of the least score taken, how many that equal it are, how many equal ones the parts
+    before have, and how many entries those take; ``begins`` where all are taken, which are above 0 bits or as many as
+    may equal them."""
+    bound, spare = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)
+    level, placed = tl.full([], 0, tl.int32), begins
+    if wanted < between:
+        own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
+        bound, spare = tl.load(own).to(tl.uint32, bitcast=True), tl.load(own + 1)
+        number = tl.arange(0, PARTS)
+        counts = taken + (entry.to(tl.int64) * tl.num_programs(0) + number) * 2
+        above = tl.sum(tl.load(counts, mask=number < part, other=0), 0)
+        level = tl.sum(tl.load(counts + 1, mask=number < part, other=0), 0)
+        placed = above + tl.minimum(level, spare)
+    return bound, spare, level, placed
 
 
 @triton.jit

@@ -13,10 +13,9 @@ from saccade.ops.triton.batched_best import (
     WORDS,
     bounds_at,
     find_best,
-    least_known,
+    known_at,
     part_at,
     parts_of,
-    places_before,
     taken_of,
 )
 from saccade.ops.triton.batched_rows import LayerRows
@@ -102,7 +101,7 @@ def score_keys(
             LISTED=lists is not None,
             IDLE=idle is not None,
             SPAN=batched_best.SPAN,
-            num_warps=8,
+            num_warps=16,
             **launched(device),
         )
     return scores.view(count, units, each, width)[:, :, 0]
@@ -141,6 +140,7 @@ def choose_keys(
         CHOSEN=active is not None,
         SPAN=batched_best.SPAN,
         num_warps=8,
+        maxnreg=64,
         **launched(scores.device),
     )
     return KeyLists(None, counts, indices, units, 1, indices.shape[1])
@@ -300,17 +300,13 @@ def _list(
         out += first
         begins, ends = part_at(first, last, part, SPAN)
         if (wanted > 0) & (begins < ends):
-            placed = begins - first - tl.maximum(tl.minimum(high, begins) - low, 0)
-            bound, spare, level_before = tl.full([], 0, tl.uint32), wanted, 0
-            if wanted < between:
-                bound, spare = least_known(words, entry, WORDS)
-                placed, level_before = places_before(words, taken, entry, part, spare, PARTS)
+            seen = begins - first - tl.maximum(tl.minimum(high, begins) - low, 0)
+            bound, spare, level, placed = known_at(words, taken, entry, part, seen, wanted, between, PARTS, WORDS)
             line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
             for start in tl.range(begins, ends, SPAN):
                 key = start + at
                 chosen = (key < ends) & ((key < low) | (key >= high))
-                if wanted < between:
-                    chosen, level_before = taken_of(line, key, chosen, bound, spare, level_before)
+                chosen, level = taken_of(line, key, chosen, bound, spare, level)
                 tl.store(out + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
                 placed += tl.sum(chosen.to(tl.int32), 0)
         out += wanted

@@ -16,9 +16,8 @@ from saccade.ops.triton.batched_best import (
     WORDS,
     bounds_at,
     find_best,
-    least_known,
+    known_at,
     part_at,
-    places_before,
     taken_of,
 )
 from saccade.ops.triton.common import LOG2E, also, begin, launched, processors
@@ -250,14 +249,9 @@ def _pick(
         row = scores + unit.to(tl.int64) * width
         begins, ends = part_at(start, end, part, SPAN)
         if (wanted > 0) & (begins < ends):
-            placed, bound, spare, level_before = begins, tl.full([], 0, tl.uint32), wanted, 0
-            if wanted < between:
-                bound, spare = least_known(words, unit, WORDS)
-                placed, level_before = places_before(words, taken, unit, part, spare, PARTS)
+            bound, spare, level, placed = known_at(words, taken, unit, part, begins, wanted, between, PARTS, WORDS)
             for number in tl.range(begins, ends, SPAN):
-                chosen = number + at < ends
-                if wanted < between:
-                    chosen, level_before = taken_of(row, number + at, chosen, bound, spare, level_before)
+                chosen, level = taken_of(row, number + at, number + at < ends, bound, spare, level)
                 key = _candidate(number + at, chosen, listed, first, hidden, lost, everything, FULL)
                 tl.store(place + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
                 placed += tl.sum(chosen.to(tl.int32), 0)

@@ -14,7 +14,7 @@ from saccade.kv.paged import Paged
 from saccade.ops.triton.common import pad
 
 RESOLVED = 1024  # entries of a block table that a program looks up
-COPIERS = 128  # programs that copy blocks at once: enough to fill a link, few beside what computes
+COPIERS = 32  # programs that copy blocks at once: as many as fill a link of 55 GB/s, few beside what computes
 WORDS = 1024  # of 8 bytes that one of them has on the way
 
 

@@ -1,0 +1,186 @@
+"""Decode over more keys and values than a GPU holds: the rest lies in pinned host memory (docs/tiers.md).
+
+    python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98]
+    python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304]
+
+A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
+ones of which all is resident. ``parts`` are one layer's keys and values of 32 tokens, 128 KiB. ``hit share``: of the
+parts that steps asked for, those that were on the device. ``steps recorded``: those that no host path served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from typing import Any
+
+os.environ.setdefault("WANTED", "")
+os.environ.setdefault("LONGEST", str(1 << 20))
+
+import torch
+from endtoend import Bench
+from harness import Results, say
+from torch import Tensor
+
+from saccade.bench.generate_kv import TAIL, plant
+from saccade.engine.request import Request
+from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
+from saccade.kv.host import HostTier
+from saccade.models.interface import LayerAttention, Segment
+from saccade.ops import attend, triton
+
+LAYOUT = KVFormat(torch.bfloat16, 8, 128)
+PIECE = 1 << 15  # tokens of made-up KV at a time
+QUEST = "quest(budget={},block_size=32,dense_layers=0)"
+
+
+class Filling:
+    """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
+    piece of it."""
+
+    def __init__(self, kv: SequenceKV, past: int) -> None:
+        self.kv, self.past = kv, past
+        self.generator = torch.Generator("cuda").manual_seed(past)
+
+    def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        for start in range(0, self.past, PIECE):
+            with torch.device("cuda"):
+                made = plant(q, min(PIECE, self.past - start), LAYOUT.kv_heads, spec.scale, self.generator)
+            past_k, past_v = (part.to(LAYOUT.dtype) for part in made)
+            self.kv.append(layer, past_k, past_v)
+        self.kv.append(layer, k, v)
+        seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
+        return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Tiered(Bench):
+    """Steps of the 8B shape over a pool with a host tier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Results("tiers")
+        self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
+
+    def pool_of(self, slots: int, host_bytes: int | None, replacement: str = "clock") -> None:
+        """A pool of so many slots, in place of the one before."""
+        if self.pool is not None and self.pool.tiers is not None:
+            self.pool.tiers.close()
+        self.pool = None
+        self.worker.memories.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        storage = KVStorage(LAYOUT, slots, "cuda", triton.row_mover(torch.device("cuda")))
+        began = time.perf_counter()
+        tier = None if host_bytes is None else HostTier(host_bytes, storage)
+        if host_bytes is not None:
+            say(f"pinned {host_bytes / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s")
+        self.pool = BlockManager(storage, self.spec.layers, tier=tier, replacement=replacement)
+
+    @torch.inference_mode()
+    def filled(self, tokens: int, policy: str, steps: int) -> Request:
+        """A request whose context is made up but for its last tokens."""
+        request = self.request(tokens, policy)
+        sequence, past = request.sequence, tokens - TAIL
+        kv = sequence.memory.kv
+        kv.reserve(tokens + steps + 8)
+        ids = torch.tensor(sequence.tokens[past:])
+        self.worker.runner.run(
+            ids, torch.arange(past, tokens), Filling(kv, past), segments=[Segment(0, TAIL, tokens)],
+            logit_rows=torch.empty(0, dtype=torch.long),
+        )  # fmt: skip
+        kv.truncate(tokens - 1)
+        sequence.advance(tokens - 1)
+        self.prefill(request)
+        sequence.extend([7], "decode", request.policy)
+        return request
+
+    def measure(self, name: str, sequences: int, tokens: int, policy: str, steps: int) -> float:
+        """Milliseconds of a step, the median of the later half."""
+        assert self.pool is not None
+        began = time.perf_counter()
+        requests = [self.filled(tokens, policy, steps) for _ in range(sequences)]
+        torch.cuda.synchronize()
+        say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
+        tiers, taken, moved = self.pool.tiers, [], []
+        recorded = 0
+        for _ in range(steps):
+            before = None if tiers is None else tiers.counts.copy()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            found = self.step(requests)
+            torch.cuda.synchronize()
+            taken.append(1e3 * (time.perf_counter() - began))
+            moved.append(None if tiers is None or before is None else tiers.counts.since(before))
+            recorded += all(found[one.id].late for one in requests)
+            for request in requests:
+                own = found[request.id]
+                token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
+                request.sequence.extend([token], "decode", request.policy)
+        half = steps // 2
+        late: list[Any] = [one for one in moved[half:] if one is not None]
+        hits, misses, read = (sum(getattr(one, key) for one in late) for key in ("hits", "misses", "bytes_read"))
+        ms = statistics.median(taken[half:])
+        report = requests[0].report.as_dict()
+        self.rows.add(
+            what=name,
+            sequences=sequences,
+            context=tokens,
+            policy=policy,
+            ms_per_step=ms,
+            tokens_per_second=sequences / ms * 1e3,
+            first_steps_ms=str([round(one, 1) for one in taken[:4]]),
+            density=report["decode"]["density"],
+            steps=steps,
+            recorded=recorded,
+            hit_share=hits / max(1, hits + misses) if late else 1.0,
+            mb_read_per_step=read / max(1, len(late)) / 1e6,
+            gbps_if_all_were_copies=read / max(1, len(late)) / ms / 1e6,
+            notes=str(report["notes"])[:200],
+        )
+        for request in requests:
+            request.sequence.memory.drop()
+            self.worker.memories.pop(request.sequence.id, None)
+        return ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("long", "batch"))
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--untiered", type=int, default=98304)
+    parser.add_argument("--device-gib", type=float)
+    parser.add_argument("--host-gib", type=float, default=98)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--replacement", default="clock")
+    options = parser.parse_args()
+    bench = Tiered()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    count = 1 if options.what == "long" else options.sequences
+    tokens = options.tokens or (786432 if options.what == "long" else 131072)
+    device_gib = options.device_gib or (32.0 if options.what == "long" else min(96.0, free - 12))
+    slots = int(device_gib * 2**30) // LAYOUT.block_bytes
+    density = 0.025
+    if options.what == "batch":
+        short = options.untiered
+        per = bench.spec.layers * LAYOUT.blocks(short + options.steps + 40)
+        fits = int((free - 8) * 2**30) // (per * LAYOUT.block_bytes)
+        few = min(count, fits)
+        policy = QUEST.format(int(short * density) // 32 * 32)
+        bench.pool_of(few * per, None)
+        bench.measure("all resident, no tier", few, short, policy, options.steps)
+    policy = QUEST.format(int(tokens * density) // 32 * 32)
+    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement)
+    bench.measure(
+        f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host", count, tokens, policy, options.steps
+    )
+
+
+if __name__ == "__main__":
+    main()
