@@ -16,7 +16,6 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple, TypeVar
 
 from saccade.methods.verified import MOST
@@ -29,6 +28,7 @@ SHARE = 0.1  # of the keys that a draft step reads, likewise
 FORGET = 0.99  # of each earlier count, by test
 DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
+FIRST = 8.0  # rows that the fixed cost of a verification is worth, before it is known
 KEPT = 256  # kinds of steps whose times are remembered
 
 
@@ -64,11 +64,22 @@ class Times:
         return len(self.plain) >= PLAIN and bool(self.draft) and len(self.verify) >= 2
 
     def of_round(self, drafts: int) -> float:
-        """Of drafting and verifying so many tokens. Rows of a verification cost alike; the first is a plain step."""
-        plain, had = typical(self.plain), median([count for count, _ in self.verify])
-        verify = typical([seconds for _, seconds in self.verify])
-        row = max(0.0, verify - plain) / max(1.0, had)
-        return drafts * typical(self.draft) + max(plain, verify + row * (drafts - had))
+        """Of drafting and verifying so many tokens."""
+        level, had, row = self._verification
+        return drafts * typical(self.draft) + max(typical(self.plain), level + row * (drafts - had))
+
+    @property
+    def _verification(self) -> tuple[float, float, float]:
+        """Seconds of a verification, of how many drafts, and of one draft more: a line through the times. Before there
+        were unlike numbers, what it takes beyond a plain step is thought of as eight rows' worth that come first, and
+        the rows that it had."""
+        counts, times = zip(*self.verify)
+        had, middle = sum(counts) / len(counts), sum(times) / len(times)
+        guess = max(0.0, typical(times) - typical(self.plain)) / (had + FIRST)
+        spread = sum((count - had) ** 2 for count in counts) + FIRST
+        row = sum((count - had) * (took - middle) for count, took in zip(counts, times)) + FIRST * guess
+        row = max(0.0, row / spread)
+        return typical([took - row * (count - had) for count, took in zip(counts, times)]), had, row
 
 
 def typical(seconds: Collection[float]) -> float:
@@ -123,6 +134,11 @@ class Pacing:
         self.weights = weights
         self._times: OrderedDict[Kind, Times] = OrderedDict()
         self._chances: OrderedDict[str, Chance] = OrderedDict()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._times.clear()
+        self._chances.clear()
 
     def times(self, kind: Kind) -> Times:
         return _latest(self._times, kind, Times)
