@@ -79,14 +79,17 @@ class HostTier:
 
     def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
         """See Tier."""
-        index = np.array(cells) - 1
-        wrong = np.nonzero((self._owner[index] != np.array(parts)).any(1))[0].tolist()
+        index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
         own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
         with self._copying():
             self.storage.mover.copy_blocks(kept, torch.from_numpy(index), own, torch.tensor(slots, device="cpu"))
             loaded = self._event()
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return HostLoading(self, wrong, loaded)
+
+    def strangers(self, parts: Sequence[Part], cells: Sequence[int]) -> list[int]:
+        """Which of ``cells`` (numbers in this order) do not hold ``parts``."""
+        return np.nonzero((self._owner[np.array(cells) - 1] != np.array(parts)).any(1))[0].tolist()
 
     def release(self, cells: Sequence[int]) -> None:
         """See Tier."""

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.errors import SaccadeError
+
 if TYPE_CHECKING:
     from saccade.kv.tiers import Tiers
 
@@ -55,6 +57,7 @@ class Offers:
         self._slots, self._parts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)  # as listed
         self._at = np.full(slots, -1, dtype=np.int64)  # where a slot is in the list
         self._next = self._seen = 0  # how far it is taken; the stamp of the last listing
+        self._left = 0  # listed, and neither taken, nor passed over, nor withdrawn
         self._told = np.zeros(16, dtype=np.int64)
         self._withdrawn: list[Array] = []
         self._changed: list[Array] = []  # parts whose cell has changed
@@ -65,6 +68,7 @@ class Offers:
         gone = at[at >= 0]
         if len(gone):
             self._at[self._slots[gone]] = -1
+            self._left -= len(gone)
             self._withdrawn.append(gone)
 
     def cells_changed(self, parts: Array) -> None:
@@ -75,7 +79,7 @@ class Offers:
         """Before a step: have enough slots listed, none of them a slot of the blocks ``kept``, which the step needs
         throughout, and which are resident. ``open_blocks`` are written to."""
         tiers, layers = self.tiers, self.tiers.pool.layers
-        if (self._at >= 0).sum() * REFILL <= self._wanted:
+        if self._left * REFILL <= len(self._slots):
             self._list()
             tiers.opened(slice(None), open_blocks)
         self.withdraw(np.concatenate([tiers.pool.slots_of(layer, kept) for layer in range(layers)]))
@@ -92,16 +96,15 @@ class Offers:
         if self._next > first:
             part = self.taken[first : self._next].cpu().numpy().astype(np.int64)
             used = np.nonzero(part >= 0)[0]
-            self._at[self._slots[first : self._next]] = -1
+            passed = self._slots[first : self._next]
+            self._left -= int((self._at[passed] >= 0).sum())
+            self._at[passed] = -1
             self._took(self._slots[first + used], self._parts[first + used], part[used])
         self._told = head
         if head[SHORT]:
             self.head[SHORT] = 0
+            self._left = 0  # a new list
         return not head[SHORT]
-
-    @property
-    def _wanted(self) -> int:
-        return max(1, self.tiers.slots // SHARE)
 
     def _list(self) -> None:
         """Make a new list."""
@@ -112,10 +115,10 @@ class Offers:
         self._seen = (int(self._told[STEP]) + 1) * tiers.pool.layers
         self._at[:] = -1
         self._withdrawn.clear()
-        slots, parts = self._offerable(self._wanted)
+        slots, parts = self._offerable(max(1, tiers.slots // SHARE))
         self._slots, self._parts, self._next = slots, parts, 0
         self._at[slots] = np.arange(len(slots))
-        count = len(slots)
+        count = self._left = len(slots)
         packed = torch.from_numpy(np.stack([slots, parts]).astype(np.int32)).to(self.head.device)
         self.listed[:count], self.holding[:count] = packed[0], packed[1]
         self.taken[:count] = -1
@@ -152,8 +155,11 @@ class Offers:
         return np.concatenate([free, pool.map_flat()[parts]]), np.concatenate([nothing, parts])
 
     def _took(self, slots: Array, left: Array, came: Array) -> None:
-        """The device has let the parts ``left`` (-1: none) leave ``slots`` and brought ``came`` there."""
+        """The device has let the parts ``left`` (-1: none) leave ``slots`` and brought ``came`` there. In debug mode
+        SaccadeError where a cell that it read is not the part's."""
         tiers = self.tiers
+        if tiers.debug and not tiers.owns(came):
+            raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
         tiers.pool.moved(slots, left, came)
         tiers._turn.place(slots, came)
         tiers.counts.evicted += int((left >= 0).sum())

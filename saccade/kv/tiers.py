@@ -15,6 +15,7 @@ import numpy as np
 
 from saccade.errors import SaccadeError
 from saccade.kv.hold import Hold
+from saccade.kv.host import HostTier
 from saccade.kv.offers import Offers
 from saccade.kv.replacement import Replacement
 from saccade.kv.tier import LostKV, Part, Tier, TierCounts, TierError, TierFull
@@ -37,7 +38,7 @@ class Tiers:
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if pool.rows > 1:
             raise SaccadeError("tiers keep all KV heads of a block together: they need a pool without heads_apart")
-        self.pool, self.tier, self.policy, self._debug = pool, tier, policy, debug
+        self.pool, self.tier, self.policy, self.debug = pool, tier, policy, debug
         shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
         self.generation = np.zeros(shape[1], dtype=np.int64)
         self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
@@ -156,6 +157,15 @@ class Tiers:
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
 
+    def owns(self, parts: Array) -> bool:
+        """Whether each of ``parts`` (layer * logical blocks + block) has a cell, with that part in it."""
+        layers, blocks = np.divmod(parts, len(self.generation))
+        cells = self._cell.reshape(-1)[parts]
+        named = [Part(*one) for one in zip(layers.tolist(), blocks.tolist(), self.generation[blocks].tolist())]
+        if not isinstance(self.tier, HostTier) or not (cells > 0).all():
+            return False
+        return not len(parts) or not self.tier.strangers(named, cells.tolist())
+
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
         if self.offers is None:
@@ -209,7 +219,7 @@ class Tiers:
         """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
         if self.offers is not None:
             self.offers.withdraw(self.pool.slots_of(layer, blocks))
-        if self._debug:
+        if self.debug:
             slots = self.pool.slots_of(layer, blocks).tolist()
             for part in (self.pool.storage.k, self.pool.storage.v):
                 part[slots] = float("nan")
