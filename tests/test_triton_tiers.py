@@ -8,6 +8,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from tier_helpers import nothing_left
 
+from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
 from saccade.ops.triton import pages, residency
@@ -92,5 +93,12 @@ def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
     for layer, (k, v) in enumerate(rows):
         assert torch.equal(kv.view(layer).keys(), k)
         assert torch.equal(kv.view(layer).values(), v)
-    kv.free()
-    nothing_left(pool)
+    block = next(at for at, one in enumerate(kv.block_table.tolist()) if not pool.resident(0, one))
+    cell = tiers._cell[0, kv.block_table[block]] - 1
+    tiers.tier._owner[cell, 2] += 1  # as if it were of a later holder
+    offers.prepare(tail, tail)
+    lists = KeyLists(None, torch.tensor([1]), torch.tensor([[block]]).int(), 1, 16, 1)
+    where = Pages(storage.k, storage.v, tables[0], length, 700)
+    residency.bring_in(pool, offers, 0, kv.block_table[None].int(), where, lists)
+    with pytest.raises(SaccadeError, match="other blocks"):
+        offers.settle()
