@@ -30,6 +30,8 @@ for name in $wanted; do
         prefill) part prefill 175 "$python" "$here/prefill.py" ;;
         decode) part decode 60 "$python" "$here/decode.py" ;;
         sharing) part sharing 25 "$python" "$here/sharing.py" ;;
+        gather) part gather 60 "$python" "$here/gather.py" ;;
+        tiers) part tiers 150 "$python" "$here/tiers.py" long ;;
         reference) part reference 60 "$python" "$here/reference.py" ;;
         endtoend) part endtoend 150 "$python" "$here/endtoend.py" ;;
         *) echo "unknown part $name" ;;

@@ -36,9 +36,9 @@ class Offers:
     [slots]: the part for which each of them was taken. ``stamp`` int32 [slots]: when a slot was used last, in steps *
     layers + layer; ``mark`` int32 [logical blocks]: when a block was missed last. ``missing``, ``which``, ``where``
     int32 [logical blocks]: a layer's misses, the cells they come from (from 0) and the slots they go to. ``head`` int32
-    [16]: the step's number; whether slots ran short; how far the list is taken, and its end; the stamp from which on a
-    slot is recent; hits and misses so far; misses of this layer, and how many of them come. ``reach`` int32 [layers]:
-    blocks of a ranking that are brought in before its rule is followed.
+    [16]: the step's number; whether slots ran short (1), or what is brought in of a ranking (2); how far the list is
+    taken, and its end; the stamp from which on a slot is recent; hits and misses so far; misses of this layer, and how
+    many of them come. ``reach`` int32 [layers]: blocks of a ranking that are brought in before its rule is followed.
     """
 
     def __init__(self, tiers: Tiers) -> None:

@@ -8,7 +8,7 @@ from engine_helpers import EVERY, GREEDY, tokens
 from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM
+from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError
 from saccade.kv.format import KVFormat
 from saccade.kv.pinned import PinnedMemory
@@ -71,6 +71,28 @@ def test_every_method_in_a_small_part_of_the_memory(folder, expected, slots, rep
         counts = llm.pool.tiers.counts
         assert min(counts.misses, counts.evicted, counts.bytes_written) > 50
         assert counts.lost == 0
+        nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize(
+    "policy", ["quest(budget=64, block_size=16, dense_layers=0)", "psa(epsilon=0.05, block_size=16)", "dense"]
+)
+def test_recorded_steps_bring_in_what_they_read(tmp_path, policy):
+    folder = make_checkpoint("llama", tmp_path / "m", max_position_embeddings=1024, head_dim=32, num_hidden_layers=2)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompt, size = random_ids(900, seed=3), KVFormat(torch.float32, 2, 32, 16).block_bytes
+    settings = {"dtype": "float32", "block_size": 16, "device": "cuda", "prefill_chunk": 256}
+    with LLM(folder, kv_memory="16MiB", **settings) as whole:
+        (want,) = whole.generate([prompt], params, policy=policy)
+    with LLM(folder, kv_memory=90 * size, kv_host="16MiB", **settings) as llm:  # of 118 parts
+        (done,) = llm.generate([prompt], params, policy=policy)
+        assert tokens(done) == tokens(want)
+        backends, counts = done.report["decode"]["backends"], llm.pool.tiers.counts
+        assert counts.misses > 0
+        if policy != "dense":  # which does not fit: the host path brings it in, a layer at a time
+            assert backends["triton"] > 0.5 * sum(backends.values()), (backends, done.report["notes"])
+            assert llm.engine.worker.device.graphs.recorded > 0
+            assert done.report["tiers"]["hits"] > done.report["tiers"]["misses"]
         nothing_left(llm.pool)
 
 

@@ -177,7 +177,7 @@ def _take(
     tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
     tl.store(head + W_WANTED, 0)
     if (done < wanted) | (short > 0):
-        tl.store(head + W_SHORT, 1)
+        tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
 
 
 @triton.jit(do_not_specialize=["layer", "count", "microbatch"], do_not_specialize_on_alignment=["used", "ranked"])
@@ -188,8 +188,10 @@ def _follow(
     unit = tl.arange(0, WIDTH)
     blocks = tl.load(used + unit, mask=unit < count, other=0) * microbatch
     most = tl.max(tl.minimum(blocks, tl.load(ranked + unit, mask=unit < count, other=0)), 0)
-    came = tl.load(reach + layer)
+    came, before = tl.load(reach + layer), tl.load(head + W_SHORT)
     if most > came:
-        tl.store(head + W_SHORT, 1)
-    held = tl.maximum(most + most // 2, came - came // 8)
-    tl.store(reach + layer, tl.where(most > came, 2 * came, tl.maximum(held, LEAST)))
+        tl.store(head + W_SHORT, before | 2)
+    after = tl.where(most > came, 2 * came, tl.maximum(most + most // 2, came - came // 4))
+    # What follows a shortage is made of blocks that did not come. Where slots were short, less is to be asked for.
+    after = tl.where(before == 0, after, tl.where(before == 2, came, came // 2))
+    tl.store(reach + layer, tl.maximum(after, LEAST))
