@@ -55,7 +55,11 @@ def expected(folder):
 
 @pytest.mark.parametrize(
     ("slots", "replacement", "which"),
-    [(30, "fifo", (0, 1, 2, 3, 4, 5)), (34, "clock", (5, 0)), pytest.param(40, "lru", (0, 3), marks=pytest.mark.slow)],
+    [
+        (30, "fifo", (0, 1, 2, 3, 4, 5)),
+        (34, "clock", (5, 0)),
+        pytest.param(40, "lru", (0, 3), marks=pytest.mark.thorough),
+    ],
 )
 def test_answers_under_a_small_device(folder, expected, slots, replacement, which):
     policies, prompts = [POLICIES[at] for at in which], [PROMPTS[at] for at in which]
@@ -70,7 +74,7 @@ def test_answers_under_a_small_device(folder, expected, slots, replacement, whic
         nothing_left(llm.pool)
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", [0, pytest.param(6, marks=pytest.mark.thorough)])
 def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, monkeypatch):
     monkeypatch.setattr(offers, "FIRST_RANKED", 2)
     monkeypatch.setattr(residency, "LEAST_RANKED", 2)
