@@ -198,7 +198,7 @@ def test_interleaved_streams_lose_nothing(llm, prompts, solo):
 
 def test_a_failure_in_choosing_a_token_takes_nobody_down(llm, prompts, solo, monkeypatch):
     good, bad = start(llm, prompts[0]), start(llm, prompts[2])
-    monkeypatch.setattr(bad.sampler, "sample", lambda ids, logits, position: [][0])
+    monkeypatch.setattr(bad.sampler, "sample", lambda *_: [][0])
     finish(llm.engine)
     assert good.final_ids == solo[0]
     assert (bad.finish_reason, bad.final_ids) == ("error", [])
