@@ -147,6 +147,7 @@ def filling(llm: LLM, ids: list[int], model: str) -> Fill:
     spec = llm.model.spec
 
     def fill(request: Request) -> None:
+        torch.manual_seed(len(request.prompt))  # the same for every policy
         kv, past = request.sequence.memory.kv, len(ids) - TAIL
         kv.reserve(len(ids))
         for layer in range(spec.layers):
@@ -188,6 +189,7 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
         for length in chosen.lengths.split(","):
             for chance in [None] if chosen.replay is None else [float(one) for one in chosen.replay.split(",")]:
                 policy = f"lossless(draft={draft}, tokens={length}{'' if chance is None else ', lookup=0'})"
+                llm.engine.sparse_drafts.pacing.forget()
                 with replayed(known, chance) as begin:
                     seconds, made, requests, passes = measure(llm, prompts, fills, policy, chosen.tokens, begin)
                 said = [request.report.as_dict()["speculation"] for request in requests]

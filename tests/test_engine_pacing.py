@@ -107,10 +107,10 @@ def test_expected_tokens_are_the_sum_of_chances():
 
 def measured(pacing: Pacing, kind: Kind, plain: float, draft: float, row: float = 0.02) -> None:
     times = pacing.times(kind)
-    for _ in range(5):
+    for count in (0.0, 16.0, 4.0, 8.0, 12.0):
         times.plain.append(plain)
         times.draft.append(draft)
-        times.verify.append((4.0, plain * (1 + 4 * row)))
+        times.verify.append((count, plain * (1 + count * row)))
 
 
 def test_the_length_is_the_best_of_all_and_grows_with_acceptance():
@@ -120,8 +120,9 @@ def test_the_length_is_the_best_of_all_and_grows_with_acceptance():
     for chance in (0.5, 0.7, 0.9, 0.98):
         length, speed = best_length(chance, times, 16)
         speeds = [tokens_of_round(chance, k) / (0.25 * k + 1.0 + 0.02 * k) for k in range(1, 17)]
-        assert speed == pytest.approx(max(speeds))
-        assert length == 1 + speeds.index(max(speeds)) >= before
+        assert speed == pytest.approx(max(speeds), rel=0.01)
+        assert speeds[length - 1] > 0.99 * max(speeds)
+        assert length >= before
         before = length
 
 
@@ -133,9 +134,10 @@ def test_small_keys_beside_weights_are_never_tried():
     assert Pace(Pacing(10**9), "psa", 3).wants(100, Kind.of("psa", [100]), 10**7)
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.2, 0.4, 0.5, 0.55, 0.6, 0.9])
-@pytest.mark.parametrize("draft", [0.3, 0.6, 0.95, 2.0])
-def test_it_stops_where_it_loses_and_never_oscillates(chance, draft):
+@pytest.mark.parametrize("chance", [0.0, 0.4, 0.55, 0.6, 0.98])
+@pytest.mark.parametrize("draft", [0.2, 0.6, 2.0])
+@pytest.mark.parametrize("fixed", [1.0, 2.5])
+def test_it_stops_where_it_loses_and_never_oscillates(chance, draft, fixed):
     """Over 9,000 tokens with noisy times, near the break-even and far from it: what it costs is bounded, and it stops
     and begins again once for each doubling at most."""
     rng, pacing = random.Random(9), Pacing(10**6)
@@ -152,7 +154,7 @@ def test_it_stops_where_it_loses_and_never_oscillates(chance, draft):
             while stayed < count and rng.random() < chance:
                 stayed += 1
             drafts = [noisy(draft) for _ in range(count)]
-            verify = noisy(1.0 + 0.02 * count)
+            verify = noisy(fixed + 0.02 * count)
             times.draft.extend(drafts)
             times.verify.append((float(count), verify))
             seconds += sum(drafts) + verify
@@ -163,7 +165,7 @@ def test_it_stops_where_it_loses_and_never_oscillates(chance, draft):
             times.plain.append(spent)
             seconds, made, length = seconds + spent, made + 1, length + 1
     assert pace.stops <= 3  # 4,000 to 13,000 tokens
-    best = max(tokens_of_round(chance, k) / (k * draft + 1 + 0.02 * k) for k in range(1, 17))
+    best = max(tokens_of_round(chance, k) / (k * draft + fixed + 0.02 * k) for k in range(1, 17))
     speed = made / seconds * 1.035  # of plain steps, whose noise has this mean
     assert speed > 0.97 * max(1.0, best if best > 1.15 else 1.0)
     if best < 0.9:

@@ -3,8 +3,8 @@
 With a chance ``a`` that a drafted token stays, a round of k drafts gives on average (1 - a^(k+1)) / (1 - a) tokens
 (Leviathan, Kalman and Matias, ICML 2023, equation 1). It takes k draft steps and one verification of k + 1 rows; a
 plain step gives one token. The length drafted is the k of most tokens a second; where no k beats plain steps by
-``LEAST``, nothing is drafted. ``a`` is counted with slow forgetting. Times are medians of what steps of this engine
-took at about this length and batch; before any was taken, bytes stand for time: a step reads the weights and the keys
+``LEAST``, nothing is drafted. ``a`` is counted with slow forgetting. Times are what steps of this engine took of late
+at about this length and batch; before any was taken, bytes stand for time: a step reads the weights and the keys
 and values, a draft step the weights and some of the keys.
 
 A request that stops drafting stays so until its context has doubled, so it stops and begins again a few times at most.
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple, TypeVar
 
 from saccade.methods.verified import MOST
@@ -29,6 +28,7 @@ SHARE = 0.1  # of the keys that a draft step reads, likewise
 FORGET = 0.99  # of each earlier count, by test
 DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
+FIRST = 8.0  # rows that the fixed cost of a verification is worth, before it is known
 KEPT = 256  # kinds of steps whose times are remembered
 
 
@@ -61,14 +61,30 @@ class Times:
 
     @property
     def known(self) -> bool:
-        return len(self.plain) >= PLAIN and bool(self.draft) and bool(self.verify)
+        return len(self.plain) >= PLAIN and bool(self.draft) and len(self.verify) >= 2
 
     def of_round(self, drafts: int) -> float:
-        """Of drafting and verifying so many tokens. Rows of a verification cost alike; the first is a plain step."""
-        plain, verify = min(self.plain), median([seconds for _, seconds in self.verify])
-        had = median([count for count, _ in self.verify])
-        row = max(0.0, verify - plain) / max(1.0, had)
-        return drafts * median(self.draft) + max(plain, verify + row * (drafts - had))
+        """Of drafting and verifying so many tokens."""
+        level, had, row = self._verification
+        return drafts * typical(self.draft) + max(typical(self.plain), level + row * (drafts - had))
+
+    @property
+    def _verification(self) -> tuple[float, float, float]:
+        """Seconds of a verification, of how many drafts, and of one draft more: a line through the times. Before there
+        were unlike numbers, what it takes beyond a plain step is thought of as eight rows' worth that come first, and
+        the rows that it had."""
+        counts, times = zip(*self.verify)
+        had, middle = sum(counts) / len(counts), sum(times) / len(times)
+        guess = max(0.0, typical(times) - typical(self.plain)) / (had + FIRST)
+        spread = sum((count - had) ** 2 for count in counts) + FIRST
+        row = sum((count - had) * (took - middle) for count, took in zip(counts, times)) + FIRST * guess
+        row = max(0.0, row / spread)
+        return typical([took - row * (count - had) for count, took in zip(counts, times)]), had, row
+
+
+def typical(seconds: Collection[float]) -> float:
+    """The lower quartile: what others do on the machine makes steps longer, never shorter."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 @dataclass
@@ -95,7 +111,7 @@ def tokens_of_round(chance: float, drafts: int) -> float:
 def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
     """The number of drafts, from 1 to ``most``, of most tokens a second, and how many times the speed of plain steps
     that is."""
-    plain = min(times.plain)
+    plain = typical(times.plain)
     speeds = [
         (tokens_of_round(chance, drafts) * plain / times.of_round(drafts), -drafts) for drafts in range(1, most + 1)
     ]
@@ -119,6 +135,11 @@ class Pacing:
         self._times: OrderedDict[Kind, Times] = OrderedDict()
         self._chances: OrderedDict[str, Chance] = OrderedDict()
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._times.clear()
+        self._chances.clear()
+
     def times(self, kind: Kind) -> Times:
         return _latest(self._times, kind, Times)
 
@@ -132,7 +153,7 @@ class Pacing:
         grown = 2.0 ** ((kind.keys - nearest.keys) / 4)
         known = self._times[nearest]
         factor = (self.weights + known.bytes * grown) / max(1.0, self.weights + known.bytes)
-        times.plain.extend([min(known.plain) * factor] * PLAIN)
+        times.plain.extend([typical(known.plain) * factor] * PLAIN)
         times.bytes = known.bytes * grown
 
     def chance(self, draft: str) -> Chance:

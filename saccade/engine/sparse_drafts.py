@@ -41,6 +41,7 @@ class SparseDrafts:
         self.scheduler, self.worker, self.model = scheduler, worker, model
         self.pacing = Pacing(model.weight_bytes)
         self._kind: Kind | None = None  # of the step under way, if it is timed
+        self._warm: set[int] = set()  # numbers of rows of verifications that there have been
         self._keys = 0  # bytes of keys and values that it reads
         self._drafted = self._learns = False
 
@@ -99,7 +100,10 @@ class SparseDrafts:
         if self._kind is None:
             return
         times = self.pacing.times(self._kind)
-        if self._drafted:
+        packed = sum(rows.length for _, rows in batch)
+        if self._drafted and packed not in self._warm:  # the first product of so many rows is prepared meanwhile
+            self._warm.add(packed)
+        elif self._drafted:
             times.verify.append((sum(drafts) / len(drafts), seconds))
         elif not self._learns:
             times.plain.append(seconds)

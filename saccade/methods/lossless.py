@@ -5,9 +5,10 @@ Speculative decoding (Leviathan, Kalman and Matias, "Fast inference from transfo
 (arXiv:2404.11912) and MagicDec (arXiv:2408.11049). The engine drives it (``engine/sparse_drafts.py``); here is what a
 decode row reads that is no draft, everything, and what the draft learns from it.
 
-A draft that keeps a state learns from verified rows alone: each tells it what dense attention read, as if the draft had
-read it. What its own rows taught it is dropped with them. So its state hangs on the tokens alone, and a replay of the
-accepted ones gives it to the last bit. What the draft evicts is gone for the draft, and for nobody else.
+A draft that keeps a state learns from verified rows alone: with each it chooses, reads and learns as if the row were
+its own, beside what dense attention reads. What its own rows taught it is dropped with them. So its state hangs on the
+tokens alone, and a replay of the accepted ones gives it to the last bit. What the draft evicts is gone for the draft,
+and for nobody else.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query, require, require_whole
+from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_whole
 from saccade.methods.psa import PSA
 from saccade.methods.verified import MOST, UNLEARNT, Drafted, Verified, bare
-from saccade.selection import Dense, Selection
+from saccade.ops import Call, run
+from saccade.selection import Dense, Selection, cut, without
 from saccade.selection.plan import DevicePlan, Ends, Everything, PlanSpec
 
 AnyChunk = TypeVar("AnyChunk", bound=Chunk)
@@ -58,7 +60,7 @@ class Lossless(Verified):
         require(not draft.means_dense, "draft", draft.text, wanted)
         require_whole("tokens", self.tokens, 0, MOST)
         require_whole("lookup", self.lookup, 0, 64)
-        for name in ("tail_rows", "watches", "wants_weights"):  # what the draft asks for
+        for name in ("tail_rows", "watches"):  # what the draft asks for
             object.__setattr__(self, name, getattr(draft, name))
 
     @property
@@ -69,9 +71,6 @@ class Lossless(Verified):
     def looks_ahead(self) -> bool:
         return self.draft.looks_ahead
 
-    def acting(self, state: Any) -> Method:
-        return self.draft.acting(bare(state)) if isinstance(state, Drafted) else NEVER
-
     def watch(self, chunk: Chunk) -> Any:
         return self.draft.watch(_own(chunk))
 
@@ -81,14 +80,23 @@ class Lossless(Verified):
         return None if state is None else Drafted(state)
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        if isinstance(state, Drafted) and query.step >= UNLEARNT:  # some methods move on as they select
-            self.draft.select_decode(_own(query), state.draft)
         return Dense(query.shape)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: Any) -> None:
-        if isinstance(state, Drafted) and query.step >= UNLEARNT:
-            with self._quiet(query):
-                self.draft.observe(_own(query), selection, weights, state.draft)
+        if not isinstance(state, Drafted) or query.step < UNLEARNT:
+            return
+        own, draft = _own(query), self.draft
+        with self._quiet(query):
+            chosen = draft.select_decode(own, state.draft)
+            if query.window is not None:
+                chosen = cut(chosen, query.window)
+            if query.gone is not None and not isinstance(state.draft, Evicting):
+                chosen = without(chosen, query.gone)
+            if not draft.acting(state.draft).wants_weights:
+                draft.observe(own, chosen, None, state.draft)
+                return
+            ran = run(Call(query.q, query.kv, chosen, query.scale, query.softcap, want_weights=True))
+            draft.observe(own, ran.used, ran.weights, state.draft)
 
     @contextmanager
     def _quiet(self, chunk: Chunk) -> Iterator[None]:
@@ -101,13 +109,6 @@ class Lossless(Verified):
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan:
         return DevicePlan.of(self, [Everything() if size is None else Ends(0, size) for size in spec.windows])
-
-
-class _Never(Method):
-    """Wants nothing of a step."""
-
-
-NEVER = _Never()
 
 
 def _own(chunk: AnyChunk) -> AnyChunk:
