@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test lint types build lock storm storm-sessions storm-tiers lossless fuzz sanitize fuzz-server storm-server \
+.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless fuzz sanitize fuzz-server storm-server \
   test-page conformance test-ray clean
 
 setup: $(STAMP)
@@ -35,6 +35,9 @@ demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
 
 test: setup
+	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60 -m "not thorough"
+
+test-all: setup
 	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60
 
 lock:

@@ -121,6 +121,24 @@ def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) ->
     return [f"`{name}`" + ("" if planned.serves else " (apart)"), *cells, f"{100 * statistics.median(shares):.0f} %"]
 
 
+def same_blocks(problem: Problem, name: str, counts: list[int], repeats: int) -> list[str]:
+    """What one call over the blocks takes that a row of ``name`` read."""
+    method, _ = decoding(name)
+    rows = query_rows(problem, 1.0)
+    states = [opened(method, problem, view, rows, 0.0, copy) for copy, view in enumerate(problem.views)]
+    q = rows[:, TAIL // 2][:, None]
+    used = [
+        run(Call.of(q, view, method.select_decode(Query.of(q, view), state), threads=counts[-1])).used
+        for view, state in zip(problem.views, states)
+    ]
+    calls = [partial(run, Call.of(q, view, one)) for view, one in zip(problem.views, used)]
+    cells = []
+    for threads in counts:
+        torch.set_num_threads(threads)
+        cells.append(f"{median_ms(calls, len(calls) * repeats):.3f}")
+    return [f"the {100 * used[0].density():.1f} % of blocks that it read, in one call", *cells, "0 %"]
+
+
 def apart(method: Method, q: torch.Tensor, view: object, state: object, step: int, threads: int) -> None:
     """As `saccade bench ops` has it."""
     query = Query.of(q, view, step=step)
@@ -171,6 +189,8 @@ def main() -> None:
         for name in [] if chosen.suite == "prefill" else methods:
             if time.monotonic() - began < chosen.limit:
                 print("| " + " | ".join(decode_rows(problem, name, counts, chosen.repeats)) + " |", flush=True)
+            if name.startswith("psa") and time.monotonic() - began < chosen.limit:
+                print("| " + " | ".join(same_blocks(problem, name, counts, chosen.repeats)) + " |", flush=True)
         lines: dict[str, list[str]] = {}
         for threads in counts if chosen.suite == "prefill" else []:
             torch.set_num_threads(threads)

@@ -127,10 +127,13 @@ void gather_typed(const Gather& g) {
     for (int64_t u = 0; u < g.units; ++u) full |= g.full && g.full[u];
     const int64_t tasks = full ? g.attention.kv_heads : g.units;
     // Where there are tasks enough, none is worth cutting further. What comes out is the same.
-    const int each = g.units >= 2 * g.attention.threads ? 1 : g.attention.threads;
-    for_parts(tasks, g.attention.threads, [&](int64_t i) {
+    constexpr int64_t kPiece = 256;  // keys
+    const int64_t keys = g.out_offsets[g.lists] + g.offsets[g.units];
+    const int threads = full ? g.attention.threads : worth(keys, kPiece, g.attention.threads);
+    const int each = !full && g.units >= 2 * threads ? 1 : threads;
+    for_parts(tasks, threads, [&](int64_t i) {
         const int64_t count = g.units / tasks;
-        GatherTask<Math, T>(g, i * count, count, full ? g.attention.threads : each).run();
+        GatherTask<Math, T>(g, i * count, count, each).run();
     });
 }
 

@@ -47,12 +47,10 @@ void sink_share_group(const SinkShare& c, int64_t kv_head) {
 
 template <class T>
 void sink_share_typed(const SinkShare& c) {
-    // To wake a thread takes as long as this many products of a value.
-    constexpr int64_t kWorthWaking = 1 << 17;
+    constexpr int64_t kPiece = 1 << 17;  // products of a value
     const Attention& a = c.attention;
-    const int64_t useful = 1 + a.heads * a.head_dim * (c.sinks + c.local) / kWorthWaking;
     parallel_for(
-        a.kv_heads, useful < a.threads ? static_cast<int>(useful) : a.threads,
+        a.kv_heads, worth(a.heads * a.head_dim * (c.sinks + c.local), kPiece, a.threads),
         [](void* context, int64_t g) { sink_share_group<T>(*static_cast<const SinkShare*>(context), g); },
         const_cast<SinkShare*>(&c));
 }

@@ -143,8 +143,12 @@ inline void learn_unit(const TableGain& c, int64_t u) {
 }
 
 void learn_tables(const TableGain& c) {
+    constexpr int64_t kPiece = 256;  // keys; and a refresh goes over all positions
+    int64_t work = c.offsets[c.lists];
+    for (int64_t u = 0; u < c.tables.units; ++u)
+        work += c.refresh && c.refresh[u] ? c.tables.capacity / kTableBlock : 0;
     parallel_for(
-        c.tables.units, c.threads,
+        c.tables.units, worth(work, kPiece, c.threads),
         [](void* context, int64_t u) { learn_unit(*static_cast<const TableGain*>(context), u); },
         const_cast<TableGain*>(&c));
 }

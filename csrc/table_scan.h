@@ -247,8 +247,12 @@ void scan_tables(const TableScan& c) {
     const int64_t words = (c.length + 63) / 64;
     const std::unique_ptr<uint64_t[]> bits(new uint64_t[c.tables.units * words]);
     ScanJob job{c, bits.get(), words};
+    constexpr int64_t kPiece = 16384;  // positions
+    int64_t scanned = 0;
+    for (int64_t u = 0; u < c.tables.units; ++u) scanned += c.skip && c.skip[u] ? 0 : c.length;
+    const int threads = worth(scanned, kPiece, c.threads);
     parallel_for(
-        c.tables.units, c.threads,
+        c.tables.units, threads,
         [](void* context, int64_t u) {
             ScanJob& j = *static_cast<ScanJob*>(context);
             const bool skip = j.call.skip && j.call.skip[u];
@@ -258,7 +262,7 @@ void scan_tables(const TableScan& c) {
     c.offsets[0] = 0;
     for (int64_t u = 0; u < c.tables.units; ++u) c.offsets[u + 1] += c.offsets[u];
     parallel_for(
-        c.tables.units, c.threads,
+        c.tables.units, worth(c.offsets[c.tables.units], 1024, c.threads),
         [](void* context, int64_t u) {
             ScanJob& j = *static_cast<ScanJob*>(context);
             const int64_t from = j.call.offsets[u], to = j.call.offsets[u + 1];

@@ -19,6 +19,11 @@ using Task = void (*)(void* context, int64_t index);
 // awake for it a moment before they sleep, unless there are more threads than cores.
 void parallel_for(int64_t count, int threads, Task task, void* context, bool follows = false);
 
+// The threads that so much work is worth, one for each `piece`: to wake one for less takes longer than to do it.
+__attribute__((always_inline)) inline int worth(int64_t work, int64_t piece, int threads) {
+    return work / piece < threads ? static_cast<int>(1 + work / piece) : threads;
+}
+
 // Scratch of the calling thread, 64-byte aligned, kept and grown between calls; its content is whatever was left there.
 // A task that calls parallel_for loses number 0 to the tasks that it runs meanwhile; number 1 is for such tasks.
 void* thread_scratch(size_t bytes, int which = 0);

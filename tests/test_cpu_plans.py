@@ -18,6 +18,8 @@ from saccade.errors import SaccadeError
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
+from saccade.methods.cis import CIS
+from saccade.methods.device_state import Opening
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
@@ -168,6 +170,24 @@ def test_a_row_without_enough_blocks_or_summaries_is_refused():
         native.BlockChoice(size=16, units=1, parts=2, first=0, last=0)
     with pytest.raises(SaccadeError, match="contiguous"):
         planned.attend(0, q[0], torch.zeros(HEADS, 1, DIM).transpose(0, 1)[:, ::2], 0.2, None, 1)
+
+
+def test_a_row_whose_anchors_do_not_fit_is_refused():
+    (kv,), _, q = sequences([200], torch.float32, 1)
+    storage, out = kv.pool.storage, torch.zeros(1, HEADS, DIM)
+    method = CIS(k=20, sinks=2, local=4)
+    state = method.host_state(Opening([method.begin(None) for _ in range(LAYERS)], kv, Spec, 199, 200))
+    planned = PlannedRows([PlannedRow(0, 199, kv.tables, state.reads(200))], storage.k, storage.v)
+    state._window[0, 1] = 200
+    with pytest.raises(ValueError, match="hides the row's own key"):
+        planned.attend(0, q[0], out, 0.2, None, 1)
+    state._counts.fill_(1)  # a place that is not there
+    with pytest.raises(ValueError, match="anchors do not fit a row of 200 keys"):
+        planned.attend(1, q[1], out, 0.2, None, 1)
+    assert state.reads(200) is not None  # which makes room
+    again = PlannedRows([PlannedRow(0, 199, kv.tables, state.reads(200))], storage.k, storage.v)
+    again.attend(1, q[1], out, 0.2, None, 1)
+    assert state._counts.tolist() == [1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,10 @@ from engine_helpers import GREEDY, finish, make, start, tokens
 from tiny_models import oracle, oracle_logits, random_ids
 
 from saccade import SamplingParams
+from saccade.engine.step import RequestResult, ScheduledRequest, StepResult
+from saccade.engine.worker import _prompt_scores
 from saccade.errors import RequestError
+from saccade.methods.policy import Policy
 
 PROMPT = random_ids(300, seed=8)  # five chunks of 64, and more rows than one slice of the head
 
@@ -116,3 +119,25 @@ def test_only_the_first_of_several_samples_scores_the_prompt(llm):
 def test_values_out_of_range_are_named(options):
     with pytest.raises(RequestError, match=r"prompt_logprobs\w*=-?\d+ must be an integer"):
         SamplingParams(**options)
+
+
+def test_the_ranks_of_equals_do_not_hang_on_what_others_ask_for():
+    """Of 40 tokens only three differ; a request is scored alone and beside one that asks for more."""
+    logits = torch.zeros(4, 40)
+    logits[:, [7, 21, 30]] = torch.tensor([2.0, 1.0, -1.0])
+
+    def asked(number: int, top: int) -> ScheduledRequest:
+        whole = Policy.parse("dense")
+        return ScheduledRequest(number, number, 0, 2, "prefill", whole, 0, 2, 2, scored=((0, 12), (1, 21)), top=top)
+
+    def scores(*requests: ScheduledRequest) -> dict[int, dict]:
+        result = StepResult({one.request_id: RequestResult() for one in requests})
+        scored = [(0, row, token, one) for one in requests for row, token in one.scored]
+        _prompt_scores(scored, result).visit(0, logits[: len(scored)])
+        return {number: one.prompt_scores for number, one in result.requests.items()}
+
+    few, many = asked(1, 2), asked(2, 9)
+    alone = scores(few) | scores(many)
+    assert set(alone[1][0]) >= {7, 21, 12}
+    assert alone[1][1][21] == (pytest.approx(float(logits[1].log_softmax(0)[21])), 2)
+    assert scores(few, many) == alone

@@ -19,7 +19,7 @@ POLICIES = [
     "streaming(sinks=2, window=40)",
     "arkvale(budget=96)",
     "quest(budget=64, dense_layers=1)",
-    pytest.param("psa(epsilon=0.4, microbatch=1)", marks=pytest.mark.slow),
+    pytest.param("psa(epsilon=0.4, microbatch=1)", marks=pytest.mark.thorough),
 ]
 FEW = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

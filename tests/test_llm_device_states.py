@@ -93,9 +93,12 @@ EVERY = [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS,
 QUICK = {EVICTING[1], EVICTING[4], CHOOSING[2], SHARING[2], SHARING[8], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1]}
 
 
-@pytest.mark.parametrize(
-    "policy", [text if text in QUICK else pytest.param(text, marks=pytest.mark.slow) for text in EVERY]
-)
+def first_of(policies: list[str], count: int = 1) -> list:
+    """``policies``, of which all but the first ``count`` wait for ``make test-all``."""
+    return [*policies[:count], *(pytest.param(text, marks=pytest.mark.thorough) for text in policies[count:])]
+
+
+@pytest.mark.parametrize("policy", first_of(sorted(EVERY, key=lambda text: text not in QUICK), len(QUICK)))
 def test_tokens_and_reports(engines, policy):
     prompts = [random_ids(length, seed=length) for length in ((110,) if policy in QUICK else (30, 150))]
     own, batched = (one.generate(prompts, FEW, policy=policy) for one in engines)
@@ -103,8 +106,9 @@ def test_tokens_and_reports(engines, policy):
         same(left, right)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})"])
+@pytest.mark.parametrize(
+    "policy", first_of(["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})"])
+)
 def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
     answers = []
     for one in engines:
@@ -117,9 +121,7 @@ def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
 LEARNING = ["h2o(budget=40)", f"{CIS}, follow=1)", f"{LFPS}, blocks=4, running_means=true)", f"{LOOP})"]
 
 
-@pytest.mark.parametrize(
-    "policy", [LEARNING[0], *(pytest.param(text, marks=pytest.mark.slow) for text in LEARNING[1:])]
-)
+@pytest.mark.parametrize("policy", first_of(LEARNING))
 @pytest.mark.parametrize("host", [False, True], ids=["tried again", "served by the host"])
 def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, policy, host):
     """The second layer of the third step fails: what its first layer has written is written again."""
@@ -155,8 +157,7 @@ def test_rows_of_all_methods_join_and_leave_one_step(engines):
         same(left, right)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", LEARNING[1:3])
+@pytest.mark.parametrize("policy", first_of(LEARNING[1:3]))
 def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     params = SamplingParams(temperature=1.5, max_tokens=5, ignore_eos=True, n=3, seed=7)
     (own,), (batched,) = (one.generate(random_ids(150, seed=2), params, policy=policy) for one in engines)
@@ -164,8 +165,7 @@ def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     assert len({tuple(one.token_ids) for one in own.outputs}) > 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", LEARNING)
+@pytest.mark.parametrize("policy", first_of(LEARNING))
 def test_drafts_take_turns_with_recorded_steps(engines, policy):
     """Steps with drafts are the host path's: states go there and come back."""
     prompt = random_ids(120, seed=6)

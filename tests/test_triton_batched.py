@@ -218,7 +218,9 @@ def test_equal_scores_rank_by_block():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rest", "stop"), [("last_max", "all"), ("min", "mean")])
+@pytest.mark.parametrize(
+    ("rest", "stop"), [("last_max", "all"), pytest.param("min", "mean", marks=pytest.mark.thorough)]
+)
 def test_rows_of_unequal_length_stop_where_the_loop_stops(rest, stop):
     methods = [PSA(epsilon=share, block_size=16, microbatch=2, rest=rest, stop=stop) for share in (0.6, 0.9)]
     rows = Rows([20, 0, 96, 640, 225, 330], 16)

@@ -34,7 +34,7 @@ from saccade.ops import attend, triton
 
 LAYOUT = KVFormat(torch.bfloat16, 8, 128)
 PIECE = 1 << 15  # tokens of made-up KV at a time
-QUEST = "quest(budget={},block_size=32,dense_layers=0)"
+QUEST = "streaming+quest(budget={},block_size=32,dense_layers=0)"
 
 
 class Filling:
@@ -51,6 +51,7 @@ class Filling:
                 made = plant(q, min(PIECE, self.past - start), LAYOUT.kv_heads, spec.scale, self.generator)
             past_k, past_v = (part.to(LAYOUT.dtype) for part in made)
             self.kv.append(layer, past_k, past_v)
+            self.kv.view(layer).summary("minmax", LAYOUT.block_size)  # while they are at hand
         self.kv.append(layer, k, v)
         seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
         return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
@@ -113,6 +114,8 @@ class Tiered(Bench):
             before = None if tiers is None else tiers.counts.copy()
             torch.cuda.synchronize()
             began = time.perf_counter()
+            for request in requests:  # as the scheduler does
+                request.sequence.memory.kv.reserve(len(request.sequence.tokens))
             found = self.step(requests)
             torch.cuda.synchronize()
             taken.append(1e3 * (time.perf_counter() - began))

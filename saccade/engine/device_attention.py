@@ -10,7 +10,7 @@ from torch import Tensor
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
-from saccade.kv.offers import STEP, Offers
+from saccade.kv.offers import SHORT, STEP, Offers
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
@@ -20,7 +20,7 @@ from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES
 from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
-from saccade.ops.triton.residency import bring_in
+from saccade.ops.triton.residency import bring_in, bring_in_ranked, follow_reach
 from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, PlanSpec, RankedBlocks, Reading, blocks_of
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
@@ -112,6 +112,8 @@ class DeviceAttention:
                 used = torch.stack([progress.used for progress, _ in done])
                 covered = torch.stack([progress.coverage for progress, _ in done])
                 ranked = torch.stack([counts[1] for _, counts in done])  # blocks; none where a row reads everything
+                if self.offers is not None:  # nothing that did not hold
+                    ranked = torch.where(self.offers.head[SHORT] > 0, 0, ranked)
                 keys = torch.minimum(used * choice.microbatch, ranked).to(torch.int64) * choice.size
                 where, shape = (slice(layers[0], layers[-1] + 1), group.slice), (len(layers), group.rows, -1)
                 rules.keys[where] += keys.view(shape)
@@ -151,7 +153,11 @@ class DeviceAttention:
             else:
                 ranking = rank_blocks(scores, pages, reading, second)
         if self.offers is not None:
-            bring_in(self.pool, self.offers, layer, self.buffers.logical[rows], pages, lists)
+            where = self.pool, self.offers, layer, self.buffers.logical[rows], pages
+            if ranking is None:
+                bring_in(*where, lists)
+            elif isinstance(reading, RankedBlocks):
+                bring_in_ranked(*where, ranking, reading.size)
         if watch is not None:
             watch.end()
             watch.begin("attention")
@@ -161,6 +167,8 @@ class DeviceAttention:
             assert isinstance(reading, RankedBlocks)
             progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], spec)
             self._ruled[number][layer] = progress, ranking[2]
+            if self.offers is not None:
+                follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking[2][1])
             out, lse = progress.out, progress.lse
         out = _with_sinks(out, lse, spec)
         if watch is not None:

@@ -37,7 +37,7 @@ class DeviceTiers:
         if tiers is None or not isinstance(tiers.tier, HostTier):
             return None if kv.resident else reason
         if not plan.listed:
-            return None if kv.resident else f"{reason}, and '{plan.method}' learns which it reads while it reads them"
+            return None if kv.resident else f"{reason}, and '{plan.method}' chooses and reads in one go"
         if kv.damaged:
             return "some of its KV blocks were lost"
         whole = sum(isinstance(one, Everything) for one in plan.layers)

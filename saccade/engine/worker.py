@@ -157,14 +157,15 @@ def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result:
 
     def visit(first: int, logits: Tensor) -> None:
         part = scored[first : first + len(logits)]
-        entries_of = row_logprobs(logits, [token for _, _, token, _ in part], max(one.top for _, _, _, one in part))
         finite = logits.amax(-1).isfinite().tolist()
-        for (_, place, chosen, one), entries, sound in zip(part, entries_of, finite):
-            if not sound:
-                result.requests[one.request_id].error = f"scoring the prompt: {NOT_FINITE}"
-            result.requests[one.request_id].prompt_scores[place] = {
-                token: entry for token, entry in entries.items() if entry[1] <= one.top or token == chosen
-            }
+        for top in sorted({one.top for _, _, _, one in part}):  # by themselves: the rank of equals depends on it
+            which = [at for at, (_, _, _, one) in enumerate(part) if one.top == top]
+            own = logits if len(which) == len(part) else logits[which]
+            for at, entries in zip(which, row_logprobs(own, [part[at][2] for at in which], top)):
+                _, place, _, one = part[at]
+                if not finite[at]:
+                    result.requests[one.request_id].error = f"scoring the prompt: {NOT_FINITE}"
+                result.requests[one.request_id].prompt_scores[place] = entries
 
     return ScoredRows(torch.tensor([row for row, _, _, _ in scored]), visit)
 

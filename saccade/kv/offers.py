@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from saccade.kv.tiers import Tiers
 
 SHARE = 4  # one in so many slots is listed at once
+FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
 MOST_FRESH = 1024  # parts that are written so that their slots may be taken, at once
 REFILL = 2  # a new list is made once no more than one in so many is left of it
 STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT = range(9)  # words of ``head``
@@ -34,7 +35,8 @@ class Offers:
     layers + layer; ``mark`` int32 [logical blocks]: when a block was missed last. ``missing``, ``which``, ``where``
     int32 [logical blocks]: a layer's misses, the cells they come from (from 0) and the slots they go to. ``head`` int32
     [16]: the step's number; whether slots ran short; how far the list is taken, and its end; the stamp from which on a
-    slot is recent; hits and misses so far; misses of this layer, and how many of them come.
+    slot is recent; hits and misses so far; misses of this layer, and how many of them come. ``reach`` int32 [layers]:
+    blocks of a ranking that are brought in before its rule is followed.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -49,6 +51,7 @@ class Offers:
         self.stamp, self.mark = words(slots, -1), words(blocks, -1)
         self.missing, self.which, self.where = words(blocks), words(blocks), words(blocks)
         self.head = words(16)
+        self.reach = words(pool.layers, FIRST_RANKED)
         self._slots, self._parts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)  # as listed
         self._at = np.full(slots, -1, dtype=np.int64)  # where a slot is in the list
         self._next = self._seen = 0  # how far it is taken; the stamp of the last listing

@@ -13,7 +13,7 @@ from saccade.errors import CapacityError
 from saccade.machine import HUGE_PAGE, ask_for_huge_pages, available_bytes, show_bytes
 
 CHUNK = 1 << 30  # bytes that one call registers
-THREADS = 8  # that do so: the pages are made and zeroed meanwhile
+THREADS = 16  # that do so: the pages are made and zeroed meanwhile
 
 
 class PinnedMemory:

@@ -311,8 +311,8 @@ class DevicePlan:
 
     @cached_property
     def listed(self) -> bool:
-        """Whether it is known before anything is read which keys a layer reads."""
-        return all(isinstance(one, Everything | Ends | BestBlocks) for one in self.layers)
+        """Whether it is known before anything is read which keys a layer reads, or which first."""
+        return not self.keeps
 
     @property
     def ruled(self) -> bool:

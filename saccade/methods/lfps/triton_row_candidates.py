@@ -83,10 +83,10 @@ def candidates(rows: LayerRows, units: int, idle: Tensor, blocks: Tensor | None,
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     totals = torch.empty(4, count * units, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
-    _list[(chunks, units, count)](
+    _list[(triton.cdiv(chunks, 4), units, count)](
         rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds,
-        rows.words.stride(0), rows.reals.stride(0), width, UNITS=units, CHUNKS=triton.next_power_of_2(chunks),
-        SPAN=SPAN, num_warps=8, **launched(device),
+        rows.words.stride(0), rows.reals.stride(0), width, chunks, UNITS=units, EACH=4,
+        CHUNKS=triton.next_power_of_2(chunks), SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
     return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds, totals[2:])
 
@@ -255,7 +255,7 @@ def _scan(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width"],
+    do_not_specialize=["word_row", "real_row", "width", "chunks"],
     do_not_specialize_on_alignment=[
         "words",
         "reals",
@@ -270,12 +270,13 @@ def _scan(
 )
 def _list(
     words, reals, lengths, marks, counts, indices, listed, sizes, firsts, lasts, bounds, word_row, real_row, width,
-    UNITS: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    chunks,
+    UNITS: tl.constexpr, EACH: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Forced keys before, candidates, forced keys behind. A row that reads everything has no candidates and its list is
-    not written."""
+    """Of ``EACH`` chunks: forced keys before, candidates, forced keys behind. A row that reads everything has no
+    candidates, and its list is not written."""
     begin(EARLY)
-    chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk, unit, row = tl.program_id(0) * EACH, tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     length = tl.load(lengths + row)
     if length == 0:
@@ -292,12 +293,11 @@ def _list(
         first = tl.load(own).to(tl.int32)
         n, dense, take, local = budget_at(own, reals, length, first)
         number = tl.arange(0, CHUNKS)
-        here = tl.load(counts + entry * tl.num_programs(0) + number, mask=number < tl.num_programs(0), other=0)
+        here = tl.load(counts + entry * chunks + number, mask=number < chunks, other=0)
         total = tl.sum(here, 0)
         start = first + tl.sum(tl.where(number < chunk, here, 0), 0)
         STEP: tl.constexpr = SPAN - 2 * HALO
         lane = tl.arange(0, SPAN)
-        at = chunk * STEP + lane
         out = indices + entry * width
         if chunk == 0:
             tl.store(listed + entry, total)
@@ -319,8 +319,12 @@ def _list(
                     to = out + first + total + begins + behind
                     tl.store(to, length - local + begins + behind, mask=begins + behind < local)
         if (dense == 0) & (chunk * STEP < n - local):
-            marked = tl.load(marks + entry * width + at, mask=(lane < STEP) & (at < n - local), other=0).to(tl.int32)
-            tl.store(out + start + tl.cumsum(marked, 0) - 1, first + at, mask=marked > 0)
+            for each in tl.static_range(EACH):
+                at = (chunk + each) * STEP + lane
+                inside = (lane < STEP) & (at < n - local)
+                marked = tl.load(marks + entry * width + at, mask=inside, other=0).to(tl.int32)
+                tl.store(out + start + tl.cumsum(marked, 0) - 1, first + at, mask=marked > 0)
+                start += tl.sum(marked, 0)
 
 
 @triton.jit(

@@ -7,6 +7,7 @@ since it was made.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,31 +19,23 @@ from saccade.ops.triton import pages as block_pages
 from saccade.ops.triton.decode import KeyLists, Pages
 
 ENTRIES = 256  # of a list that a program looks at
+LEAST_RANKED = 16  # blocks of a ranking that are brought in
 TAKEN = 1024  # listed slots that are looked at together
 
 
 def bring_in(
-    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, lists: KeyLists | None
+    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, *wanted: KeyLists | None
 ) -> None:
-    """Have all blocks in slots that rows read at ``layer``: those of ``lists``, or all of their keys. ``logical`` int32
-    [rows, >= blocks]: each row's logical blocks. ``pages.tables``, one row for all KV heads, says afterwards where they
-    lie. Where slots run short, ``head`` says so, and absent blocks are the guard's slot, whose content is no key's."""
+    """Have all blocks in slots that rows read at ``layer``: those of the lists ``wanted``, or for None all of their
+    keys. ``logical`` int32 [rows, >= blocks]: each row's logical blocks. ``pages.tables``, one row for all KV heads,
+    says afterwards where they lie. Where slots run short, ``head`` says so, and absent blocks are the guard's slot,
+    whose content is no key's."""
     tiers = pool.tiers
     assert tiers is not None
     assert isinstance(tiers.tier, HostTier)
-    rows, page = pages.lengths.shape[0], pages.k.shape[2]
-    size, units = (0, 1) if lists is None else (lists.size, lists.units)
-    longest = -(-pages.longest // page) if lists is None else lists.longest
-    none = pages.lengths  # unused pointers must still be pointers
-    base, head = layer * pool.logical_blocks, offers.head
-    _want[(triton.cdiv(longest, ENTRIES), units, rows)](
-        pool.slots, logical, pages.lengths,
-        none if lists is None or lists.counts is None else lists.counts,
-        none if lists is None else lists.indices,
-        offers.stamp, offers.mark, offers.missing, head, base, layer, pool.layers, logical.stride(0), longest,
-        UNITS=units, SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, W_STEP=STEP, W_HITS=HITS,
-        W_WANTED=WANTED, num_warps=4,
-    )  # fmt: skip
+    for lists in wanted:
+        _look(pool, offers, layer, logical, pages, lists)
+    base, page, head = layer * pool.logical_blocks, pages.k.shape[2], offers.head
     _take[(1,)](
         pool.slots, offers.cells, offers.listed, offers.holding, offers.taken, offers.stamp, offers.missing,
         offers.which, offers.where, head, base, layer, pool.layers,
@@ -54,6 +47,52 @@ def bring_in(
     )
     part = pool.slots[layer : layer + 1]
     block_pages.resolve(part, logical, pages.lengths, page, pages.longest, pages.tables[None], absent=tiers.guard)
+
+
+def bring_in_ranked(
+    pool: BlockManager,
+    offers: Offers,
+    layer: int,
+    logical: Tensor,
+    pages: Pages,
+    ranking: tuple[Tensor, Tensor, Tensor],
+    size: int,
+) -> None:
+    """The same for a ranking of blocks of ``size`` keys (batched_rank.rank_blocks): those without a rank, and the first
+    ones, as far as ``offers.reach`` says."""
+    always, order, counts = ranking
+    units = order.shape[0] // pages.lengths.shape[0]
+    upto = torch.minimum(counts[1], offers.reach[layer])
+    whole = KeyLists(None, counts[0], always, units, size, always.shape[1])
+    first = KeyLists(None, upto, order, units, size, order.shape[1])
+    bring_in(pool, offers, layer, logical, pages, whole, first)
+
+
+def follow_reach(offers: Offers, layer: int, used: Tensor, microbatch: int, ranked: Tensor) -> None:
+    """Rules have used so many microbatches (int32 [units]) of rankings of ``ranked`` blocks: where that is more than
+    was brought in, what they made of it does not hold, and ``head`` says so; the next step brings in more."""
+    _follow[(1,)](
+        used, ranked, offers.reach, offers.head, layer, used.numel(), microbatch,
+        WIDTH=triton.next_power_of_2(used.numel()), LEAST=LEAST_RANKED, W_SHORT=SHORT, num_warps=1,
+    )  # fmt: skip
+
+
+def _look(
+    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, lists: KeyLists | None
+) -> None:
+    rows, page = pages.lengths.shape[0], pages.k.shape[2]
+    size, units = (0, 1) if lists is None else (lists.size, lists.units)
+    longest = -(-pages.longest // page) if lists is None else lists.longest
+    none = pages.lengths  # unused pointers must still be pointers
+    base = layer * pool.logical_blocks
+    _want[(triton.cdiv(longest, ENTRIES), units, rows)](
+        pool.slots, logical, pages.lengths,
+        none if lists is None or lists.counts is None else lists.counts,
+        none if lists is None else lists.indices,
+        offers.stamp, offers.mark, offers.missing, offers.head, base, layer, pool.layers, logical.stride(0), longest,
+        UNITS=units, SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, W_STEP=STEP, W_HITS=HITS,
+        W_WANTED=WANTED, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -139,3 +178,18 @@ def _take(
     tl.store(head + W_WANTED, 0)
     if (done < wanted) | (short > 0):
         tl.store(head + W_SHORT, 1)
+
+
+@triton.jit(do_not_specialize=["layer", "count", "microbatch"], do_not_specialize_on_alignment=["used", "ranked"])
+def _follow(
+    used, ranked, reach, head, layer, count, microbatch,
+    WIDTH: tl.constexpr, LEAST: tl.constexpr, W_SHORT: tl.constexpr,
+):  # fmt: skip
+    unit = tl.arange(0, WIDTH)
+    blocks = tl.load(used + unit, mask=unit < count, other=0) * microbatch
+    most = tl.max(tl.minimum(blocks, tl.load(ranked + unit, mask=unit < count, other=0)), 0)
+    came = tl.load(reach + layer)
+    if most > came:
+        tl.store(head + W_SHORT, 1)
+    held = tl.maximum(most + most // 2, came - came // 8)
+    tl.store(reach + layer, tl.where(most > came, 2 * came, tl.maximum(held, LEAST)))
