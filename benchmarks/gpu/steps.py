@@ -19,7 +19,7 @@ POLICIES = os.environ.get(
     "topk(k=256);snapkv(capacity=512);adakv(capacity=512);h2o(budget=512);double_sparsity(k=256, source=prompt);"
     "hshare(source=prompt);dense+psaw",
 ).split(";")
-LENGTHS = (4096, 15872)
+LENGTHS = (4096, 15872) if "rows" in os.environ.get("WANTED", "rows crowd") else ()
 STEPS = 128
 CROWD, CROWD_STEPS = 64, 64
 
@@ -62,7 +62,8 @@ def main() -> None:
 
             taken = results.attempt(f"{policy} at {length}", ask)
             dense = taken if policy == "dense" else dense
-    results.attempt("crowd", lambda: crowd(llm, results))
+    if "crowd" in os.environ.get("WANTED", "rows crowd"):
+        results.attempt("crowd", lambda: crowd(llm, results))
 
 
 def crowd(llm: LLM, results: Results) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
-from saccade.methods.lfps.triton_tables import _entries, _threshold
+from saccade.methods.lfps.triton_tables import _threshold
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import (
     BOUNDS,
@@ -77,8 +77,7 @@ def candidates(rows: LayerRows, units: int, idle: Tensor, blocks: Tensor | None,
     _scan[(chunks, units, count)](
         rows.words, rows.reals, rows.pages.lengths, limits, idle, idle if blocks is None else blocks, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), width, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=16, maxnreg=40,
-        **launched(device),
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     totals = torch.empty(4, count * units, dtype=torch.int32, device=device)
@@ -225,13 +224,14 @@ def _scan(
             mean_v, tau_v = tl.load(limits + entry * 4), tl.load(limits + entry * 4 + 1)
             mean_s, tau_s = tl.load(limits + entry * 4 + 2), tl.load(limits + entry * 4 + 3)
             base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
-            capacity = tl.load(own + 12).to(tl.int32)
+            capacity = tl.multiple_of(tl.load(own + 12).to(tl.int32), 16)
             before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
             gate = tl.load(own + 10)
-            vertical = pointer(own, 14, tl.float32) + unit.to(tl.int64) * capacity
+            vertical = tl.multiple_of(pointer(own, 14, tl.float32), 16) + unit.to(tl.int64) * capacity
             slash = pointer(own, 15, tl.float32) + unit.to(tl.int64) * capacity
-            real = (at >= 0) & (at < n)
-            here_v, here_s = _entries(vertical, slash, at, real, base, capacity)
+            real = at.to(tl.uint32) < n.to(tl.uint32)  # below 0 is far behind the end
+            here_v = tl.load(vertical + at, mask=real, other=0.0)
+            here_s = tl.load(slash + base - at, mask=real & (at <= base), other=0.0)
             high = (here_v > mean_v) | (here_s > mean_s)
             above = real & ((here_v > tau_v) | (here_s > tau_s))
             near = real
@@ -243,10 +243,10 @@ def _scan(
                 near = ahead > tl.gather(upto, tl.maximum(here - after - 1, 0), 0)
             chosen = near & (high | (at * 0 + gate == 2))
             chosen = chosen | (above & (at * 0 + gate == 1))
-            mine = (here >= HALO) & (here < SPAN - HALO) & (at < stop)
+            mine = ((here - HALO).to(tl.uint32) < STEP) & (at < stop)
             if SIZE > 0:
-                block = (first + at) // SIZE
-                known = mine & (block < n_blocks) & (block < length // SIZE)
+                block = ((first + at).to(tl.uint32) // SIZE).to(tl.int32)  # a shift
+                known = mine & (block < tl.minimum(n_blocks, length // SIZE))
                 chosen = chosen | (tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0)
             chosen = chosen & mine & (at * 0 + votes > 0)
             tl.store(marks + entry * width + at, chosen.to(tl.int8), mask=mine)

@@ -7,9 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import LOG2E, begin, launched, pad, precision, processors
+from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
-from saccade.ops.triton.weights import logits
 
 KEYS = 64
 
@@ -100,18 +99,32 @@ def _weigh(
     to = out + entry.to(tl.int64) * longest
     if PLACED:
         to = out + tl.load(placed + entry)
-    table = tables + row.to(tl.int64) * table_stride + (program * PER // (HEADS // KV_HEADS)).to(tl.int64) * table_head
+    kv_head = program * PER // (HEADS // KV_HEADS)
+    table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
     mine = tl.arange(0, PER_PAD)
     head = program * PER + mine
     total = tl.load(lse + row * HEADS + head, mask=mine < PER, other=0.0) * 1.4426950408889634
-    for tile in tl.range(tl.program_id(0), tl.cdiv(count, KEYS), tl.num_programs(0)):
-        number = tile * KEYS + tl.arange(0, KEYS)
+    channel = tl.arange(0, D_PAD)
+    q = tl.load(
+        q_ptr + row.to(tl.int64) * q_row + head.to(tl.int64)[:, None] * q_head + channel[None, :],
+        mask=(mine < PER)[:, None] & (channel[None, :] < D),
+        other=0.0,
+    )
+    hop = tl.num_programs(0) * KEYS
+    after = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    key = tl.load(ids + after, mask=after < count, other=0)
+    place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
+    key = tl.load(ids + after + hop, mask=after + hop < count, other=0)
+    for _ in tl.range(tl.program_id(0), tl.cdiv(count, KEYS), tl.num_programs(0)):
+        # Where the next keys lie is looked up while these are on their way.
+        number = after
         valid = number < count
-        key = tl.load(ids + number, mask=valid, other=0)
-        found = logits(
-            q_ptr + row.to(tl.int64) * q_row, k_pool, table, program, key, valid, q_head, scale_log2, softcap, HEADS,
-            KV_HEADS, PER, PER_PAD, D, D_PAD, PAGE, CAPPED, PRECISION,
-        )  # fmt: skip
+        there = valid[:, None] & (channel[None, :] < D)
+        k = tl.load(k_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
+        after += hop
+        place = pool_rows(table, key, after < count, kv_head, KV_HEADS, PAGE)
+        key = tl.load(ids + after + hop, mask=after + hop < count, other=0)
+        found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         weight = tl.exp2(found - total[:, None])
         if EACH:
             line = out + (row * HEADS + head).to(tl.int64)[:, None] * longest + number[None, :]
