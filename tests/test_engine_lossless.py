@@ -23,7 +23,7 @@ DRAFTS = (
     "h2o(budget=48)",
     "snapkv(capacity=32, window=8)",
 )
-LONG = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, logprobs=2)
+LONG = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 IDS, NEXT = random_ids(230, seed=230), random_ids(21, seed=21)
 
 
@@ -45,14 +45,12 @@ def dense(any_llm, prompts):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_greedy_answers_and_logprobs_are_dense_ones(any_llm, prompts, dense, draft):
-    """Batched and chunked, five at once; alone; and beside other policies."""
+    """Batched and chunked, beside other policies, and alone."""
     # A draft that watches the prefill has all its rows computed in the last layer, which rounds otherwise.
     exact = any_llm.engine.worker.exact and not Policy.parse(draft).decode.watches
     alone = any_llm.generate(prompts[1], LONG, policy=lossless(draft, 3))[0]
-    mixed = any_llm.generate(
-        prompts, LONG, policy=[lossless(draft), "dense", lossless(draft, 7), draft, lossless(draft)]
-    )
-    for ours, theirs in ((alone, dense[1]), *((mixed[at], dense[at]) for at in (0, 1, 2, 4))):
+    mixed = any_llm.generate(prompts[:4], LONG, policy=[lossless(draft), "dense", lossless(draft, 7), draft])
+    for ours, theirs in ((alone, dense[1]), *((mixed[at], dense[at]) for at in (0, 1, 2))):
         assert ours.error is None
         assert tokens(ours) == tokens(theirs)
         for one, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs):
@@ -62,9 +60,9 @@ def test_greedy_answers_and_logprobs_are_dense_ones(any_llm, prompts, dense, dra
                 assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
     said = [output.report["speculation"] for output in mixed]
     assert said[1] is said[3] is None
-    assert all(said[at]["drafted"] > 0 and said[at]["draft"]["density"] < 0.9 for at in (0, 2, 4))
-    assert all(mixed[at].report["decode"]["density"] == 1.0 for at in (0, 2, 4))
-    assert not [note for at in (0, 2, 4) for note in mixed[at].report["notes"]]
+    assert all(said[at]["drafted"] > 0 and said[at]["draft"]["density"] < 0.9 for at in (0, 2))
+    assert all(mixed[at].report["decode"]["density"] == 1.0 for at in (0, 2))
+    assert not [note for at in (0, 2) for note in mixed[at].report["notes"]]
     assert any_llm.pool.used_blocks == 0
 
 
@@ -104,7 +102,7 @@ def test_two_turns_leave_what_a_fresh_replay_leaves(any_llm, draft):
     if not engine.worker.exact:
         return
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    for computed, kept in ours[0].kept[1::4]:
+    for computed, kept in ours[0].kept[1::5]:
         session = engine.open_session()
         again = run(any_llm, session, sequence[:computed], policy, one_token, decoded=computed - len(IDS))
         kv = engine.sessions[session].memory.kv
@@ -141,9 +139,9 @@ ENDS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("ends", ENDS, ids=lambda ends: "-".join(ends))
 def test_ends_penalties_and_seeds_are_dense_ones(any_llm, prompts, dense, ends):
     """A seed keeps its draws, so a sampled answer with one is dense attention's own, too."""
-    given = {"temperature": 0, "max_tokens": 14, "ignore_eos": True} | ends
+    given = {"temperature": 0, "max_tokens": 10, "ignore_eos": True} | ends
     if "stop_token_ids" in ends:
-        given["stop_token_ids"] = [tokens(dense[0])[8]]
+        given["stop_token_ids"] = [tokens(dense[0])[6]]
     params = SamplingParams(**given)
     want = any_llm.generate(prompts[:3], params)
     got = any_llm.generate(prompts[:3], params, policy=[lossless(DRAFTS[at], 5) for at in (0, 2, 6)])
@@ -191,9 +189,9 @@ def test_a_constraint_holds(any_llm, prompts):
 def test_preempted_and_cancelled(tmp_path_factory):
     """A pool that holds two of the three answers: the last one yields, and computes all again."""
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("narrow"), max_position_embeddings=2048, head_dim=32)
-    roomy, tight = make(folder, blocks=2000, exact=True), make(folder, blocks=128, exact=True)
+    roomy, tight = make(folder, blocks=2000, exact=True), make(folder, blocks=120, exact=True)
     prompts = [random_ids(200, seed=seed) for seed in (1, 2, 3)]
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     want = [tokens(one) for one in roomy.generate(prompts, params)]
     policies = [lossless(draft) for draft in (DRAFTS[0], DRAFTS[5], DRAFTS[3])]
     got = tight.generate(prompts, params, policy=policies)

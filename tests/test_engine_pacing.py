@@ -138,7 +138,7 @@ def test_small_keys_beside_weights_are_never_tried():
 @pytest.mark.parametrize("draft", [0.2, 0.6, 2.0])
 @pytest.mark.parametrize("fixed", [1.0, 2.5])
 def test_it_stops_where_it_loses_and_never_oscillates(chance, draft, fixed):
-    """Over 9,000 tokens with noisy times, near the break-even and far from it: what it costs is bounded, and it stops
+    """Over 6,000 tokens with noisy times, near the break-even and far from it: what it costs is bounded, and it stops
     and begins again once for each doubling at most."""
     rng, pacing = random.Random(9), Pacing(10**6)
     pace, length, seconds, made, rounds = Pace(pacing, "psa", 0), 4000, 0.0, 0, 0
@@ -146,7 +146,7 @@ def test_it_stops_where_it_loses_and_never_oscillates(chance, draft, fixed):
     def noisy(value: float) -> float:
         return value * rng.uniform(0.97, 1.1)
 
-    while made < 9_000:
+    while made < 6_000:
         kind = Kind.of("psa", [length])
         times = pacing.times(kind)
         if pace.wants(length, kind, 10**8) and pace.is_timed(kind):
@@ -164,7 +164,7 @@ def test_it_stops_where_it_loses_and_never_oscillates(chance, draft, fixed):
             spent = noisy(1.0)
             times.plain.append(spent)
             seconds, made, length = seconds + spent, made + 1, length + 1
-    assert pace.stops <= 3  # 4,000 to 13,000 tokens
+    assert pace.stops <= 3  # 4,000 to 10,000 tokens
     best = max(tokens_of_round(chance, k) / (k * draft + fixed + 0.02 * k) for k in range(1, 17))
     speed = made / seconds * 1.035  # of plain steps, whose noise has this mean
     assert speed > 0.97 * max(1.0, best if best > 1.15 else 1.0)
@@ -216,7 +216,7 @@ def test_plain_times_of_other_lengths_are_scaled_by_bytes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("keys", [700, 1400, 1410])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_few_rows_read_what_a_chunk_reads(dtype, rows, keys, softcap):

@@ -31,33 +31,32 @@ def engines(tmp_path_factory):
 
 
 def test_recorded_steps_draft_and_the_host_path_verifies(engines):
-    """Greedy, seeded and with log-probabilities; drafts without a state and with one; beside a plain request."""
+    """Greedy and seeded, beside a plain request with log-probabilities."""
     host, device = engines
-    prompts = [random_ids(length, seed=length) for length in (150, 170, 90, 120)]
-    common = {"max_tokens": 6, "ignore_eos": True}
+    prompts = [random_ids(length, seed=length) for length in (90, 110, 70)]
+    common = {"max_tokens": 5, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0, **common),
         SamplingParams(temperature=0.9, seed=4, **common),
         SamplingParams(temperature=0, logprobs=1, **common),
-        SamplingParams(temperature=0, **common),
     ]
-    drafts = ("quest(budget=64, dense_layers=0)", "streaming(sinks=2, window=40)", "h2o(budget=48)")
-    policies = [*(f"lossless(draft={draft}, tokens=2)" for draft in drafts), "dense"]
+    drafts = ("quest(budget=32, dense_layers=0)", "streaming(sinks=2, window=30)")
+    policies = [*(f"lossless(draft={draft}, tokens=2, lookup=0)" for draft in drafts), "dense"]
     want = host.generate(prompts, params)
     got = device.generate(prompts, params, policy=policies)
-    assert [one.error for one in got] == [None] * 4
+    assert [one.error for one in got] == [None] * 3
     assert list(map(tokens, got)) == list(map(tokens, want))
-    for output, recorded in zip(got, (True, True, False)):
+    for output in got[:2]:
         said = output.report["speculation"]
-        assert said["verifications"] >= 2
+        assert said["verifications"] >= 1
         assert said["draft"]["tokens"] == said["drafted"] > 0
-        assert any("triton" in name for name in said["draft"]["backends"]) or not recorded
+        assert any("triton" in name for name in said["draft"]["backends"])
         assert 0 < said["draft"]["density"] < 0.9
         assert output.report["decode"]["density"] == 1.0
     assert device.pool.used_blocks == 0
 
 
-@pytest.mark.parametrize("rows", [2, 5, 17])
+@pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_few_rows_of_several_sequences(rows, softcap):
     """Ragged, with queries that lie row by row, against the reference one by one; 34 rows of a KV head take the larger
@@ -99,13 +98,13 @@ def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch)
         counts.append((len(views), q.shape[1]))
         return attend_few(q, k, v, views, **options)
 
-    prompts = [random_ids(length, seed=length) for length in (150, 170, 90)]
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (7, 6, 7)]
+    prompts = [random_ids(length, seed=length) for length in (90, 110, 70)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (5, 5, 5)]
     want = host.generate(prompts, params)
     monkeypatch.setattr(host_together.TogetherRows, "takes", takes)
     monkeypatch.setattr(host_module, "batches", lambda rows, q: rows.together)
     monkeypatch.setattr(few_rows, "attend_few", counted)
-    got = host.generate(prompts, params, policy="lossless(draft=quest(budget=64, dense_layers=0), tokens=3, lookup=0)")
+    got = host.generate(prompts, params, policy="lossless(draft=quest(budget=32, dense_layers=0), tokens=3, lookup=0)")
     assert list(map(tokens, got)) == list(map(tokens, want))
     assert (3, 12) in counts
     assert all(one.report["decode"]["density"] == 1.0 for one in got)

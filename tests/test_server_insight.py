@@ -232,6 +232,20 @@ def test_every_metric_of_the_dashboard_is_exported(server):
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
+def test_drafts_are_counted_by_draft(server):
+    server.complete(list(range(5, 205)), policy="lossless(draft=streaming(sinks=2, window=40), tokens=2)", max_tokens=7)
+    text = server.client.get("/metrics").text
+    counts = {
+        name: float(found.group(1))
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "stops")
+        if (found := re.search(rf'spec_decode_num_{name}_total\{{.*method="streaming".*\}} (\S+)', text))
+    }
+    assert counts["drafts"] >= 2
+    assert counts["draft_tokens"] > counts["accepted_tokens"] >= 0
+    assert counts["draft_tokens"] <= 2 * counts["drafts"] + 16
+    assert counts["stops"] == 0
+
+
 def test_bytes_are_told_by_tier(tiny_llama, tmp_path):
     """The tier behind memory too, and what moved to it and back."""
     with serving(make(tiny_llama, blocks=24, kv_disk=f"{tmp_path}:1MiB")) as server:
