@@ -89,7 +89,7 @@ class Planned:
 
     def step(self, step: int) -> PlannedRows:
         storage = self._kv.pool.storage
-        return PlannedRows([self.row(step)], storage.k, storage.v)
+        return PlannedRows([self.row(step)], storage.k, storage.v, own_products=True)
 
 
 def decode_rows(problem: Problem, name: str, counts: list[int], repeats: int) -> list[str]:

@@ -103,6 +103,7 @@ struct ProgressivePlan {
         own.lock();
         done[part * p.units + unit] = 1;
         int64_t next = RuledUnit::load(own.next);
+        if (RuledUnit::load(own.last) < parts) next = parts;  // it has stopped: nothing is to be taken twice
         while (next < parts && done[next * p.units + unit] && take(unit, next)) ++next;
         own.unlock();
     }

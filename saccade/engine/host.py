@@ -22,8 +22,10 @@ from saccade.ops import cpu_rows
 class HostBackend:
     """Plans steps for the host path (see engine.attention.AttentionBackend)."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, own_products: bool = False) -> None:
+        """``own_products``: whether a layer's other products on few rows are C++ kernels, too."""
         self.setting = setting
+        self._own_products = own_products
         self.fixed = FixedPlans(setting)
         self._held = HeldRows()
 
@@ -53,7 +55,7 @@ class HostBackend:
             return HostAttention(setting, rows, frozen)
         together = set(map(id, joined))
         others = [one for one in rows if id(one) not in together]
-        return HostAttention(setting, rows, frozen, others, JoinedRows(setting, self.fixed, joined))
+        return HostAttention(setting, rows, frozen, others, JoinedRows(setting, self.fixed, joined, self._own_products))
 
 
 @dataclass

@@ -127,7 +127,9 @@ class FixedPlans:
 class JoinedRows:
     """The decode rows ``rows`` of one step, whose new keys count as stored from here on."""
 
-    def __init__(self, setting: Setting, plans: FixedPlans, rows: list[RequestRows]) -> None:
+    def __init__(
+        self, setting: Setting, plans: FixedPlans, rows: list[RequestRows], own_products: bool = False
+    ) -> None:
         self.setting, self.plans = setting, plans
         self.storage = rows[0].memory.kv.pool.storage
         self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
@@ -140,7 +142,7 @@ class JoinedRows:
             else:
                 self.fixed.append((number, fixed))
             planned.append(_planned(one, fixed))
-        self._rows = PlannedRows(planned, self.storage.k, self.storage.v)
+        self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products)
         for one in rows:
             one.memory.kv.stored(1)
 

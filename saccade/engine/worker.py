@@ -38,7 +38,8 @@ class Worker:
         self.exact = exact
         self.memories: dict[int, SequenceMemory] = {}
         self._alone: set[int] = set()  # requests whose pass broke: each is tried once more by itself
-        self.host = HostBackend(setting)
+        llama = getattr(runner, "llama", None)
+        self.host = HostBackend(setting, llama is not None and llama.has_row_kernels)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
 
     def run(self, step: StepInput) -> StepResult:

@@ -49,6 +49,11 @@ class LlamaDecoder:
         few, many = self._kernels
         return few if few is not None and 0 < rows <= self._most else many
 
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether few rows run in C++ kernels, whose threads are those of attention's."""
+        return self._few is not None
+
     def step_kernels(self) -> KernelSet:
         """What runs a decode step on a GPU: products and Triton launches, which a graph can record."""
         from saccade.ops.triton import rows  # needs Triton

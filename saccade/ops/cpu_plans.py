@@ -96,10 +96,12 @@ class PlannedRow(NamedTuple):
 
 class PlannedRows:
     """Rows of a step whose readings are known for all layers before it runs; there is at least one. They lie in pools
-    ``k``, ``v`` [slots, kv_heads, block_size, head_dim]. SaccadeError where a row's block is in no slot."""
+    ``k``, ``v`` [slots, kv_heads, block_size, head_dim]. ``own_products``: the layer's products on few rows are kernels
+    of the same threads, which then stay awake for them. SaccadeError where a row's block is in no slot."""
 
-    def __init__(self, rows: Sequence[PlannedRow], k: Tensor, v: Tensor) -> None:
+    def __init__(self, rows: Sequence[PlannedRow], k: Tensor, v: Tensor, own_products: bool = False) -> None:
         self._rows, self._pools = rows, (k, v)  # the calls hold addresses
+        self._own_products = own_products
         self._pool = pool_of(checked("k_pool", k, k.dtype), checked("v_pool", v, k.dtype))
         layers, units = rows[0].table.shape[0], max([_units(row) for row in rows])
         self._used = torch.zeros(len(rows), layers, units, dtype=torch.int64)
@@ -203,7 +205,7 @@ class PlannedRows:
         )
         written = native.Output(out=out.data_ptr(), lse=self._lse.data_ptr(), rows=count)
         threads = max(1, torch.get_num_threads() if threads is None else threads)
-        follows = count <= MOST_ROWS[q.dtype]  # then the layer's other products are kernels of this pool, too
+        follows = self._own_products and count <= MOST_ROWS[q.dtype]
         kernels: Any = cpu.kernels()
         share: float = kernels.run_step(
             self._step, threads, layer, self._pool, new, queries, written, attends, follows, watched
