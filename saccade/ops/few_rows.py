@@ -42,7 +42,7 @@ def run(call: Call, backend: str = "auto") -> Result:
         return _in_parts(call, backend)
     if shape.group * rows > MOST_HEADS:
         return run_call(call, backend)
-    wide = Shape.suffix(shape.heads * rows, shape.kv_heads, 1, before)
+    wide = Shape.suffix(shape.heads * rows, shape.kv_heads, 1, before, call.q.device)
     q = call.q.reshape(shape.heads * rows, 1, -1)
     common = run_call(replace(call, q=q, kv=call.kv.upto(before), selection=Dense(wide)), backend)
     own, own_lse = _among(call, before)
@@ -59,7 +59,7 @@ def _in_parts(call: Call, backend: str) -> Result:
         return run_call(call, backend)
     heads = (shape.kv_heads, parts, shape.group, shape.q_len)
     q = call.q.unflatten(0, (shape.kv_heads, 1, shape.group)).expand(*heads, call.q.shape[-1]).flatten(0, 2)
-    wide = Shape.suffix(shape.heads * parts, shape.kv_heads, shape.q_len, shape.k_len)
+    wide = Shape.suffix(shape.heads * parts, shape.kv_heads, shape.q_len, shape.k_len, call.q.device)
     offsets, indices = _lists(shape.q_start // BLOCK, blocks, shape.kv_heads, parts)
     ran = run_call(replace(call, q=q, selection=Blocks(wide, BLOCK, offsets, indices)), backend)
     lse = ran.lse.view(heads)
@@ -75,11 +75,11 @@ def _lists(first: int, blocks: int, kv_heads: int, parts: int) -> tuple[Tensor, 
     every query block from number ``first`` on those up to its own."""
     ends = [blocks * part // parts for part in range(parts + 1)]
     lists = [
-        torch.arange(ends[part], min(ends[part + 1], query_block + 1), dtype=torch.int32)
+        torch.arange(ends[part], min(ends[part + 1], query_block + 1), dtype=torch.int32, device="cpu")
         for part in range(parts)
         for query_block in range(first, blocks)
     ] * kv_heads
-    offsets = torch.tensor([0, *(one.numel() for one in lists)]).cumsum(0)
+    offsets = torch.tensor([0, *(one.numel() for one in lists)], device="cpu").cumsum(0)
     return offsets, torch.cat(lists)
 
 
