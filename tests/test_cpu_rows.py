@@ -149,9 +149,9 @@ def test_a_step_of_many_requests_equals_their_own_calls(folder, monkeypatch):
     joined = JoinedRows.__init__
     done = []
 
-    def counted(self, setting, plans, rows):
+    def counted(self, setting, plans, rows, *rest):
         done.append(len(rows))
-        joined(self, setting, plans, rows)
+        joined(self, setting, plans, rows, *rest)
 
     monkeypatch.setattr(JoinedRows, "__init__", counted)
     together = make(folder).generate(ids, few, policy=policies)
