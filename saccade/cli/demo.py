@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.llm import LLM
     from saccade.session import Session
 
-POLICIES = ["dense", "streaming", "flexprefill(lines=block)+lfps"]
+POLICIES = ["dense", "streaming", "flashprefill(alpha=0.3)+psa(epsilon=0.9)", "flexprefill(lines=block)+lfps"]
 TOKENS_A_FACT = 256  # a fact's sentence, its question and its answer
 
 
