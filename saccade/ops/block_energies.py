@@ -7,6 +7,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops import triton
+from saccade.ops.reference import logits
 from saccade.selection import Shape
 
 MOST = 2**24  # scores held at once: 64 MiB
@@ -38,8 +39,7 @@ def block_energies(
         seen = min(means.shape[0], (shape.q_start + stop) // block_size)
         for kv_head in range(shape.kv_heads):
             heads = slice(kv_head * shape.group, (kv_head + 1) * shape.group)
-            scores = q[heads, start:stop].float() @ means[:seen, kv_head].T * scale
-            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            scores = logits(q[heads, start:stop].float(), means[:seen, kv_head], scale, softcap)
             scores = scores.masked_fill(rows[:, None] < last_keys[:seen], -torch.inf)
             missing = (int(rows[0]) % block_size, -int(rows[-1] + 1) % block_size)  # of the first and last query block
             scores = torch.nn.functional.pad(scores, (0, 0, *missing), value=-torch.inf).unflatten(1, (-1, block_size))
