@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -34,15 +34,17 @@ from saccade.kv.tier import TierError
 from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.policy import Policy
+from saccade.methods.verified import Verified
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 from saccade.selection import Cone
-from saccade.selection.plan import DevicePlan, Reading
+from saccade.selection.plan import DevicePlan, Everything, Reading, Summarized
 
 MOST_ROWS = 64
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
 PLANS = 4096  # of methods used last
+EACH = 16  # rows of one request that a step verifies at once, at most
 
 
 class StepFailedError(RuntimeError):
@@ -81,8 +83,9 @@ class DeviceBackend:
         self._tiers = DeviceTiers()
         self._forms: dict[tuple[Reading, ...], int] = {}
         self._plan = lru_cache(maxsize=PLANS)(self._planned)
+        self._verifying = lru_cache(maxsize=PLANS)(self._planned_verifying)
         self._same: dict[tuple[int, int], tuple[Method, WindowMethod | None, _Planned]] = {}
-        self._buffers: RowBuffers | None = None
+        self._buffers: dict[bool, RowBuffers] = {}  # for steps that verify, and for all others
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
         self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
         self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
@@ -95,8 +98,10 @@ class DeviceBackend:
     def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
         """Why request ``index`` of a step cannot be part of a batched one; None where it can."""
         one = step.scheduled[index]
-        if one.phase != "decode" or one.length != 1:
+        if one.phase != "decode" or (one.length != 1 and not one.together):
             return "only single decode rows are batched"
+        if one.together and (one.length > EACH or not self.watch.idle):
+            return f"more than {EACH} rows of a request, or somebody looks on"
         if one.row is not None:
             return "rows of drafts are counted, and taken back, one by one"
         if not self._forward.serves:
@@ -114,13 +119,19 @@ class DeviceBackend:
                 return "the decode method keeps a state that its device plan does not know"
             if memory.has_gone and not one.policy.decode.evicts:
                 return "an earlier turn evicted keys"
+        if one.together and planned.plan is not None and set(planned.plan.layers) != {Everything()}:
+            return "rows with sliding windows are attended one by one"
         return planned.why_not
 
-    def parts(self, which: Sequence[int], before: Sequence[int] = ()) -> list[list[int]]:
+    def parts(self, which: Sequence[int], before: Sequence[int] = (), verifying: Sequence[int] = ()) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
-        others."""
-        early = set(before)
-        kinds = [one for one in which if one in early], [one for one in which if one not in early]
+        others, and those that are ``verifying`` drafts in steps of their own."""
+        early, several = set(before), set(verifying)
+        kinds = (
+            [one for one in which if one in early],
+            [one for one in which if one not in early and one not in several],
+            [one for one in which if one in several],
+        )
         return [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
 
     def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
@@ -140,7 +151,7 @@ class DeviceBackend:
 
         StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
         """
-        results = {one.request_id: RequestResult() for one in step.scheduled}
+        results = {one.request_id: RequestResult.of(one) for one in step.scheduled}
         placed, key, groups = self._arranged(step, memories, results)
         if (reason := self.kinds.why_not(key)) is not None:
             raise StepFailedError(reason)
@@ -198,13 +209,26 @@ class DeviceBackend:
             return _Planned(None, why_not=f"'{method.text}': {reason}")
         return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)), cones=cones)
 
+    def _verified(self, policy: Policy, each: int) -> _Planned:
+        """How a request verifies at most ``each`` rows at once, its draft's summaries of blocks kept."""
+        assert isinstance(policy.decode, Verified)
+        plan = self._plan_of(replace(policy, decode=policy.decode.draft)).plan
+        blocks = None if plan is None else plan.blocks
+        kept = None if blocks is None else Summarized(blocks.size, blocks.summary)
+        return self._verifying(policy.decode, each, kept)
+
+    def _planned_verifying(self, method: Method, each: int, kept: Summarized | None) -> _Planned:
+        plan = DevicePlan.of(method, [Everything(each, kept)] * self.runner.spec.layers)
+        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)))
+
     def _arranged(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
+        each = pad(max(one.length for one in step.scheduled), 1)
         for one in step.scheduled:
-            planned = self._plan_of(one.policy)
+            planned = self._plan_of(one.policy) if each == 1 else self._verified(one.policy, each)
             assert planned.plan is not None
             memory = memories[one.sequence_id]
             row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
@@ -228,8 +252,9 @@ class DeviceBackend:
         self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]
     ) -> tuple[StepKind, Offers | None]:
         pool = next(row.kv.pool for row in placed if row is not None)
-        buffers = self._room(pool, len(placed), pool.format.blocks(key[1]))
-        self._load(buffers, step, placed)
+        each = groups[0].each
+        buffers = self._room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
+        self._load(buffers, step, placed, each)
         try:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
         except TierError as error:
@@ -239,7 +264,7 @@ class DeviceBackend:
 
         def forward() -> None:
             context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers)
-            tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
+            tokens, positions = buffers.inputs[:2, : len(placed) * each]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
@@ -250,31 +275,34 @@ class DeviceBackend:
             watch.settle()
         return kind, offers
 
-    def _room(self, pool: BlockManager, rows: int, blocks: int) -> RowBuffers:
-        have = self._buffers
-        if have is None or self._kv is None or self._kv() is not pool or not have.fits(rows, blocks):
-            for row in list(self._rows):
+    def _room(self, pool: BlockManager, rows: int, blocks: int, verifies: bool) -> RowBuffers:
+        same = self._kv is not None and self._kv() is pool
+        have = self._buffers.get(verifies)
+        if have is not None and same and have.fits(rows, blocks):
+            return have
+        if have is not None or not same:
+            for row in [] if verifies and same else list(self._rows):
                 self._detach(row)
             self.kinds.clear()  # recordings know the old buffers and pool
-            self._buffers, self._kv = None, weakref.ref(pool)
-            if have is not None:
-                rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
-            del have
-            spec = self.runner.spec
-            self._buffers = RowBuffers(
-                spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device
-            )
-            return self._buffers
-        return have
+        if have is not None:
+            rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
+            del have, self._buffers[verifies]
+        if not same:
+            self._buffers, self._kv = {}, weakref.ref(pool)
+        spec, each = self.runner.spec, EACH if verifies else 1
+        made = self._buffers[verifies] = RowBuffers(
+            spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device, each
+        )
+        return made
 
     @torch.inference_mode()  # in which the host path may have made summaries
-    def _load(self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None]) -> None:
+    def _load(self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None], each: int) -> None:
         """Bring the rows' buffers up to date, and see whose counts each row gathers."""
-        tokens = dict(zip(step.request_ids, step.input_ids.tolist()))
-        inputs = []
+        ids, firsts = step.input_ids.tolist(), dict(zip(step.request_ids, step.query_start_loc))
+        inputs: list[tuple[int, int, int]] = []
         for number, row in enumerate(placed):
             if row is None:
-                inputs.append((0, 0, 0))
+                inputs += [(0, 0, 0)] * each
                 continue
             one = row.scheduled
             buffers.hold(number, row.kv, row.plan, one.stop)
@@ -283,9 +311,13 @@ class DeviceBackend:
                 buffers.own.hold(number, state, row.cones, one.stop)
                 for note in state.notes(one.stop):
                     row.result.note(note)
-            inputs.append((tokens[one.request_id], one.start, one.stop))
-            self._attach(number, one, row.plan, buffers)
-        buffers.load(inputs)
+            first = firsts[one.request_id]
+            inputs += [(ids[first + at], one.start + at, one.start + at + 1) for at in range(one.length)]
+            if each > 1:
+                inputs += [(0, 0, 0)] * (each - one.length)
+            else:
+                self._attach(number, one, row.plan, buffers)
+        buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
 
     @torch.inference_mode()  # in which the host path's states were made
     def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
@@ -294,10 +326,7 @@ class DeviceBackend:
 
     def _attach(self, row: int, one: ScheduledRequest, plan: DevicePlan, buffers: RowBuffers) -> None:
         """Let ``row`` count for a request under its plan from now on."""
-        held = (one.request_id, plan.name)
-        counts = self._counts.get(held)
-        if counts is None:
-            counts = self._counts[held] = LateCounts(plan, self.runner.spec.heads)
+        counts = self._counts_of(one, plan)
         if counts.row == row and self._rows.get(row) is counts:
             return
         for other in (row, counts.row):
@@ -310,6 +339,13 @@ class DeviceBackend:
             source = partial(buffers.own.take, row)
         counts.attach(row, source)
 
+    def _counts_of(self, one: ScheduledRequest, plan: DevicePlan) -> LateCounts:
+        held = (one.request_id, plan.name)
+        counts = self._counts.get(held)
+        if counts is None:
+            counts = self._counts[held] = LateCounts(plan, self.runner.spec.heads)
+        return counts
+
     def _detach(self, row: int | None) -> None:
         counts = None if row is None else self._rows.pop(row, None)
         if counts is not None:
@@ -317,10 +353,16 @@ class DeviceBackend:
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
-        one, choice, counts = row.scheduled, row.plan.blocks, self._rows[number]
-        row.kv.appended(times)
-        if choice is not None and one.stop % choice.size == 0:
+        one, choice = row.scheduled, row.plan.blocks
+        row.kv.appended(times * one.length)
+        if choice is not None and one.stop // choice.size > one.start // choice.size:
             row.kv.summarized(choice.summary, choice.size)
+        if one.together:
+            verified = self._counts_of(one, row.plan)
+            row.result.late[row.plan.name] = verified
+            row.result.stay = partial(verified.add_first, one.start)
+            return
+        counts = self._rows[number]
         whole = False
         if row.plan.keeps:
             state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))

@@ -29,7 +29,9 @@ class _Row:
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
-    ``inputs`` int64 [3, rows]: token, position and number of keys, the row's own among them; 0 for padding.
+    A row is a sequence's; it may have several tokens, ``each`` at most. ``inputs`` int64 [4, rows * each]: each token,
+    its position and the number of keys that it sees, its own among them; and of each row the number of keys that it has
+    after the step; 0 for padding.
     ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
@@ -39,12 +41,20 @@ class RowBuffers:
     """
 
     def __init__(
-        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, heads: int, device: torch.device
+        self,
+        layers: int,
+        rows: int,
+        blocks: int,
+        table_rows: int,
+        kv_heads: int,
+        heads: int,
+        device: torch.device,
+        each: int = 1,
     ) -> None:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
-        self._staging = torch.zeros(3, rows, dtype=torch.int64, pin_memory=pinned, device="cpu")
-        self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._staging = torch.zeros(4, rows * each, dtype=torch.int64, pin_memory=pinned, device="cpu")
+        self.inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
         self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
         self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
@@ -79,11 +89,13 @@ class RowBuffers:
         self._write_blocks(row, kv)
         self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room)
 
-    def load(self, inputs: list[tuple[int, int, int]]) -> None:
-        """Take each row's token, position and length over to the device."""
+    def load(self, inputs: list[tuple[int, int, int]], lengths: list[int]) -> None:
+        """Take each token, its position and what it sees over to the device, and each row's length."""
         count = len(inputs)
-        self._staging[:, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
-        self._staging[:, count:] = 0
+        self._staging[:3, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
+        self._staging[:3, count:] = 0
+        self._staging[3, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        self._staging[3, len(lengths) :] = 0
         self.inputs.copy_(self._staging, non_blocking=True)
 
     def take_rules(self, row: int) -> RuleCounts:
@@ -98,7 +110,7 @@ class RowBuffers:
         """Where the blocks of the first ``rows`` rows lie as this runs: their number of keys as int32 [rows], and
         ``tables`` filled up to there. A recorded step does so each time it is replayed, so a block may have moved
         since."""
-        lengths = self.inputs[2, :rows].to(torch.int32)
+        lengths = self.inputs[3, :rows].to(torch.int32)
         absent = -1 if pool.tiers is None else pool.tiers.guard
         pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables, absent)
         return lengths

@@ -39,7 +39,7 @@ class SparseDrafts:
 
     def __init__(self, scheduler: Scheduler, worker: Worker, model: LoadedModel) -> None:
         self.scheduler, self.worker, self.model = scheduler, worker, model
-        self.pacing = Pacing(model.weight_bytes)
+        self.pacing = Pacing(model.weight_bytes, padded=worker.device is not None)
         self._kind: Kind | None = None  # of the step under way, if it is timed
         self._warm: set[int] = set()  # numbers of rows of verifications that there have been
         self._keys = 0  # bytes of keys and values that it reads
@@ -87,8 +87,8 @@ class SparseDrafts:
             for at, (request, rows) in enumerate(batch)
         ]
 
-    def timed(self, batch: Batch, seconds: float) -> None:
-        """The step took so long, drafting aside."""
+    def timed(self, batch: Batch, seconds: float, fresh: bool = False) -> None:
+        """The step took so long, drafting aside; ``fresh``: because it was compiled or recorded."""
         drafts = [len(rows.drafts) for request, rows in batch if request.speculation is not None]
         for request, rows in batch:
             if request.speculation is not None and rows.phase == "decode":
@@ -97,14 +97,15 @@ class SparseDrafts:
                     stats.verify_seconds += seconds
                 else:
                     stats.plain_steps, stats.plain_seconds = stats.plain_steps + 1, stats.plain_seconds + seconds
-        if self._kind is None:
+        if self._kind is None or fresh:
             return
         times = self.pacing.times(self._kind)
         packed = sum(rows.length for _, rows in batch)
         if self._drafted and packed not in self._warm:  # the first product of so many rows is prepared meanwhile
             self._warm.add(packed)
         elif self._drafted:
-            times.verify.append((sum(drafts) / len(drafts), seconds))
+            count = max(drafts) if times.padded else sum(drafts) / len(drafts)
+            times.verify.append((times.rounded(count), seconds))
         elif not self._learns:
             times.plain.append(seconds)
             times.bytes = self._keys
@@ -150,7 +151,7 @@ class SparseDrafts:
             seconds = time.perf_counter() - began
             for one in drafting:
                 one.take(result.requests[one.request.id], seconds, self.model.eos_token_ids)
-            if self._kind is not None:
+            if self._kind is not None and not result.fresh:
                 self.pacing.times(self._kind).draft.append(time.perf_counter() - began)
 
     def _with(self, one: Round, rows: ScheduledRequest) -> ScheduledRequest:

@@ -49,7 +49,7 @@ class Worker:
         is the caller's to undo.
         """
         began = time.perf_counter()
-        result = StepResult({one.request_id: _result(one) for one in step.scheduled})
+        result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
         for part in self._parts(step):
             if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
@@ -84,9 +84,11 @@ class Worker:
         for number in which:
             why_not = device.serves(step, number, self.memories[step.scheduled[number].sequence_id])
             (served if why_not is None else left).append(number)
-        for part in device.parts(served, device.before(step, served, self.memories)):
+        verifying = [number for number in served if step.scheduled[number].together]
+        for part in device.parts(served, device.before(step, served, self.memories), verifying):
             try:
                 result.requests |= device.run(step.part(part), self.memories)
+                result.fresh |= device.kinds.fresh
             except device.Short as error:  # the host brings in as much as there is room for at a time
                 for number in part:
                     result.requests[step.scheduled[number].request_id].note(f"decode: torch served steps: {error}")
@@ -146,11 +148,6 @@ class Worker:
             elif rows and own.error is None:
                 own.logits = logits[done : done + rows]
             done += rows
-
-
-def _result(one: ScheduledRequest) -> RequestResult:
-    """Where to write down what the rows of a request do."""
-    return RequestResult(rows=[RequestResult() for _ in range(one.length)] if one.drafts else [])
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:

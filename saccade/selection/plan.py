@@ -116,7 +116,15 @@ class OwnReading:
 
 @dataclass(frozen=True)
 class Everything:
-    """All keys."""
+    """All keys. ``rows``: the request has so many rows at most, which are its last ones, and each reads the keys up to
+    its own. ``kept``: block summaries that stay up to date, for others who read them."""
+
+    rows: int = 1
+    kept: Summarized | None = None
+
+    @property
+    def blocks(self) -> Summarized | None:
+        return self.kept
 
     @property
     def form(self) -> Everything:
@@ -325,7 +333,7 @@ def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | Summariz
     for one in layers:
         if isinstance(one, BestBlocks | RankedBlocks):
             return one
-        if isinstance(one, OwnReading) and one.blocks is not None:
+        if isinstance(one, OwnReading | Everything) and one.blocks is not None:
             return one.blocks
     return None
 
