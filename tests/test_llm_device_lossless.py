@@ -15,6 +15,7 @@ from saccade.engine import host as host_module
 from saccade.engine import host_together
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
+from saccade.kv.summaries import summarize_view
 from saccade.ops import Call, run
 from saccade.ops.triton import few_rows
 from saccade.ops.triton.few_rows import attend_few
@@ -108,3 +109,31 @@ def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch)
     assert (3, 12) in counts
     assert all(one.report["decode"]["density"] == 1.0 for one in got)
     assert any("triton" in name for name in got[0].report["decode"]["backends"])
+
+
+def test_what_recorded_rounds_leave_is_what_single_steps_leave(engines):
+    """Keys, values and the draft's summaries after rounds that crossed blocks, against plain steps and summaries made
+    anew. Draft steps follow each other on the device; some of their tokens are rejected."""
+    host, device = engines
+    prompts = [random_ids(length, seed=length) for length in (95, 61)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    left, kept = [], []
+    ours = "lossless(draft=quest(budget=64, dense_layers=0), tokens=5, lookup=2)"
+    for llm, policy in ((host, "dense"), (device, ours)):
+        sessions = [llm.session(policy=policy) for _ in prompts]
+        outputs = [session.generate(ids, params) for session, ids in zip(sessions, prompts)]
+        left.append([(tokens(output), session.sequence.memory.kv) for session, output in zip(sessions, outputs)])
+        kept.append(sessions)
+    for (want, plain), (got, ours) in zip(*left):
+        assert got == want
+        assert ours.length == plain.length
+        for layer in range(ours.layers):
+            for name in ("keys", "values"):
+                rows = [getattr(kv.view(layer), name)() for kv in (ours, plain)]
+                torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+        full = ours.summarized_blocks("minmax", 16)
+        assert full == ours.length // 16 > 5
+        for layer, made in enumerate(ours.summaries("minmax", 16)):
+            assert torch.equal(made[:full], summarize_view(ours.view(layer), "minmax", 16, 0, full))
+    for session in (one for some in kept for one in some):
+        session.close()

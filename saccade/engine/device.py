@@ -15,13 +15,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saccade.engine.attention import Watch
 from saccade.engine.device_attention import DeviceAttention, Group, why_not
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_rows import RowBuffers
-from saccade.engine.device_sampling import fetch_tokens
+from saccade.engine.device_sampling import fetch_repeated, fetch_tokens
 from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.device_words import ReadCounts, RuleCounts
@@ -79,6 +80,8 @@ class DeviceBackend:
         self.runner, self.covers = runner, covers
         self.watch = Watch() if watch is None else watch
         self.kinds = StepKinds(runner.device, cuda_graphs)
+        self.fresh = False  # see StepResult
+        self._chosen: list[Tensor] = []  # by a step that ran several times: each time's tokens, int64 [rows]
         self._forward = DecodeStep(runner)
         self._tiers = DeviceTiers()
         self._forms: dict[tuple[Reading, ...], int] = {}
@@ -144,26 +147,45 @@ class DeviceBackend:
                 found.append(number)
         return found
 
-    def run(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> dict[int, RequestResult]:
+    def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
+        """Whether the device can run a step again and again by itself, each row with the token that it chose before:
+        all rows want their likeliest token alone, and nothing on the way asks the host."""
+        if not self.watch.idle or not 0 < len(step) <= MOST_ROWS:
+            return False
+        for index, one in enumerate(step.scheduled):
+            memory, plan = memories[one.sequence_id], self._plan_of(one.policy).plan
+            if not one.greedy or plan is None or plan.keeps or memory.kv.pool.tiers is not None:
+                return False
+            if self.serves(step, index, memory) is not None:
+                return False
+        return True
+
+    def run(self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1) -> dict[int, RequestResult]:
         """Run a step of requests that are all served, at most ``MOST_ROWS``. ``memories`` by sequence id; results by
         request id: where logits are wanted, the token that is to be chosen from them if the step says how and they are
-        sound, else logits fp32 [1, vocab] on the CPU.
+        sound, else logits fp32 [1, vocab] on the CPU. ``times``: a step that ``repeats`` runs so often, for which there
+        are blocks.
 
         StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
         """
         results = {one.request_id: RequestResult.of(one) for one in step.scheduled}
-        placed, key, groups = self._arranged(step, memories, results)
+        placed, key, groups = self._arranged(step, memories, results, times)
         if (reason := self.kinds.why_not(key)) is not None:
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
         before = self._tiers.counts(_rows(placed))
         try:
-            kind, offers = self._run(step, placed, key, groups)
+            kind, offers = self._run(step, placed, key, groups, times)
             for number, row in enumerate(placed):  # while the device works
-                if row is not None and row.result.error is None:
+                for turn in range(times if row is not None and row.result.error is None else 0):
+                    assert row is not None
+                    row = row if not turn else row.next
                     self._count(number, row)
                     counted.append((number, row))
-            fetch_tokens(kind, placed)
+            if times > 1:
+                fetch_repeated(self._chosen, placed)
+            else:
+                fetch_tokens(kind, placed)
             if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
                 raise StepShortError(reason)
         except StepShortError:
@@ -222,7 +244,7 @@ class DeviceBackend:
         return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)))
 
     def _arranged(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], times: int
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
@@ -236,7 +258,7 @@ class DeviceBackend:
         sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
-        key = sizes, pad(max(step.seq_lens), SHORTEST), absent
+        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
         forms = list(self._forms)  # by their numbers
@@ -249,12 +271,12 @@ class DeviceBackend:
         return placed, key, tuple(groups)
 
     def _run(
-        self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]
+        self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...], times: int
     ) -> tuple[StepKind, Offers | None]:
         pool = next(row.kv.pool for row in placed if row is not None)
         each = groups[0].each
         buffers = self._room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
-        self._load(buffers, step, placed, each)
+        self._load(buffers, step, placed, each, times)
         try:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
         except TierError as error:
@@ -270,7 +292,14 @@ class DeviceBackend:
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
 
-        self.kinds.launch(kind, forward, watched=watch is not None)
+        self.fresh, self._chosen = False, []
+        for turn in range(times):
+            if turn:
+                buffers.advance(self._chosen[-1])
+            self.kinds.launch(kind, forward, watched=watch is not None)
+            self.fresh |= self.kinds.fresh
+            if times > 1:
+                self._chosen.append(kind.best.clone())
         if watch is not None:
             watch.settle()
         return kind, offers
@@ -296,7 +325,9 @@ class DeviceBackend:
         return made
 
     @torch.inference_mode()  # in which the host path may have made summaries
-    def _load(self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None], each: int) -> None:
+    def _load(
+        self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None], each: int, times: int
+    ) -> None:
         """Bring the rows' buffers up to date, and see whose counts each row gathers."""
         ids, firsts = step.input_ids.tolist(), dict(zip(step.request_ids, step.query_start_loc))
         inputs: list[tuple[int, int, int]] = []
@@ -305,7 +336,7 @@ class DeviceBackend:
                 inputs += [(0, 0, 0)] * each
                 continue
             one = row.scheduled
-            buffers.hold(number, row.kv, row.plan, one.stop)
+            buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
             if row.plan.keeps:
                 state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
                 buffers.own.hold(number, state, row.cones, one.stop)

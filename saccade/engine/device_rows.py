@@ -4,7 +4,7 @@ and are brought up to date where a row's sequence or plan has changed."""
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class _Row:
     version: int = -1
     plan: DevicePlan | None = None
     room: int = 0  # blocks that the summaries have room for
+    places: list[int] = field(default_factory=list)  # of the summaries, by layer
 
 
 class RowBuffers:
@@ -76,18 +77,22 @@ class RowBuffers:
         """Make ``row`` show ``kv``, whose ``length`` th key this step stores, under ``plan``."""
         held, choice = self._held[row], plan.blocks
         wanted = 0 if choice is None else length // choice.size
-        if held.plan is not plan:
+        if held.plan is None or (held.plan is not plan and held.plan.numbers != plan.numbers):
             self._write_numbers(row, plan)
         same = held.kv is not None and held.kv() is kv and held.version == kv.version
-        if same and held.plan is plan and wanted <= held.room:
+        full = 0 if choice is None else kv.length // choice.size
+        made = 0 if choice is None else kv.summarized_blocks(choice.summary, choice.size)
+        if same and held.plan is plan and wanted <= held.room and made >= full:
             return
-        room = 0
+        room, places = 0, held.places
         if choice is not None:
             summaries = kv.summary_buffers(choice.summary, choice.size, wanted)
-            room = min(len(one) for one in summaries)
-            self.pointers[:, row].copy_(torch.tensor([one.data_ptr() for one in summaries], device="cpu"))
-        self._write_blocks(row, kv)
-        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room)
+            room, places = min(map(len, summaries)), [one.data_ptr() for one in summaries]
+            if places != held.places:
+                self.pointers[:, row].copy_(torch.tensor(places, device="cpu"))
+        if not same:
+            self._write_blocks(row, kv)
+        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room, places)
 
     def load(self, inputs: list[tuple[int, int, int]], lengths: list[int]) -> None:
         """Take each token, its position and what it sees over to the device, and each row's length."""
@@ -97,6 +102,12 @@ class RowBuffers:
         self._staging[3, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self._staging[3, len(lengths) :] = 0
         self.inputs.copy_(self._staging, non_blocking=True)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Go on with ``tokens`` int64 [rows] after those that the rows have, where these are no padding."""
+        held = self.inputs[:, : len(tokens)]
+        held[0] = tokens.clamp(min=0)  # a token of no number ends a row on the host
+        held[1:] += held[3].sign()
 
     def take_rules(self, row: int) -> RuleCounts:
         """What rules did in ``row`` since the last time, [layers, kv_heads] each; counting begins anew."""
@@ -121,7 +132,7 @@ class RowBuffers:
         self.logical[row, : len(blocks)].copy_(blocks)
 
     def _write_numbers(self, row: int, plan: DevicePlan) -> None:
-        numbers = [reading.numbers for reading in plan.layers]
+        numbers = plan.numbers
         whole = torch.tensor([one[:2] for one in numbers], dtype=torch.int32, device="cpu").to(self.device)
         self.first[:, row], self.second[:, row] = whole[:, 0], whole[:, 1]
         self.share[:, row].copy_(torch.tensor([one.share for one in numbers], device="cpu"))

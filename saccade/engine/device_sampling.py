@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.engine.device_graphs import StepKind
 from saccade.engine.device_watch import PlacedRow
 from saccade.engine.row_sampling import RowSampling
-from saccade.engine.sampler import row_logprobs
+from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import LogprobEntries, RequestResult
 from saccade.randomness import uniform
 
@@ -58,6 +58,19 @@ def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
         logits = kind.logits[_whole([number for number, _ in left], kind.logits.device)].cpu()
         for at, (_, row) in enumerate(left):
             row.result.logits = logits[at : at + 1]
+
+
+def fetch_repeated(chosen: Sequence[Tensor], placed: Sequence[PlacedRow | None]) -> None:
+    """Write down each row's tokens of a step that ran several times, ``chosen`` int64 [rows] each time, up to the first
+    for which logits were not finite. Waits for the step."""
+    turns = torch.stack(list(chosen)).tolist()
+    for number, row in enumerate(placed):
+        if row is None or row.result.error is not None:
+            continue
+        tokens = [turn[number] for turn in turns]
+        row.result.tokens = tokens[: tokens.index(LEFT)] if LEFT in tokens else tokens
+        if not row.result.tokens:
+            row.result.error = NOT_FINITE
 
 
 def _fetch_verified(kind: StepKind, placed: Sequence[PlacedRow | None], likeliest: list[int], each: int) -> None:

@@ -142,7 +142,11 @@ class SparseDrafts:
         while drafting := [one for one in rounds.values() if one.open]:
             began = time.perf_counter()
             try:
-                result = self.worker.run(step_input([(one.request, one.row()) for one in drafting]))
+                step = step_input([(one.request, one.row()) for one in drafting])
+                times = min(one.sure for one in drafting)
+                if times > 1 and not self.worker.repeats(step):
+                    times = 1
+                result = self.worker.run(step, times)
             except Exception as error:
                 logger.debug("a draft step of %d requests failed", len(drafting), exc_info=True)
                 for one in drafting:
@@ -152,7 +156,8 @@ class SparseDrafts:
             for one in drafting:
                 one.take(result.requests[one.request.id], seconds, self.model.eos_token_ids)
             if self._kind is not None and not result.fresh:
-                self.pacing.times(self._kind).draft.append(time.perf_counter() - began)
+                took = (time.perf_counter() - began) / times
+                self.pacing.times(self._kind).draft.extend([took] * min(times, 3))
 
     def _with(self, one: Round, rows: ScheduledRequest) -> ScheduledRequest:
         """``rows`` with what was drafted, blocks for them reserved again."""
@@ -197,34 +202,45 @@ class Round:
             start=start, stop=start + 1, policy=self.policy, greedy=likeliest, sampling=None, scored=()
         )
 
+    @property
+    def sure(self) -> int:
+        """How many steps are left; where a look-up may take the place of some, as many as show whether it does."""
+        left = self.steps - len(self.drafts.tokens)
+        if not self.speculation.lookup.after(self.request.sequence.tokens, 1):
+            return left
+        return min(left, max(1, AGREEING - self._agreed))
+
     def take(self, result: RequestResult, seconds: float, ends: Any) -> None:
-        """The row was computed."""
+        """The row was computed, and perhaps some after it."""
         speculation, tokens = self.speculation, self.request.sequence.tokens
         if result.error is not None or result.undone or result.lost:
             self.failed(result.error or "a pass broke")
             return
-        speculation.stats.draft.take(result, self.policy.decode.text, 1, seconds)
+        rows = 1 if result.tokens is None else len(result.tokens)
+        speculation.stats.draft.take(result, self.policy.decode.text, rows, seconds)
         self.request.report.take_tiers([result])
         for note in () if self.policy.decode.evicts else result.notes:  # nothing is gone for good
             self.request.report.note(f"draft: {note}")
         try:
-            if result.tokens is not None:
-                token = result.tokens[-1]
-            else:
+            made = result.tokens
+            if made is None:
                 assert result.logits is not None
                 proposal = speculation.guess(tokens, result.logits[-1])
-                token = proposal.token
+                made = [proposal.token]
                 if speculation.by_rule:
                     speculation.proposals[len(tokens)] = proposal
         except Exception as error:  # the verification says what is wrong with the logits
             self.failed(f"{type(error).__name__}: {error}")
             return
-        foretold = speculation.lookup.after(tokens, 1)
-        self._agreed = self._agreed + 1 if foretold == [token] else 0
-        tokens.append(token)
-        self.drafts.tokens.append(token)
-        params = self.request.params
-        ended = token in params.stop_token_ids or (not params.ignore_eos and token in ends)
+        params, ended = self.request.params, False
+        for token in made:
+            foretold = speculation.lookup.after(tokens, 1)
+            self._agreed = self._agreed + 1 if foretold == [token] else 0
+            tokens.append(token)
+            self.drafts.tokens.append(token)
+            ended = token in params.stop_token_ids or (not params.ignore_eos and token in ends)
+            if ended:
+                break
         self.open = not ended and len(self.drafts.tokens) < self.steps
         if not ended and self._agreed >= min(AGREEING, self.steps):
             self._look_up()
@@ -256,7 +272,7 @@ class Round:
         del sequence.tokens[self._length :]
         self.speculation.lookup.cut(self._length - 1)
         sequence.memory.states = self._states
-        sequence.memory.kv.truncate(self.rows.start)
+        sequence.memory.kv.truncate(self.rows.start, holds=sequence.memory.kv.pool.roomy)
         if not self.drafts.tokens:
             self.speculation.proposals.clear()
         self.speculation.found = self.drafts.found

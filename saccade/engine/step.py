@@ -180,10 +180,11 @@ class SkipCount:
 @dataclass
 class RequestResult:
     """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the one of each
-    row wanted, where the device chose them, with the ``logprobs`` that are wanted of these. ``late``: counts that stay
-    on a device until a report is asked for. ``undone``: the step broke for reasons that need not be this request's; its
-    rows are to be taken back and scheduled again. ``lost``: keys that it needs cannot be had back from a tier; all is
-    to be computed again. ``tiers``: what moved for it between memory and a tier.
+    row wanted, where the device chose them (each time's, of a step that ran several times), with the ``logprobs`` that
+    are wanted of these. ``late``: counts that stay on a device until a report is asked for. ``undone``: the step broke
+    for reasons that need not be this request's; its rows are to be taken back and scheduled again. ``lost``: keys that
+    it needs cannot be had back from a tier; all is to be computed again. ``tiers``: what moved for it between memory
+    and a tier.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were

@@ -308,6 +308,11 @@ class DevicePlan:
         return tuple(forms[one] for one in self.layers)
 
     @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Each layer's."""
+        return [one.numbers for one in self.layers]
+
+    @cached_property
     def blocks(self) -> BestBlocks | RankedBlocks | Summarized | None:
         """The kind of block choice that there is, or what a method's own readings know of blocks, if any."""
         return blocks_of(self.layers)
