@@ -8,43 +8,37 @@ is the same on both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.engine.attention import Watch
-from saccade.engine.device_attention import DeviceAttention, Group, why_not
-from saccade.engine.device_counts import LateCounts
+from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_sampling import fetch_repeated, fetch_tokens
+from saccade.engine.device_tally import RowCounts
 from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
-from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
-from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
+from saccade.engine.step import RequestResult, StepInput
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
-from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.methods.policy import Policy
-from saccade.methods.verified import Verified
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
-from saccade.selection import Cone
-from saccade.selection.plan import DevicePlan, Everything, Reading, Summarized
+from saccade.selection.plan import Everything
 
 MOST_ROWS = 64
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
-PLANS = 4096  # of methods used last
 EACH = 16  # rows of one request that a step verifies at once, at most
 
 
@@ -54,16 +48,6 @@ class StepFailedError(RuntimeError):
 
 class StepShortError(StepFailedError):
     """Nothing of a step holds because the device had no room for all that it read."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A method's plan and the number of its form; or why there is none."""
-
-    plan: DevicePlan | None
-    form: int = 0
-    why_not: str | None = None
-    cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
 
 
 class DeviceBackend:
@@ -84,14 +68,10 @@ class DeviceBackend:
         self._chosen: list[Tensor] = []  # by a step that ran several times: each time's tokens, int64 [rows]
         self._forward = DecodeStep(runner)
         self._tiers = DeviceTiers()
-        self._forms: dict[tuple[Reading, ...], int] = {}
-        self._plan = lru_cache(maxsize=PLANS)(self._planned)
-        self._verifying = lru_cache(maxsize=PLANS)(self._planned_verifying)
-        self._same: dict[tuple[int, int], tuple[Method, WindowMethod | None, _Planned]] = {}
+        self._plans = DevicePlans(runner.spec)
         self._buffers: dict[bool, RowBuffers] = {}  # for steps that verify, and for all others
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
-        self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
-        self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
+        self._counts = RowCounts(runner.spec.heads)
 
     @property
     def graphs(self) -> GraphStats:
@@ -111,7 +91,7 @@ class DeviceBackend:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
-        planned = self._plan_of(one.policy)
+        planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:
                 return "somebody looks on, and some of its KV blocks are not resident"
@@ -142,7 +122,7 @@ class DeviceBackend:
         found = []
         for number in which:
             one = step.scheduled[number]
-            plan = self._plan_of(one.policy).plan
+            plan = self._plans.of(one.policy).plan
             if plan is not None and not plan.listed and self._tiers.absent(memories[one.sequence_id].kv.pool):
                 found.append(number)
         return found
@@ -153,7 +133,7 @@ class DeviceBackend:
         if not self.watch.idle or not 0 < len(step) <= MOST_ROWS:
             return False
         for index, one in enumerate(step.scheduled):
-            memory, plan = memories[one.sequence_id], self._plan_of(one.policy).plan
+            memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan
             if not one.greedy or plan is None or plan.keeps or memory.kv.pool.tiers is not None:
                 return False
             if self.serves(step, index, memory) is not None:
@@ -205,44 +185,6 @@ class DeviceBackend:
         self.kinds.succeeded(key)
         return results
 
-    def _plan_of(self, policy: Policy) -> _Planned:
-        """``_plan``, without asking every number of the method for its hash twice a step."""
-        method, window = policy.decode, policy.window
-        key = id(method), id(window)
-        known = self._same.get(key)
-        if known is None or known[0] is not method or known[1] is not window:
-            if len(self._same) >= PLANS:
-                self._same.clear()
-            known = self._same[key] = method, window, self._plan(method, window)
-        return known[2]
-
-    def _planned(self, method: Method, window: WindowMethod | None = None) -> _Planned:
-        spec = self.runner.spec
-        plan = method.device_plan(spec)
-        if plan is None:
-            return _Planned(None, why_not=f"'{method.text}': {method.host_only or 'no device plan for this model'}")
-        cones = tuple(None if window is None else window.at(layer, spec.layers) for layer in range(spec.layers))
-        if window is not None:
-            plan = window.narrowed(plan)
-            if plan is None:
-                return _Planned(None, why_not=f"the kernels of '{method.text}' know no windows")
-        reason = why_not(plan, spec)
-        if reason is not None:
-            return _Planned(None, why_not=f"'{method.text}': {reason}")
-        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)), cones=cones)
-
-    def _verified(self, policy: Policy, each: int) -> _Planned:
-        """How a request verifies at most ``each`` rows at once, its draft's summaries of blocks kept."""
-        assert isinstance(policy.decode, Verified)
-        plan = self._plan_of(replace(policy, decode=policy.decode.draft)).plan
-        blocks = None if plan is None else plan.blocks
-        kept = None if blocks is None else Summarized(blocks.size, blocks.summary)
-        return self._verifying(policy.decode, each, kept)
-
-    def _planned_verifying(self, method: Method, each: int, kept: Summarized | None) -> _Planned:
-        plan = DevicePlan.of(method, [Everything(each, kept)] * self.runner.spec.layers)
-        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)))
-
     def _arranged(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], times: int
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
@@ -250,7 +192,7 @@ class DeviceBackend:
         grouped: dict[int, list[PlacedRow | None]] = {}
         each = pad(max(one.length for one in step.scheduled), 1)
         for one in step.scheduled:
-            planned = self._plan_of(one.policy) if each == 1 else self._verified(one.policy, each)
+            planned = self._plans.of(one.policy) if each == 1 else self._plans.verifying(one.policy, each)
             assert planned.plan is not None
             memory = memories[one.sequence_id]
             row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
@@ -261,7 +203,7 @@ class DeviceBackend:
         key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
-        forms = list(self._forms)  # by their numbers
+        forms = self._plans.forms
         placed: list[PlacedRow | None] = []
         groups = []
         for form, count in key[0]:
@@ -310,8 +252,8 @@ class DeviceBackend:
         if have is not None and same and have.fits(rows, blocks):
             return have
         if have is not None or not same:
-            for row in [] if verifies and same else list(self._rows):
-                self._detach(row)
+            if not (verifies and same):
+                self._counts.detach()
             self.kinds.clear()  # recordings know the old buffers and pool
         if have is not None:
             rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
@@ -347,40 +289,13 @@ class DeviceBackend:
             if each > 1:
                 inputs += [(0, 0, 0)] * (each - one.length)
             else:
-                self._attach(number, one, row.plan, buffers)
+                self._counts.attach(number, one.request_id, row.plan, buffers)
         buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
 
     @torch.inference_mode()  # in which the host path's states were made
     def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
         one = row.scheduled
         return one.policy.decode.device_state(Opening(states, row.kv, self.runner.spec, one.span_start, one.stop))
-
-    def _attach(self, row: int, one: ScheduledRequest, plan: DevicePlan, buffers: RowBuffers) -> None:
-        """Let ``row`` count for a request under its plan from now on."""
-        counts = self._counts_of(one, plan)
-        if counts.row == row and self._rows.get(row) is counts:
-            return
-        for other in (row, counts.row):
-            self._detach(other)
-        self._rows[row] = counts
-        source: Callable[[], RuleCounts | ReadCounts] | None = None
-        if plan.ruled:
-            source = partial(buffers.take_rules, row)
-        elif plan.keeps:
-            source = partial(buffers.own.take, row)
-        counts.attach(row, source)
-
-    def _counts_of(self, one: ScheduledRequest, plan: DevicePlan) -> LateCounts:
-        held = (one.request_id, plan.name)
-        counts = self._counts.get(held)
-        if counts is None:
-            counts = self._counts[held] = LateCounts(plan, self.runner.spec.heads)
-        return counts
-
-    def _detach(self, row: int | None) -> None:
-        counts = None if row is None else self._rows.pop(row, None)
-        if counts is not None:
-            counts.detach()
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
@@ -389,11 +304,11 @@ class DeviceBackend:
         if choice is not None and one.stop // choice.size > one.start // choice.size:
             row.kv.summarized(choice.summary, choice.size)
         if one.together:
-            verified = self._counts_of(one, row.plan)
+            verified = self._counts.of(one.request_id, row.plan)
             row.result.late[row.plan.name] = verified
             row.result.stay = partial(verified.add_first, one.start)
             return
-        counts = self._rows[number]
+        counts = self._counts.rows[number]
         whole = False
         if row.plan.keeps:
             state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
