@@ -9,6 +9,7 @@ observation: their mean. The estimates are of the mean over all places.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from saccade.models.interface import LayerAttention
 from saccade.randomness import uniform
 
 HEADS, STEPS = 0x41554449, 0x5245504C  # seeds of draws that no token shares
-PART = 2048  # keys turned to float32 at once: they stay in a core's cache
+PART = 4096  # keys turned to float32 at once: they stay in a core's cache
 DEVICE_PART = 65536
 WAITING = 256  # observations that may lie on a device before they are fetched
 STEPS_FOR_TARGET = 0.05  # of steps replayed for a target, where nothing else is said
@@ -181,25 +182,46 @@ def true_attention(q: Tensor, kv: KVView, kv_head: int, spec: LayerAttention, he
         raise SaccadeError("some of its keys are in a tier")
     query, skip = q.float() * spec.scale, start % size
     step = (DEVICE_PART if q.is_cuda else PART) // size
-    keys, values = own.k[:, kv_head], own.v[:, kv_head]
     count = kv.length - start + skip
-    parts = []
-    for at, chosen in enumerate(slots.split(step)):
-        score = query @ keys.index_select(0, chosen).flatten(0, 1).float().T
-        score = score[:, : count - at * step * size]
-        parts.append(score if spec.softcap is None else spec.softcap * torch.tanh(score / spec.softcap))
-    scores = torch.cat(parts, 1)
+    places = slots * own.format.kv_heads + kv_head  # of single heads' parts of blocks
+    keys, values = own.k.flatten(0, 1), own.v.flatten(0, 1)
+    group, width = query.shape
+    rows = _room("rows", (step, size, width), own.k)
+    exact = _room("exact", (step * size, width), query)
+    scores = _room("scores", (group, len(places) * size), query)
+    for at, chosen in zip(range(0, len(places) * size, step * size), places.split(step)):
+        part = exact[: len(chosen) * size]
+        part.copy_(torch.index_select(keys, 0, chosen, out=rows[: len(chosen)]).flatten(0, 1))
+        scores[:, at : at + len(part)] = query @ part.T
+    scores = scores[:, :count]
+    if spec.softcap is not None:
+        scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     scores[:, :skip] = -torch.inf
     lse = torch.logsumexp(scores, -1)
     total = lse
     if spec.sinks is not None:
         total = torch.logaddexp(lse, spec.sinks[heads].to(lse.dtype))
-    weights = torch.exp(scores - total[:, None])
+    weights = scores.sub_(total[:, None]).exp_()
     out, scale = torch.zeros_like(query), torch.zeros_like(lse)
-    for chosen, weight in zip(slots.split(step), weights.split(step * size, 1)):
-        value = values.index_select(0, chosen).flatten(0, 1)[: weight.shape[1]].float()
-        if skip:  # what lies before a window may be anything
-            value = torch.where((weight > 0).any(0)[:, None], value, 0.0)
-        out += weight @ value
-        scale += weight @ value.norm(dim=-1)
+    ones = query.new_ones(width)
+    for chosen, weight in zip(places.split(step), weights.split(step * size, 1)):
+        part = exact[: weight.shape[1]]
+        part.copy_(torch.index_select(values, 0, chosen, out=rows[: len(chosen)]).flatten(0, 1)[: len(part)])
+        out += weight @ part
+        scale += weight @ torch.mv(part.square_(), ones).sqrt_()  # a product is faster than a norm
     return Truth(out, lse, scale)
+
+
+_rooms = threading.local()
+
+
+def _room(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A tensor to write to, kept for the next call: fresh memory costs more than what is done in it."""
+    if like.is_cuda:  # whose allocator keeps memory itself
+        return like.new_empty(shape)
+    held: dict[Any, Tensor] = _rooms.__dict__.setdefault("held", {})
+    count, key = math.prod(shape), (name, like.dtype)
+    if key not in held or held[key].numel() < count:
+        with torch.inference_mode(False):  # in which it may be written to later, too
+            held[key] = torch.empty(max(count, 2 * held[key].numel() if key in held else 0), dtype=like.dtype)
+    return held[key][:count].view(shape)
