@@ -57,7 +57,7 @@ def main() -> None:
                 times[name].append(statistics.fmean(steps))
     dense, sparse, audited = (min(times[name]) for name in kinds)
     bound = 1.3 * (given.rate + given.steps) * dense / sparse
-    print(f"{given.policy}, {given.context} keys, batch {given.batch}: ms a step, least mean of {given.repeats} rounds:")
+    print(f"{given.policy}, {given.context} keys, batch {given.batch}: ms a step, best round of {given.repeats}:")
     print(f"  dense {1e3 * dense:.2f}, sparse {1e3 * sparse:.2f}, audited {1e3 * audited:.2f}")
     print(f"  overhead {100 * (audited / sparse - 1):.2f} %; 1.3 x rate x dense/sparse = {100 * bound:.2f} %")
 
