@@ -163,12 +163,21 @@ class JoinedRows:
                 share = self._rows.run(*given, watched=True)
             finally:
                 clock.end("selection", share)
+        for _, row in self.fixed if setting.watch.audits else ():
+            self._audit(row.rows, layer, q, spec, out)
         if layer == setting.spec.layers - 1:
             backend = f"cpu/{cpu.isa()}"
             for number, row in self.fixed:
                 self.plans.count(row, backend, self._rows.ruled(number))
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
+
+    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first
+        if audit is None or layer not in audit.drawn:
+            return
+        kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
+        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec))
 
     def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""

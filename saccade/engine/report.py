@@ -212,6 +212,12 @@ class Speculated(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
 
+class Audited(Protocol):
+    """What was held against dense attention (engine.audit)."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
 class Report:
     """Per request: what ran in prefill and decode, when, and anything that ran otherwise than asked.
 
@@ -233,6 +239,8 @@ class Report:
         self.preemptions = 0
         self.tiers: TierCounts | None = None
         self.speculation: Speculated | None = None
+        self.audit: Audited | None = None
+        self.dialed: str | None = None  # the decode method, where its dial may turn
         self.notes: list[str] = []
         self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
         self._arrived = time.perf_counter()
@@ -259,7 +267,8 @@ class Report:
         stats, method = (
             (self.prefill, rows.policy.prefill) if rows.phase == "prefill" else (self.decode, rows.policy.decode)
         )
-        stats.take(result, method.text, rows.stop - rows.start, seconds)
+        text = method.text if self.dialed is None or rows.phase == "prefill" else self.dialed
+        stats.take(result, text, rows.stop - rows.start, seconds)
         self.take_tiers([result])
         for note in result.notes:
             self.note(note)
@@ -320,6 +329,7 @@ class Report:
             "decode": self.decode.as_dict(),
             "speculation": None if self.speculation is None else self.speculation.as_dict(),
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
+            "audit": None if self.audit is None else self.audit.as_dict(),
             "notes": list(self.notes),
         }
 

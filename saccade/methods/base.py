@@ -31,6 +31,7 @@ from torch import Tensor
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
 from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
@@ -138,6 +139,7 @@ class Method(PolicyPart):
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
+    dial: ClassVar[Dial | None] = None  # what makes it read more
     host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
 
     @property
@@ -148,6 +150,11 @@ class Method(PolicyPart):
     @property
     def looks_ahead(self) -> bool:
         """Whether decode queries are to come with ``ahead``, which costs a layer's projections once more."""
+        return False
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether something may stand for keys that a step did not read, in its output and in its log-sum-exp."""
         return False
 
     def acting(self, state: Any) -> Method:

@@ -212,6 +212,11 @@ class PlannedRows:
         )
         return share
 
+    @property
+    def lse(self) -> Tensor:
+        """fp32 [n, heads]: log-sum-exps of the layer that ran last, of rows that say what they read."""
+        return self._lse
+
     def ruled(self, i: int) -> Ruled | None:
         """What rules let row ``i`` do in the last step; None where it asked none."""
         row = self._rows[i]

@@ -28,6 +28,9 @@ _SAME = (  # fields whose name and meaning are the engine's own
     "bad_words",
     "skip_special_tokens",
     "prompt_logprobs",
+    "audit",
+    "audit_steps",
+    "target",
 )
 
 
