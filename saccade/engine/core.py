@@ -297,7 +297,7 @@ class Engine:
                 self._suspects |= {request.id for request, _ in batch}
                 return outputs
             ended = time.perf_counter()
-            self.sparse_drafts.timed(batch, ended - began)
+            self.sparse_drafts.timed(batch, ended - began, result.fresh)
             for request, rows in batch:
                 try:
                     outputs += self.settling.settle(request, rows, result.requests[request.id], ended)

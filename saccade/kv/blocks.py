@@ -131,6 +131,11 @@ class BlockManager:
         if self.tiers is not None:
             self.tiers.settle_charges()
 
+    @property
+    def roomy(self) -> bool:
+        """Whether an eighth of the slots is free, so that a block more or less takes nobody's place."""
+        return self.free_blocks * 8 > self.num_blocks
+
     def touch(self, blocks: np.ndarray) -> None:
         """Note that ``blocks`` (int ids) are used in this step."""
         self.last_use[blocks] = self.step

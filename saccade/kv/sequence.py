@@ -193,9 +193,16 @@ class SequenceKV:
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
         parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
-        self._version += 1
         kept = self._kept(kind, block_size)
+        if self.summarized_blocks(kind, block_size) >= self.length // block_size and len(kept[0].buffer) >= blocks:
+            return [one.buffer for one in kept]
+        self._version += 1
         return [one.room(blocks, self._plain_view(layer)) for layer, one in enumerate(kept)]
+
+    def summarized_blocks(self, kind: str, block_size: int) -> int:
+        """How many blocks have a summary in every layer; -1 where there is no room for any."""
+        kept = self._kept(kind, block_size)
+        return min([one.filled if one.buffer.dim() > 1 else -1 for one in kept])
 
     def summarized(self, kind: str, block_size: int) -> None:
         """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
@@ -228,15 +235,15 @@ class SequenceKV:
         paged, pool = self._paged(layer, self._lengths[layer]), self.pool
         return KVView(paged, partial(self._summaries_of, layer), pool.storage.mover, pool.absent > 0)
 
-    def truncate(self, length: int) -> None:
-        """Forget tokens from ``length`` on and let go of their blocks. What is appended then is as in a new
-        sequence."""
+    def truncate(self, length: int, holds: bool = False) -> None:
+        """Forget tokens from ``length`` on and let go of their blocks, unless it ``holds`` them for those to come. What
+        is appended then is as in a new sequence."""
         if length < 0:
             raise SaccadeError(f"a sequence cannot be cut to {length} tokens; give 0 or more")
-        self._version += 1
         self.stood = {mark: min(stood, length) for mark, stood in self.stood.items()}
         self._lengths = [min(own, length) for own in self._lengths]
-        self._table.cut(-(-length // self._size))
+        if not holds:
+            self._table.cut(-(-length // self._size))
         for kept in self._summaries.values():
             for one in kept:
                 one.truncate(length)
