@@ -312,7 +312,7 @@ class DeviceBackend:
         if one.together:
             verified = self._counts.of(one.request_id, row.plan)
             row.result.late[row.plan.name] = verified
-            row.result.stay = partial(verified.add_first, one.start)
+            row.result.stay = partial(verified.add_first, one.start, "triton")
             return
         counts = self._counts.rows[number]
         whole = False
