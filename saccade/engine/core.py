@@ -306,7 +306,7 @@ class Engine:
                 self._suspects |= {request.id for request, _ in batch}
                 return outputs
             ended = time.perf_counter()
-            self.sparse_drafts.timed(batch, ended - began)
+            self.sparse_drafts.timed(batch, ended - began, result.fresh)
             self.auditing.settle(batch, result)
             for request, rows in batch:
                 try:

@@ -55,6 +55,7 @@ class StepKinds:
     def __init__(self, device: torch.device, records: bool) -> None:
         self.device = device
         self.records = records and device.type == "cuda"
+        self.fresh = False  # whether the last step was no replay although its kind will be replayed, or ran first
         self.note: str | None = None  # why some steps are not recorded although they should be
         self._kinds: OrderedDict[Key, StepKind] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[int, str]] = OrderedDict()
@@ -122,6 +123,8 @@ class StepKinds:
         """Run one step: ``forward`` launches its kernels and leaves ``logits`` and ``best``. A step that is ``watched``
         is launched kernel by kernel."""
         self._paused = max(0, self._paused - 1)
+        lasts = watched or not self.records or not kind.records  # kernel by kernel
+        self.fresh = kind.runs == 0 if lasts else kind.graph is None
         here: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.device(self.device)
         with here:
             if watched or self._stream is None or not self.records:

@@ -108,7 +108,7 @@ class HostAttention:
                 rows.failed(layer, error)
             if before is not None:
                 count_tiers(rows, before)
-        together.run(q, k, v, spec, out)
+        together.run(q, spec, out)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:

@@ -20,6 +20,7 @@ from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.report import ran_dense
+from saccade.kv.block_codes import BlockCodes
 from saccade.methods.base import Method
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
@@ -239,6 +240,9 @@ def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
         return PlannedRow(rows.first, length - 1, kv.tables)
     blocks = fixed.plan.blocks if fixed.state is None else fixed.state.summarized
     summaries: Sequence[Tensor] = ()
+    codes: Sequence[BlockCodes] = ()
     if blocks is not None and (isinstance(blocks, Summarized) or length > blocks.dense_upto):
         summaries = kv.summaries(blocks.summary, blocks.size)
-    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries)
+        if isinstance(fixed.reads, Readings):
+            codes = kv.summary_codes(blocks.summary, blocks.size)
+    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes)

@@ -287,6 +287,8 @@ class Report:
 
     def take_together(self, rows: ScheduledRequest, result: RequestResult, kept: int) -> None:
         """Count what a verification read at once for the first ``kept`` of its rows; :meth:`take` counts the rows."""
+        if result.stay is not None:
+            result.stay(kept)
         calls = [call.of_first(kept) for call in result.calls]
         self.decode.take(replace(result, calls=calls), rows.policy.decode.text, 0, 0.0)
         for note in result.notes:
