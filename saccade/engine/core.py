@@ -13,7 +13,7 @@ from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.audit import AuditOptions
 from saccade.engine.auditing import Auditing
-from saccade.engine.checks import Checks
+from saccade.engine.checks import Checks, certified
 from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.maps import Maps
@@ -191,6 +191,7 @@ class Engine:
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
+        policy = certified(policy, params)
         control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):

@@ -53,6 +53,13 @@ class Cost:
     notes: list[str] = field(default_factory=list)  # sentences for the request's report
     late: dict[str, Tensor] = field(default_factory=dict)  # what only a device knows of the counts above, by name
 
+    certified: dict[str, int] = field(default_factory=dict)  # query heads whose error has a bound, by what gave it
+
+    def certify(self, **heads: int) -> None:
+        """Count query heads whose output's error is certified: by ``bounds``, a ``sample``, or being ``exact``."""
+        for name, count in heads.items():
+            self.certified[name] = self.certified.get(name, 0) + count
+
     def add_late(self, **counts: Tensor) -> None:
         """Add numbers, tensors of no axis on a device, to the counts of those names without waiting for them."""
         for name, count in counts.items():
@@ -156,6 +163,11 @@ class Method(PolicyPart):
     def stands_in(self) -> bool:
         """Whether something may stand for keys that a step did not read, in its output and in its log-sum-exp."""
         return False
+
+    def certified(self, epsilon: float, delta: float) -> Method | None:
+        """The method with each head's error certified to stay below ``epsilon`` with probability 1 - ``delta``; None
+        where nothing of the kind is known of it."""
+        return None
 
     def acting(self, state: Any) -> Method:
         """The method that decodes with ``state``: itself, unless it chooses among others."""

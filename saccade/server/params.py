@@ -31,6 +31,7 @@ _SAME = (  # fields whose name and meaning are the engine's own
     "audit",
     "audit_steps",
     "target",
+    "certify",
 )
 
 

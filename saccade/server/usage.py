@@ -31,9 +31,9 @@ def usage(outcomes: Sequence[RequestOutcome], prompt: int, answer: int, samples:
 
 def costs(reports: Sequence[JSON], policy: str) -> JSON:
     """``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
-    ``coverage``: what stopping rules say that they covered, null where none ran; ``audit``: what audits found, null
-    without any. Each by phase, null for one that did
-    not run."""
+    ``coverage``: what stopping rules say that they covered, null where none ran. Each by phase, null for one that did
+    not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what audits found; null without any.
+    """
     phases: dict[str, JSON] = {"density": {}, "keys_read_per_token": {}, "coverage": {}}
     for phase in ("prefill", "decode"):
         ran = [report[phase] for report in reports if report[phase]["tokens"]]
@@ -51,7 +51,15 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
         phases["coverage"][phase] = sum(one["coverage"] * one["tokens"] for one in covered) / weight if weight else None
     audits = [report["audit"] for report in reports if report["audit"] is not None]
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
-    return {"policy": policy, **phases, "audit": audited(audits) if audits else None, "notes": notes}
+    sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
+    certified = {name: sum(one[name] for one in sure) for name in sure[0]} if sure else None
+    return {
+        "policy": policy,
+        **phases,
+        "certified": certified,
+        "audit": audited(audits) if audits else None,
+        "notes": notes,
+    }
 
 
 def audited(audits: Sequence[JSON]) -> JSON:
