@@ -86,9 +86,9 @@ class PlannedRow(NamedTuple):
     """Row ``row`` of a step's q, k and v, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads
     or 1, blocks], contiguous rows, finds. Without ``reads`` it is stored and nothing else. ``summaries``: where a layer
     chooses for a row of this length by blocks, each layer's summaries [blocks, parts, kv_heads, head_dim] of all full
-    blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many. ``length``: so
-    many rows of the sequence one after the other, the first at ``position``, which then read everything, each up to its
-    own key."""
+    blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many.
+    ``length``: so many rows of the sequence one after the other, the first at ``position``, which then read
+    everything, each up to its own key."""
 
     row: int
     position: int
