@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
+from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks
 from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
@@ -73,6 +74,7 @@ class Engine:
             max_batch_rows=config.prefill_chunk + config.max_requests,
             max_requests=config.max_requests,
             prefixes=self.prefixes,
+            control=BatchControl(pool, exact, config.max_token_gap),
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
@@ -298,6 +300,8 @@ class Engine:
                 return outputs
             ended = time.perf_counter()
             self.sparse_drafts.timed(batch, ended - began, result.fresh)
+            if not result.fresh:
+                self.scheduler.control.ran(batch, ended - began, result.requests)
             for request, rows in batch:
                 try:
                     outputs += self.settling.settle(request, rows, result.requests[request.id], ended)
