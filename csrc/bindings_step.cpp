@@ -52,13 +52,15 @@ class DecodeStep {
         // By layer, where blocks are chosen by summaries; where a rule notes what it let in, `units` numbers a layer.
         std::vector<uintptr_t> summaries;
         std::vector<int64_t> summarized;
+        std::vector<BlockCodes> codes;
         int64_t* used = nullptr;
         float* coverage = nullptr;
         int64_t units = 0;
 
         ChoosingLayer choosing_by(int64_t layer) const {
             return {reinterpret_cast<const void*>(summaries[layer]), summarized[layer],
-                    used ? used + layer * units : nullptr, coverage ? coverage + layer * units : nullptr};
+                    used ? used + layer * units : nullptr, coverage ? coverage + layer * units : nullptr,
+                    codes.empty() ? BlockCodes{} : codes[layer]};
         }
         ListedLayer listed_by(int64_t layer) const {
             ListedLayer own = layers[layer].as<ListedLayer>();
@@ -110,9 +112,10 @@ class DecodeStep {
         return static_cast<int64_t>(rows_.size()) - 1;
     }
 
-    // By layer: Keys, or BlockChoice with the layer's summaries and where to note what a rule let in.
+    // By layer: Keys, or BlockChoice with the layer's summaries, their codes if there are any, and where to note what a
+    // rule let in.
     void reads(int64_t number, nb::list calls, std::vector<uintptr_t> summaries, std::vector<int64_t> summarized,
-               uintptr_t used, uintptr_t coverage, int64_t units) {
+               nb::list codes, uintptr_t used, uintptr_t coverage, int64_t units) {
         Row& row = at(number);
         check_layers(nb::len(calls));
         const int64_t known = static_cast<int64_t>(std::min(summaries.size(), summarized.size()));
@@ -133,6 +136,9 @@ class DecodeStep {
             if (layer.kind == Kind::chooses && i >= known)
                 throw std::invalid_argument("summaries of layer " + std::to_string(i) + " are missing");
         }
+        if (nb::len(codes)) check_layers(nb::len(codes));
+        row.codes.clear();
+        for (nb::handle one : codes) row.codes.push_back(nb::cast<const BlockCodes&>(one));
         row.held = calls;
         row.summaries = std::move(summaries);
         row.summarized = std::move(summarized);

@@ -145,7 +145,9 @@ struct Probes {
 struct Progressive {
     Attention attention;
     int64_t block_size, units, always_count, ranked, microbatch;
-    const int32_t *always, *order;  // [units, always_count], [units, ranked]
+    const int32_t *always, *order;  // [units, always_count], [units, listed]
+    int64_t listed;  // of `ranked` blocks the first so many are known; whoever reads them all without being covered
+                     // must be given more
     double epsilon;
     bool least, mean;        // rest="min", stop="mean"
     const float* estimates;  // [heads, ranked] with rest="estimate", else null

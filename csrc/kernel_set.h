@@ -2,8 +2,8 @@
 #pragma once
 
 #include "antidiagonal.h"
+#include "block_codes.h"
 #include "block_estimates.h"
-#include "block_scores.h"
 #include "decode.h"
 #include "few_rows.h"
 #include "gather.h"

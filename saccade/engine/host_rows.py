@@ -20,6 +20,7 @@ from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.report import ran_dense
+from saccade.kv.block_codes import BlockCodes
 from saccade.methods.base import Method
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
@@ -171,12 +172,21 @@ class JoinedRows:
                 share = self._rows.run(*given, watched=True)
             finally:
                 clock.end("selection", share)
+        for _, row in self.fixed if setting.watch.audits else ():
+            self._audit(row.rows, layer, q, spec, out)
         if layer == setting.spec.layers - 1:
             backend = f"cpu/{cpu.isa()}"
             for number, row in self.fixed:
                 self.plans.count(row, backend, self._rows.ruled(number))
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
+
+    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first
+        if audit is None or layer not in audit.drawn:
+            return
+        kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
+        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec))
 
     def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
@@ -239,6 +249,9 @@ def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
         return PlannedRow(rows.first, length - count, kv.tables, reads, length=count)
     blocks = fixed.plan.blocks if fixed.state is None else fixed.state.summarized
     summaries: Sequence[Tensor] = ()
+    codes: Sequence[BlockCodes] = ()
     if blocks is not None and (isinstance(blocks, Summarized) or length > blocks.dense_upto):
         summaries = kv.summaries(blocks.summary, blocks.size)
-    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries)
+        if isinstance(fixed.reads, Readings):
+            codes = kv.summary_codes(blocks.summary, blocks.size)
+    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes)
