@@ -7,7 +7,8 @@
 ``reference`` answers the suite's tasks. ``--lengths``: tokens drafted a round, 0 for as many as pay. With ``--replay``
 the draft's steps run as they are, and each token that they give is replaced by dense decode's with that chance, else by
 another one: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and verifications
-alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything counted.
+alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything counted. Before
+any measurement on a GPU, rounds of several lengths are run for a while, so that all kernels are compiled and recorded.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.generate_kv import TAIL, synthesize
 from saccade.bench.ttft import prompt
-from saccade.engine import sparse_drafts
 from saccade.engine.request import Request
 from saccade.methods.policy import Policy
+from saccade.methods.verified import MOST
 from saccade.models.baseline import save_random_llama
 
-WARM = 4  # tokens before the first that counts
+WARM = 16  # tokens before the first that counts
+RECORDED = (1, 3, 7, 15)  # drafts of a round whose steps are recorded first
 SHAPE_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -60,19 +62,25 @@ class Passes:
         return sum(len(times) * self.median(kind) for kind, times in self.seconds.items())
 
 
+Replay = Callable[[Any, Any], None] | None  # step, result
+
+
 @contextmanager
-def passes_of(llm: LLM):
+def passes_of(llm: LLM, replay: Replay):
     worker, made = llm.engine.worker, Passes()
     real = worker.run
 
-    def run(step):
+    def run(step, times=1):
         began = time.perf_counter()
-        result = real(step)
+        result = real(step, times)
+        seconds = time.perf_counter() - began
         if made.counted:
             kind = "verify" if any(one.drafts for one in step.scheduled) else "draft"
             if kind == "draft" and any(one.policy.decode.name in ("dense", "lossless") for one in step.scheduled):
                 kind = "plain"
-            made.seconds[kind].append(time.perf_counter() - began)
+            made.seconds[kind] += [seconds / times] * times
+        if replay is not None:
+            replay(step, result)
         return result
 
     worker.run = run
@@ -82,49 +90,51 @@ def passes_of(llm: LLM):
         del worker.run
 
 
-@contextmanager
-def replayed(known: dict[int, list[int]], chance: float | None):
-    """Have draft steps give ``known`` tokens (by request's order) with ``chance``, and every verified row its own."""
-    if chance is None:
-        yield lambda request, number: None
-        return
-    real, rng = sparse_drafts.Round.take, random.Random(7)
-    numbers: dict[int, int] = {}
+def replaying(known: dict[int, list[int]], numbers: dict[int, int], chance: float) -> Replay:
+    """Have draft steps give ``known`` tokens (by request's order, ``numbers``) with ``chance``, and every other row its
+    own."""
+    rng = random.Random(7)
 
-    def take(self, result, seconds, ends):
-        right = known[numbers[self.request.id]][len(self.request.sequence.tokens)]
-        result.tokens, result.logits = [right if rng.random() < chance else (right + 1) % 200], None
-        real(self, result, seconds, ends)
+    def replay(step: Any, result: Any) -> None:
+        for one in step.scheduled:
+            if one.phase != "decode" and not one.wants_logits:
+                continue
+            tokens, done = known[numbers[one.request_id]], result.requests[one.request_id]
+            drafts = one.phase == "decode" and one.policy.decode.name not in ("dense", "lossless")
+            if one.drafts:
+                for at, row in enumerate(done.rows):
+                    row.tokens, row.logits = [tokens[one.start + at + 1]], None
+                continue
+            made = range(one.stop, one.stop + len(done.tokens or [0]))
+            done.logits = None
+            done.tokens = [tokens[at] if not drafts or rng.random() < chance else (tokens[at] + 1) % 200 for at in made]
 
-    def begin(request: Request, number: int) -> None:
-        numbers[request.id] = number
-        answer = known[number]
-        request.sampler.sample = lambda ids, logits, place, proposal=None: answer[place]  # type: ignore[method-assign]
-
-    sparse_drafts.Round.take = take  # type: ignore[method-assign]
-    try:
-        yield begin
-    finally:
-        sparse_drafts.Round.take = real  # type: ignore[method-assign]
+    return replay
 
 
 Fill = Callable[[Request], None] | None
 
 
 def measure(
-    llm: LLM, prompts: Sequence[list[int]], fills: Sequence[Fill], policy: str, tokens: int, begin: Callable[..., None]
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    fills: Sequence[Fill],
+    policy: str,
+    tokens: int,
+    known: dict[int, list[int]] | None = None,
+    chance: float | None = None,
 ) -> tuple[float, int, list[Request], Passes]:
     """Seconds and tokens after the warm-up, the requests, and the worker's passes."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=tokens + WARM, ignore_eos=True)
     requests = []
-    for number, (ids, fill) in enumerate(zip(prompts, fills)):
+    for ids, fill in zip(prompts, fills):
         request = engine.add(ids, params, Policy.parse(policy))
         if fill is not None:
             fill(request)
-        begin(request, number)
         requests.append(request)
-    with passes_of(llm) as made:
+    numbers = {request.id: number for number, request in enumerate(requests)}
+    with passes_of(llm, replaying(known, numbers, chance) if known and chance is not None else None) as made:
         while any(len(request.sequence.tokens) - request.output_start < WARM for request in requests):
             engine.step()
         before = sum(len(request.sequence.tokens) - request.output_start for request in requests)
@@ -177,10 +187,14 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
     else:
         prompts = [prompt(context, vocab, seed) for seed in range(chosen.batch)]
         fills = [filling(llm, prompts[0], chosen.model)] * chosen.batch
-    nothing: Callable[..., None] = lambda request, number: None  # noqa: E731
-    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, nothing)
+    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens)
     dense = made / seconds
-    known = {number: [*prompts[number], *one.final_ids, 0] for number, one in enumerate(answered)}
+    beyond = [0] * (2 * MOST)
+    known = {number: [*prompts[number], *one.final_ids, *beyond] for number, one in enumerate(answered)}
+    if chosen.replay is not None and llm.model.runner.device.type == "cuda":
+        for draft in chosen.drafts.split(";"):
+            for length in RECORDED:
+                measure(llm, prompts, fills, f"lossless(draft={draft}, tokens={length}, lookup=0)", 48, known, 1.0)
     print(
         f"{context} x {chosen.batch}: dense {1000 * passes.median('plain'):.2f} ms/step, {dense:.1f} tokens/s",
         flush=True,
@@ -190,8 +204,7 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
             for chance in [None] if chosen.replay is None else [float(one) for one in chosen.replay.split(",")]:
                 policy = f"lossless(draft={draft}, tokens={length}{'' if chance is None else ', lookup=0'})"
                 llm.engine.sparse_drafts.pacing.forget()
-                with replayed(known, chance) as begin:
-                    seconds, made, requests, passes = measure(llm, prompts, fills, policy, chosen.tokens, begin)
+                seconds, made, requests, passes = measure(llm, prompts, fills, policy, chosen.tokens, known, chance)
                 said = [request.report.as_dict()["speculation"] for request in requests]
                 drafted, found = (sum(one[name] for one in said) for name in ("drafted", "accepted_looked_up"))
                 rounds = sum(one["verifications"] for one in said)
@@ -199,6 +212,8 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                 same = sum(one.final_ids == other.final_ids for one, other in zip(requests, answered))
                 speed, ideal = made / seconds, made / passes.ideal()
                 stays = sum(one["acceptance"] or 0.0 for one in said) / len(said)
+                rest = seconds - sum(map(sum, passes.seconds.values()))
+                verifies = len(passes.seconds["verify"])
                 parts = (
                     f"  {policy}" + ("" if chance is None else f" replayed at {chance}"),
                     f"draft {1000 * passes.median('draft'):.2f} ms/step at density {density:.3f}",
@@ -207,6 +222,8 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                     f"{speed:.1f} tokens/s = {speed / dense:.2f} x dense",
                     f"ideal {ideal:.1f}, of ideal {speed / ideal:.3f}",
                     f"answers equal {same}/{len(requests)}",
+                    f"{verifies} verifications and {len(passes.seconds['plain'])} plain steps",
+                    f"between passes {1000 * rest / max(1, verifies + len(passes.seconds['plain'])):.2f} ms a step",
                     f"off: {said[0]['off']}",
                 )
                 print("; ".join(parts), flush=True)

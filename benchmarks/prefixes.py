@@ -1,11 +1,12 @@
 """Many questions about one document: time to the first token of the first one, and of those that share its prefix.
 
     python benchmarks/prefixes.py [--model random] [--tokens 32768] [--questions 64] [--question-tokens 64]
-        [--policy dense ...] [--compare 2] [--device cpu]
+        [--policy dense ...] [--compare 2] [--device cpu] [--warm 0]
 
 One after the other, as users ask; a second engine without shared prefixes answers the first and the last question, or
 ``--compare`` of them, so that what is saved is seen in one run, and that the answers are equal. Times are the engine's
-own (``metrics``). ``--policy`` may be given often; ``every-prefill`` is one of each prefill method.
+own (``metrics``). ``--policy`` may be given often; ``every-prefill`` is one of each prefill method. ``--warm``: so many
+questions about other documents come first, so that no kernel is compiled in what is timed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--prefill-chunk", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--warm", type=int, default=0)
     options = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     length = options.tokens + options.question_tokens + params.max_tokens
@@ -75,6 +77,11 @@ def main() -> None:
     count = min(max(1, options.compare), len(asked))
     compared = sorted({round(at * (len(asked) - 1) / max(1, count - 1)) for at in range(count)} | {len(asked) - 1})
     for policy in [one for given in options.policy or ["dense"] for one in PREFILLS.get(given, (given,))]:
+        for number in range(options.warm):
+            other = prompt(options.tokens, vocab, seed=-1 - number)
+            for engine in engines:
+                engine.generate(other + asked[0][options.tokens :], params, policy=policy)
+                engine.generate(other + asked[-1][options.tokens :], params, policy=policy)
         shared = [engines[0].generate(ids, params, policy=policy)[0] for ids in asked]
         alone = {at: engines[1].generate(asked[at], params, policy=policy)[0] for at in compared}
         times = [first_token_ms(one) for one in shared]

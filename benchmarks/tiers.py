@@ -2,11 +2,13 @@
 
     python benchmarks/tiers.py [--tokens 1000000] [--short 32768] [--kv-memory 1GiB] [--kv-disk ~/kv:20GiB]
         [--policies quest(budget=4096,block_size=32,dense_layers=0)] [--steps 32] [--threads 2] [--cold]
+        [--keys planted|topics]
 
 A random model of 125 M parameters decodes over made-up keys (as ``bench generate --synthetic-kv``, but some at a time).
 For each policy: the short context without a tier, the same with one (everything resident: what the tier costs then),
 and the long context. ``warm`` are the later half of the steps, CPU their processor time over all threads. With
 ``--cold`` the file leaves the system's page cache before every step, so that what is read comes from the device.
+Keys are noise with a few heavy columns, with ``--keys topics`` on top of a walk of topics.
 """
 
 from __future__ import annotations
@@ -39,13 +41,15 @@ class Filling:
     """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
     piece of it."""
 
-    def __init__(self, kv: SequenceKV, past: int, kv_heads: int, dtype: torch.dtype) -> None:
-        self.kv, self.past, self.kv_heads, self.dtype = kv, past, kv_heads, dtype
+    def __init__(self, kv: SequenceKV, past: int, kv_heads: int, dtype: torch.dtype, topics: bool) -> None:
+        self.kv, self.past, self.kv_heads, self.dtype, self.topics = kv, past, kv_heads, dtype, topics
         self.generator = torch.Generator().manual_seed(0)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         for start in range(0, self.past, PIECE):
             made = plant(q, min(PIECE, self.past - start), self.kv_heads, spec.scale, self.generator)
+            if self.topics:
+                add_topics(made[0], q, self.generator)
             past_k, past_v = (part.to(self.dtype) for part in made)
             self.kv.append(layer, past_k, past_v)
         self.kv.append(layer, k, v)
@@ -56,13 +60,34 @@ class Filling:
         raise NotImplementedError
 
 
+def add_topics(keys: Tensor, q: Tensor, generator: torch.Generator) -> None:
+    """Add a walk of topics to ``keys`` [kv_heads, n, head_dim]: for 200 to 2,000 tokens they share a direction, one of
+    64, turned as rotary embeddings turn it; and a few channels lie far from zero, as a trained model's do."""
+    kv_heads, count, head_dim = keys.shape
+    directions = torch.randn(64, kv_heads, head_dim, generator=generator)
+    at, which = 0, torch.empty(count, dtype=torch.long)
+    while at < count:
+        stay = int(torch.randint(200, 2000, (1,), generator=generator))
+        which[at : at + stay] = int(torch.randint(64, (1,), generator=generator))
+        at += stay
+    half = head_dim // 2
+    angle = torch.arange(count)[:, None] * 500_000.0 ** (-torch.arange(half) / half)
+    cos, sin = angle.cos(), angle.sin()
+    for head in range(kv_heads):
+        topic = directions[which, head]
+        keys[head] *= 0.7
+        keys[head, :, :half] += topic[:, :half] * cos - topic[:, half:] * sin
+        keys[head, :, half:] += topic[:, half:] * cos + topic[:, :half] * sin
+    keys[..., :: head_dim // 4] += 4.0
+
+
 @torch.inference_mode()
-def fill(llm: LLM, request: Request) -> None:
+def fill(llm: LLM, request: Request, topics: bool = False) -> None:
     """Store made-up KV for all but the last row of the prompt."""
     ids, kv, spec = request.sequence.tokens, request.sequence.memory.kv, llm.model.spec
     past = len(ids) - TAIL
     kv.reserve(len(ids))
-    context = Filling(kv, past, spec.kv_heads, spec.dtype)
+    context = Filling(kv, past, spec.kv_heads, spec.dtype, topics)
     llm.model.runner.run(
         torch.tensor(ids[past:]),
         torch.arange(past, len(ids)),
@@ -79,11 +104,11 @@ def resident_gb() -> float:
         return int(info.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
-def steps(llm: LLM, tokens: int, policy: str, count: int, cold: bool) -> Iterator[dict[str, float]]:
+def steps(llm: LLM, tokens: int, policy: str, count: int, cold: bool, topics: bool) -> Iterator[dict[str, float]]:
     ids = prompt(tokens, llm.model.spec.vocab_size)
     params = SamplingParams(temperature=0, max_tokens=count + 2, ignore_eos=True)
     request = llm.engine.add(ids, params, Policy.parse(policy))
-    fill(llm, request)
+    fill(llm, request, topics)
     tiers = llm.pool.tiers
     while len(request.output_ids) < 2:  # the prompt's last row, and the step that makes summaries
         llm.engine.step()
@@ -119,6 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--keys", choices=("planted", "topics"), default="planted")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     columns = (
@@ -146,7 +172,7 @@ def main() -> None:
                     exact=False,
                 )
                 with llm:
-                    rows = list(steps(llm, tokens, policy, options.steps, options.cold))
+                    rows = list(steps(llm, tokens, policy, options.steps, options.cold, options.keys == "topics"))
                 half = len(rows) // 2
                 first, warm = (statistics.median(row["seconds"] for row in part) for part in (rows[:half], rows[half:]))
                 hits, misses, read, waited = (

@@ -6,6 +6,11 @@ namespace nb = nanobind;
 namespace saccade {
 namespace {
 
+void check_codes(const BlockCodes& c) {
+    if (c.blocks > c.tiles * 16 || c.blocks % 16)
+        throw std::invalid_argument("blocks must be a multiple of 16 that tiles have room for");
+}
+
 void check_ranking(const BlockRanking& r) {
     if (r.heads % r.units || (r.units % r.kv_heads && r.kv_heads % r.units) || r.heads % r.kv_heads)
         throw std::invalid_argument("heads, units and kv_heads do not fit each other");
@@ -42,6 +47,11 @@ void label_keys(const KernelSet& set, const Pool& pool, const BlockTable& table,
 }  // namespace
 
 void bind_blocks(nb::module_& m, KernelSetClass& set) {
+    bind_struct<BlockCodes>(m, "BlockCodes",
+                            {field<&BlockCodes::codes>("codes"), field<&BlockCodes::range>("range"),
+                             field<&BlockCodes::frame>("frame"), field<&BlockCodes::tiles>("tiles").at_least(1),
+                             field<&BlockCodes::blocks>("blocks").at_least(16)},
+                            &check_codes);
     bind_struct<BlockRanking>(
         m, "BlockRanking",
         {field<&BlockRanking::threads>("threads").at_least(1), field<&BlockRanking::storage>("storage").within(0, 1),
@@ -52,7 +62,8 @@ void bind_blocks(nb::module_& m, KernelSetClass& set) {
          field<&BlockRanking::head_dim>("head_dim").at_least(16),
          field<&BlockRanking::units>("units").at_least(1), field<&BlockRanking::parts>("parts").within(1, 2),
          field<&BlockRanking::first>("first"), field<&BlockRanking::last>("last"), field<&BlockRanking::count>("count"),
-         field<&BlockRanking::out>("out")},
+         field<&BlockRanking::out>("out"), field<&BlockRanking::falling>("falling").optional(),
+         field<&BlockRanking::coded>("coded").optional()},
         &check_ranking);
     bind_struct<BlockEstimates>(
         m, "BlockEstimates",

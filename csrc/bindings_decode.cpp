@@ -110,6 +110,7 @@ void bind_decode(nb::module_& m, KernelSetClass& set) {
         m, "Progressive",
         {field<&Progressive::block_size>("block_size").at_least(1), field<&Progressive::units>("units").at_least(1),
          field<&Progressive::always_count>("always_count"), field<&Progressive::ranked>("ranked"),
+         field<&Progressive::listed>("listed"),
          field<&Progressive::microbatch>("microbatch").at_least(1), field<&Progressive::always>("always").or_null(),
          field<&Progressive::order>("order").or_null(), field<&Progressive::epsilon>("epsilon"),
          field<&Progressive::least>("least"), field<&Progressive::mean>("mean"),
@@ -117,6 +118,8 @@ void bind_decode(nb::module_& m, KernelSetClass& set) {
          field<&Progressive::used>("used"), field<&Progressive::coverage>("coverage"),
          field<&Progressive::offsets>("offsets"), field<&Progressive::indices>("indices")},
         [](const Progressive& p) {
+            if (p.listed > p.ranked || (p.estimates && p.listed != p.ranked) || (p.ranked && !p.listed))
+                throw std::invalid_argument("listed must be from 1 to ranked, and ranked with estimates");
             if ((p.always_count && !p.always) || (p.ranked && !p.order))
                 throw std::invalid_argument("always and order must be addresses where they list blocks");
         });

@@ -5,6 +5,16 @@
 
 namespace saccade {
 
+// Summaries of blocks 0 .. blocks - 1, rounded to 4 bits (saccade/kv/block_codes.py), by which most blocks are passed
+// over: uint8 [kv_heads, tiles, planes, 16], a plane being two channels, of all parts one behind the other, of 16 blocks;
+// fp32 least value and step of each block [kv_heads, tiles, 2, 16]; and what was taken off a channel and what it was
+// divided by, fp32 [2, kv_heads, parts * head_dim].
+struct BlockCodes {
+    const uint8_t* codes = nullptr;
+    const float *range = nullptr, *frame = nullptr;
+    int64_t tiles = 0, blocks = 0;  // room, a multiple of 16 blocks of which are coded
+};
+
 // Blocks by their summaries [blocks, parts, kv_heads, head_dim] (saccade/ops/block_scores.py): intervals have 2 parts,
 // means 1.
 struct BlockRanking {
@@ -18,6 +28,8 @@ struct BlockRanking {
     int64_t count;        // 0: all by falling score, else the best, rising
     int32_t* out;         // [units, count or last - first]
     int threads;
+    bool falling = false;  // the best by falling score, too
+    BlockCodes coded{};
 };
 
 // Blocks by the means and variances of their keys, [blocks, 2, kv_heads, head_dim].

@@ -4,6 +4,7 @@
 // unit. Bound by memory.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "math.h"
@@ -115,9 +116,9 @@ struct BlockPlan {
             }
     }
 
-    // Rows of KV head g from `row` on, times the blocks at `from`: scores i .. i + count - 1.
+    // Rows of KV head g from `row` on, times the blocks at `from`.
     template <class S, int64_t R>
-    SACCADE_INLINE void tile(const S* const* from, int64_t g, int64_t row, int64_t i, int64_t count) const {
+    SACCADE_INLINE void products(const S* const* from, int64_t g, int64_t row, float (&found)[R][kTileBlocks]) const {
         const int64_t d = r.head_dim;
         F sums[R][kTileBlocks];
         for (auto& own : sums)
@@ -134,14 +135,20 @@ struct BlockPlan {
                 }
             }
         }
+        for (int64_t j = 0; j < R; ++j) Simd::sum4(sums[j], found[j]);
+    }
+
+    // The same: scores i .. i + count - 1.
+    template <class S, int64_t R>
+    SACCADE_INLINE void tile(const S* const* from, int64_t g, int64_t row, int64_t i, int64_t count) const {
+        float found[R][kTileBlocks];
+        products<S, R>(from, g, row, found);
         for (int64_t j = 0; j < R; ++j) {
-            float found[kTileBlocks];
-            Simd::sum4(sums[j], found);
             // Units of several KV heads add theirs up; the first of them starts.
             const int64_t unit = rows_per_unit == 1 ? row + j : (row + j) / rows_per_unit;
             const bool starts = row + j == unit * rows_per_unit;
             float* score = scores + unit * ranked + i;
-            for (int64_t b = 0; b < count; ++b) score[b] = starts ? found[b] : score[b] + found[b];
+            for (int64_t b = 0; b < count; ++b) score[b] = starts ? found[j][b] : score[b] + found[j][b];
         }
     }
 
@@ -154,28 +161,19 @@ struct BlockPlan {
             int32_t* best = reinterpret_cast<int32_t*>(scratch + spare);  // with room for one more
             top_of_many(x, ranked, r.count, base, best, scratch);
             std::memcpy(r.out + unit * r.count, best, r.count * sizeof(int32_t));
+            if (r.falling) sort_best(unit, [&](int32_t b) { return x[b - base]; });
         } else {
             sort_falling(x, ranked, base, r.out + unit * ranked);
         }
     }
-};
 
-template <class Q, class S>
-void rank_blocks_typed(const BlockRanking& r) {
-    const int64_t per_kv_head = r.units > r.kv_heads ? r.units / r.kv_heads : 1;
-    BlockPlan plan{r, per_kv_head, r.kv_heads * per_kv_head / r.units, r.last - r.first};
-    const int64_t queries = r.kv_heads * plan.per_kv_head * r.head_dim;
-    const std::unique_ptr<float[]> storage(new float[2 * queries + r.units * plan.ranked]);
-    plan.queries[0] = storage.get();
-    plan.queries[1] = storage.get() + queries;
-    plan.scores = storage.get() + 2 * queries;
-    plan.split_queries<Q>();
-    parallel_for(
-        (plan.ranked + kRankedTask - 1) / kRankedTask, r.threads,
-        [](void* context, int64_t i) { static_cast<BlockPlan*>(context)->template score<S>(i); }, &plan);
-    parallel_for(
-        r.units, r.threads, [](void* context, int64_t i) { static_cast<BlockPlan*>(context)->rank(i); }, &plan);
-}
+    // Brings the best of a unit, rising so far, into the order of their scores, ties to the lower.
+    template <class Score>
+    void sort_best(int64_t unit, const Score& score) const {
+        int32_t* best = r.out + unit * r.count;
+        std::stable_sort(best, best + r.count, [&](int32_t a, int32_t b) { return score(a) > score(b); });
+    }
+};
 
 }  // namespace
 }  // namespace saccade

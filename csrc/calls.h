@@ -63,6 +63,12 @@ struct Attention : PagedKV, Queries, ReadKeys, Output {
     int threads = 1;
 };
 
+// A few rows that read all keys. With `rows_first` out is [q_len, heads, head_dim] and lse [q_len, heads].
+struct FewRows {
+    Attention attention;
+    bool rows_first;
+};
+
 // One row of a call that decodes several sequences of one pool: row `row` of its queries and of its output.
 struct DecodeRow : BlockTable {
     int64_t row, q_start;
@@ -139,7 +145,9 @@ struct Probes {
 struct Progressive {
     Attention attention;
     int64_t block_size, units, always_count, ranked, microbatch;
-    const int32_t *always, *order;  // [units, always_count], [units, ranked]
+    const int32_t *always, *order;  // [units, always_count], [units, listed]
+    int64_t listed;  // of `ranked` blocks the first so many are known; whoever reads them all without being covered
+                     // must be given more
     double epsilon;
     bool least, mean;        // rest="min", stop="mean"
     const float* estimates;  // [heads, ranked] with rest="estimate", else null

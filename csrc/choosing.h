@@ -17,13 +17,14 @@ struct BlockChoice {
     bool least = false, mean = false;
 };
 
-// The summaries that a layer's row chooses by, [blocks, parts, kv_heads, head_dim] of the pool's storage type. Under a
-// rule, `used` and `coverage` [units] get the ranked blocks that were read and the rule's estimate at the end.
+// The summaries that a layer's row chooses by, [blocks, parts, kv_heads, head_dim] of the pool's storage type, and
+// their codes if there are any. Under a rule, `used` and `coverage` [units] get the ranked blocks that were read and the rule's estimate at the end.
 struct ChoosingLayer {
     const void* summary;
     int64_t summarized;  // blocks
     int64_t* used;
     float* coverage;
+    BlockCodes coded{};
 };
 
 class Choosing : public RowWork {
@@ -53,18 +54,43 @@ class Choosing : public RowWork {
         a_.threads = threads;
         const BlockChoice& c = choice;
         const int64_t ranked = stop - first;
-        if (c.microbatch || (c.take && c.take < ranked)) {
-            const int64_t count = c.microbatch ? 0 : c.take;
-            set.rank_blocks(ranking(from.summary, c.units, c.parts, first, stop, count, order.data()));
+        if (c.microbatch) {
+            const int64_t some = kFirstRanked / c.microbatch * c.microbatch;
+            const bool few = from.coded.codes && some && from.coded.blocks - first > kRarely * some;
+            rank(set, few ? some : 0);
+            phases.end(Phases::choosing);
+            if (!run_ruled(set, few ? some : ranked)) {  // it reads further than was ranked
+                phases.end(Phases::reading);
+                rank(set, 0);
+                phases.end(Phases::choosing);
+                run_ruled(set, ranked);
+            }
+            phases.end(Phases::reading);
+            return;
+        }
+        if (c.take && c.take < ranked) {
+            rank(set, c.take);
         } else {
             for (int64_t i = 0; i < c.units * c.take; ++i) order[i] = static_cast<int32_t>(first + i % c.take);
         }
         phases.end(Phases::choosing);
-        c.microbatch ? run_ruled(set) : run_listed(set);
+        run_listed(set);
         phases.end(Phases::reading);
     }
 
   private:
+    static constexpr int64_t kFirstRanked = 256;  // blocks that a rule's ranking begins with, where codes find them
+    static constexpr int64_t kRarely = 8;         // of so many times as many
+
+    // The `count` best blocks, in the order of their scores under a rule; 0: all.
+    void rank(const KernelSet& set, int64_t count) {
+        const BlockChoice& c = choice;
+        BlockRanking r = ranking(from.summary, c.units, c.parts, first, stop, count, order.data());
+        r.falling = c.microbatch > 0;
+        r.coded = from.coded;
+        set.rank_blocks(r);
+    }
+
     void run_listed(const KernelSet& set) {
         const BlockChoice& c = choice;
         int32_t* to = lists.data();
@@ -84,7 +110,8 @@ class Choosing : public RowWork {
         set.decode(a_);
     }
 
-    void run_ruled(const KernelSet& set) {
+    // By the first `listed` ranked blocks; false where they do not suffice.
+    bool run_ruled(const KernelSet& set, int64_t listed) {
         const BlockChoice& c = choice;
         const int64_t forced = first + ends;
         for (int64_t i = 0; i < c.units * forced; ++i) {
@@ -98,6 +125,7 @@ class Choosing : public RowWork {
         p.units = p.attention.units = c.units;
         p.always_count = forced;
         p.ranked = stop - first;
+        p.listed = listed;
         p.microbatch = c.microbatch;
         p.always = lists.data();
         p.order = order.data();
@@ -109,6 +137,9 @@ class Choosing : public RowWork {
         p.offsets = offsets.data();
         p.indices = read.data();
         set.progressive(p);
+        for (int64_t u = 0; u < c.units; ++u)
+            if (listed < p.ranked && p.used[u] == listed && !(p.coverage[u] > p.epsilon)) return false;
+        return true;
     }
 
     BlockChoice choice;

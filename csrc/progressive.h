@@ -63,12 +63,12 @@ struct ProgressivePlan {
 
     explicit ProgressivePlan(const Progressive& call) : p(call) {
         rows = p.attention.heads / p.units;
-        microbatch = p.microbatch < p.ranked ? p.microbatch : p.ranked;
+        microbatch = p.microbatch < p.listed ? p.microbatch : p.listed;
         const int64_t keys = microbatch * p.block_size;
         batches = keys && keys < kPartKeys ? kPartKeys / keys : 1;
         per_part = batches * microbatch;
-        parts = per_part ? (p.ranked + per_part - 1) / per_part : 1;
-        if (p.estimates && microbatch) all_batches = (p.ranked + microbatch - 1) / microbatch;
+        parts = per_part ? (p.listed + per_part - 1) / per_part : 1;
+        if (p.estimates && microbatch) all_batches = (p.listed + microbatch - 1) / microbatch;
     }
 
     void carve(Carver& c) {
@@ -174,18 +174,18 @@ struct ProgressivePlan {
     }
 
     int64_t blocks_of(int64_t part) const {
-        const int64_t left = p.ranked - part * per_part;
+        const int64_t left = p.listed - part * per_part;
         return left < per_part ? left : per_part;
     }
 
     void add_guesses(int64_t h) const {
         const float* e = p.estimates + h * p.ranked;
         float top = -__builtin_inff(), total = 0;
-        for (int64_t i = 0; i < p.ranked; ++i) top = e[i] > top ? e[i] : top;
+        for (int64_t i = 0; i < p.listed; ++i) top = e[i] > top ? e[i] : top;
         excess[2 * h] = excess[2 * h + 1] = 0;
         for (int64_t b = all_batches; b-- > 0;) {
             guessed[h * all_batches + b] = total > 0 ? top * kLog2e + __builtin_log2f(total) : -__builtin_inff();
-            const int64_t stop = (b + 1) * microbatch < p.ranked ? (b + 1) * microbatch : p.ranked;
+            const int64_t stop = (b + 1) * microbatch < p.listed ? (b + 1) * microbatch : p.listed;
             for (int64_t i = b * microbatch; i < stop; ++i) total += __builtin_exp2f((e[i] - top) * kLog2e);
         }
     }
@@ -279,7 +279,7 @@ inline void list_read(const Progressive& p) {
             if (b >= 0 && b < blocks) taken[b] = 1;
         };
         for (int64_t i = 0; i < p.always_count; ++i) take(p.always[u * p.always_count + i]);
-        for (int64_t i = 0; i < p.used[u]; ++i) take(p.order[u * p.ranked + i]);
+        for (int64_t i = 0; i < p.used[u]; ++i) take(p.order[u * p.listed + i]);
         for (int64_t b = 0; b < blocks; ++b) {
             p.indices[count] = static_cast<int32_t>(b);
             count += taken[b];

@@ -62,7 +62,7 @@ class RankedKeys {
   public:
     RankedKeys(const Progressive& p, int64_t unit, int64_t kv_head, int64_t first, int64_t stop)
         : p_(p), keys_(p.attention, kv_head, p.attention.q_start, p.attention.q_start + 1),
-          order_(p.order + unit * p.ranked), read_(first), stop_(stop) {
+          order_(p.order + unit * p.listed), read_(first), stop_(stop) {
         const int32_t* always = p.always + unit * p.always_count;
         keys_.set_list(always, always + (first ? 0 : p.always_count));
     }

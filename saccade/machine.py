@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,22 @@ def device_note(device: torch.device) -> str | None:
     if Path("/proc/driver/nvidia/version").exists():
         return "running on the CPU: there is an NVIDIA driver, but torch sees no GPU; its CUDA build would use it"
     return None
+
+
+def release_rows(tensor: Tensor, rows: Sequence[int]) -> None:
+    """Give the memory of ``rows`` of a contiguous CPU tensor back to the system, as far as they fill pages; what they
+    hold is then zeros, or what it was where the system does not take it."""
+    if tensor.device.type != "cpu" or not sys.platform.startswith("linux") or not len(rows):
+        return
+    each, page, madvise = tensor[0].nbytes, os.sysconf("SC_PAGE_SIZE"), ctypes.CDLL(None).madvise
+    ordered = sorted(rows)
+    starts = [row for at, row in enumerate(ordered) if not at or ordered[at - 1] != row - 1]
+    stops = [row + 1 for at, row in enumerate(ordered) if at + 1 == len(ordered) or ordered[at + 1] != row + 1]
+    for first, last in zip(starts, stops):
+        start = -(-(tensor.data_ptr() + first * each) // page) * page
+        size = (tensor.data_ptr() + last * each) // page * page - start
+        if size > 0:
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), 4)  # MADV_DONTNEED
 
 
 def ask_for_huge_pages(tensor: Tensor, least: int = 16) -> None:

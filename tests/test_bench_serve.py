@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from engine_helpers import make
 from server_helpers import serving
 
 from saccade.bench.serve import Load, percentiles, plan, summary, words
-from saccade.bench.serve_client import Sample
+from saccade.bench.serve_client import Sample, Target, complete
 from saccade.cli.main import main
 from saccade.server.keys import Key, KeyRing, digest
 
@@ -69,6 +70,33 @@ def test_a_server_that_is_not_there(capsys):
         main(["bench", "serve", "--url", "http://127.0.0.1:9"])
     assert caught.value.code == 2
     assert "start a server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ('data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}],"usage":{"completion_tokens":2}}', None),
+        ("data: [DONE]", None),
+        ("", "the stream broke off"),
+    ],
+)
+def test_a_stream_is_whole_where_its_server_says_so(end, error):
+    """Some servers end with a reason and no [DONE]; one that just stops was cut off."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        piece = 'data: {"choices":[{"index":0,"delta":{"content":"so"},"finish_reason":null}]}'
+        writer.write(f"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{piece}\n\n{end}\n\n".encode())
+        await writer.drain()
+        writer.close()
+
+    async def ask():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            return await complete(Target(f"http://127.0.0.1:{port}"), {"messages": []}, 0.0, 20)
+
+    found = asyncio.run(ask())
+    assert (found.text, found.error) == ("so", error)
 
 
 def test_plans_texts_and_percentiles_are_what_they_say():

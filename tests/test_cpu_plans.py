@@ -15,6 +15,7 @@ from saccade import LLM, SamplingParams
 from saccade.engine.clock import Clock, timing
 from saccade.engine.host_rows import FixedPlans
 from saccade.errors import SaccadeError
+from saccade.kv import kept_summaries
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
@@ -109,7 +110,7 @@ def sequences(lengths, dtype, rows: int):
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.text)
 @pytest.mark.parametrize(("dtype", "table_rows"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, KV_HEADS)])
-def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table_rows):
+def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table_rows, monkeypatch):
     lengths = lengths_of(method)
     plan = method.device_plan(Spec)
     assert all(cpu_plans.serves(one, KV_HEADS) is None for one in plan.layers)
@@ -123,7 +124,10 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
             kv, blocks = every[i], plan.blocks
             sparse = blocks is not None and lengths[i] > blocks.dense_upto
             summaries = kv.summaries(blocks.summary, blocks.size) if sparse else ()
-            rows.append(PlannedRow(i, lengths[i] - 1, kv.tables, readings, summaries))
+            with monkeypatch.context() as patch:  # what methods select is found without codes
+                patch.setattr(kept_summaries, "LEAST_BLOCKS", 16)
+                codes = kv.summary_codes(blocks.summary, blocks.size) if sparse else ()
+            rows.append(PlannedRow(i, lengths[i] - 1, kv.tables, readings, summaries, codes))
         planned = PlannedRows(rows, every[0].pool.storage.k, every[0].pool.storage.v)
         got = []
         for layer in range(LAYERS):
@@ -146,6 +150,27 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
                     sure = plan.layers[layer].cost(lengths[i]).keys
                     pairs = ran.used.pairs().view(ruled.used.shape[1], -1)[:, 0]
                     assert (ruled.used[layer] * plan.blocks.size + sure).tolist() == pairs.tolist()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.9999])
+def test_a_rule_over_very_many_blocks_begins_with_the_first(epsilon):
+    method, length = PSA(epsilon=epsilon, block_size=8), 20003
+    (kv,), (keys,), q = sequences([length], torch.float32, 1)
+    plan = method.device_plan(Spec)
+    codes = kv.summary_codes("cuboid", 8) if kv.summaries("cuboid", 8) else ()
+    assert len(codes) == LAYERS
+    got = []
+    for known in (codes, ()):
+        row = PlannedRow(0, length - 1, kv.tables, Readings(plan.layers), kv.summaries("cuboid", 8), known)
+        planned = PlannedRows([row], kv.pool.storage.k, kv.pool.storage.v)
+        out = torch.empty(1, HEADS, DIM)
+        planned.run(0, 3 * q[0], *keys[0, :, :, -1:], out, 0.2, None, 2)
+        got.append((out, *planned.ruled(0)))
+    (out, used, coverage), (whole, all_used, all_coverage) = got
+    assert torch.equal(out, whole)
+    assert torch.equal(used[0], all_used[0])
+    assert torch.equal(coverage[0], all_coverage[0])
+    assert (used[0] < 256).all() if epsilon < 0.5 else (used[0] > 256).any()
 
 
 def test_what_is_not_served_says_so():

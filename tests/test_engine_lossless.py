@@ -213,13 +213,13 @@ def test_a_draft_step_that_breaks_costs_nothing_but_drafts(any_llm, prompts, den
     """The request goes on with plain steps; an interrupt leaves all as it was before the step."""
     real, calls = any_llm.engine.worker.run, []
 
-    def broken(step):
+    def broken(step, times=1):
         if any(one.policy.decode.text == DRAFTS[5] for one in step.scheduled if one.phase == "decode"):
             calls.append(len(step))
             if len(calls) == 6:
-                result = real(step)
+                result = real(step, times)
                 raise happens("planted") if result else None
-        return real(step)
+        return real(step, times)
 
     monkeypatch.setattr(any_llm.engine.worker, "run", broken)
     request = start(any_llm, prompts[0], LONG, lossless(DRAFTS[5]))

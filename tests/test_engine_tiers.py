@@ -13,6 +13,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.errors import CapacityError, SaccadeError
+from saccade.kv.block_codes import BlockCodes
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
 from saccade.server.metrics import _TIERS
@@ -84,6 +85,28 @@ def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, 
         assert 0.9 * counts.bytes_read < sum(one["bytes_read"] for one in asked) <= counts.bytes_read
         assert sum(one["misses"] for one in asked) <= counts.misses
         nothing_left(llm.pool)
+
+
+def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, whole, monkeypatch):
+    policies = [
+        "quest(budget=48, block_size=8, dense_layers=0)",
+        "arkvale(budget=64, block_size=16)",
+        "psa(epsilon=0.3, block_size=8, microbatch=1)",
+        "psa(epsilon=0.99, block_size=8, microbatch=2)",
+    ]
+    prompts = [random_ids(700 + 30 * i, seed=i) for i in range(len(policies))]
+    expected = [tokens(one) for one in whole.generate(prompts, GREEDY, policy=policies)]
+    monkeypatch.setattr("saccade.kv.kept_summaries.LEAST_BLOCKS", 16)
+    monkeypatch.setattr("saccade.methods.psa.method.FIRST_RANKED", 4)
+    asked = []
+    follow = BlockCodes.follow
+    monkeypatch.setattr(BlockCodes, "follow", lambda codes, made: (follow(codes, made), asked.append(codes.blocks)))
+    with small(folder, tmp_path, 30) as llm:
+        done = llm.generate(prompts, GREEDY, policy=policies)
+        assert [tokens(one) for one in done] == expected
+        assert llm.pool.tiers.counts.misses > 50
+        nothing_left(llm.pool)
+    assert max(asked) >= 64
 
 
 def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):

@@ -113,6 +113,31 @@ def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
     nothing_left(pool)
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_summaries_take_the_memory_of_slots(tmp_path, host):
+    pool = tiered(tmp_path, slots=41, host=host)
+    one, other = filled(pool, 400), filled(pool, 400, seed=3)
+    slot = FORMAT.block_bytes
+    for layer in range(2):
+        one.view(layer).summary("minmax", 8)
+        one.view(layer).summary("cuboid", 8)
+    bytes_made = sum(summary.nbytes for kind in ("minmax", "cuboid") for summary in one.summaries(kind, 8))
+    one.reserve(401)
+    assert pool.tiers.slots == 40
+    pool.advance()
+    assert pool.tiers.slots == 40 - -(-bytes_made // slot) < 32
+    assert pool.free_slots >= 0
+    check(one, 400)
+    check(other, 400, seed=3)
+    fork = one.fork()
+    pool.advance()
+    assert pool.tiers.slots == max(8, 40 - -(-2 * bytes_made // slot))
+    check(fork, 400)
+    for kv in (one, other, fork):
+        kv.free()
+    nothing_left(pool)
+
+
 def test_memory_and_disk_together_hold_what_both_have_room_for(tmp_path):
     cell = DiskTier(tmp_path, MIB, KVStorage(FORMAT, 1, "cpu")).cell_bytes
     pool = tiered(tmp_path, slots=21, disk=4096 + 30 * cell + 5)

@@ -74,7 +74,7 @@ def _flip(buffer: Any) -> None:
 def nothing_left(pool: BlockManager) -> None:
     """Nobody holds a block, a slot, a cell or a pin any more."""
     tiers = pool.tiers
-    assert pool.used_blocks == 0
+    assert pool.used_blocks == tiers.withheld == tiers._charged == 0
     assert pool.free_slots == pool.storage.num_blocks - 1
     assert tiers.tier.free_cells == tiers.tier.cells
     assert pool.absent == tiers._pinned == tiers._stored == tiers._losses == 0

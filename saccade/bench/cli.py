@@ -261,12 +261,25 @@ def generate(
 
 
 def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 0) -> Path:
-    """``positions``: how many tokens a random model must take at least."""
-    if model == "random":
-        from saccade.models.baseline import RANDOM_LLAMA, save_random_llama
+    """The checkpoint ``model``; ``random`` is a random 125M Llama, ``random-8b`` and ``random-8b:LAYERS`` one of the
+    8B shape, written to ``folder``.
 
-        most = max(positions, RANDOM_LLAMA["max_position_embeddings"])
-        return save_random_llama(folder, dtype, max_position_embeddings=most)
+    ``positions``: how many tokens a random model must take at least.
+    """
+    name, _, layers = model.partition(":")
+    if name in ("random", "random-8b") and (layers == "" or name == "random-8b"):
+        import torch
+
+        from saccade.models.baseline import RANDOM_8B, RANDOM_LLAMA, save_random_llama
+
+        shape: dict[str, Any] = dict(RANDOM_LLAMA if name == "random" else RANDOM_8B)
+        if layers:
+            if not layers.isdecimal() or not 1 <= int(layers) <= 32:
+                raise SaccadeError(f"--model {model!r}: LAYERS is a number from 1 to 32, as in random-8b:8")
+            shape["num_hidden_layers"] = int(layers)
+        shape["max_position_embeddings"] = max(positions, shape["max_position_embeddings"])
+        with torch.device("cuda" if name == "random-8b" and torch.cuda.is_available() else "cpu"):  # drawn sooner
+            return save_random_llama(folder, dtype, **shape)
     from saccade.llm import checkpoint_folder
 
     return checkpoint_folder(model)

@@ -95,6 +95,8 @@ async def _ask(target: Target, body: dict[str, Any], sample: Sample, start: floa
         event = json.loads(data)
         if "error" in event:
             sample.error = str(event["error"].get("message"))
+        # some servers (transformers serve) end after the last reason, without [DONE]
+        done |= any(choice.get("finish_reason") for choice in event.get("choices", []))
         text = "".join(_said(choice.get("delta", {})) for choice in event.get("choices", []))
         if text:
             now = time.perf_counter()

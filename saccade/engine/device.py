@@ -8,41 +8,38 @@ is the same on both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saccade.engine.attention import Watch
-from saccade.engine.device_attention import DeviceAttention, Group, why_not
-from saccade.engine.device_counts import LateCounts
+from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_rows import RowBuffers
-from saccade.engine.device_sampling import fetch_tokens
+from saccade.engine.device_sampling import fetch_repeated, fetch_tokens
+from saccade.engine.device_tally import RowCounts
 from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
-from saccade.engine.device_words import ReadCounts, RuleCounts
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
-from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
+from saccade.engine.step import RequestResult, StepInput
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
-from saccade.methods.base import Method, WindowMethod
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.methods.policy import Policy
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
-from saccade.selection import Cone
-from saccade.selection.plan import DevicePlan, Reading
+from saccade.selection.plan import Everything
 
 MOST_ROWS = 64
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
-PLANS = 4096  # of methods used last
+EACH = 16  # rows of one request that a step verifies at once, at most
 
 
 class StepFailedError(RuntimeError):
@@ -51,16 +48,6 @@ class StepFailedError(RuntimeError):
 
 class StepShortError(StepFailedError):
     """Nothing of a step holds because the device had no room for all that it read."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """A method's plan and the number of its form; or why there is none."""
-
-    plan: DevicePlan | None
-    form: int = 0
-    why_not: str | None = None
-    cones: tuple[Cone | None, ...] = ()  # the policy's window, a layer each
 
 
 class DeviceBackend:
@@ -77,15 +64,14 @@ class DeviceBackend:
         self.runner, self.covers = runner, covers
         self.watch = Watch() if watch is None else watch
         self.kinds = StepKinds(runner.device, cuda_graphs)
+        self.fresh = False  # see StepResult
+        self._chosen: list[Tensor] = []  # by a step that ran several times: each time's tokens, int64 [rows]
         self._forward = DecodeStep(runner)
         self._tiers = DeviceTiers()
-        self._forms: dict[tuple[Reading, ...], int] = {}
-        self._plan = lru_cache(maxsize=PLANS)(self._planned)
-        self._same: dict[tuple[int, int], tuple[Method, WindowMethod | None, _Planned]] = {}
-        self._buffers: RowBuffers | None = None
+        self._plans = DevicePlans(runner.spec)
+        self._buffers: dict[bool, RowBuffers] = {}  # for steps that verify, and for all others
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
-        self._rows: dict[int, LateCounts] = {}  # whose counts each row gathers
-        self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
+        self._counts = RowCounts(runner.spec.heads)
 
     @property
     def graphs(self) -> GraphStats:
@@ -95,15 +81,17 @@ class DeviceBackend:
     def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
         """Why request ``index`` of a step cannot be part of a batched one; None where it can."""
         one = step.scheduled[index]
-        if one.phase != "decode" or one.length != 1:
+        if one.phase != "decode" or (one.length != 1 and not one.together):
             return "only single decode rows are batched"
+        if one.together and (one.length > EACH or not self.watch.idle):
+            return f"more than {EACH} rows of a request, or somebody looks on"
         if one.row is not None:
             return "rows of drafts are counted, and taken back, one by one"
         if not self._forward.serves:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
-        planned = self._plan_of(one.policy)
+        planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:
                 return "somebody looks on, and some of its KV blocks are not resident"
@@ -114,13 +102,19 @@ class DeviceBackend:
                 return "the decode method keeps a state that its device plan does not know"
             if memory.has_gone and not one.policy.decode.evicts:
                 return "an earlier turn evicted keys"
+        if one.together and planned.plan is not None and set(planned.plan.layers) != {Everything()}:
+            return "rows with sliding windows are attended one by one"
         return planned.why_not
 
-    def parts(self, which: Sequence[int], before: Sequence[int] = ()) -> list[list[int]]:
+    def parts(self, which: Sequence[int], before: Sequence[int] = (), verifying: Sequence[int] = ()) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
-        others."""
-        early = set(before)
-        kinds = [one for one in which if one in early], [one for one in which if one not in early]
+        others, and those that are ``verifying`` drafts in steps of their own."""
+        early, several = set(before), set(verifying)
+        kinds = (
+            [one for one in which if one in early],
+            [one for one in which if one not in early and one not in several],
+            [one for one in which if one in several],
+        )
         return [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
 
     def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
@@ -128,31 +122,50 @@ class DeviceBackend:
         found = []
         for number in which:
             one = step.scheduled[number]
-            plan = self._plan_of(one.policy).plan
+            plan = self._plans.of(one.policy).plan
             if plan is not None and not plan.listed and self._tiers.absent(memories[one.sequence_id].kv.pool):
                 found.append(number)
         return found
 
-    def run(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> dict[int, RequestResult]:
+    def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
+        """Whether the device can run a step again and again by itself, each row with the token that it chose before:
+        all rows want their likeliest token alone, and nothing on the way asks the host."""
+        if not self.watch.idle or self.watch.audits or not 0 < len(step) <= MOST_ROWS:
+            return False
+        for index, one in enumerate(step.scheduled):
+            memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan
+            if not one.greedy or plan is None or plan.keeps or memory.kv.pool.tiers is not None:
+                return False
+            if self.serves(step, index, memory) is not None:
+                return False
+        return True
+
+    def run(self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1) -> dict[int, RequestResult]:
         """Run a step of requests that are all served, at most ``MOST_ROWS``. ``memories`` by sequence id; results by
         request id: where logits are wanted, the token that is to be chosen from them if the step says how and they are
-        sound, else logits fp32 [1, vocab] on the CPU.
+        sound, else logits fp32 [1, vocab] on the CPU. ``times``: a step that ``repeats`` runs so often, for which there
+        are blocks.
 
         StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
         """
-        results = {one.request_id: RequestResult() for one in step.scheduled}
-        placed, key, groups = self._arranged(step, memories, results)
+        results = {one.request_id: RequestResult.of(one) for one in step.scheduled}
+        placed, key, groups = self._arranged(step, memories, results, times)
         if (reason := self.kinds.why_not(key)) is not None:
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
         before = self._tiers.counts(_rows(placed))
         try:
-            kind, offers = self._run(step, placed, key, groups)
+            kind, offers = self._run(step, placed, key, groups, times)
             for number, row in enumerate(placed):  # while the device works
-                if row is not None and row.result.error is None:
+                for turn in range(times if row is not None and row.result.error is None else 0):
+                    assert row is not None
+                    row = row if not turn else row.next
                     self._count(number, row)
                     counted.append((number, row))
-            fetch_tokens(kind, placed)
+            if times > 1:
+                fetch_repeated(self._chosen, placed)
+            else:
+                fetch_tokens(kind, placed)
             if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
                 raise StepShortError(reason)
         except StepShortError:
@@ -170,41 +183,18 @@ class DeviceBackend:
             self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
+        if self.watch.audits:
+            self._audit(placed, key)
         return results
 
-    def _plan_of(self, policy: Policy) -> _Planned:
-        """``_plan``, without asking every number of the method for its hash twice a step."""
-        method, window = policy.decode, policy.window
-        key = id(method), id(window)
-        known = self._same.get(key)
-        if known is None or known[0] is not method or known[1] is not window:
-            if len(self._same) >= PLANS:
-                self._same.clear()
-            known = self._same[key] = method, window, self._plan(method, window)
-        return known[2]
-
-    def _planned(self, method: Method, window: WindowMethod | None = None) -> _Planned:
-        spec = self.runner.spec
-        plan = method.device_plan(spec)
-        if plan is None:
-            return _Planned(None, why_not=f"'{method.text}': {method.host_only or 'no device plan for this model'}")
-        cones = tuple(None if window is None else window.at(layer, spec.layers) for layer in range(spec.layers))
-        if window is not None:
-            plan = window.narrowed(plan)
-            if plan is None:
-                return _Planned(None, why_not=f"the kernels of '{method.text}' know no windows")
-        reason = why_not(plan, spec)
-        if reason is not None:
-            return _Planned(None, why_not=f"'{method.text}': {reason}")
-        return _Planned(plan, self._forms.setdefault(plan.form, len(self._forms)), cones=cones)
-
     def _arranged(
-        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], times: int
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
         grouped: dict[int, list[PlacedRow | None]] = {}
+        each = pad(max(one.length for one in step.scheduled), 1)
         for one in step.scheduled:
-            planned = self._plan_of(one.policy)
+            planned = self._plans.of(one.policy) if each == 1 else self._plans.verifying(one.policy, each)
             assert planned.plan is not None
             memory = memories[one.sequence_id]
             row = PlacedRow(one, memory, planned.plan, results[one.request_id], planned.cones)
@@ -212,10 +202,11 @@ class DeviceBackend:
         sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
-        key = sizes, pad(max(step.seq_lens), SHORTEST), absent
+        tapped = not absent and each == times == 1 and any(one in self.watch.audits for one in step.request_ids)
+        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
-        forms = list(self._forms)  # by their numbers
+        forms = self._plans.forms
         placed: list[PlacedRow | None] = []
         groups = []
         for form, count in key[0]:
@@ -225,102 +216,105 @@ class DeviceBackend:
         return placed, key, tuple(groups)
 
     def _run(
-        self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...]
+        self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...], times: int
     ) -> tuple[StepKind, Offers | None]:
         pool = next(row.kv.pool for row in placed if row is not None)
-        buffers = self._room(pool, len(placed), pool.format.blocks(key[1]))
-        self._load(buffers, step, placed)
+        each = groups[0].each
+        buffers = self._room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
+        self._load(buffers, step, placed, each, times)
         try:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
         except TierError as error:
             raise StepShortError(str(error)) from error
+        if key[3]:
+            buffers.tap_for(self.runner.spec)
         kind = self.kinds.of(key, groups)
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers)
-            tokens, positions = buffers.inputs[0, : len(placed)], buffers.inputs[1, : len(placed)]
+            tap = buffers.tap if key[3] else None
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, tap)
+            tokens, positions = buffers.inputs[:2, : len(placed) * each]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
 
-        self.kinds.launch(kind, forward, watched=watch is not None)
+        self.fresh, self._chosen = False, []
+        for turn in range(times):
+            if turn:
+                buffers.advance(self._chosen[-1])
+            self.kinds.launch(kind, forward, watched=watch is not None)
+            self.fresh |= self.kinds.fresh
+            if times > 1:
+                self._chosen.append(kind.best.clone())
         if watch is not None:
             watch.settle()
         return kind, offers
 
-    def _room(self, pool: BlockManager, rows: int, blocks: int) -> RowBuffers:
-        have = self._buffers
-        if have is None or self._kv is None or self._kv() is not pool or not have.fits(rows, blocks):
-            for row in list(self._rows):
-                self._detach(row)
+    def _room(self, pool: BlockManager, rows: int, blocks: int, verifies: bool) -> RowBuffers:
+        same = self._kv is not None and self._kv() is pool
+        have = self._buffers.get(verifies)
+        if have is not None and same and have.fits(rows, blocks):
+            return have
+        if have is not None or not same:
+            if not (verifies and same):
+                self._counts.detach()
             self.kinds.clear()  # recordings know the old buffers and pool
-            self._buffers, self._kv = None, weakref.ref(pool)
-            if have is not None:
-                rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
-            del have
-            spec = self.runner.spec
-            self._buffers = RowBuffers(
-                spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device
-            )
-            return self._buffers
-        return have
+        if have is not None:
+            rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
+            del have, self._buffers[verifies]
+        if not same:
+            self._buffers, self._kv = {}, weakref.ref(pool)
+        spec, each = self.runner.spec, EACH if verifies else 1
+        made = self._buffers[verifies] = RowBuffers(
+            spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device, each
+        )
+        return made
 
     @torch.inference_mode()  # in which the host path may have made summaries
-    def _load(self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None]) -> None:
+    def _load(
+        self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None], each: int, times: int
+    ) -> None:
         """Bring the rows' buffers up to date, and see whose counts each row gathers."""
-        tokens = dict(zip(step.request_ids, step.input_ids.tolist()))
-        inputs = []
+        ids, firsts = step.input_ids.tolist(), dict(zip(step.request_ids, step.query_start_loc))
+        inputs: list[tuple[int, int, int]] = []
         for number, row in enumerate(placed):
             if row is None:
-                inputs.append((0, 0, 0))
+                inputs += [(0, 0, 0)] * each
                 continue
             one = row.scheduled
-            buffers.hold(number, row.kv, row.plan, one.stop)
+            buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
             if row.plan.keeps:
                 state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
                 buffers.own.hold(number, state, row.cones, one.stop)
                 for note in state.notes(one.stop):
                     row.result.note(note)
-            inputs.append((tokens[one.request_id], one.start, one.stop))
-            self._attach(number, one, row.plan, buffers)
-        buffers.load(inputs)
+            first = firsts[one.request_id]
+            inputs += [(ids[first + at], one.start + at, one.start + at + 1) for at in range(one.length)]
+            if each > 1:
+                inputs += [(0, 0, 0)] * (each - one.length)
+            else:
+                self._counts.attach(number, one.request_id, row.plan, buffers)
+        buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
 
     @torch.inference_mode()  # in which the host path's states were made
     def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
         one = row.scheduled
         return one.policy.decode.device_state(Opening(states, row.kv, self.runner.spec, one.span_start, one.stop))
 
-    def _attach(self, row: int, one: ScheduledRequest, plan: DevicePlan, buffers: RowBuffers) -> None:
-        """Let ``row`` count for a request under its plan from now on."""
-        held = (one.request_id, plan.name)
-        counts = self._counts.get(held)
-        if counts is None:
-            counts = self._counts[held] = LateCounts(plan, self.runner.spec.heads)
-        if counts.row == row and self._rows.get(row) is counts:
-            return
-        for other in (row, counts.row):
-            self._detach(other)
-        self._rows[row] = counts
-        source: Callable[[], RuleCounts | ReadCounts] | None = None
-        if plan.ruled:
-            source = partial(buffers.take_rules, row)
-        elif plan.keeps:
-            source = partial(buffers.own.take, row)
-        counts.attach(row, source)
-
-    def _detach(self, row: int | None) -> None:
-        counts = None if row is None else self._rows.pop(row, None)
-        if counts is not None:
-            counts.detach()
-
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
-        one, choice, counts = row.scheduled, row.plan.blocks, self._rows[number]
-        row.kv.appended(times)
-        if choice is not None and one.stop % choice.size == 0:
+        one, choice = row.scheduled, row.plan.blocks
+        row.kv.appended(times * one.length)
+        if choice is not None and one.stop // choice.size > one.start // choice.size:
             row.kv.summarized(choice.summary, choice.size)
+        if one.together:
+            verified = self._counts.of(one.request_id, row.plan)
+            row.result.late[row.plan.name] = verified
+            row.result.stay = partial(verified.add_first, one.start, "triton")
+            return
+        counts = self._counts.rows[number]
         whole = False
         if row.plan.keeps:
             state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
@@ -333,6 +327,22 @@ class DeviceBackend:
         if self.kinds.note is not None:
             row.result.note(self.kinds.note)
         row.result.late[row.plan.name] = counts
+
+    @torch.inference_mode()
+    def _audit(self, placed: list[PlacedRow | None], key: Key) -> None:
+        """Hold what was drawn of the step against true attention, now that it has run."""
+        for number, row in enumerate(placed):
+            audit = None if row is None else self.watch.audits.get(row.scheduled.request_id)
+            if row is None or audit is None or row.result.error is not None:
+                continue
+            tap = self._buffers[False].tap if key[3] else None
+            if tap is None:
+                row.result.note("audit: steps whose keys may lie in host memory were left out")
+                continue
+            for layer in audit.drawn:
+                kv, spec = row.kv.view(layer).upto(row.scheduled.stop), tap.specs[layer]
+                q, out, lse = tap.q[layer, number], tap.out[layer, number], tap.lse[layer, number]
+                row.result.note_of(audit.take(layer, q, out, lse, kv, spec))
 
     def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
         """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of

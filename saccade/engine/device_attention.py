@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_rows import RowBuffers, Tap
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import SHORT, STEP, Offers
@@ -19,9 +19,20 @@ from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES
+from saccade.ops.triton.few_rows import attend_rows
 from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
 from saccade.ops.triton.residency import bring_in, bring_in_ranked, follow_reach
-from saccade.selection.plan import BestBlocks, DevicePlan, Ends, OwnReading, PlanSpec, RankedBlocks, Reading, blocks_of
+from saccade.selection.plan import (
+    BestBlocks,
+    DevicePlan,
+    Ends,
+    Everything,
+    OwnReading,
+    PlanSpec,
+    RankedBlocks,
+    Reading,
+    blocks_of,
+)
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
 RESTS = ("min", "last_max")  # that the stopping rule's kernel follows
@@ -53,11 +64,21 @@ def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows ``first .. first + rows - 1`` of a step decode under plans of one form."""
+    """Rows ``first .. first + rows - 1`` of a step decode under plans of one form, ``each`` tokens a row."""
 
     form: tuple[Reading, ...]
     first: int
     rows: int
+
+    @property
+    def each(self) -> int:
+        reading = self.form[0]
+        return reading.rows if isinstance(reading, Everything) else 1
+
+    @property
+    def tokens(self) -> slice:
+        """Of a step whose rows have as many tokens each."""
+        return slice(self.first * self.each, (self.first + self.rows) * self.each)
 
     @property
     def slice(self) -> slice:
@@ -67,7 +88,7 @@ class Group:
 class DeviceAttention:
     """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
     at most ``longest`` keys. ``watch`` sees every call. With ``offers`` blocks may lie in host memory: what a layer
-    reads is brought in."""
+    reads is brought in. ``tap`` takes what audits look at."""
 
     def __init__(
         self,
@@ -77,10 +98,13 @@ class DeviceAttention:
         longest: int,
         watch: StepWatch | None = None,
         offers: Offers | None = None,
+        tap: Tap | None = None,
     ) -> None:
         self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
-        self.pool, self.storage, self.offers = pool, pool.storage, offers
+        self.pool, self.storage, self.offers, self.tap = pool, pool.storage, offers, tap
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
+        several = groups[0].each > 1
+        self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
         if offers is not None:
             offers.head[STEP].add_(1)
         self._blocks = [blocks_of(group.form) for group in groups]
@@ -88,7 +112,7 @@ class DeviceAttention:
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        """See AttentionContext: q [heads, rows, head_dim], one row a sequence."""
+        """See AttentionContext: q [heads, tokens, head_dim], of one sequence after the other."""
         q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         parts = [self._attend(number, layer, q, k, v, spec) for number in range(len(self.groups))]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -124,14 +148,18 @@ class DeviceAttention:
     def _attend(self, number: int, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         group, watch = self.groups[number], self.watch
         rows, reading, choice = group.slice, group.form[layer], self._blocks[number]
-        q, numbers = q[rows], self.buffers
+        q, k, v, numbers = q[group.tokens], k[group.tokens], v[group.tokens], self.buffers
+        limits = None if self.limits is None else self.limits[group.tokens]
         pages = Pages(
             self.storage.k, self.storage.v, self.buffers.tables[layer, rows], self.lengths[rows], self.longest
         )
         summaries = None
         if choice is not None:  # also where the layer itself reads everything: its summaries stay complete
             summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
-        append_rows(k[rows], v[rows], pages, summaries)
+        append_rows(k, v, pages, summaries, limits)
+        if limits is not None:
+            out, lse = attend_rows(q, pages, limits, scale=spec.scale, softcap=spec.softcap)
+            return _with_sinks(out, lse, spec)
         if isinstance(reading, OwnReading):
             return self._own(number, layer, q, pages, summaries, reading, spec)
         first, second = numbers.first[layer, rows], numbers.second[layer, rows]
@@ -171,6 +199,8 @@ class DeviceAttention:
                 follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking[2][1])
             out, lse = progress.out, progress.lse
         out = _with_sinks(out, lse, spec)
+        if self.tap is not None:
+            self.tap.take(layer, rows, q, out, lse, spec)
         if watch is not None:
             watch.end()
             watch.called(layer, group.first, q, out, spec, lists, ranking, progress)
@@ -211,6 +241,8 @@ class DeviceAttention:
         short = replace(read.lists, starts=None, indices=pages.lengths)
         self._read[number][layer] = read._replace(out=pages.lengths, lse=pages.lengths, lists=short)
         out = _with_sinks(read.out, read.lse, spec)
+        if self.tap is not None:
+            self.tap.take(layer, rows, q, out, read.lse, spec)
         if watch is not None:
             watch.end()
             watch.called(layer, group.first, q, out, spec, read.lists, None, None, read.everything)

@@ -20,8 +20,8 @@ MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
 
-# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent
-Key = tuple[tuple[tuple[int, int], ...], int, bool]
+# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent; whether audits tap it
+Key = tuple[tuple[tuple[int, int], ...], int, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class StepKinds:
     def __init__(self, device: torch.device, records: bool) -> None:
         self.device = device
         self.records = records and device.type == "cuda"
+        self.fresh = False  # whether the last step was no replay although its kind will be replayed, or ran first
         self.note: str | None = None  # why some steps are not recorded although they should be
         self._kinds: OrderedDict[Key, StepKind] = OrderedDict()
         self._failed: OrderedDict[Key, tuple[int, str]] = OrderedDict()
@@ -94,11 +95,11 @@ class StepKinds:
             self._asked.popitem(last=False)
         if times > COVERED:
             return None
-        sizes, longest, absent = key
+        sizes, longest = key[:2]
         found: tuple[Key, StepKind] | None = None
         for other, kind in self._kinds.items():
             rows = dict(other[0])
-            fits = other[2] == absent and longest <= other[1] <= MOST_TIMES * longest
+            fits = other[2:] == key[2:] and longest <= other[1] <= MOST_TIMES * longest
             fits = fits and len(rows) <= MOST_TIMES * len(sizes)
             if kind.graph is None or not fits or any(rows.get(form, 0) < count for form, count in sizes):
                 continue
@@ -122,6 +123,8 @@ class StepKinds:
         """Run one step: ``forward`` launches its kernels and leaves ``logits`` and ``best``. A step that is ``watched``
         is launched kernel by kernel."""
         self._paused = max(0, self._paused - 1)
+        lasts = watched or not self.records or not kind.records  # kernel by kernel
+        self.fresh = kind.runs == 0 if lasts else kind.graph is None
         here: AbstractContextManager[Any] = nullcontext() if self._stream is None else torch.cuda.device(self.device)
         with here:
             if watched or self._stream is None or not self.records:

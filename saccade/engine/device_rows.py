@@ -4,7 +4,8 @@ and are brought up to date where a row's sequence or plan has changed."""
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from saccade.engine.device_words import RowWords, RuleCounts
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+from saccade.models.interface import LayerAttention, ModelSpec
 from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
 
@@ -24,27 +26,55 @@ class _Row:
     version: int = -1
     plan: DevicePlan | None = None
     room: int = 0  # blocks that the summaries have room for
+    places: list[int] = field(default_factory=list)  # of the summaries, by layer
+
+
+class Tap(NamedTuple):
+    """What attention was asked and what it gave, of a step's rows: ``q``, ``out`` [layers, rows, heads, head_dim] in
+    the model's dtype, ``lse`` fp32 [layers, rows, heads] over what was read. ``specs``: by layer, what it asks for."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    specs: dict[int, LayerAttention]
+
+    def take(self, layer: int, rows: slice, q: Tensor, out: Tensor, lse: Tensor, spec: LayerAttention) -> None:
+        """Of ``rows``, [rows, heads, head_dim] and [rows, heads]."""
+        self.q[layer, rows].copy_(q)
+        self.out[layer, rows].copy_(out)
+        self.lse[layer, rows].copy_(lse)
+        self.specs[layer] = spec  # also while a graph is recorded: replays ask the same
 
 
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
-    ``inputs`` int64 [3, rows]: token, position and number of keys, the row's own among them; 0 for padding.
+    A row is a sequence's; it may have several tokens, ``each`` at most. ``inputs`` int64 [4, rows * each]: each token,
+    its position and the number of keys that it sees, its own among them; and of each row the number of keys that it has
+    after the step; 0 for padding.
     ``logical`` int32 [rows, blocks]: each row's logical blocks. ``tables`` int32 [layers, rows, table_rows, blocks],
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
     ``rules``: what stopping rules did since this was last taken. ``own``: of rows whose methods
-    bring readings of their own.
+    bring readings of their own. ``tap``: where steps that are audited leave queries and results.
     """
 
     def __init__(
-        self, layers: int, rows: int, blocks: int, table_rows: int, kv_heads: int, heads: int, device: torch.device
+        self,
+        layers: int,
+        rows: int,
+        blocks: int,
+        table_rows: int,
+        kv_heads: int,
+        heads: int,
+        device: torch.device,
+        each: int = 1,
     ) -> None:
         self.layers, self.rows, self.blocks, self.device = layers, rows, blocks, device
         pinned = device.type == "cuda"
-        self._staging = torch.zeros(3, rows, dtype=torch.int64, pin_memory=pinned, device="cpu")
-        self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._staging = torch.zeros(4, rows * each, dtype=torch.int64, pin_memory=pinned, device="cpu")
+        self.inputs = torch.zeros(4, rows * each, dtype=torch.int64, device=device)
         self.logical = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
         self.tables = torch.zeros(layers, rows, table_rows, blocks, dtype=torch.int32, device=device)
         self.pointers = torch.zeros(layers, rows, dtype=torch.int64, device=device)
@@ -57,7 +87,15 @@ class RowBuffers:
             torch.ones(every, dtype=torch.float32, device=device),
         )
         self.own = RowWords(layers, rows, heads, device)
+        self.tap: Tap | None = None
         self._held = [_Row() for _ in range(rows)]
+
+    def tap_for(self, spec: ModelSpec) -> None:
+        """Have room for what audits look at."""
+        if self.tap is None:
+            shape = self.layers, self.rows, spec.heads, spec.head_dim
+            q, out = torch.zeros(2, *shape, dtype=spec.dtype, device=self.device)
+            self.tap = Tap(q, out, torch.zeros(shape[:3], device=self.device), {})
 
     def fits(self, rows: int, blocks: int) -> bool:
         return rows <= self.rows and blocks <= self.blocks
@@ -66,25 +104,37 @@ class RowBuffers:
         """Make ``row`` show ``kv``, whose ``length`` th key this step stores, under ``plan``."""
         held, choice = self._held[row], plan.blocks
         wanted = 0 if choice is None else length // choice.size
-        if held.plan is not plan:
+        if held.plan is None or (held.plan is not plan and held.plan.numbers != plan.numbers):
             self._write_numbers(row, plan)
         same = held.kv is not None and held.kv() is kv and held.version == kv.version
-        if same and held.plan is plan and wanted <= held.room:
+        full = 0 if choice is None else kv.length // choice.size
+        made = 0 if choice is None else kv.summarized_blocks(choice.summary, choice.size)
+        if same and held.plan is plan and wanted <= held.room and made >= full:
             return
-        room = 0
+        room, places = 0, held.places
         if choice is not None:
             summaries = kv.summary_buffers(choice.summary, choice.size, wanted)
-            room = min(len(one) for one in summaries)
-            self.pointers[:, row].copy_(torch.tensor([one.data_ptr() for one in summaries], device="cpu"))
-        self._write_blocks(row, kv)
-        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room)
+            room, places = min(map(len, summaries)), [one.data_ptr() for one in summaries]
+            if places != held.places:
+                self.pointers[:, row].copy_(torch.tensor(places, device="cpu"))
+        if not same:
+            self._write_blocks(row, kv)
+        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room, places)
 
-    def load(self, inputs: list[tuple[int, int, int]]) -> None:
-        """Take each row's token, position and length over to the device."""
+    def load(self, inputs: list[tuple[int, int, int]], lengths: list[int]) -> None:
+        """Take each token, its position and what it sees over to the device, and each row's length."""
         count = len(inputs)
-        self._staging[:, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
-        self._staging[:, count:] = 0
+        self._staging[:3, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
+        self._staging[:3, count:] = 0
+        self._staging[3, : len(lengths)] = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        self._staging[3, len(lengths) :] = 0
         self.inputs.copy_(self._staging, non_blocking=True)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Go on with ``tokens`` int64 [rows] after those that the rows have, where these are no padding."""
+        held = self.inputs[:, : len(tokens)]
+        held[0] = tokens.clamp(min=0)  # a token of no number ends a row on the host
+        held[1:] += held[3].sign()
 
     def take_rules(self, row: int) -> RuleCounts:
         """What rules did in ``row`` since the last time, [layers, kv_heads] each; counting begins anew."""
@@ -98,7 +148,7 @@ class RowBuffers:
         """Where the blocks of the first ``rows`` rows lie as this runs: their number of keys as int32 [rows], and
         ``tables`` filled up to there. A recorded step does so each time it is replayed, so a block may have moved
         since."""
-        lengths = self.inputs[2, :rows].to(torch.int32)
+        lengths = self.inputs[3, :rows].to(torch.int32)
         absent = -1 if pool.tiers is None else pool.tiers.guard
         pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables, absent)
         return lengths
@@ -109,7 +159,7 @@ class RowBuffers:
         self.logical[row, : len(blocks)].copy_(blocks)
 
     def _write_numbers(self, row: int, plan: DevicePlan) -> None:
-        numbers = [reading.numbers for reading in plan.layers]
+        numbers = plan.numbers
         whole = torch.tensor([one[:2] for one in numbers], dtype=torch.int32, device="cpu").to(self.device)
         self.first[:, row], self.second[:, row] = whole[:, 0], whole[:, 1]
         self.share[:, row].copy_(torch.tensor([one.share for one in numbers], device="cpu"))

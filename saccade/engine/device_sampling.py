@@ -15,8 +15,8 @@ from torch import Tensor
 from saccade.engine.device_graphs import StepKind
 from saccade.engine.device_watch import PlacedRow
 from saccade.engine.row_sampling import RowSampling
-from saccade.engine.sampler import row_logprobs
-from saccade.engine.step import LogprobEntries
+from saccade.engine.sampler import NOT_FINITE, row_logprobs
+from saccade.engine.step import LogprobEntries, RequestResult
 from saccade.randomness import uniform
 
 LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
@@ -24,8 +24,13 @@ LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
 
 @torch.inference_mode()
 def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
-    """Write down the token of each row that wants one, or its logits [1, vocab] on the CPU. Waits for the step."""
+    """Write down the token of each row that wants one, or its logits [1, vocab] on the CPU; of rows that verify drafts
+    the token of each of theirs. Waits for the step."""
     likeliest = kind.best.tolist()
+    each = len(likeliest) // len(placed)
+    if each > 1:
+        _fetch_verified(kind, placed, likeliest, each)
+        return
     sampled: list[tuple[int, PlacedRow, RowSampling]] = []
     left: list[tuple[int, PlacedRow]] = []
     for number, row in enumerate(placed):
@@ -53,6 +58,37 @@ def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
         logits = kind.logits[_whole([number for number, _ in left], kind.logits.device)].cpu()
         for at, (_, row) in enumerate(left):
             row.result.logits = logits[at : at + 1]
+
+
+def fetch_repeated(chosen: Sequence[Tensor], placed: Sequence[PlacedRow | None]) -> None:
+    """Write down each row's tokens of a step that ran several times, ``chosen`` int64 [rows] each time, up to the first
+    for which logits were not finite. Waits for the step."""
+    turns = torch.stack(list(chosen)).tolist()
+    for number, row in enumerate(placed):
+        if row is None or row.result.error is not None:
+            continue
+        tokens = [turn[number] for turn in turns]
+        row.result.tokens = tokens[: tokens.index(LEFT)] if LEFT in tokens else tokens
+        if not row.result.tokens:
+            row.result.error = NOT_FINITE
+
+
+def _fetch_verified(kind: StepKind, placed: Sequence[PlacedRow | None], likeliest: list[int], each: int) -> None:
+    """As ``fetch_tokens`` where a row has ``each`` tokens at most. All but greedy requests share a copy of the
+    logits: their rule of acceptance, or their own sampler, is on the host."""
+    left: list[tuple[int, RequestResult]] = []
+    for number, row in enumerate(placed):
+        if row is None or row.result.error is not None:
+            continue
+        for at, result in enumerate(row.result.rows, number * each):
+            if row.scheduled.greedy and likeliest[at] >= 0:
+                result.tokens = [likeliest[at]]
+            else:
+                left.append((at, result))
+    if left:
+        logits = kind.logits[_whole([at for at, _ in left], kind.logits.device)].cpu()
+        for at, (_, result) in enumerate(left):
+            result.logits = logits[at : at + 1]
 
 
 def choose_tokens(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,12 @@ class PlacedRow:
     @property
     def kv(self) -> SequenceKV:
         return self.memory.kv
+
+    @property
+    def next(self) -> PlacedRow:
+        """The row after this one."""
+        one = self.scheduled
+        return replace(self, scheduled=one._replace(start=one.start + 1, stop=one.stop + 1))
 
 
 class StepWatch:

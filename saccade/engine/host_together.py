@@ -33,24 +33,22 @@ class TogetherRows:
         self.waiting.setdefault(chunk.shape.q_len, []).append(chosen)
         return True
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def run(self, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """Attend for the rows that wait, of the packed ``q`` [heads, rows, head_dim], into ``out``."""
         for count, some in self.waiting.items():
             try:
-                self._attend(count, some, q, k, v, spec, out)
+                self._attend(count, some, q, spec, out)
             except Exception as error:
                 for one in some:
                     one.rows.failed(one.chunk.layer, error)
         self.waiting = {}
 
-    def _attend(
-        self, count: int, some: Sequence[Chosen], q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor
-    ) -> None:
+    def _attend(self, count: int, some: Sequence[Chosen], q: Tensor, spec: LayerAttention, out: Tensor) -> None:
         from saccade.ops.triton.few_rows import attend_few  # needs Triton
 
         where = _places([one.rows.first for one in some], count)
         views = [one.chunk.kv for one in some]
-        attended, lse = attend_few(q[:, where], k[:, where], v[:, where], views, scale=spec.scale, softcap=spec.softcap)
+        attended, lse = attend_few(q[:, where], views, scale=spec.scale, softcap=spec.softcap)
         for number, one in enumerate(some):
             here = slice(number * count, (number + 1) * count)
             ran = Result(attended[:, here], lse[:, here], one.selection, "triton")

@@ -16,6 +16,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from saccade.methods.verified import MOST
@@ -52,11 +53,13 @@ class Kind(NamedTuple):
 
 @dataclass
 class Times:
-    """Seconds of the last plain steps, of draft steps, and of verifications, each with its drafts a request."""
+    """Seconds of the last plain steps, of draft steps, and of verifications, each with its drafts a request. With
+    ``padded`` a verification takes as many rows as the next power of two, and is put down so."""
 
+    padded: bool = False
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=9))
+    verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=15))
     bytes: float = 0.0  # of keys and values that plain steps read
 
     @property
@@ -66,7 +69,15 @@ class Times:
     def of_round(self, drafts: int) -> float:
         """Of drafting and verifying so many tokens."""
         level, had, row = self._verification
-        return drafts * typical(self.draft) + max(typical(self.plain), level + row * (drafts - had))
+        verified = self.rounded(drafts)
+        took = level + row * (verified - had)
+        if self.padded:
+            took = typical([seconds for count, seconds in self.verify if count == verified] or [took])
+        return drafts * typical(self.draft) + max(typical(self.plain), took)
+
+    def rounded(self, drafts: float) -> float:
+        """The drafts that a verification of ``drafts`` has room for."""
+        return 2.0 ** math.ceil(math.log2(drafts + 1)) - 1 if self.padded else drafts
 
     @property
     def _verification(self) -> tuple[float, float, float]:
@@ -128,10 +139,10 @@ def forecast(weights: int, keys: int) -> float:
 
 class Pacing:
     """What an engine has measured: times by kind of step, and of each draft how often its tokens stayed.
-    ``weights``: bytes of the model."""
+    ``weights``: bytes of the model. ``padded``: as of :class:`Times`."""
 
-    def __init__(self, weights: int) -> None:
-        self.weights = weights
+    def __init__(self, weights: int, padded: bool = False) -> None:
+        self.weights, self.padded = weights, padded
         self._times: OrderedDict[Kind, Times] = OrderedDict()
         self._chances: OrderedDict[str, Chance] = OrderedDict()
 
@@ -141,7 +152,7 @@ class Pacing:
         self._chances.clear()
 
     def times(self, kind: Kind) -> Times:
-        return _latest(self._times, kind, Times)
+        return _latest(self._times, kind, partial(Times, self.padded))
 
     def guess_plain(self, kind: Kind) -> None:
         """Where no plain step of ``kind`` was timed, put down what bytes make of the nearest kind's."""

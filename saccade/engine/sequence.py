@@ -148,7 +148,7 @@ class Sequence:
         """Of a step with drafts keep the rows before ``stop``. Nothing is taken back where the last of these failed, or
         where everything is to be computed again."""
         if self.computed == stop < rows.stop and rows.together:  # no method has seen them
-            self.memory.kv.truncate(stop)
+            self.memory.kv.truncate(stop, holds=self.memory.kv.pool.roomy)
         elif self.computed == stop < rows.stop:
             self.memory.take_back(stop)
         self.memory.history.clear()

@@ -11,27 +11,36 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from saccade.engine.acceptance import Proposal
+from saccade.engine.draft_rounds import Round, speculation_of
 from saccade.engine.drafting import has_one_row, room
-from saccade.engine.lookup import LONGEST
 from saccade.engine.pacing import Kind, Pacing
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
-from saccade.engine.speculation import Drafts, Speculation
-from saccade.engine.step import RequestResult, ScheduledRequest
+from saccade.engine.speculation import Speculation
+from saccade.engine.step import ScheduledRequest
 from saccade.engine.worker import Worker
-from saccade.methods.state import snapshot
-from saccade.methods.verified import MOST, UNLEARNT, Verified, bare
+from saccade.methods.verified import MOST, UNLEARNT, Verified
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 Batch = list[tuple[Request, ScheduledRequest]]
-AGREEING = 2  # drafted tokens that a look-up must have foretold before it goes on for the draft
+
+
+@dataclass
+class Timed:
+    """The step under way: its ``kind``, and the bytes of ``keys`` and values that it reads. ``alone``: it decodes and
+    does nothing else. ``learns``: plain rows teach a draft, which costs time. ``drafted``: it verifies."""
+
+    kind: Kind
+    keys: int
+    alone: bool
+    learns: bool = False
+    drafted: bool = False
 
 
 class SparseDrafts:
@@ -39,56 +48,60 @@ class SparseDrafts:
 
     def __init__(self, scheduler: Scheduler, worker: Worker, model: LoadedModel) -> None:
         self.scheduler, self.worker, self.model = scheduler, worker, model
-        self.pacing = Pacing(model.weight_bytes)
-        self._kind: Kind | None = None  # of the step under way, if it is timed
+        self.pacing = Pacing(model.weight_bytes, padded=worker.device is not None)
+        self._step: Timed | None = None  # None where no request of it could draft
         self._warm: set[int] = set()  # numbers of rows of verifications that there have been
-        self._keys = 0  # bytes of keys and values that it reads
-        self._drafted = self._learns = False
 
     def added(self, batch: Batch) -> Batch:
         """``batch`` as scheduled, with drafted rows where that pays. Their blocks are reserved."""
-        self._kind, self._keys, self._drafted = None, 0, False
+        self._step = None
         able = [number for number, (request, rows) in enumerate(batch) if self._serves(request, rows)]
         if not able:
             return batch
-        decoding = [(request, rows) for request, rows in batch if rows.phase == "decode"]
-        first = batch[able[0]][0].policy.decode
-        assert isinstance(first, Verified)
-        kind = Kind.of(first.draft.text, [rows.stop for _, rows in decoding])
-        if len(decoding) == len(batch):
-            self._kind = kind
-        keys = self._keys = sum(rows.stop * request.sequence.memory.kv.token_bytes for request, rows in decoding)
-        wanting = []
-        for number in able:
-            request, rows = batch[number]
-            pace, memory = _of(request).pace, request.sequence.memory
-            if pace.wants(rows.stop, kind, keys):
-                wanting.append(number)
-                if memory.has_state:
-                    self.pacing.guess_plain(kind)
-            elif memory.has_state:  # rows that teach a draft cost more than plain ones
-                memory.states = [None] * self.model.spec.layers
-                pace.end()
-        self._learns = any(
-            request.sequence.memory.has_state and rows.start - rows.span_start >= UNLEARNT for request, rows in decoding
+        step = self._step = self._seen(batch, able[0])
+        wanting = [number for number in able if self._wants(*batch[number], step)]
+        step.learns = any(
+            rows.phase == "decode" and request.sequence.memory.has_state and rows.start - rows.span_start >= UNLEARNT
+            for request, rows in batch
         )
-        if not wanting or not all(_of(batch[number][0]).pace.is_timed(kind) for number in wanting):
+        if not wanting or not all(speculation_of(batch[number][0]).pace.is_timed(step.kind) for number in wanting):
             return batch
         rounds: dict[int, Round] = {}  # by number in the batch
         try:
-            self._begin(rounds, batch, wanting, kind)
-            self._draft(rounds)
+            self._begin(rounds, batch, wanting, step.kind)
+            self._draft(rounds, step)
         finally:
             for one in rounds.values():
                 one.end()
-        self._drafted = any(one.drafts.tokens for one in rounds.values())
+        step.drafted = any(one.drafts.tokens for one in rounds.values())
         return [
             (request, self._with(rounds[at], rows) if at in rounds else rows)
             for at, (request, rows) in enumerate(batch)
         ]
 
-    def timed(self, batch: Batch, seconds: float) -> None:
-        """The step took so long, drafting aside."""
+    def _seen(self, batch: Batch, first: int) -> Timed:
+        """The step as far as it is known before anything is drafted; ``first`` in it is verified."""
+        decoding = [(request, rows) for request, rows in batch if rows.phase == "decode"]
+        method = batch[first][1].policy.decode
+        assert isinstance(method, Verified)
+        kind = Kind.of(method.draft.text, [rows.stop for _, rows in decoding])
+        keys = sum(rows.stop * request.sequence.memory.kv.token_bytes for request, rows in decoding)
+        return Timed(kind, keys, alone=len(decoding) == len(batch))
+
+    def _wants(self, request: Request, rows: ScheduledRequest, step: Timed) -> bool:
+        """Whether the request drafts in this step. One that ends drafting forgets what its draft knew."""
+        pace, memory = speculation_of(request).pace, request.sequence.memory
+        if pace.wants(rows.stop, step.kind, step.keys):
+            if memory.has_state:
+                self.pacing.guess_plain(step.kind)
+            return True
+        if memory.has_state:  # rows that teach a draft cost more than plain ones
+            memory.states = [None] * self.model.spec.layers
+            pace.end()
+        return False
+
+    def timed(self, batch: Batch, seconds: float, fresh: bool = False) -> None:
+        """The step took so long, drafting aside; ``fresh``: because it was compiled or recorded."""
         drafts = [len(rows.drafts) for request, rows in batch if request.speculation is not None]
         for request, rows in batch:
             if request.speculation is not None and rows.phase == "decode":
@@ -97,17 +110,19 @@ class SparseDrafts:
                     stats.verify_seconds += seconds
                 else:
                     stats.plain_steps, stats.plain_seconds = stats.plain_steps + 1, stats.plain_seconds + seconds
-        if self._kind is None:
+        step = self._step
+        if step is None or not step.alone or fresh:
             return
-        times = self.pacing.times(self._kind)
+        times = self.pacing.times(step.kind)
         packed = sum(rows.length for _, rows in batch)
-        if self._drafted and packed not in self._warm:  # the first product of so many rows is prepared meanwhile
+        if step.drafted and packed not in self._warm:  # the first product of so many rows is prepared meanwhile
             self._warm.add(packed)
-        elif self._drafted:
-            times.verify.append((sum(drafts) / len(drafts), seconds))
-        elif not self._learns:
+        elif step.drafted:
+            count = max(drafts) if times.padded else sum(drafts) / len(drafts)
+            times.verify.append((times.rounded(count), seconds))
+        elif not step.learns:
             times.plain.append(seconds)
-            times.bytes = self._keys
+            times.bytes = step.keys
 
     def _serves(self, request: Request, rows: ScheduledRequest) -> bool:
         """Whether the row may be the first of a verification."""
@@ -126,7 +141,7 @@ class SparseDrafts:
         for number in wanting:
             request, rows = batch[number]
             most = room(request, rows, self.scheduler, min(spare, MOST))
-            steps = min(most, _of(request).pace.length(kind))
+            steps = min(most, speculation_of(request).pace.length(kind))
             if steps < 1:
                 continue
             try:
@@ -137,11 +152,15 @@ class SparseDrafts:
             rounds[number] = Round(request, rows, steps, most)
             spare -= most
 
-    def _draft(self, rounds: dict[int, Round]) -> None:
+    def _draft(self, rounds: dict[int, Round], timed: Timed) -> None:
         while drafting := [one for one in rounds.values() if one.open]:
             began = time.perf_counter()
             try:
-                result = self.worker.run(step_input([(one.request, one.row()) for one in drafting]))
+                step = step_input([(one.request, one.row()) for one in drafting])
+                times = min(one.sure for one in drafting)
+                if times > 1 and not self.worker.repeats(step):
+                    times = 1
+                result = self.worker.run(step, times)
             except Exception as error:
                 logger.debug("a draft step of %d requests failed", len(drafting), exc_info=True)
                 for one in drafting:
@@ -150,8 +169,9 @@ class SparseDrafts:
             seconds = time.perf_counter() - began
             for one in drafting:
                 one.take(result.requests[one.request.id], seconds, self.model.eos_token_ids)
-            if self._kind is not None:
-                self.pacing.times(self._kind).draft.append(time.perf_counter() - began)
+            if timed.alone and not result.fresh:
+                took = (time.perf_counter() - began) / times
+                self.pacing.times(timed.kind).draft.extend([took] * min(times, 3))
 
     def _with(self, one: Round, rows: ScheduledRequest) -> ScheduledRequest:
         """``rows`` with what was drafted, blocks for them reserved again."""
@@ -169,98 +189,3 @@ class SparseDrafts:
         if self.worker.exact or memory.has_state or memory.kv.pool.tiers is not None:
             return False
         return self.worker.setting.watch.idle and regime(one.rows.stop) == regime(stop)
-
-
-class Round:
-    """One request's drafts, while they are made: at most ``steps`` of the draft's own, ``most`` with those looked up.
-    Until its :meth:`end` the sequence's tokens, keys and states are the draft's."""
-
-    def __init__(self, request: Request, rows: ScheduledRequest, steps: int, most: int) -> None:
-        self.request, self.rows, self.steps, self.most = request, rows, steps, most
-        self.speculation = _of(request)
-        self.drafts = Drafts()
-        self.open = True
-        self.policy = replace(rows.policy, decode=self.speculation.method.draft)
-        self._agreed = 0
-        memory = request.sequence.memory
-        self._length = len(request.sequence.tokens)
-        self._states = memory.states
-        if any(state is not None for state in self._states):
-            memory.states = [snapshot(bare(state)) for state in self._states]
-
-    def row(self) -> ScheduledRequest:
-        """The next row to compute."""
-        start = self.rows.start + len(self.drafts.tokens)
-        likeliest = self.request.sampler.takes_likeliest
-        return self.rows._replace(
-            start=start, stop=start + 1, policy=self.policy, greedy=likeliest, sampling=None, scored=()
-        )
-
-    def take(self, result: RequestResult, seconds: float, ends: Any) -> None:
-        """The row was computed."""
-        speculation, tokens = self.speculation, self.request.sequence.tokens
-        if result.error is not None or result.undone or result.lost:
-            self.failed(result.error or "a pass broke")
-            return
-        speculation.stats.draft.take(result, self.policy.decode.text, 1, seconds)
-        self.request.report.take_tiers([result])
-        for note in () if self.policy.decode.evicts else result.notes:  # nothing is gone for good
-            self.request.report.note(f"draft: {note}")
-        try:
-            if result.tokens is not None:
-                token = result.tokens[-1]
-            else:
-                assert result.logits is not None
-                proposal = speculation.guess(tokens, result.logits[-1])
-                token = proposal.token
-                if speculation.by_rule:
-                    speculation.proposals[len(tokens)] = proposal
-        except Exception as error:  # the verification says what is wrong with the logits
-            self.failed(f"{type(error).__name__}: {error}")
-            return
-        foretold = speculation.lookup.after(tokens, 1)
-        self._agreed = self._agreed + 1 if foretold == [token] else 0
-        tokens.append(token)
-        self.drafts.tokens.append(token)
-        params = self.request.params
-        ended = token in params.stop_token_ids or (not params.ignore_eos and token in ends)
-        self.open = not ended and len(self.drafts.tokens) < self.steps
-        if not ended and self._agreed >= min(AGREEING, self.steps):
-            self._look_up()
-
-    def _look_up(self) -> None:
-        """Go on with what followed before, instead of more steps."""
-        speculation, drafts, tokens = self.speculation, self.drafts, self.request.sequence.tokens
-        if speculation.pace.found.mean(0.7, 4.0) < 0.4:
-            return
-        found = speculation.lookup.after(tokens, min(LONGEST, self.most - len(drafts.tokens)))
-        for token in found:
-            if speculation.by_rule:
-                speculation.proposals[len(tokens)] = Proposal(token)
-            tokens.append(token)
-            drafts.tokens.append(token)
-        drafts.found = len(found)
-        self.open = self.open and not found
-
-    def failed(self, why: str) -> None:
-        """Draft no more for this request: it goes on with plain steps, whose errors are its own."""
-        self.open = False
-        self.drafts.tokens.clear()
-        self.request.undrafted = True
-        self.request.report.note(f"drafts: a step of '{self.policy.decode.text}' failed: {why}; it went on without")
-
-    def end(self) -> None:
-        """Take back what the draft left."""
-        sequence = self.request.sequence
-        del sequence.tokens[self._length :]
-        self.speculation.lookup.cut(self._length - 1)
-        sequence.memory.states = self._states
-        sequence.memory.kv.truncate(self.rows.start)
-        if not self.drafts.tokens:
-            self.speculation.proposals.clear()
-        self.speculation.found = self.drafts.found
-
-
-def _of(request: Request) -> Speculation:
-    assert request.speculation is not None
-    return request.speculation

@@ -6,7 +6,7 @@ results into tokens, reports and finished requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -180,14 +180,16 @@ class SkipCount:
 @dataclass
 class RequestResult:
     """What a step did for one request. ``logits`` fp32 [rows wanted, vocab] on the CPU, or ``tokens``, the one of each
-    row wanted, where the device chose them, with the ``logprobs`` that are wanted of these. ``late``: counts that stay
-    on a device until a report is asked for. ``undone``: the step broke for reasons that need not be this request's; its
-    rows are to be taken back and scheduled again. ``lost``: keys that it needs cannot be had back from a tier; all is
-    to be computed again. ``tiers``: what moved for it between memory and a tier.
+    row wanted, where the device chose them (each time's, of a step that ran several times), with the ``logprobs`` that
+    are wanted of these. ``late``: counts that stay on a device until a report is asked for. ``undone``: the step broke
+    for reasons that need not be this request's; its rows are to be taken back and scheduled again. ``lost``: keys that
+    it needs cannot be had back from a tier; all is to be computed again. ``tiers``: what moved for it between memory
+    and a tier.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
-    attended together: ``calls`` are those of all rows, which have but their logits."""
+    attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
+    told how many of the first rows do, puts them into ``late``."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
@@ -202,11 +204,22 @@ class RequestResult:
     lost: bool = False
     tiers: TierCounts | None = None
     rows: list[RequestResult] = field(default_factory=list)
+    stay: Callable[[int], None] | None = None
+
+    @classmethod
+    def of(cls, one: ScheduledRequest) -> RequestResult:
+        """Where to write down what the rows of a request do."""
+        return cls(rows=[cls() for _ in range(one.length)] if one.drafts else [])
 
     def note(self, text: str) -> None:
         """Add a sentence to the request's report, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def note_of(self, text: str | None) -> None:
+        """Likewise, if there is one."""
+        if text is not None:
+            self.note(text)
 
 
 def results_of(results: dict[int, RequestResult], one: ScheduledRequest) -> list[RequestResult]:
@@ -217,11 +230,13 @@ def results_of(results: dict[int, RequestResult], one: ScheduledRequest) -> list
 
 @dataclass
 class StepResult:
-    """What a step did, by request id. ``bytes_moved`` between tiers, ``misses`` (blocks that were not resident) and
+    """What a step did, by request id. ``fresh``: it was the first of its kind, or recorded, so the next one may take
+    much less time. ``bytes_moved`` between tiers, ``misses`` (blocks that were not resident) and
     ``waits`` (seconds that the step waited for them) belong to the step as a whole."""
 
     requests: dict[int, RequestResult]
     seconds: float = 0.0
+    fresh: bool = False
     bytes_moved: int = 0
     misses: int = 0
     waits: float = 0.0

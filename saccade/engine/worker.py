@@ -42,19 +42,26 @@ class Worker:
         self.host = HostBackend(setting, llama is not None and llama.has_row_kernels)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
 
-    def run(self, step: StepInput) -> StepResult:
-        """Compute the rows of ``step`` and store their keys and values.
+    def repeats(self, step: StepInput) -> bool:
+        """Whether the device can run the step again and again by itself (``run``'s ``times``)."""
+        if self.device is None or self.exact or self._alone:
+            return False
+        return self.device.repeats(step, self.memories)
+
+    def run(self, step: StepInput, times: int = 1) -> StepResult:
+        """Compute the rows of ``step`` and store their keys and values. ``times``: a step that ``repeats`` runs so
+        often, each row with the token before it, or once where the device failed; results have each time's tokens.
 
         A request whose own rows fail gets an ``error``; the others are unaffected. What an interrupt leaves half-done
         is the caller's to undo.
         """
         began = time.perf_counter()
-        result = StepResult({one.request_id: _result(one) for one in step.scheduled})
+        result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
         for part in self._parts(step):
             if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
                 part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
-            left = self._run_on_device(step, part, result)
+            left = self._run_on_device(step, part, result, times)
             if left:
                 packed = step.part(left)
                 try:
@@ -74,7 +81,7 @@ class Worker:
         together = [number for number in range(len(step)) if number not in single]
         return [together, *alone] if together else alone
 
-    def _run_on_device(self, step: StepInput, which: Sequence[int], result: StepResult) -> list[int]:
+    def _run_on_device(self, step: StepInput, which: Sequence[int], result: StepResult, times: int) -> list[int]:
         """Run the requests among ``which`` that recorded steps serve; returns the others."""
         device = self.device
         if device is None:
@@ -84,9 +91,11 @@ class Worker:
         for number in which:
             why_not = device.serves(step, number, self.memories[step.scheduled[number].sequence_id])
             (served if why_not is None else left).append(number)
-        for part in device.parts(served, device.before(step, served, self.memories)):
+        verifying = [number for number in served if step.scheduled[number].together]
+        for part in device.parts(served, device.before(step, served, self.memories), verifying):
             try:
-                result.requests |= device.run(step.part(part), self.memories)
+                result.requests |= device.run(step.part(part), self.memories, times)
+                result.fresh |= device.fresh
             except device.Short as error:  # the host brings in as much as there is room for at a time
                 for number in part:
                     result.requests[step.scheduled[number].request_id].note(f"decode: torch served steps: {error}")
@@ -146,11 +155,6 @@ class Worker:
             elif rows and own.error is None:
                 own.logits = logits[done : done + rows]
             done += rows
-
-
-def _result(one: ScheduledRequest) -> RequestResult:
-    """Where to write down what the rows of a request do."""
-    return RequestResult(rows=[RequestResult() for _ in range(one.length)] if one.drafts else [])
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:

@@ -18,6 +18,7 @@ from saccade.kv.format import KVFormat
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
+from saccade.machine import release_rows
 
 
 class BlockManager:
@@ -87,7 +88,7 @@ class BlockManager:
     @property
     def free_blocks(self) -> int:
         if self.tiers is not None:
-            return self._parts - (self.logical_blocks - self.free_logical) * self.layers
+            return self._parts - self.tiers.withheld - (self.logical_blocks - self.free_logical) * self.layers
         return min(map(len, self._free_slots))
 
     @property
@@ -127,6 +128,13 @@ class BlockManager:
     def advance(self) -> None:
         """A step begins: what is used from now on is used later than all before."""
         self.step += 1
+        if self.tiers is not None:
+            self.tiers.settle_charges()
+
+    @property
+    def roomy(self) -> bool:
+        """Whether an eighth of the slots is free, so that a block more or less takes nobody's place."""
+        return self.free_blocks * 8 > self.num_blocks
 
     def touch(self, blocks: np.ndarray) -> None:
         """Note that ``blocks`` (int ids) are used in this step."""
@@ -285,6 +293,17 @@ class BlockManager:
         self._publish(blocks)
         self.version += 1
         self.absent -= len(blocks) * len(rows)
+
+    def withhold(self, count: int) -> list[int]:
+        """Take free slots away: as many of ``count`` as there are."""
+        taken = _take(self._free_slots[0], min(count, len(self._free_slots[0])))
+        for part in (self.storage.k, self.storage.v):
+            release_rows(part, taken)
+        return taken
+
+    def give_back(self, slots: list[int]) -> None:
+        """Slots that were taken away are free again."""
+        self._free_slots[0].extend(slots)
 
     def free_list(self) -> np.ndarray:
         """Slots that nothing lies in, those that are handed out last first: int64."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from saccade.kv.block_codes import KINDS as CODED
+from saccade.kv.block_codes import LEAST_BLOCKS, BlockCodes
 from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 
@@ -17,11 +19,25 @@ class KeptSummaries:
         self.kind, self.block_size = kind, block_size
         self.filled = filled
         self.buffer = torch.empty(0, device="cpu") if buffer is None else buffer
+        self._codes: BlockCodes | None = None
 
     @property
     def made(self) -> Tensor:
         """The summaries there are."""
         return self.buffer[: self.filled]
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes + (0 if self._codes is None else self._codes.nbytes)
+
+    def codes(self) -> BlockCodes | None:
+        """What is known of the summaries there are in 4 bits; None where they are few, or on a device."""
+        if self.filled < LEAST_BLOCKS or self.kind not in CODED or self.buffer.device.type != "cpu":
+            return None
+        if self._codes is None:
+            self._codes = BlockCodes()
+        self._codes.follow(self.made)
+        return self._codes
 
     def upto(self, view: KVView) -> Tensor:
         """[full blocks, parts, kv_heads, head_dim], those of blocks that filled since made now."""
@@ -52,12 +68,18 @@ class KeptSummaries:
     def truncate(self, length: int) -> None:
         """Forget blocks that are not full any more when ``length`` tokens are left."""
         self.filled = min(self.filled, length // self.block_size)
+        if self._codes is not None:
+            self._codes.truncate(self.filled)
 
     def fork(self, length: int) -> KeptSummaries:
         """A copy, of the blocks that are full with ``length`` tokens, that goes its own way."""
         filled = min(self.filled, length // self.block_size)
         made = self.buffer.clone() if filled == self.filled else self.buffer[:filled].clone()
-        return KeptSummaries(self.kind, self.block_size, made, filled)
+        other = KeptSummaries(self.kind, self.block_size, made, filled)
+        if self._codes is not None:
+            other._codes = self._codes.fork()
+            other._codes.truncate(filled)
+        return other
 
     def _grow(self, blocks: int, like: Tensor) -> None:
         grown = like.new_empty(blocks, *like.shape[1:])

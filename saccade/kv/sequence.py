@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.block_codes import BlockCodes
 from saccade.kv.blocks import BlockManager
 from saccade.kv.hold import Hold
 from saccade.kv.kept_summaries import KeptSummaries
@@ -39,6 +40,7 @@ class SequenceKV:
         self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
         self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
         self._hints: dict[int, int] = {}  # of tiered views
+        self._charged = 0  # bytes of summaries that the pool's tiers know of
 
     @property
     def version(self) -> int:
@@ -120,6 +122,7 @@ class SequenceKV:
         self.pool.touch(self._table.numbers)
         if self.pool.tiers is not None:
             self.pool.tiers.opened(slice(None), self._table.numbers[tail:])
+        self._charge()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
@@ -181,12 +184,25 @@ class SequenceKV:
                 self._summaries_of(layer, kind, block_size)
         return [one.buffer for one in kept]
 
+    def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
+        """What is known of each layer's summaries in 4 bits (see block_codes.py), once :meth:`summaries` were asked
+        for; empty where they are too few."""
+        codes = [one.codes() for one in self._kept(kind, block_size)]
+        return [one for one in codes if one is not None] if None not in codes else []
+
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
         parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
-        self._version += 1
         kept = self._kept(kind, block_size)
+        if self.summarized_blocks(kind, block_size) >= self.length // block_size and len(kept[0].buffer) >= blocks:
+            return [one.buffer for one in kept]
+        self._version += 1
         return [one.room(blocks, self._plain_view(layer)) for layer, one in enumerate(kept)]
+
+    def summarized_blocks(self, kind: str, block_size: int) -> int:
+        """How many blocks have a summary in every layer; -1 where there is no room for any."""
+        kept = self._kept(kind, block_size)
+        return min([one.filled if one.buffer.dim() > 1 else -1 for one in kept])
 
     def summarized(self, kind: str, block_size: int) -> None:
         """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
@@ -219,22 +235,24 @@ class SequenceKV:
         paged, pool = self._paged(layer, self._lengths[layer]), self.pool
         return KVView(paged, partial(self._summaries_of, layer), pool.storage.mover, pool.absent > 0)
 
-    def truncate(self, length: int) -> None:
-        """Forget tokens from ``length`` on and let go of their blocks. What is appended then is as in a new
-        sequence."""
+    def truncate(self, length: int, holds: bool = False) -> None:
+        """Forget tokens from ``length`` on and let go of their blocks, unless it ``holds`` them for those to come. What
+        is appended then is as in a new sequence."""
         if length < 0:
             raise SaccadeError(f"a sequence cannot be cut to {length} tokens; give 0 or more")
-        self._version += 1
         self.stood = {mark: min(stood, length) for mark, stood in self.stood.items()}
         self._lengths = [min(own, length) for own in self._lengths]
-        self._table.cut(-(-length // self._size))
+        if not holds:
+            self._table.cut(-(-length // self._size))
         for kept in self._summaries.values():
             for one in kept:
                 one.truncate(length)
 
     def free(self) -> None:
-        """Let go of every block."""
+        """Let go of every block, and of what is known of them."""
         self.truncate(0)
+        self._summaries.clear()
+        self._charge()
 
     def fork(self, length: int | None = None) -> SequenceKV:
         """A second sequence with the same tokens, or the first ``length`` of them: full blocks are shared, a partial
@@ -255,6 +273,7 @@ class SequenceKV:
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
         other._summaries = {key: [one.fork(length) for one in kept] for key, kept in self._summaries.items()}
+        other._charge()
         return other
 
     def save(self) -> SavedKV:
@@ -362,6 +381,13 @@ class SequenceKV:
             self.pool.require_resident(self._table.ids[block])
             self._table.replace(block, self.pool.allocate(1, self.id))
 
+    def _charge(self) -> None:
+        """Have summaries counted where memory is bounded."""
+        if self.pool.tiers is not None:
+            now = sum(one.nbytes for kept in self._summaries.values() for one in kept)
+            self.pool.tiers.charge(now - self._charged)
+            self._charged = now
+
     def _kept(self, kind: str, block_size: int) -> list[KeptSummaries]:
         """Each layer's, as far as they are made."""
         key = (kind, block_size)
@@ -369,11 +395,12 @@ class SequenceKV:
             self._summaries[key] = [KeptSummaries(kind, block_size) for _ in range(self.layers)]
         return self._summaries[key]
 
-    def _summaries_of(self, layer: int, kind: str, block_size: int) -> Tensor:
+    def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
         summary = self._kept(kind, block_size)[layer]
-        before, kept = summary.buffer, summary.upto(self._plain_view(layer))
+        before = summary.buffer
+        summary.upto(self._plain_view(layer))
         self._version += summary.buffer is not before
-        return kept
+        return summary
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length

@@ -108,6 +108,8 @@ class BlockTable:
 
     def cut(self, keep: int) -> None:
         """Let go of all but the first ``keep`` blocks."""
+        if keep >= len(self.ids):
+            return
         self.pool.release(self.ids[keep:], self.owner)
         del self.ids[keep:]
         self.numbers, self.blocks = self.numbers[:keep], self.blocks[:keep]
@@ -126,10 +128,11 @@ class BlockTable:
             grown[:, :, : self._slots.shape[2]] = self._slots
             self._slots = grown
         self._slots.numpy()[:, :, first:blocks] = self.pool.lookup(self.ids[first:])
-        self._changed()
+        self._changed(first)
 
-    def _changed(self) -> None:
-        self.numbers = np.array(self.ids, dtype=np.int64)
+    def _changed(self, first: int = 0) -> None:
+        """The blocks from ``first`` on are others."""
+        self.numbers = np.concatenate([self.numbers[:first], np.array(self.ids[first:], dtype=np.int64)])
         self.blocks = torch.from_numpy(self.numbers)
         self._host = list(self._slots.numpy()[:, 0])
         self._layers = ()

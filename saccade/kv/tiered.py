@@ -17,8 +17,10 @@ from saccade.kv.view import KVView
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
+    from saccade.kv.kept_summaries import KeptSummaries
 
 Array = np.ndarray[Any, Any]
+NOWHERE = torch.zeros(1, 0, dtype=torch.int32, device="cpu")  # a table is made for whoever reads, of what it reads
 
 
 class TieredView(KVView):
@@ -33,13 +35,15 @@ class TieredView(KVView):
         layer: int,
         ids: Array,
         length: int,
-        summaries: Callable[[str, int], Tensor] | None = None,
+        summaries: Callable[[str, int], KeptSummaries] | None = None,
         hints: dict[int, int] | None = None,
     ) -> None:
         assert pool.tiers is not None
         self._pool, self._layer, self._ids, self.tiers = pool, layer, ids, pool.tiers
         self._hints = {} if hints is None else hints
-        super().__init__(self._guarded(length), summaries, pool.storage.mover)
+        storage = pool.storage
+        nowhere = NOWHERE if storage.device.type == "cpu" else NOWHERE.to(storage.device)
+        super().__init__(Paged(storage.k, storage.v, nowhere, length, storage.format), summaries, storage.mover)
 
     @property
     def in_pieces(self) -> bool:
@@ -77,7 +81,7 @@ class TieredView(KVView):
             return self._guarded(self.length)
 
     def layout(self) -> Paged:
-        """As of KVView: nothing is brought in."""
+        """As of KVView: nothing is brought in, and there is no table."""
         return self._paged
 
     def hold(self, blocks: Array, ahead: bool = False) -> Hold:
@@ -101,7 +105,7 @@ class TieredView(KVView):
             ids, upto = self._ids[blocks], min(stop, (int(blocks[-1]) + 1) * size)
             with self.tiers.fetch(layer, ids):
                 self.tiers.opened(slice(layer, layer + 1), ids)
-                here, rows = self._guarded(upto), slice(done - start, upto - start)
+                here, rows = self._guarded(upto, blocks), slice(done - start, upto - start)
                 self._mover.store(here, done, k[:, rows], v[:, rows])
             done = upto
 

@@ -47,6 +47,8 @@ class Tiers:
         self._pinned = 0  # parts
         self._stored = 0  # parts with a cell
         self._losses = 0
+        self._charged = 0  # bytes beside the slots that their memory is to hold
+        self._withheld: list[int] = []
         self._turn = Replacement(pool.storage.num_blocks, policy)
         self.offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
@@ -57,7 +59,12 @@ class Tiers:
     @property
     def slots(self) -> int:
         """Parts that memory holds at most."""
-        return self.pool.storage.num_blocks - 1
+        return self.pool.storage.num_blocks - 1 - len(self._withheld)
+
+    @property
+    def withheld(self) -> int:
+        """Slots whose memory holds block summaries instead."""
+        return len(self._withheld)
 
     @property
     def stored(self) -> int:
@@ -68,6 +75,25 @@ class Tiers:
     def room(self) -> int:
         """Parts that one call may hold beside those that are held already."""
         return self.slots - self._pinned
+
+    def charge(self, change: int) -> None:
+        """Block summaries in memory have grown by ``change`` bytes: from the next step on so many slots less are used.
+        On a device they are no part of what slots were given."""
+        if self.pool.storage.device.type == "cpu":
+            self._charged += change
+            self._give_back()
+
+    def settle_charges(self) -> None:
+        """Between two steps: have as many slots as memory leaves beside summaries, an eighth of them at least."""
+        wanted = self._give_back()
+        while wanted > len(self._withheld):
+            short = wanted - len(self._withheld)
+            if not self.pool.free_slots:
+                try:
+                    self._evict(min(short, self._batch), 0)
+                except (TierError, TierFull):  # what is held, or cannot be written, stays
+                    return
+            self._withheld += self.pool.withhold(short)
 
     def loose(self, layer: int, blocks: Array) -> int:
         """How many of ``blocks`` nobody holds."""
@@ -180,6 +206,16 @@ class Tiers:
     def close(self) -> None:
         """The tier gives everything back."""
         self.tier.close()
+
+    def _give_back(self) -> int:
+        """How many slots are to be withheld; those beyond are free again."""
+        every = self.pool.storage.num_blocks - 1
+        most = max(0, every - max(LEAST_SLOTS, every // 8))
+        wanted = max(0, min(-(-self._charged // self.pool.format.block_bytes), most))
+        if wanted < len(self._withheld):
+            self.pool.give_back(self._withheld[wanted:])
+            del self._withheld[wanted:]
+        return wanted
 
     def _admit(self, layer: int, missing: Array, arriving: int) -> Array:
         """Slots for ``missing``, of ``arriving`` parts that are held and not resident; those of them whose content must

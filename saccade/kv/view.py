@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv import rows
+from saccade.kv.block_codes import BlockCodes
 from saccade.kv.format import KVFormat
 from saccade.kv.paged import Paged
 from saccade.kv.rows import RowMover
 from saccade.kv.storage import KVStorage
 from saccade.kv.summaries import summarize_view
 
+if TYPE_CHECKING:
+    from saccade.kv.kept_summaries import KeptSummaries
+
 
 class KVView:
     """Keys and values of ``length`` tokens, read by position. Kernels take :meth:`paged`.
 
-    ``summaries(kind, block_size)`` gives block summaries that are kept; without it they are made anew. With ``gaps``
-    some of the table's blocks may not be resident: keys and values of those are asked for in vain, with a SaccadeError.
+    ``summaries(kind, block_size)`` gives block summaries that are kept, up to date; without it they are made anew. With
+    ``gaps`` some of the table's blocks may not be resident: keys and values of those are asked for in vain, with a
+    SaccadeError.
     """
 
     __slots__ = ("_gaps", "_mover", "_paged", "_summaries")
@@ -28,7 +34,7 @@ class KVView:
     def __init__(
         self,
         paged: Paged,
-        summaries: Callable[[str, int], Tensor] | None = None,
+        summaries: Callable[[str, int], KeptSummaries] | None = None,
         mover: RowMover = rows,
         gaps: bool = False,
     ) -> None:
@@ -157,8 +163,13 @@ class KVView:
         """Summary of every *full* block of ``block_size`` tokens: [full, parts, kv_heads, head_dim], fp32 or the keys'
         dtype (see summaries.py)."""
         if self._summaries is not None:
-            return self._summaries(kind, block_size)[: self.length // block_size]
+            return self._summaries(kind, block_size).made[: self.length // block_size]
         return summarize_view(self, kind, block_size, 0, self.length // block_size)
+
+    def codes(self, kind: str, block_size: int) -> BlockCodes | None:
+        """What is kept of :meth:`summary` in 4 bits, of its first blocks or of more than there are here; None where
+        nothing is."""
+        return None if self._summaries is None else self._summaries(kind, block_size).codes()
 
     def _table(self, kv_head: int) -> Tensor:
         table = self._paged.block_table

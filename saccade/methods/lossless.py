@@ -35,7 +35,7 @@ class Lossless(Verified):
     """Dense decoding, in fewer passes over the keys: ``draft``, a decode method, drafts ``tokens`` tokens one after the
     other, and one dense pass over them all decides which of them stay.
 
-    ``tokens=0`` drafts as many as the measured acceptance and step times make worth their while, up to 16, and none
+    ``tokens=0`` drafts as many as the measured acceptance and step times make worth their while, up to 15, and none
     where they are not (``engine/pacing.py``); a number drafts so many, always. ``lookup``: where the last ``lookup``
     tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed there is drafted
     too, for no step at all (prompt lookup; Saxena 2023); 0 never does.

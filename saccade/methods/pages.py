@@ -58,7 +58,8 @@ def top_pages(query: Query, choice: BestBlocks) -> Selection:
         tail = summarize(query.kv.keys(shape.k_len // size * size), choice.summary)  # [parts, G, d]
     query.cost.estimated += pages - last - first
     summary = query.kv.summary(choice.summary, size)
-    best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail)
+    codes = query.kv.codes(choice.summary, size)
+    best = top_blocks(query.q[:, 0], summary, choice.units, choice.take, first, pages - last, tail, codes)
     return _blocks(query, size, torch.cat([forced[:, :first], best, forced[:, first:]], 1))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from saccade.methods.base import Method
 from saccade.methods.state import MethodState
 
-MOST = 16  # drafted tokens of a request in one step
+MOST = 15  # drafted tokens of a request in one step: with the row before them a power of two
 UNLEARNT = 2  # first decode rows of a turn that no draft learns from: they cost what dense rows cost, which is timed
 
 

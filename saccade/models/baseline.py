@@ -29,6 +29,18 @@ RANDOM_LLAMA = {  # 129 million parameters, the head shared with the embedding
     "rope_theta": 500000.0,
     "tie_word_embeddings": True,
 }
+RANDOM_8B = {  # 8 billion parameters with its 32 layers, a head of its own
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 
 
 def save_random_llama(path: str | Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **overrides: Any) -> Path:

@@ -24,7 +24,7 @@ class Reference:
         q, kv, scale, softcap = call.q, call.kv, call.scale, call.softcap
         selection, used = call.selection.to(q.device), call.selection
         if isinstance(selection, Ranking):
-            out, lse, used, coverage = attend_ranking(q, kv, selection, scale=scale, softcap=softcap)
+            out, lse, used, coverage = attend_ranking(q, kv, selection.whole(), scale=scale, softcap=softcap)
             return Result(out, lse, used, self.name, coverage=coverage)
         if isinstance(selection, Candidates):
             selection = used = choose(q, kv, selection, scale=scale, softcap=softcap)
@@ -114,7 +114,7 @@ class Triton:
 
         q, kv, selection, scale, softcap = call.q, call.kv, call.selection, call.scale, call.softcap
         if isinstance(selection, Ranking):
-            out, lse, blocks, coverage = dispatch.attend_ranking(q, kv, selection, scale=scale, softcap=softcap)
+            out, lse, blocks, coverage = dispatch.attend_ranking(q, kv, selection.whole(), scale=scale, softcap=softcap)
             return Result(out, lse, blocks, self.name, coverage=coverage)
         if isinstance(selection, Candidates):
             return self._attend_candidates(call, selection.to(q.device))

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from saccade.kv.block_codes import BlockCodes
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import STORAGE, Call, address, native, output_of
+from saccade.ops.cpu_structs import STORAGE, Call, address, codes_of, native, output_of
 from saccade.selection import Blocks, Ranking
 
 
@@ -28,7 +29,20 @@ def attend_ranking(
     softcap: float | None = None,
     threads: int | None = None,
 ) -> tuple[Tensor, Tensor, Blocks, Tensor]:
-    """:func:`saccade.ops.progressive.attend_ranking`. A unit is one task: there is no more to share between threads."""
+    """:func:`saccade.ops.progressive.attend_ranking`. Of a begun ranking the rest is asked for where the rule goes
+    past what it names."""
+    found = _attend_listed(q, kv, ranking, scale, softcap, threads)
+    if ranking.total > ranking.order.shape[1]:
+        _, _, read, coverage = found
+        all_read = read.offsets.diff() - ranking.always.shape[1] == ranking.order.shape[1]
+        if bool((all_read & ~(coverage > ranking.epsilon)).any()):
+            return _attend_listed(q, kv, ranking.whole(), scale, softcap, threads)
+    return found
+
+
+def _attend_listed(
+    q: Tensor, kv: KVView, ranking: Ranking, scale: float, softcap: float | None, threads: int | None
+) -> tuple[Tensor, Tensor, Blocks, Tensor]:
     shape, units = ranking.shape, ranking.units
     call = Call(q, kv, shape, scale, softcap, threads)
     always, order = ranking.always.int().contiguous(), ranking.order.int().contiguous()
@@ -41,7 +55,8 @@ def attend_ranking(
         block_size=ranking.block_size,
         units=units,
         always_count=always.shape[1],
-        ranked=order.shape[1],
+        ranked=ranking.total,
+        listed=order.shape[1],
         microbatch=ranking.microbatch,
         always=always.data_ptr(),
         order=order.data_ptr(),
@@ -74,10 +89,20 @@ def serves_summary(q: Tensor, summary: Tensor, units: int) -> str | None:
 
 
 def rank_blocks(
-    q: Tensor, summary: Tensor, units: int, first: int, last: int, count: int, tail: Tensor | None = None
+    q: Tensor,
+    summary: Tensor,
+    units: int,
+    first: int,
+    last: int,
+    count: int,
+    tail: Tensor | None = None,
+    codes: BlockCodes | None = None,
+    falling: bool = False,
 ) -> Tensor:
-    """Blocks ``first .. last - 1`` by :func:`saccade.ops.block_scores.block_scores`: the ``count`` best, rising, or for
-    ``count=0`` all by falling score; int32 [units, ...]. Needs 0 <= count < last - first."""
+    """Blocks ``first .. last - 1`` by :func:`saccade.ops.block_scores.block_scores`: the ``count`` best, rising or by
+    falling score, or for ``count=0`` all by falling score; int32 [units, ...]. Needs 0 <= count < last - first. With
+    ``codes`` of the first blocks most others are passed over; the result is the same."""
+    coded = {} if codes is None or not codes.blocks else {"coded": codes_of(codes)}
     q = q if q.stride(-1) == 1 else q.contiguous()
     tail = None if tail is None else tail.to(summary.dtype).contiguous()
     best = torch.empty(units, count or last - first, dtype=torch.int32)
@@ -101,6 +126,8 @@ def rank_blocks(
             last=last,
             count=count,
             out=best.data_ptr(),
+            falling=falling,
+            **coded,
         )
     )
     return best

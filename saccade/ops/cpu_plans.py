@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import ALL_KEYS, band_keys, native, pool_of
+from saccade.ops.cpu_structs import ALL_KEYS, band_keys, codes_of, native, pool_of
 from saccade.ops.layer_rows import MOST_ROWS
 from saccade.ops.layout import written as checked
 from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
@@ -85,13 +86,17 @@ class PlannedRow(NamedTuple):
     """Row ``row`` of a step's q, k and v, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads
     or 1, blocks], contiguous rows, finds. Without ``reads`` it is stored and nothing else. ``summaries``: where a layer
     chooses for a row of this length by blocks, each layer's summaries [blocks, parts, kv_heads, head_dim] of all full
-    blocks of the keys before the row's own."""
+    blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many.
+    ``length``: so many rows of the sequence one after the other, the first at ``position``, which then read
+    everything, each up to its own key."""
 
     row: int
     position: int
     table: Tensor
     reads: Readings | Listed | Shared | None = None
     summaries: Sequence[Tensor] = ()
+    codes: Sequence[BlockCodes] = ()
+    length: int = 1
 
 
 class PlannedRows:
@@ -121,6 +126,7 @@ class PlannedRows:
             head_stride=0 if table.shape[1] == 1 else head_stride,
             layer_stride=layer_stride,
             blocks=table.shape[2],
+            count=row.length,
         )
         try:
             number = self._step.add(where)
@@ -136,7 +142,8 @@ class PlannedRows:
             self._step.lists(number, reads.keys, reads.layers, *parts, reads.steps)
             return
         noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
-        self._step.reads(number, reads.of(row.position + 1), *parts, *noted, units)
+        codes = [codes_of(one) for one in row.codes]
+        self._step.reads(number, reads.of(row.position + 1), *parts, codes, *noted, units)
 
     def run(
         self,
@@ -211,6 +218,11 @@ class PlannedRows:
             self._step, threads, layer, self._pool, new, queries, written, attends, follows, watched
         )
         return share
+
+    @property
+    def lse(self) -> Tensor:
+        """fp32 [n, heads]: log-sum-exps of the layer that ran last, of rows that say what they read."""
+        return self._lse
 
     def ruled(self, i: int) -> Ruled | None:
         """What rules let row ``i`` do in the last step; None where it asked none."""

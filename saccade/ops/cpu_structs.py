@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.block_codes import BlockCodes
 from saccade.kv.view import KVView, Paged
 from saccade.selection import Band, Blocks, Lines, Selection, Shape
 
@@ -58,6 +59,17 @@ def table_of(table: Tensor) -> Any:
     """An int32 block table [kv_heads or 1, blocks] with contiguous rows."""
     rows, blocks = table.shape
     return native.BlockTable(slots=table.data_ptr(), head_stride=0 if rows == 1 else table.stride(0), blocks=blocks)
+
+
+def codes_of(codes: BlockCodes) -> Any:
+    """Rounded summaries."""
+    return native.BlockCodes(
+        codes=address(codes.codes),
+        range=address(codes.range),
+        frame=address(codes.frame),
+        tiles=codes.tiles,
+        blocks=codes.blocks,
+    )
 
 
 def output_of(out: Tensor, lse: Tensor) -> Any:

@@ -20,7 +20,7 @@ from saccade.ops import candidates, cpu_blocks, reference, triton
 from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state
 from saccade.ops.progressive import attend_ranking
-from saccade.selection import Band, Candidates, Dense, Ranking, Selection
+from saccade.selection import Band, Blocks, Candidates, Dense, Ranking, Selection
 from saccade.selection.pieces import Between, between, grid_of, read_blocks
 
 FIRST_RANKED = 64  # blocks of a ranking that are brought in at first, for each unit
@@ -49,7 +49,13 @@ def run(call: Call, view: TieredView, attend: Runs, named: str) -> tuple[Result,
 
 def _wanted(selection: Selection, view: TieredView) -> np.ndarray:
     """The view's blocks that ``selection`` may read, rising."""
-    return np.nonzero(read_blocks(selection.to(view.device), view.block_size).cpu().numpy())[0]
+    size = view.block_size
+    if type(selection) is Blocks and selection.block_size % size == 0:  # a few of very many
+        listed = np.unique(selection.indices[: int(selection.offsets[-1])].cpu().numpy()).astype(np.int64)
+        each = selection.block_size // size
+        wanted = (listed[:, None] * each + np.arange(each)).ravel()
+        return wanted[: np.searchsorted(wanted, view.blocks)]
+    return np.nonzero(read_blocks(selection.to(view.device), size).cpu().numpy())[0]
 
 
 def _in_pieces(call: Call, view: TieredView, wanted: np.ndarray, attend: Runs, used: Selection) -> Result:
@@ -108,7 +114,7 @@ def _one(call: Call, attend: Runs) -> Result:
 def _ranking(call: Call, view: TieredView, ranking: Ranking, attend: Runs, named: str) -> tuple[Result, bool]:
     """A kernel goes through the ranking with its first blocks resident; what it read counts if it stopped there. Past
     them it read zeros: then more are brought in."""
-    total = ranking.order.shape[1]
+    total = ranking.total
     count = min(total, view.hints.get(view.layer, FIRST_RANKED))
     nothing = view.held(np.zeros(0, dtype=np.int64))
     if view.device.type == "cpu":
@@ -116,19 +122,21 @@ def _ranking(call: Call, view: TieredView, ranking: Ranking, attend: Runs, named
     else:
         kernels = named in ("auto", "triton") and triton.serves(call.q, nothing, ranking) is None
     while kernels:
+        if count > ranking.order.shape[1]:
+            ranking = ranking.whole()
         first = ranking.prefix([count] * ranking.units)
         wanted = _wanted(first, view)
         if len(wanted) > view.piece_blocks:
             break
         with view.hold(wanted):
-            result = attend(replace(call, kv=view.held(wanted)))
+            result = attend(replace(call, kv=view.held(wanted), selection=ranking))
         read = int(_read(result.used, ranking).max())
         if read <= count:
             view.hints[view.layer] = max(LEAST_RANKED, read + read // 4)
             return result, True
         count = min(total, 2 * count)
     q, scale, softcap = call.q, call.scale, call.softcap
-    out, lse, used, coverage = attend_ranking(q, view, ranking, scale=scale, softcap=softcap)
+    out, lse, used, coverage = attend_ranking(q, view, ranking.whole(), scale=scale, softcap=softcap)
     return Result(out, lse, used, "reference", coverage=coverage), False
 
 

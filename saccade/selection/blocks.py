@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -156,6 +156,9 @@ class Ranking(Selection):
     each head's unit; mean and sd (of the population) say how far those of the ranked blocks read so far lay above their
     guesses. One block has no sd: reading goes on.
 
+    With ``complete`` the ranking is begun: ``order`` names the first ones of ``ranked`` blocks, and ``complete()`` the
+    order of all. Whoever reads all that are named without having covered enough needs :meth:`whole`.
+
     ``stop`` says whether ``"all"`` heads of a unit must agree or their ``"mean"`` suffices. ``always`` blocks never
     enter ``rest``. As a selection it stands for everything it may read.
     """
@@ -170,14 +173,25 @@ class Ranking(Selection):
     stop: str = "all"
     estimates: Tensor | None = None
     margin: float = 0.0
+    ranked: int | None = None
+    complete: Callable[[], Tensor] | None = None
 
     @property
     def units(self) -> int:
         return self.order.shape[0]
 
+    @property
+    def total(self) -> int:
+        """Ranked blocks, those that a begun ranking does not name among them."""
+        return self.order.shape[1] if self.ranked is None else self.ranked
+
+    def whole(self) -> Ranking:
+        """The ranking of all blocks."""
+        return self if self.complete is None else replace(self, order=self.complete(), ranked=None, complete=None)
+
     def as_blocks(self) -> Blocks:
         """Everything the ranking may read."""
-        return self.prefix([self.order.shape[1]] * self.units)
+        return self.whole().prefix([self.total] * self.units)
 
     def prefix(self, used: Sequence[int]) -> Blocks:
         """``always`` and the first ``used[u]`` blocks of each unit's order: what the op has read once it stopped."""
@@ -193,7 +207,7 @@ class Ranking(Selection):
     def check(self) -> None:
         if self.shape.q_len != 1:
             raise SaccadeError(f"a ranking serves one query row, got q_len={self.shape.q_len}")
-        both = torch.cat([self.always, self.order], 1)
+        both = torch.cat([self.always, self.whole().order], 1)
         for row in both:
             if torch.unique(row).numel() != row.numel():
                 raise SaccadeError("a ranking's always and order blocks must be disjoint and unique")

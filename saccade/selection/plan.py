@@ -116,7 +116,15 @@ class OwnReading:
 
 @dataclass(frozen=True)
 class Everything:
-    """All keys."""
+    """All keys. ``rows``: the request has so many rows at most, which are its last ones, and each reads the keys up to
+    its own. ``kept``: block summaries that stay up to date, for others who read them."""
+
+    rows: int = 1
+    kept: Summarized | None = None
+
+    @property
+    def blocks(self) -> Summarized | None:
+        return self.kept
 
     @property
     def form(self) -> Everything:
@@ -300,6 +308,11 @@ class DevicePlan:
         return tuple(forms[one] for one in self.layers)
 
     @cached_property
+    def numbers(self) -> list[Numbers]:
+        """Each layer's."""
+        return [one.numbers for one in self.layers]
+
+    @cached_property
     def blocks(self) -> BestBlocks | RankedBlocks | Summarized | None:
         """The kind of block choice that there is, or what a method's own readings know of blocks, if any."""
         return blocks_of(self.layers)
@@ -325,7 +338,7 @@ def blocks_of(layers: Iterable[Reading]) -> BestBlocks | RankedBlocks | Summariz
     for one in layers:
         if isinstance(one, BestBlocks | RankedBlocks):
             return one
-        if isinstance(one, OwnReading) and one.blocks is not None:
+        if isinstance(one, OwnReading | Everything) and one.blocks is not None:
             return one.blocks
     return None
 

@@ -6,13 +6,18 @@ import pytest
 from engine_helpers import EVERY, GREEDY, tokens
 from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM
+from saccade import LLM, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    """A CPU and a GPU engine of one random float32 Llama whose heads are wide enough for the kernels."""
-    folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32)
+def folder(tmp_path_factory):
+    """A random float32 Llama whose heads are wide enough for the kernels."""
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def engines(folder):
+    """A CPU and a GPU engine of it."""
     return [LLM(folder, kv_memory="64MiB", prefill_chunk=256, device=device) for device in ("cpu", "cuda")]
 
 
@@ -37,3 +42,21 @@ def test_a_batch_of_policies_and_the_pool_given_back(engines):
     results = gpu.generate(prompts, GREEDY, policy=EVERY[:3])
     assert all(result.error is None for result in results)
     assert gpu.engine.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize("count", [2, 6, 15])
+def test_recorded_verifications_give_dense_tokens(engines, folder, count):
+    """Rounds of three requests of unlike lengths, recorded after their first ones."""
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    prompts = [random_ids(length, seed=length) for length in (300, 513, 129)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    want = engines[1].generate(prompts, params)
+    policy = f"lossless(draft=quest(budget=64, dense_layers=0), tokens={count}, lookup=2)"
+    got = gpu.generate(prompts, params, policy=policy)
+    assert list(map(tokens, got)) == list(map(tokens, want))
+    for output in got:
+        assert output.error is None
+        assert set(output.report["decode"]["backends"]) == {"triton"}
+        assert output.report["speculation"]["verifications"] > 2
+    assert gpu.engine.pool.used_blocks == 0
+    gpu.close()

@@ -6,19 +6,22 @@ Blocks are read in order of criticality until the weight still unread cannot mat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
+from saccade.methods.dial import Dial
 from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
-from saccade.ops.block_scores import ranked_blocks
+from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
 from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
 
 # Blocks always read: so many first ones, so many last full ones, and the partial one (docs/algorithms.md 4.5 P2).
 SINK_BLOCKS, LAST_BLOCKS = 2, 1
+FIRST_RANKED = 256  # blocks that a ranking of very many begins with
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class PSA(Method):
     name: ClassVar[str] = "psa"
     paper: ClassVar[str] = "PSA, progressive sparse attention"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("epsilon", "share")
 
     epsilon: float = 0.95
     block_size: int = 32
@@ -71,19 +75,23 @@ class PSA(Method):
         shape, size = query.shape, self.block_size
         if shape.k_len <= self.dense_upto:
             return Dense(shape)
-        full, partial = divmod(shape.k_len, size)
+        full, rest = divmod(shape.k_len, size)
         stop = full - LAST_BLOCKS
         units = shape.kv_heads if self.unit == "kv_head" else 1
-        estimates = None
+        estimates, begun, complete = None, None, None
         if self.rank == "moments":
             summary = query.kv.summary("moments", size)[SINK_BLOCKS:stop]
             guess = block_estimates(query.q[:, 0], summary, size, query.scale, query.softcap)
             order, estimates = ranked_by_estimate(guess, units)
             order += SINK_BLOCKS
         else:
-            order = ranked_blocks(query.q[:, 0], query.kv.summary("cuboid", size), units, SINK_BLOCKS, stop)
-        query.cost.estimated += order.shape[1]
-        count = SINK_BLOCKS + LAST_BLOCKS + (partial > 0)
+            q, summary, codes = query.q[:, 0], query.kv.summary("cuboid", size), query.kv.codes("cuboid", size)
+            some = FIRST_RANKED // self.microbatch * self.microbatch
+            begun = first_ranked(q, summary, units, some, SINK_BLOCKS, stop, codes) if some else None
+            complete = partial(ranked_blocks, q, summary, units, SINK_BLOCKS, stop)
+            order = complete() if begun is None else begun
+        query.cost.estimated += stop - SINK_BLOCKS
+        count = SINK_BLOCKS + LAST_BLOCKS + (rest > 0)
         always = torch.arange(count, dtype=torch.int32, device=order.device)  # a list from the host would wait for it
         always[SINK_BLOCKS:] += stop - SINK_BLOCKS
         return Ranking(
@@ -97,6 +105,8 @@ class PSA(Method):
             stop=self.stop,
             estimates=estimates if self.rest == "estimate" else None,
             margin=self.margin,
+            ranked=stop - SINK_BLOCKS if begun is not None else None,
+            complete=complete if begun is not None else None,
         )
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:

@@ -33,10 +33,16 @@ class Summaries:
     kind: str
 
 
-def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None = None) -> None:
+def append_rows(
+    k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None = None, limits: Tensor | None = None
+) -> None:
     """Store each row's ``k``, ``v`` [rows, kv_heads, head_dim] as the last of its keys and, where it fills a block of
-    ``summaries``, summarize that block."""
+    ``summaries``, summarize that block. ``limits`` int32 [rows]: as in :func:`attend_decode`, the keys of each of
+    several rows of a sequence."""
     count, kv_heads, head_dim = k.shape
+    if limits is not None and summaries is not None:
+        # All rows first: a block may have several of them, which one of its last row's programs reads back.
+        append_rows(k, v, pages, None, limits)
     k, v = rows(k), rows(v)
     _append[(kv_heads, count)](
         k,
@@ -44,7 +50,7 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
         pages.k,
         pages.v,
         pages.tables,
-        pages.lengths,
+        pages.lengths if limits is None else limits,
         pages.lengths if summaries is None else summaries.pointers,
         k.stride(0),
         k.stride(1),
@@ -52,6 +58,7 @@ def append_rows(k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None 
         v.stride(1),
         *pages.table_strides,
         KV_HEADS=kv_heads,
+        ROWS=count // len(pages.lengths),
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=pages.k.shape[2],
@@ -156,15 +163,15 @@ def band_lists(pages: Pages, sinks: Tensor, window: Tensor, longest: int) -> Key
 @triton.jit(do_not_specialize=["k_row", "k_head", "v_row", "v_head", "table_stride", "table_head"])
 def _append(
     k_new, v_new, k_pool, v_pool, tables, lengths, pointers, k_row, k_head, v_row, v_head, table_stride, table_head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
-    CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     kv_head, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     if length > 0:
-        table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
+        table = tables + (row // ROWS).to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
         at = length - 1
         channel = tl.arange(0, D_PAD)
         real = channel < D
@@ -191,7 +198,7 @@ def _append(
                     center = (high + low) / 2
                     spread = tl.sum(tl.abs(center[None, :] - keys), 0) / SIZE
                     high, low = center + spread, center - spread
-                base = tl.load(pointers + row).to(tl.pointer_type(k_pool.dtype.element_ty))
+                base = tl.load(pointers + row // ROWS).to(tl.pointer_type(k_pool.dtype.element_ty))
                 block = (at // SIZE).to(tl.int64)
                 tl.store(base + (block * PARTS * KV_HEADS + kv_head) * D + channel, high.to(k.dtype), mask=real)
                 if not MEAN:

@@ -1,4 +1,5 @@
-"""Decode: one query row per sequence over all keys, selected blocks or selected tokens, split over the keys.
+"""Decode: one query row per sequence over all keys, selected blocks or selected tokens, split over the keys; or
+the last few rows of each over all keys, which are read once for them all.
 
 A program serves the query heads of one sequence that share a KV head and a list of keys, over one share of that list:
 every so many-th tile of it. A second kernel merges the shares by log-sum-exp. Shares are cut on the device, from
@@ -75,26 +76,36 @@ def attend_decode(
     warps: int = 4,
     stages: int = 3,
     registers: int | None = 96,
+    resident: int = 4,
+    limits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [batch, heads, head_dim] -> ``out`` like q, ``lse`` float32 [batch, heads] (natural log).
 
-    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly. ``registers`` bounds what
-    a thread holds where a tile of keys is small. Split-KV is FlashDecoding's (Dao et al., 2023).
+    Without ``lists`` every key is read. ``splits`` defaults to what fills the device evenly, ``resident`` programs to a
+    processor. ``registers`` bounds what a thread holds where a tile of keys is small. Split-KV is FlashDecoding's (Dao
+    et al., 2023).
+
+    ``limits`` int32 [batch * n]: every sequence has n rows, one after the other in ``q`` [batch * n, heads, head_dim],
+    and each reads as many of the sequence's first keys; none where that is 0. There are no ``lists`` then.
     """
     q = rows(q)
     batch, heads, head_dim = q.shape
+    each = 1
+    if limits is not None:
+        each, batch = batch // len(pages.lengths), len(pages.lengths)
     kv_heads = pages.k.shape[1]
     most = pages.longest if lists is None else lists.longest * lists.size
     units = kv_heads if lists is None else lists.units
     programs = max(kv_heads, units)
-    per = heads // programs
+    per = heads // programs * each
     if pad(head_dim) * q.element_size() > 512:
         keys, stages = min(keys, 32), 2
     if splits is None:
-        # Four programs share a processor; with less than three tiles of its own, one costs more than it reads.
-        splits = even_splits(batch * programs, 4 * processors(q.device), max(1, min(-(-most // (3 * keys)), 128)))
-    out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device)
+        # With less than three tiles of its own, one costs more than it reads.
+        highest = max(1, min(-(-most // (3 * keys)), 128))
+        splits = even_splits(batch * programs, resident * processors(q.device), highest)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     many = splits > 1
     part_out = (
         torch.empty(batch, programs, splits, per, head_dim, dtype=torch.float32, device=q.device) if many else lse
@@ -109,6 +120,7 @@ def attend_decode(
         pages.v,
         pages.tables,
         pages.lengths,
+        none if limits is None else limits,
         none if starts is None else starts,
         none if counts is None else counts,
         none if lists is None else lists.indices.contiguous(),
@@ -127,6 +139,7 @@ def attend_decode(
         UNITS=units,
         PER=per,
         PER_PAD=pad(per),
+        ROWS=each,
         D=head_dim,
         D_PAD=pad(head_dim),
         PAGE=pages.k.shape[2],
@@ -143,7 +156,7 @@ def attend_decode(
         **launched(q.device),
     )
     if many:
-        merge(part_out, part_lse, out, lse, programs=splits)
+        merge(part_out, part_lse, out, lse, programs=splits, rows=each)
     return out, lse
 
 
@@ -173,19 +186,20 @@ def _listed(ids, number, valid, SIZE: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "longest"],
-    do_not_specialize_on_alignment=["tables", "lengths", "starts", "counts", "indices"],
+    do_not_specialize_on_alignment=["tables", "lengths", "limits", "starts", "counts", "indices"],
 )
 def _decode(
-    q_ptr, k_pool, v_pool, tables, lengths, starts, counts, indices, part_out, part_lse, out, lse, q_batch,
+    q_ptr, k_pool, v_pool, tables, lengths, limits, starts, counts, indices, part_out, part_lse, out, lse, q_batch,
     q_head, table_stride, table_head, longest, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr, PER_PAD: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, SPACED: tl.constexpr,
-    COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    SPACED: tl.constexpr, COUNTED: tl.constexpr, KEYS: tl.constexpr, MANY: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     split, program, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
-    kv_head = program * PER // (HEADS // KV_HEADS)
+    OWN: tl.constexpr = PER // ROWS  # query heads
+    kv_head = program * OWN // (HEADS // KV_HEADS)
     table = tables + batch.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
     begin(EARLY)
     length = tl.load(lengths + batch)
@@ -193,7 +207,7 @@ def _decode(
     count = length
     most = length
     if SIZE > 0:
-        entry = batch * UNITS + program * PER // (HEADS // UNITS)
+        entry = batch * UNITS + program * OWN // (HEADS // UNITS)
         if SPACED:
             ids = indices + entry.to(tl.int64) * longest
         else:
@@ -206,10 +220,14 @@ def _decode(
         most = longest * SIZE if SPACED else count
     member = tl.arange(0, PER_PAD)
     mine = member < PER
-    head = program * PER + member
+    head = program * OWN + member % OWN
+    line = batch.to(tl.int64) * ROWS + member // OWN
     channel = tl.arange(0, D_PAD)
+    limit = length + tl.zeros([PER_PAD], tl.int32)
+    if ROWS > 1:
+        limit = tl.load(limits + line, mask=mine, other=0)
     q = tl.load(
-        q_ptr + batch.to(tl.int64) * q_batch + head[:, None] * q_head + channel[None, :],
+        q_ptr + line[:, None] * q_batch + head[:, None] * q_head + channel[None, :],
         mask=mine[:, None] & (channel[None, :] < D),
         other=0.0,
     )
@@ -232,13 +250,15 @@ def _decode(
         offset = row[:, None] * D + channel[None, :]
         k = tl.load(k_pool + offset, mask=there, other=0.0)
         v = tl.load(v_pool + offset, mask=there, other=0.0)
-        valid = seen
+        valid, at = seen, number
         number += hop
         seen = (number < count) & (after < length)
         row = pool_rows(table, after, seen, kv_head, KV_HEADS, PAGE)
         after = _listed(ids, number + hop, number + hop < count, SIZE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(valid[None, :], scores, float("-inf"))
+        if ROWS > 1:
+            scores = tl.where(at[None, :] < limit[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - anchor)
@@ -249,7 +269,7 @@ def _decode(
     total = tl.where(weight == 0.0, 1.0, weight)
     acc = acc / total[:, None]
     log = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
-    place = batch.to(tl.int64) * HEADS + program * PER
+    place = line * HEADS + head
     if MANY:
         part = (batch * tl.num_programs(1) + program).to(tl.int64) * splits + split
         if split < tiles:  # others had nothing to read
@@ -261,8 +281,8 @@ def _decode(
         tl.store(part_lse + part * PER + member, log, mask=mine)
     else:
         tl.store(
-            out + (place + member)[:, None] * D + channel[None, :],
+            out + place[:, None] * D + channel[None, :],
             acc.to(out.dtype.element_ty),
             mask=mine[:, None] & (channel[None, :] < D),
         )
-        tl.store(lse + place + member, log * 0.6931471805599453, mask=mine)
+        tl.store(lse + place, log * 0.6931471805599453, mask=mine)

@@ -1,61 +1,56 @@
 """Dense attention of a few last rows of several sequences, which reads the keys of each once for all its rows: the
 counterpart of ``ops.few_rows`` on a GPU.
 
-Over the keys before its first one's own the rows of a sequence are one row of more query heads, so one launch of split
-decode serves all sequences. The few keys behind are the new rows' own: a small causal product of plain tensors. The two
-meet by their log-sum-exp (prefix and suffix as in Hydragen, arXiv:2402.05099)."""
+The rows and the query heads of a KV head are the rows of one tile of the tensor cores, so a verification's attention
+costs about what a decode step's does, as long as memory is what takes the time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.ops.merge import merge_state
-from saccade.ops.triton.decode import attend_decode
+from saccade.ops.triton.common import pad
+from saccade.ops.triton.decode import Pages, attend_decode
 from saccade.ops.triton.dispatch import pages_of
 
-FEW_HEADS = 32  # rows of a tile of queries that fit the registers of kernels for single rows
+
+class Tiles(NamedTuple):
+    """How a launch is cut (see attend_decode)."""
+
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None
+    resident: int
+
+
+SMALL = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)  # what kernels for single rows have
+LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit those registers
+FEW = 32  # query heads of a KV head, times rows, that do
+
+
+def attend_rows(
+    q: Tensor, pages: Pages, limits: Tensor, *, scale: float, softcap: float | None = None, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """``q`` [n * rows, heads, head_dim], rows of each of the n sequences of ``pages`` one after the other, their keys
+    stored; ``limits`` int32 [n * rows]: how many of its sequence's first keys a row reads, 0 for padding.
+    Returns ``out`` like q and ``lse`` float32 [n * rows, heads]."""
+    wide = q.shape[0] // len(pages.lengths) * q.shape[1] // pages.k.shape[1]
+    tiles = tiles or (SMALL if pad(wide) <= FEW else LARGE)
+    return attend_decode(q, pages, None, scale=scale, softcap=softcap, limits=limits, **tiles._asdict())
 
 
 def attend_few(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    views: Sequence[KVView],
-    *,
-    scale: float,
-    softcap: float | None = None,
+    q: Tensor, views: Sequence[KVView], *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``q`` [heads, n * rows, head_dim], the last rows of n sequences of one pool one after the other; ``k``, ``v``
-    [kv_heads, n * rows, head_dim] their own keys and values, which ``views`` hold at their ends. Each has a key
-    before them. Returns ``out`` like q and ``lse`` float32 [heads, n * rows]."""
-    heads, packed, head_dim = q.shape
-    count, kv_heads = len(views), k.shape[0]
-    rows, group = packed // count, heads // kv_heads
-    own = q.unflatten(1, (count, rows)).transpose(0, 1)  # [n, heads, rows, head_dim]
-    pages = pages_of([view.upto(view.length - rows) for view in views])
-    small = group * rows <= FEW_HEADS
-    out, lse = attend_decode(
-        own.reshape(count, heads * rows, head_dim),
-        pages,
-        None,
-        scale=scale,
-        softcap=softcap,
-        warps=4 if small else 8,
-        registers=96 if small else None,
-    )
-    wide = own.reshape(count, kv_heads, group * rows, head_dim).float()
-    keys, values = (part.unflatten(1, (count, rows)).transpose(0, 1).float() for part in (k, v))
-    logits = (wide @ keys.transpose(2, 3)).view(count, heads, rows, rows) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    logits = logits.masked_fill(later, -torch.inf)
-    near = torch.logsumexp(logits, -1)
-    weights = torch.exp(logits - near[..., None]).view(count, kv_heads, group * rows, rows)
-    near_out = (weights @ values).view(count, heads, rows, head_dim)
-    joined, whole = merge_state(out.view(count, heads, rows, head_dim), lse.view(count, heads, rows), near_out, near)
-    return joined.transpose(0, 1).reshape(q.shape), whole.transpose(0, 1).reshape(heads, packed)
+    """``q`` [heads, n * rows, head_dim], the last rows of n sequences of one pool one after the other, which ``views``
+    show with their keys stored. Returns ``out`` like q and ``lse`` float32 [heads, n * rows]."""
+    pages, rows = pages_of(list(views)), q.shape[1] // len(views)
+    behind = torch.arange(1 - rows, 1, dtype=torch.int32, device=q.device)
+    limits = (pages.lengths[:, None] + behind).flatten()
+    out, lse = attend_rows(q.transpose(0, 1), pages, limits, scale=scale, softcap=softcap)
+    return out.transpose(0, 1), lse.transpose(0, 1)

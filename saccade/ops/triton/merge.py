@@ -18,6 +18,7 @@ def merge(
     programs: int,
     stops: Tensor | None = None,
     words: Tensor | None = None,
+    rows: int = 1,
 ) -> None:
     """Merge states of ``programs`` that took turns, ``part_out`` float32 [..., turns, per, head_dim] with base-2
     ``part_lse`` [..., turns, per], into ``out`` [batch, heads, head_dim] and natural ``lse`` [batch, heads]. With
@@ -33,7 +34,9 @@ def merge(
         part_lse if words is None else words,
         programs,
         turns,
+        out.shape[1] * rows // per,
         PER=per,
+        ROWS=rows,
         D=head_dim,
         D_PAD=pad(head_dim),
         PARTS=min(32, pad(programs, 1)),
@@ -43,10 +46,10 @@ def merge(
     )
 
 
-@triton.jit(do_not_specialize=["programs", "turns"])
+@triton.jit(do_not_specialize=["programs", "turns", "units"])
 def _merge(
-    part_out, part_lse, stops, out, lse, words, programs, turns, PER: tl.constexpr, D: tl.constexpr,
-    D_PAD: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, EARLY: tl.constexpr,
+    part_out, part_lse, stops, out, lse, words, programs, turns, units, PER: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     listed = head // PER
@@ -80,8 +83,13 @@ def _merge(
         weight = weight * shrink + tl.sum(tl.exp2(logs - anchor), 0)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
-    tl.store(out + head * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
-    tl.store(lse + head, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453)
+    place = head
+    if ROWS > 1:
+        OWN: tl.constexpr = PER // ROWS
+        row = listed // units * ROWS + head % PER // OWN
+        place = (row * units + listed % units) * OWN + head % OWN
+    tl.store(out + place * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
+    tl.store(lse + place, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453)
     if STOPPED:
         number = tl.arange(0, 1024)
         for start in tl.range(0, turns, 1024):
