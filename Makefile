@@ -13,8 +13,8 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize fuzz-server storm-server \
-  test-page conformance test-ray aarch64 wheels clean
+.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
+  fuzz-server storm-server test-page conformance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
 
