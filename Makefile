@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless fuzz sanitize fuzz-server storm-server \
+.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize fuzz-server storm-server \
   test-page conformance test-ray clean
 
 setup: $(STAMP)
@@ -89,6 +89,10 @@ storm-tiers: setup
 # Answers of lossless to 500 prompts of the suite beside dense attention's, in float32: make lossless COUNT=50 for fewer.
 lossless: setup
 	$(BIN)/python tests/lossless_suite.py $(COUNT)
+
+# Certified attention on 10,000 (head, step) pairs, recorded and adversarial: make certify COUNT=600 for fewer.
+certify: setup
+	$(BIN)/python tests/certified_pairs.py $(or $(COUNT),10000)
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup

@@ -7,7 +7,8 @@ process, and how much later a token arrives.
 The engine by itself answers all prompts in one batch; then ``saccade serve`` (its engine in a process of its own)
 answers the same prompts as streams that one client of plain sockets reads, on cores of its own where there are enough.
 Rounds of both follow a first one that compiles and fills the shared prefixes. *added*: a gap between two tokens at the
-client, less the median step of the engine by itself.
+client, less the median step of the engine by itself. Answers are held to letters, since a random model's are hardly
+text, and a stream says nothing where there is none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from server_cpu import PATHS, post
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
+from saccade.models.reference.tokenizer import build_tokenizer
+
+LETTERS = build_tokenizer().encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False)
 
 
 def arrivals(clients: list[socket.socket]) -> list[list[float]]:
@@ -56,7 +60,7 @@ def arrivals(clients: list[socket.socket]) -> list[list[float]]:
 
 def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> tuple[float, float]:
     """Tokens a second of the best round, and the median step in ms."""
-    params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, allowed_token_ids=LETTERS)
     rates, steps = [], []
     settings = {"max_model_len": given.prompt + given.tokens + 64, "max_requests": given.streams}
     with LLM(model, dtype=given.dtype, device=given.device, **settings) as llm:
@@ -93,7 +97,7 @@ def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> 
         url = next(json.loads(line)["address"] for line in server.stderr if '"serving"' in line)
         host, port = url.removeprefix("http://").split(":")
         common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": given.tokens}
-        common |= {"policy": given.policy}
+        common |= {"policy": given.policy, "allowed_token_ids": LETTERS}
         for number in range(given.rounds + 1):
             began = time.perf_counter()
             bodies = [json.dumps({**common, "prompt": ids}).encode() for ids in prompts]

@@ -39,14 +39,14 @@ inline void check_table(const BlockTable& t) {
 // The call of row `row` of `queries` and `output`, at position `q_start` of the sequence that `table` finds; `output` is
 // [rows, heads, head_dim] and [rows, heads].
 inline Attention row_of(int threads, const Pool& pool, const Queries& queries, const BlockTable& table, int64_t row,
-                        int64_t q_start, const Output& output) {
+                        int64_t q_start, const Output& output, int64_t count = 1) {
     const int64_t width = pool.storage == Storage::bf16 ? 2 : 4;
-    if (row >= queries.q_len || row >= output.out_rows)
-        throw std::invalid_argument("row " + std::to_string(row) + " is not among the " +
+    if (row + count > queries.q_len || row + count > output.out_rows)
+        throw std::invalid_argument("row " + std::to_string(row + count - 1) + " is not among the " +
                                     std::to_string(queries.q_len) + " of the call");
     Queries own = queries;
     own.q = static_cast<const char*>(queries.q) + row * queries.q_row_stride * width;
-    own.q_len = 1;
+    own.q_len = count;
     own.q_start = q_start;
     Attention a = attention(threads, pool, table, own);
     a.out = static_cast<char*>(output.out) + row * a.heads * a.head_dim * width;

@@ -32,6 +32,14 @@ void attend(const KernelSet& set, int threads, const Pool& pool, const BlockTabl
     run(a.q_len == 1 && a.keys != Keys::lines && !a.starts ? set.decode : set.prefill, a);
 }
 
+// A few rows of one sequence over all its keys, which are read once for all of them.
+void attend_few(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+                const Output& output) {
+    FewRows f{attention(threads, pool, table, queries), false};
+    write_to(f.attention, output);
+    run(set.few_rows, f);
+}
+
 // Decode rows of several sequences in one pool: `queries` and `output` hold the rows of all of them, the latter as
 // [rows, heads, head_dim] and [rows, heads].
 void attend_rows(const KernelSet& set, int threads, const Pool& pool, const Queries& queries,
@@ -138,6 +146,7 @@ void bind_attention(nb::module_& m, KernelSetClass& set) {
                              if (!rows.k != !rows.v || !rows.k != !rows.count)
                                  throw std::invalid_argument("k, v and a count of at least 1 go together");
                          });
+    set.def("attend_few", &attend_few);
     set.def("attend", &attend);
     set.def("attend_rows", &attend_rows);
     m.def("store_rows", &store_rows);

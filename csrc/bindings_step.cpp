@@ -19,9 +19,10 @@ namespace {
 
 constexpr int64_t kLong = 8192;  // keys from which a row takes all threads by itself
 
-// One row: `table` is layer 0's, the next layer's lies `layer_stride` entries on.
+// One row, or `count` rows one after the other that read everything: `table` is layer 0's, the next layer's lies
+// `layer_stride` entries on.
 struct StepRow : BlockTable {
-    int64_t row, q_start, layer_stride;
+    int64_t row, q_start, layer_stride, count = 1;
 
     BlockTable at(int64_t layer) const {
         BlockTable own = *this;
@@ -31,7 +32,7 @@ struct StepRow : BlockTable {
 };
 
 class DecodeStep {
-    enum class Kind { elsewhere, reads, chooses, lists, shares };
+    enum class Kind { elsewhere, reads, reads_few, chooses, lists, shares };
     // What one layer reads: a ReadKeys, BlockChoice, ListedLayer or SharedLayer that Python holds.
     struct Layer {
         Kind kind = Kind::elsewhere;
@@ -97,11 +98,12 @@ class DecodeStep {
 
     // A row that is stored, and attended elsewhere unless reads() or lists() says how: its number.
     int64_t add(const StepRow& where) {
-        const int64_t block = where.q_start / block_size_, heads = where.table_head_stride ? kv_heads_ : 1;
-        if (block >= where.table_blocks) throw std::invalid_argument("the row lies beyond its block table");
+        const int64_t first = where.q_start / block_size_, heads = where.table_head_stride ? kv_heads_ : 1;
+        const int64_t last = (where.q_start + where.count - 1) / block_size_;
+        if (last >= where.table_blocks) throw std::invalid_argument("the row lies beyond its block table");
         for (int64_t layer = 0; layer < layers_; ++layer)
-            for (int64_t h = 0; h < heads; ++h)
-                if (where.at(layer).table[h * where.table_head_stride + block] < 0)
+            for (int64_t at = 0; at < heads * (last - first + 1); ++at)
+                if (where.at(layer).table[at % heads * where.table_head_stride + first + at / heads] < 0)
                     throw std::invalid_argument("the block of position " + std::to_string(where.q_start) +
                                                 " is in no slot");
         rows_.push_back(std::make_unique<Row>());
@@ -120,9 +122,17 @@ class DecodeStep {
         for (int64_t i = 0; i < layers_; ++i) {
             nb::handle call = calls[i];
             Layer& layer = row.layers[i];
-            if (i && call.is(calls[i - 1])) layer = row.layers[i - 1];
-            else if (nb::isinstance<ReadKeys>(call)) layer = {Kind::reads, &nb::cast<const ReadKeys&>(call)};
+            if (i && call.is(calls[i - 1])) {
+                layer = row.layers[i - 1];
+                continue;
+            }
+            if (nb::isinstance<ReadKeys>(call)) layer = {Kind::reads, &nb::cast<const ReadKeys&>(call)};
             else layer = {Kind::chooses, &nb::cast<const BlockChoice&>(call)};
+            if (row.where.count > 1) {
+                if (layer.kind != Kind::reads || layer.as<ReadKeys>().keys != Keys::dense)
+                    throw std::invalid_argument("several rows of a sequence read everything");
+                layer.kind = Kind::reads_few;
+            }
             if (layer.kind == Kind::chooses && i >= known)
                 throw std::invalid_argument("summaries of layer " + std::to_string(i) + " are missing");
         }
@@ -168,18 +178,22 @@ class DecodeStep {
         if (fresh.k)
             for (const auto& row : rows_) {
                 const BlockTable table = row->where.at(layer);
-                store_row(pool, fresh, row->where.row, table, row->where.q_start);
+                for (int64_t i = 0; i < row->where.count; ++i)
+                    store_row(pool, fresh, row->where.row + i, table, row->where.q_start + i);
             }
         for (const auto& one : rows_) {
             Row& row = *one;
             const Layer& own = row.layers[layer];
             if (!attends || own.kind == Kind::elsewhere) continue;
-            Attention a = row_of(threads, pool, queries, row.where.at(layer), row.where.row, row.where.q_start, output);
+            Attention a = row_of(threads, pool, queries, row.where.at(layer), row.where.row, row.where.q_start, output,
+                                 row.where.count);
             row.keys = a.q_start + 1;
             if (own.kind == Kind::reads) {
                 Reading& reading = row.working<Reading>(own.kind);
                 reading.begin(a, own.as<ReadKeys>());
                 row.keys = reading.keys();
+            } else if (own.kind == Kind::reads_few) {
+                row.working<ReadingFew>(own.kind).begin(a);
             } else if (own.kind == Kind::chooses) {
                 row.working<Choosing>(own.kind).begin(a, own.as<BlockChoice>(), row.choosing_by(layer));
             } else if (own.kind == Kind::lists) {
@@ -251,7 +265,7 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         m, "StepRow",
         {field<&StepRow::row>("row"), field<&StepRow::q_start>("q_start"), field<&StepRow::table, StepRow>("slots"),
          field<&StepRow::table_head_stride, StepRow>("head_stride"),
-         field<&StepRow::layer_stride>("layer_stride"),
+         field<&StepRow::layer_stride>("layer_stride"), field<&StepRow::count>("count").at_least(1).optional(),
          field<&StepRow::table_blocks, StepRow>("blocks").at_least(1)},
         [](const StepRow& row) { check_table(row); });
     bind_struct<ListedKeys>(

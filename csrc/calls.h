@@ -63,6 +63,12 @@ struct Attention : PagedKV, Queries, ReadKeys, Output {
     int threads = 1;
 };
 
+// A few rows that read all keys. With `rows_first` out is [q_len, heads, head_dim] and lse [q_len, heads].
+struct FewRows {
+    Attention attention;
+    bool rows_first;
+};
+
 // One row of a call that decodes several sequences of one pool: row `row` of its queries and of its output.
 struct DecodeRow : BlockTable {
     int64_t row, q_start;

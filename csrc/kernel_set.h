@@ -5,6 +5,7 @@
 #include "block_codes.h"
 #include "block_estimates.h"
 #include "decode.h"
+#include "few_rows.h"
 #include "gather.h"
 #include "label_keys.h"
 #include "line_cover.h"
@@ -27,6 +28,11 @@ void prefill(const Attention& a) {
 void decode(const Attention& a) {
     if (a.storage == Storage::bf16) decode_typed<HalfMath, uint16_t>(a);
     else decode_typed<Fp32Math, float>(a);
+}
+
+void few_rows(const FewRows& f) {
+    if (f.attention.storage == Storage::bf16) few_rows_typed<HalfMath, uint16_t>(f);
+    else few_rows_typed<Fp32Math, float>(f);
 }
 
 void line_sums(const LineSums& s) {

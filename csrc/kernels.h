@@ -12,6 +12,7 @@ struct KernelSet {
     const char* name;
     void (*prefill)(const Attention&);
     void (*decode)(const Attention&);
+    void (*few_rows)(const FewRows&);
     void (*line_sums)(const LineSums&);
     void (*cover_rows)(const RowCovers&);
     double (*cover)(const CoverCall&);  // what was recovered

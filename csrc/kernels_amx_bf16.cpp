@@ -3,6 +3,7 @@
 // clang-format off: the kernels see the Simd above
 #include "antidiagonal.h"
 #include "decode.h"
+#include "few_rows.h"
 #include "gather.h"
 #include "line_cover.h"
 #include "prefill.h"
@@ -21,6 +22,11 @@ bool serves(const Attention& a) { return a.storage == Storage::bf16 && a.head_di
 void prefill(const Attention& a) {
     if (serves(a)) prefill_typed<TileMath, uint16_t>(a);
     else avx512_bf16_kernels.prefill(a);
+}
+
+void few_rows(const FewRows& f) {
+    if (serves(f.attention)) few_rows_typed<TileMath, uint16_t>(f);
+    else avx512_bf16_kernels.few_rows(f);
 }
 
 void line_sums(const LineSums& s) {
@@ -88,6 +94,7 @@ const KernelSet& amx_bf16_kernels() {
         made.cover_rows = cover_rows;
         made.antidiagonals = antidiagonals;
         made.decode = decode;
+        made.few_rows = few_rows;
         made.progressive = progressive;
         made.gather = gather;
         made.project_rows = project_rows;

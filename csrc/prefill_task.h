@@ -31,6 +31,22 @@ class PrefillTask : TileTask<Math, T> {
 
     template <class Stream>
     void run(Stream& keys) {
+        walk(keys);
+        finish();
+    }
+
+    // Leaves what a part of the keys gives: o [lanes, head_dim] not divided by the sums, max (base 2) and sum [lanes].
+    template <class Stream>
+    void run_part(Stream& keys, float* o, float* max, float* sum) {
+        walk(keys);
+        rows_of_lanes([&](int64_t lane, int64_t c, F x) { Simd::store(o + lane * d_ + c, x); });
+        std::memcpy(max, x_.max, lanes_ * sizeof(float));
+        std::memcpy(sum, x_.sum, lanes_ * sizeof(float));
+    }
+
+  private:
+    template <class Stream>
+    void walk(Stream& keys) {
         KeyStep<kStep> steps[2];
         int now = 0;
         bool more = keys.fill(steps[0]);
@@ -41,10 +57,8 @@ class PrefillTask : TileTask<Math, T> {
             take_step(steps[now], more ? &steps[1 - now] : nullptr);
             now = 1 - now;
         }
-        finish();
     }
 
-  private:
     bool thin() const { return lines_ && lines_->thin_count; }
 
     void carve(Carver& c) {
@@ -294,23 +308,31 @@ class PrefillTask : TileTask<Math, T> {
         }
     }
 
-    // Divides by the sums, transposes back and writes out and lse.
-    void finish() {
+    // Transposes back: calls leave(lane, channel, W channels from there on) for every lane; `divides` by the sums.
+    template <class Leave>
+    void rows_of_lanes(const Leave& leave, bool divides = false) {
         for (int64_t lane = 0; lane < lanes_; lane += W) {
             const float* o = x_.o + lane / kTile * d_ * kTile + lane % kTile;
-            F sum = Simd::load(x_.sum + lane), zero = Simd::set1(0);
-            F inverse = Simd::less(zero, sum, Simd::div(Simd::set1(1), sum), zero);
-            int present = static_cast<int>(lanes_ - lane < W ? lanes_ - lane : W);
+            const F sum = Simd::load(x_.sum + lane), zero = Simd::set1(0);
+            const F inverse = Simd::less(zero, sum, Simd::div(Simd::set1(1), sum), zero);
+            const int present = static_cast<int>(lanes_ - lane < W ? lanes_ - lane : W);
             for (int64_t c = 0; c < d_; c += W) {
                 F x[W];
-                for (int i = 0; i < W; ++i) x[i] = Simd::mul(Simd::load(o + (c + i) * kTile), inverse);
+                for (int i = 0; i < W; ++i) {
+                    x[i] = Simd::load(o + (c + i) * kTile);
+                    if (divides) x[i] = Simd::mul(x[i], inverse);
+                }
                 Simd::transpose(x);
-                T* out = static_cast<T*>(a_.out) + c;
-                for (int i = 0; i < present; ++i) Simd::store_row(out + out_row(lane + i) * d_, x[i]);
+                for (int i = 0; i < present; ++i) leave(lane + i, c, x[i]);
             }
-            for (int i = 0; i < present; ++i)
-                a_.lse[out_row(lane + i)] = lse_of(x_.max[lane + i], x_.sum[lane + i]);
         }
+    }
+
+    // Divides by the sums and writes out and lse.
+    void finish() {
+        T* out = static_cast<T*>(a_.out);
+        rows_of_lanes([&](int64_t lane, int64_t c, F x) { Simd::store_row(out + out_row(lane) * d_ + c, x); }, true);
+        for (int64_t lane = 0; lane < lanes_; ++lane) a_.lse[out_row(lane)] = lse_of(x_.max[lane], x_.sum[lane]);
     }
 
     static constexpr int64_t kValueStride = kStep / 2 + kPad;  // units of one channel, for tiles

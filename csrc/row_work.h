@@ -123,4 +123,18 @@ class Reading : public RowWork {
     int64_t keys() const { return length_; }
 };
 
+// Several rows of one sequence, one after the other, that read all keys.
+class ReadingFew : public RowWork {
+  public:
+    void begin(const Attention& attention) { f_ = {attention, true}; }
+    void run(const KernelSet& set, int threads) override {
+        f_.attention.threads = threads;
+        set.few_rows(f_);
+        phases.end(Phases::reading);
+    }
+
+  private:
+    FewRows f_{};
+};
+
 }  // namespace saccade

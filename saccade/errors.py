@@ -53,6 +53,12 @@ def shown(value: object, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def check_share(name: str, value: object, error: type[SaccadeError] = SaccadeError) -> None:
+    """Raise ``error`` unless ``value`` is a number from 0 to 1."""
+    if not finite_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
+        raise error(f"{name}={shown(value)} must be a number from 0 to 1")
+
+
 def whole_number(value: object, least: int, most: int = 2**63 - 1) -> bool:
     """Whether ``value`` is an integer, and none of bool's, from ``least`` to ``most``."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

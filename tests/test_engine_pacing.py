@@ -14,7 +14,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import SamplingParams
 from saccade.engine.acceptance import Proposal, decided, propose
 from saccade.engine.lookup import Lookup
-from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, best_length, forecast, tokens_of_round
+from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, Times, best_length, forecast, tokens_of_round
 from saccade.kv.view import KVView
 from saccade.ops import Call, few_rows, run
 
@@ -230,3 +230,16 @@ def test_few_rows_read_what_a_chunk_reads(dtype, rows, keys, softcap):
     torch.testing.assert_close(ours.out.float(), theirs.out.float(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(ours.lse, theirs.lse, atol=tolerance, rtol=tolerance)
     assert ours.used is call.selection
+
+
+def test_padded_verifications_cost_what_their_room_costs():
+    times = Times(padded=True)
+    times.plain.extend([1.0] * 3)
+    times.draft.extend([0.1] * 3)
+    times.verify.extend([(3.0, 1.1), (3.0, 1.1), (7.0, 1.2), (7.0, 1.2)])
+    assert [times.rounded(drafts) for drafts in (1, 2, 3, 4, 7, 8, 15)] == [1, 3, 3, 7, 7, 15, 15]
+    assert times.of_round(5) == pytest.approx(0.5 + 1.2)
+    assert times.of_round(2) == pytest.approx(0.2 + 1.1)
+    assert 1.2 < times.of_round(8) - 0.8 < 2.0  # not measured: on the line through the others
+    assert best_length(0.75, times, 15)[0] == 3
+    assert best_length(0.9, times, 15)[0] == 7

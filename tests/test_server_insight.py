@@ -269,3 +269,28 @@ def test_bytes_are_told_by_tier(tiny_llama, tmp_path):
 def test_settings_of_what_is_told_are_checked():
     with pytest.raises(SaccadeError, match="selection_maps=-1 must be"):
         ServerConfig(selection_maps=-1)
+
+
+def test_audits_are_told_in_usage_and_added_up_in_metrics(server):
+    asked = {"prompt": "x" * 120, **GREEDY, "max_tokens": 9, "n": 2, "seed": 1, "policy": "topk(k=24)"}
+    got = server.client.post(
+        "/v1/completions", json={**asked, "audit": 1.0, "audit_steps": 1.0, "target": 0.5, "report": True}
+    )
+    audit = got.json()["usage"]["saccade"]["audit"]
+    parts = [choice["report"]["audit"] for choice in got.json()["choices"]]
+    assert audit["places"] == sum(part["places"] for part in parts) == audit["output_error"]["samples"]
+    for name in ("retained_mass", "output_error", "agreement"):
+        assert audit[name]["mean"] == pytest.approx(sum(part[name]["mean"] for part in parts) / 2, abs=1e-5)
+        assert audit[name]["low"] <= audit[name]["mean"] <= audit[name]["high"]
+    assert audit["target"]["option"] == "k"
+    text = server.client.get("/metrics").text
+    found = dict(re.findall(r'saccade:(audit\w+)\{[^}]*method="topk"[^}]*?\} (\S+)', text.replace('bound="mean",', "")))
+    assert float(found["audited_groups_total"]) == audit["output_error"]["samples"]
+    assert float(found["audited_steps_total"]) == audit["agreement"]["samples"]
+    shown = re.search(r'saccade:audit_output_error\{bound="mean",method="topk",.*\} (\S+)', text)
+    assert float(shown[1]) == pytest.approx(audit["output_error"]["mean"], abs=1e-5)
+    assert (
+        server.client.post("/v1/completions", json={**asked, "policy": "dense"}).json()["usage"]["saccade"]["audit"]
+        is None
+    )
+    assert error(server.client.post("/v1/completions", json={**asked, "audit": 2})) == (400, None, "audit")

@@ -1,26 +1,15 @@
 """The best of many lists, cut into parts, against a stable sort, under Triton's interpreter: ties, equal scores,
-infinities, lists shorter than a part, empty ones and ragged ones. And LFPS's candidates, whose scan is cut too."""
+infinities, lists shorter than a part, empty ones and ragged ones."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
-from saccade.methods.device_state import Opening
-from saccade.methods.lfps import LFPS
-from saccade.methods.lfps import tables as score_tables
-from saccade.methods.lfps import triton_row_candidates as kernels
-from saccade.methods.lfps.method import LFPSState
-from saccade.methods.lfps.recorded import RecordedTables
-from saccade.methods.lfps.tables import ScoreTables, join_blocks
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
-from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.batched_tokens import choose_keys
-from saccade.ops.triton.decode import Pages
 
 INF = float("inf")
 
@@ -98,73 +87,3 @@ def test_a_list_has_bounds_of_its_own():
         bound, spare = best.words[entry, 2182:].tolist()
         assert (bound ^ (-1 if least < 0 else -(2**31))) == least.view(torch.int32)
         assert spare == int((line[taken] == least).sum())
-
-
-OPTIONS = [
-    {"k": 40, "before": 63, "after": 0, "blocks": 3, "block_size": 16},
-    {"k": 300, "before": 1, "after": 40, "gate": "off", "a": 0.9, "unit": "kv_head"},
-    {"k": 12, "gate": "off_for_c0", "a": None, "slash_shift_on_read": False, "read_local": False},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_candidates_over_parts_of_a_list(options, monkeypatch):
-    """What spreads does so across the borders of parts."""
-    monkeypatch.setattr(kernels, "SPAN", 256)
-    monkeypatch.setattr(score_tables.cpu, "serves", lambda table: "patched")
-    method = LFPS(**{"blocks": 0, "least": 1, "sinks": 4, "local": 6, **options})
-    heads, kv_heads, lengths = 4, 2, [0, 77, 500]
-    units = heads if method.unit == "q_head" else kv_heads
-    rng = torch.Generator().manual_seed(1)
-    words, reals = torch.zeros(3, 32, dtype=torch.int64), torch.zeros(3, 8, dtype=torch.float64)
-    states: list = [None] * 3
-    for row, length in enumerate(lengths):
-        if length:
-            vertical, slash = torch.rand(2, units, length - 5, generator=rng) ** 40
-            tables = ScoreTables.of(vertical, slash, 4, length - 2)
-            nothing = torch.zeros(kv_heads, 8)
-            state = LFPSState(tables, nothing, nothing, 0, torch.zeros(heads), length - 1)
-            spec = SimpleNamespace(kv_heads=kv_heads)
-            kv = SimpleNamespace(pool=SimpleNamespace(storage=SimpleNamespace(device=torch.device("cpu"))))
-            states[row] = RecordedTables(Opening([state], kv, spec, 0, length), method)
-            words[row, : len(states[row].words(0))] = torch.tensor(states[row].words(0))
-            reals[row, :4] = torch.tensor(states[row].reals(0), dtype=torch.float64)
-    pool, none = torch.zeros(1, kv_heads, 16, 8), torch.zeros(3, dtype=torch.int32)
-    pages = Pages(pool, pool, torch.zeros(3, 1, 32, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), 512)
-    q = torch.zeros(3, heads, 8)
-    rows = LayerRows(0, q, pages, words, reals, torch.zeros(3, 4, dtype=torch.float64), none, none, 1.0)
-    idle = torch.zeros(3 * heads, dtype=torch.int8)
-    idle[8:10], idle[11] = 1, 1  # of the last row two heads, or a whole KV head, and another head rest
-    size = method.block_size if method.blocks else 0
-    marked = (torch.rand(3 * units, 512 // size, generator=rng) < 0.05).to(torch.int8) if size else None
-    found = kernels.candidates(rows, units, idle, marked, size)
-    scores = (torch.rand(3, units, 512, generator=rng) * 12).round()
-    lists = kernels.choose(rows, scores, found, idle, heads, 512)
-    for row, length in enumerate(lengths):
-        if not length:
-            assert lists.counts[row * heads : (row + 1) * heads].tolist() == [0] * heads
-            continue
-        n, local = length - 4, 6 if method.read_local else 1
-        base = torch.full((units,), length - 2 + method.slash_shift_on_read - 4)
-        tables, offsets = states[row].states[0].tables, (method.before, method.after)
-        expected = score_tables.candidates(tables, n, n - local, method.a, method.gate, offsets, base)
-        for unit in range(units):
-            entry, each = row * units + unit, heads // units
-            wanted = expected[1][expected[0][unit] : expected[0][unit + 1]]
-            if marked is not None:
-                blocks = marked[entry, : length // size].nonzero().T.to(torch.int32)
-                _, wanted = join_blocks(torch.tensor([0, len(wanted)]), wanted, blocks, size, 4, length - local)
-            resting = idle[entry * each : (entry + 1) * each].bool()
-            wanted = torch.arange(0) if resting.all() else wanted
-            budget = method.budget(n)
-            if n - (not method.read_local) > budget:
-                assert (found.marks[entry, : n - local].nonzero()[:, 0] + 4).tolist() == wanted.tolist()
-                assert found.lists.indices[entry, 4 : 4 + found.listed[entry]].tolist() == wanted.tolist()
-                take = max(0, budget - local) if method.read_local else budget
-                best = best_by_sorting(scores[row, unit], 4, 4 + len(wanted), 0, 0, take)
-                taken = [*range(4), *(int(wanted[at - 4]) for at in best), *range(length - local, length)]
-            else:
-                taken = list(range(length))
-            for head in range(entry * each, (entry + 1) * each):
-                got = lists.indices[head, : lists.counts[head]].tolist()
-                assert got == (list(range(4)) if idle[head] else taken)

@@ -34,6 +34,9 @@ CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
 THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
+AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
+AUDIT_STEPS = typer.Option("--audit-steps", help="Share of decode steps that are replayed densely.")
+TARGET = typer.Option("--target", help="Agreement with dense to hold by moving the method's dial.")
 DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")
 
 
@@ -50,6 +53,9 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "backend": (Annotated[str, BACKEND], "auto"),
     "threads": (Annotated[int | None, THREADS], None),
     "device": (Annotated[str, DEVICE], "auto"),
+    "audit": (Annotated[float, AUDIT], 0.0),
+    "audit_steps": (Annotated[float, AUDIT_STEPS], 0.0),
+    "target": (Annotated[float | None, TARGET], None),
 }
 
 

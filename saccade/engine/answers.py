@@ -47,7 +47,7 @@ class Answers:
             token = request.sampler.sample(sequence.tokens, logits, place, proposal)
             if params.logprobs is not None:
                 self._record_logprobs(request, top_logprobs(logits, token, params.logprobs), token)
-        sequence.extend([token], "decode", request.policy)
+        sequence.extend([token], "decode", request.decoding)
         if len(sequence.tokens) == self.model.runner.restart_length:
             sequence.restart(request.policy)
             request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")

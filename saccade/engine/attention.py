@@ -8,9 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from saccade.engine.audit import RowAudit
 from saccade.engine.clock import Clock
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.observe import AttentionCall, AuditTap, Observer, audit
+from saccade.engine.observe import AttentionCall, Observer
 from saccade.engine.step import RequestResult, StepInput
 from saccade.models.interface import LayerAttention
 
@@ -21,8 +22,10 @@ class Watch:
 
     observer: Observer | None = None  # see engine.observe
     clock: Clock | None = None  # see engine.clock
-    audit: AuditTap | None = None  # see engine.observe
     maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
+    audits: Mapping[int, RowAudit] = field(
+        default_factory=dict
+    )  # of rows of this step, by request; they change nothing
 
     @property
     def idle(self) -> bool:
@@ -32,7 +35,7 @@ class Watch:
     @property
     def sees_calls(self) -> bool:
         """Whether anybody looks at calls."""
-        return self.observer is not None or self.audit is not None or bool(self.maps)
+        return self.observer is not None or bool(self.maps)
 
     def wants_all(self, request: int) -> bool:
         """Whether somebody looks at every row of a request."""
@@ -44,8 +47,6 @@ class Watch:
             self.observer(call)
         if call.request in self.maps:
             self.maps[call.request](call)
-        if self.audit is not None:
-            audit(self.audit, call)
 
 
 class StepAttention(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from saccade.engine.params import SamplingParams
 from saccade.errors import CapacityError, PolicyError, RequestError, shown
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
@@ -82,3 +83,14 @@ class Checks:
                 f"keys all alike; use '{freeze.name}(reuse=hidden)'"
             )
         self.calibrations.layer(policy.decode.calibration, 0)
+
+
+def certified(policy: Policy, params: SamplingParams) -> Policy:
+    """``policy`` with the certificates that a request asks for. RequestError where its decode method has none."""
+    if params.certify is None:
+        return policy
+    method = policy.decode.certified(*params.certify)
+    if method is None or policy.window is not None:
+        what = f"'{policy.decode.name}'" if method is None else f"'{policy.decode.name}' in a window"
+        raise RequestError(f"certify={params.certify}: {what} has no certificate; use policy='vattention'")
+    return replace(policy, decode=method)

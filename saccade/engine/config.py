@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.errors import SaccadeError, finite_number, shown, whole_number
+from saccade.errors import SaccadeError, check_share, finite_number, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
@@ -48,6 +48,8 @@ class EngineConfig:
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
     ``kv_disk``.
 
+    ``audit``, ``audit_steps``, ``target``: of requests that name none (docs/audit.md).
+
     Raises SaccadeError, or a subclass of it, that names the value, what is allowed and the way out.
     """
 
@@ -73,6 +75,9 @@ class EngineConfig:
     revision: str | None = None
     enable_prefix_caching: bool = False
     session_dir: str | Path | None = None
+    audit: float = 0.0
+    audit_steps: float = 0.0
+    target: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
@@ -120,6 +125,9 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
+        for name in ("audit", "audit_steps", "target"):
+            if name != "target" or self.target is not None:
+                check_share(name, getattr(self, name), SaccadeError)
         if self.session_dir is not None:
             folder_and_size(self.session_dir, "session_dir", SESSIONS)
         if self.threads is not None:

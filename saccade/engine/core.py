@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
+from saccade.engine.audit import AuditOptions
+from saccade.engine.auditing import Auditing
 from saccade.engine.batch_control import BatchControl
-from saccade.engine.checks import Checks
+from saccade.engine.checks import Checks, certified
 from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.maps import Maps
@@ -84,6 +86,8 @@ class Engine:
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.worker.memories, self.prefixes)
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
+        default = AuditOptions(config.audit, config.audit_steps, config.target)
+        self.auditing = Auditing(self.worker, default, max_model_len)
         self.sessions: dict[int, Sequence] = {}
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
@@ -189,6 +193,8 @@ class Engine:
         kept = len(before) if keep is None else keep
         self.checks.prompt(prompt, kept)
         self.checks.policy(policy)
+        policy = certified(policy, params)
+        control = self.auditing.control(params, policy)
         steering = Steering.of(params, self.model, constraint)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
@@ -214,6 +220,7 @@ class Engine:
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
                 sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
         request.begin(sequence if sequence is not None else self.new_sequence(), self.max_model_len, decoded)
+        self.auditing.begin(request, control)
         request.keep_kv = sequence is not None
         request.dropped = dropped
         request.sequence.turn = request
@@ -282,9 +289,11 @@ class Engine:
                 batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
             for request, _ in batch:
                 request.report.schedule(time.perf_counter())
-            self.watch.maps = {}
+            self.watch.maps, self.watch.audits = {}, {}
             try:
                 batch = self.sparse_drafts.added(batch)
+                batch = self.auditing.replayed(batch)
+                self.watch.audits = self.auditing.rows(batch)
                 self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
                 began = time.perf_counter()
                 result = self.worker.run(step_input(batch))
@@ -302,6 +311,7 @@ class Engine:
             self.sparse_drafts.timed(batch, ended - began, result.fresh)
             if not result.fresh:
                 self.scheduler.control.ran(batch, ended - began, result.requests)
+            self.auditing.settle(batch, result)
             for request, rows in batch:
                 try:
                     outputs += self.settling.settle(request, rows, result.requests[request.id], ended)

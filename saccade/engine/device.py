@@ -130,7 +130,7 @@ class DeviceBackend:
     def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
         """Whether the device can run a step again and again by itself, each row with the token that it chose before:
         all rows want their likeliest token alone, and nothing on the way asks the host."""
-        if not self.watch.idle or not 0 < len(step) <= MOST_ROWS:
+        if not self.watch.idle or self.watch.audits or not 0 < len(step) <= MOST_ROWS:
             return False
         for index, one in enumerate(step.scheduled):
             memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan
@@ -183,6 +183,8 @@ class DeviceBackend:
             self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
+        if self.watch.audits:
+            self._audit(placed, key)
         return results
 
     def _arranged(
@@ -200,7 +202,8 @@ class DeviceBackend:
         sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
-        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent
+        tapped = not absent and each == times == 1 and any(one in self.watch.audits for one in step.request_ids)
+        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
         forms = self._plans.forms
@@ -223,11 +226,14 @@ class DeviceBackend:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
         except TierError as error:
             raise StepShortError(str(error)) from error
+        if key[3]:
+            buffers.tap_for(self.runner.spec)
         kind = self.kinds.of(key, groups)
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers)
+            tap = buffers.tap if key[3] else None
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, tap)
             tokens, positions = buffers.inputs[:2, : len(placed) * each]
             kind.logits = self._forward.run(tokens, positions, context)
             greatest, best = kind.logits.max(-1)
@@ -306,7 +312,7 @@ class DeviceBackend:
         if one.together:
             verified = self._counts.of(one.request_id, row.plan)
             row.result.late[row.plan.name] = verified
-            row.result.stay = partial(verified.add_first, one.start)
+            row.result.stay = partial(verified.add_first, one.start, "triton")
             return
         counts = self._counts.rows[number]
         whole = False
@@ -321,6 +327,22 @@ class DeviceBackend:
         if self.kinds.note is not None:
             row.result.note(self.kinds.note)
         row.result.late[row.plan.name] = counts
+
+    @torch.inference_mode()
+    def _audit(self, placed: list[PlacedRow | None], key: Key) -> None:
+        """Hold what was drawn of the step against true attention, now that it has run."""
+        for number, row in enumerate(placed):
+            audit = None if row is None else self.watch.audits.get(row.scheduled.request_id)
+            if row is None or audit is None or row.result.error is not None:
+                continue
+            tap = self._buffers[False].tap if key[3] else None
+            if tap is None:
+                row.result.note("audit: steps whose keys may lie in host memory were left out")
+                continue
+            for layer in audit.drawn:
+                kv, spec = row.kv.view(layer).upto(row.scheduled.stop), tap.specs[layer]
+                q, out, lse = tap.q[layer, number], tap.out[layer, number], tap.lse[layer, number]
+                row.result.note_of(audit.take(layer, q, out, lse, kv, spec))
 
     def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
         """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_rows import RowBuffers, Tap
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import SHORT, STEP, Offers
@@ -88,7 +88,7 @@ class Group:
 class DeviceAttention:
     """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
     at most ``longest`` keys. ``watch`` sees every call. With ``offers`` blocks may lie in host memory: what a layer
-    reads is brought in."""
+    reads is brought in. ``tap`` takes what audits look at."""
 
     def __init__(
         self,
@@ -98,9 +98,10 @@ class DeviceAttention:
         longest: int,
         watch: StepWatch | None = None,
         offers: Offers | None = None,
+        tap: Tap | None = None,
     ) -> None:
         self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
-        self.pool, self.storage, self.offers = pool, pool.storage, offers
+        self.pool, self.storage, self.offers, self.tap = pool, pool.storage, offers, tap
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
         several = groups[0].each > 1
         self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
@@ -198,6 +199,8 @@ class DeviceAttention:
                 follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking[2][1])
             out, lse = progress.out, progress.lse
         out = _with_sinks(out, lse, spec)
+        if self.tap is not None:
+            self.tap.take(layer, rows, q, out, lse, spec)
         if watch is not None:
             watch.end()
             watch.called(layer, group.first, q, out, spec, lists, ranking, progress)
@@ -238,6 +241,8 @@ class DeviceAttention:
         short = replace(read.lists, starts=None, indices=pages.lengths)
         self._read[number][layer] = read._replace(out=pages.lengths, lse=pages.lengths, lists=short)
         out = _with_sinks(read.out, read.lse, spec)
+        if self.tap is not None:
+            self.tap.take(layer, rows, q, out, read.lse, spec)
         if watch is not None:
             watch.end()
             watch.called(layer, group.first, q, out, spec, read.lists, None, None, read.everything)

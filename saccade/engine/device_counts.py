@@ -92,10 +92,10 @@ class LateCounts:
             everything |= kind == "dense"
         return everything
 
-    def add_first(self, start: int, rows: int) -> None:
-        """Count the first ``rows`` rows of a verification that were recorded, after ``start`` keys."""
+    def add_first(self, start: int, backend: str, rows: int) -> None:
+        """Count the first ``rows`` rows of a verification after ``start`` keys."""
         for length in range(start + 1, start + rows + 1):
-            self.add(length, "triton")
+            self.add(length, backend)
 
     def attach(self, row: int, source: Callable[[], RuleCounts | ReadCounts] | None) -> None:
         """Count for ``row`` from now on; ``source`` takes what rules, or readings of the method's own, do there."""

@@ -20,8 +20,8 @@ MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
 
-# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent
-Key = tuple[tuple[tuple[int, int], ...], int, bool]
+# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent; whether audits tap it
+Key = tuple[tuple[tuple[int, int], ...], int, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class StepKinds:
             self._asked.popitem(last=False)
         if times > COVERED:
             return None
-        sizes, longest, absent = key
+        sizes, longest = key[:2]
         found: tuple[Key, StepKind] | None = None
         for other, kind in self._kinds.items():
             rows = dict(other[0])
-            fits = other[2] == absent and longest <= other[1] <= MOST_TIMES * longest
+            fits = other[2:] == key[2:] and longest <= other[1] <= MOST_TIMES * longest
             fits = fits and len(rows) <= MOST_TIMES * len(sizes)
             if kind.graph is None or not fits or any(rows.get(form, 0) < count for form, count in sizes):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from saccade.engine.device_words import RowWords, RuleCounts
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+from saccade.models.interface import LayerAttention, ModelSpec
 from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
 
@@ -27,6 +29,23 @@ class _Row:
     places: list[int] = field(default_factory=list)  # of the summaries, by layer
 
 
+class Tap(NamedTuple):
+    """What attention was asked and what it gave, of a step's rows: ``q``, ``out`` [layers, rows, heads, head_dim] in
+    the model's dtype, ``lse`` fp32 [layers, rows, heads] over what was read. ``specs``: by layer, what it asks for."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    specs: dict[int, LayerAttention]
+
+    def take(self, layer: int, rows: slice, q: Tensor, out: Tensor, lse: Tensor, spec: LayerAttention) -> None:
+        """Of ``rows``, [rows, heads, head_dim] and [rows, heads]."""
+        self.q[layer, rows].copy_(q)
+        self.out[layer, rows].copy_(out)
+        self.lse[layer, rows].copy_(lse)
+        self.specs[layer] = spec  # also while a graph is recorded: replays ask the same
+
+
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
@@ -38,7 +57,7 @@ class RowBuffers:
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
     ``rules``: what stopping rules did since this was last taken. ``own``: of rows whose methods
-    bring readings of their own.
+    bring readings of their own. ``tap``: where steps that are audited leave queries and results.
     """
 
     def __init__(
@@ -68,7 +87,15 @@ class RowBuffers:
             torch.ones(every, dtype=torch.float32, device=device),
         )
         self.own = RowWords(layers, rows, heads, device)
+        self.tap: Tap | None = None
         self._held = [_Row() for _ in range(rows)]
+
+    def tap_for(self, spec: ModelSpec) -> None:
+        """Have room for what audits look at."""
+        if self.tap is None:
+            shape = self.layers, self.rows, spec.heads, spec.head_dim
+            q, out = torch.zeros(2, *shape, dtype=spec.dtype, device=self.device)
+            self.tap = Tap(q, out, torch.zeros(shape[:3], device=self.device), {})
 
     def fits(self, rows: int, blocks: int) -> bool:
         return rows <= self.rows and blocks <= self.blocks

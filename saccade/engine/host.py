@@ -47,7 +47,7 @@ class HostBackend:
         setting = self.setting
         self.done()
         frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
-        joined = [one for one in rows if one.decodes]
+        joined = [one for one in rows if one.decodes or one.together]
         if not joined or frozen is not None or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
             return HostAttention(setting, rows, frozen)
         joined = self._held.gather(joined)

@@ -63,6 +63,10 @@ class FixedPlans:
         memory = rows.memory
         if rows.drafted or self.setting.watch.sees_calls or memory.has_gone:
             return None
+        if rows.together:
+            plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
+            whole = plan is not None and set(plan.layers) == {Everything()}
+            return FixedRow(rows, plan, self._everything, None) if plan is not None and whole else None
         prepared = self._plan(rows.method)
         if prepared is None:
             return None
@@ -79,6 +83,10 @@ class FixedPlans:
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = LateCounts(plan, self.setting.spec.heads)
+        if rows.together:
+            rows.result.late["host", plan.name] = counts
+            rows.result.stay = partial(counts.add_first, rows.scheduled.start, backend)
+            return
         if state is not None:
             state.done(rows.scheduled.stop)
             counts.follow(state)
@@ -145,7 +153,7 @@ class JoinedRows:
             planned.append(_planned(one, fixed))
         self._rows = PlannedRows(planned, self.storage.k, self.storage.v, own_products)
         for one in rows:
-            one.memory.kv.stored(1)
+            one.memory.kv.stored(one.scheduled.length)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
@@ -164,12 +172,21 @@ class JoinedRows:
                 share = self._rows.run(*given, watched=True)
             finally:
                 clock.end("selection", share)
+        for _, row in self.fixed if setting.watch.audits else ():
+            self._audit(row.rows, layer, q, spec, out)
         if layer == setting.spec.layers - 1:
             backend = f"cpu/{cpu.isa()}"
             for number, row in self.fixed:
                 self.plans.count(row, backend, self._rows.ruled(number))
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
+
+    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+        audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first
+        if audit is None or layer not in audit.drawn:
+            return
+        kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
+        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec))
 
     def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
@@ -187,7 +204,7 @@ class JoinedRows:
         for rows in self.chosen:
             if rows.result.error is not None:
                 continue
-            row = slice(rows.first, rows.first + 1)
+            row = slice(rows.first, rows.first + rows.scheduled.length)
             try:
                 chosen = choose(setting, rows, layer, q[:, row], rows.scheduled.stop, spec)
                 waits = joins and not chosen.want_weights
@@ -226,9 +243,10 @@ class JoinedRows:
 
 def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
     """A row's part of the step, its keys not stored yet."""
-    length, kv = rows.scheduled.stop, rows.memory.kv
-    if fixed is None:
-        return PlannedRow(rows.first, length - 1, kv.tables)
+    length, kv, count = rows.scheduled.stop, rows.memory.kv, rows.scheduled.length
+    if fixed is None or rows.together:
+        reads = None if fixed is None else fixed.reads
+        return PlannedRow(rows.first, length - count, kv.tables, reads, length=count)
     blocks = fixed.plan.blocks if fixed.state is None else fixed.state.summarized
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()

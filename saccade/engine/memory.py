@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -64,6 +65,16 @@ class SequenceMemory:
         if state is not None:
             self._on_device, self._opened_by = state, method
         return state
+
+    @contextmanager
+    def without_method(self) -> Iterator[None]:
+        """Within the block no decode method knows anything; afterwards all is known again, on a device too."""
+        held = self._states, self._on_device, self._opened_by
+        self.states = [None] * self.kv.layers
+        try:
+            yield
+        finally:
+            self._states, self._on_device, self._opened_by = held
 
     @property
     def has_state(self) -> bool:

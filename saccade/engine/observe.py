@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -37,57 +37,6 @@ class AttentionCall:
 
 
 Observer = Callable[[AttentionCall], None]
-
-
-@dataclass(frozen=True, eq=False)
-class AuditSample:
-    """One head's attention of one row, to be held against dense attention: ``q``, ``out`` [head_dim]. The row stands at
-    ``position``; its keys are those of ``kv_head`` up to its own."""
-
-    request: int
-    layer: int
-    position: int
-    head: int
-    q: Tensor
-    out: Tensor
-    kv: KVView
-    kv_head: int
-    read: Selection
-    spec: LayerAttention
-
-
-class AuditTap(Protocol):
-    """Looks at single heads of single rows, wherever a step runs them."""
-
-    def wants(self, request: int, layer: int, positions: range) -> Iterable[tuple[int, int]]:
-        """Pairs (position, head) of a call over rows at ``positions`` that it wants to see."""
-        ...
-
-    def take(self, sample: AuditSample) -> None:
-        """Take one of them. The tensors are the engine's own, good until this returns."""
-        ...
-
-
-def audit(tap: AuditTap, call: AttentionCall) -> None:
-    """Hand what a tap wants of a call to it."""
-    shape = call.selection.shape
-    positions = range(shape.q_start, shape.q_start + shape.q_len)
-    for position, head in tap.wants(call.request, call.layer, positions):
-        at = head, position - shape.q_start
-        tap.take(
-            AuditSample(
-                call.request,
-                call.layer,
-                position,
-                head,
-                call.q[at],
-                call.out[at],
-                call.kv,
-                head // shape.group,
-                call.selection,
-                call.spec,
-            )
-        )
 
 
 @contextmanager

@@ -33,6 +33,11 @@ class SamplingParams:
 
     A draw depends on ``seed``, ``sample`` and the token's place in the sequence alone (see ``saccade.randomness``).
     Of ``n`` samples the first is number ``sample`` and the others follow. Without a seed every request draws its own.
+
+    ``audit``: the share (0 to 1) of decode attention that is held against true attention; ``audit_steps``: of decode
+    steps that are replayed densely; ``target``: agreement with dense to hold by moving the method's dial
+    (docs/audit.md). None leaves them to the engine. ``certify=(epsilon, delta)``: of a policy that can, have each
+    head's error in each decode step stay below ``epsilon`` with probability 1 - ``delta``, and say how.
     """
 
     n: int = 1
@@ -57,6 +62,10 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    audit: float | None = None
+    audit_steps: float | None = None
+    target: float | None = None
+    certify: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, 128)
@@ -96,6 +105,16 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(words))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("audit", "audit_steps", "target"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0.0, 1.0)
+        if self.certify is not None:
+            pair = self.certify if _is_list(self.certify) else ()
+            if len(pair) != 2 or not all(finite_number(one) and 0 < one < 1 for one in pair):
+                raise RequestError(
+                    f"certify={shown(self.certify)} must be (epsilon, delta), two numbers between 0 and 1"
+                )
+            object.__setattr__(self, "certify", (float(pair[0]), float(pair[1])))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={shown(getattr(self, name))} must be True or False")

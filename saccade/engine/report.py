@@ -37,6 +37,7 @@ class LayerStats:
     estimates: int = 0
     least_covered: float = 1.0
     late: dict[str, Tensor] = field(default_factory=dict)  # see Cost.late
+    certified: dict[str, int] = field(default_factory=dict)  # see Cost.certified
     late_coverage: tuple[Tensor, Tensor] | None = None  # sum and least of what a device estimated
 
     def add(self, call: CallCount) -> None:
@@ -65,6 +66,8 @@ class LayerStats:
             self.covered += sum(estimates)
             self.estimates += len(estimates)
             self.least_covered = min(self.least_covered, *estimates)
+        for name, heads in cost.certified.items():
+            self.certified[name] = self.certified.get(name, 0) + heads
         for name, count in cost.late.items():
             self.late[name] = self.late[name] + count if name in self.late else count
 
@@ -160,6 +163,14 @@ class PhaseStats:
             for name, calls in more.items():
                 have[name] = have.get(name, 0) + calls
 
+    def _certified(self) -> dict[str, int] | None:
+        """(Query head, step) pairs that were certified, by what gave the bound; None where nothing asked for it."""
+        layers = [layer.certified for layer in self.layers if layer.certified]
+        if not layers:
+            return None
+        counts = {name: sum(layer.get(name, 0) for layer in layers) for name in ("bounds", "sample", "exact")}
+        return {"heads": sum(counts.values()), **counts}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Densities are attended over causal pairs, in ``density`` of all layers together; keys
         are per query head and row."""
@@ -199,6 +210,7 @@ class PhaseStats:
             "search_ratio": searches / searchable if searchable else None,
             "coverage": sum(layer.covered for layer, _ in active) / estimates if estimates else None,
             "coverage_least": min(layer.least_covered for layer, _ in active) if estimates else None,
+            "certified": self._certified(),
             "density_per_layer": [round(value, 6) for value in per_layer],
             "density_per_head": [[round(value, 6) for value in heads] for heads in per_head],
             "selections": dict(self.kinds),
@@ -208,6 +220,12 @@ class PhaseStats:
 
 class Speculated(Protocol):
     """What was drafted and verified (engine.speculation)."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+class Audited(Protocol):
+    """What was held against dense attention (engine.audit)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -235,6 +253,8 @@ class Report:
         self.held_back = 0  # steps in which it did not run, for others needed the memory
         self.tiers: TierCounts | None = None
         self.speculation: Speculated | None = None
+        self.audit: Audited | None = None
+        self.dialed: str | None = None  # the decode method, where its dial may turn
         self.notes: list[str] = []
         self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
         self._arrived = time.perf_counter()
@@ -261,7 +281,8 @@ class Report:
         stats, method = (
             (self.prefill, rows.policy.prefill) if rows.phase == "prefill" else (self.decode, rows.policy.decode)
         )
-        stats.take(result, method.text, rows.stop - rows.start, seconds)
+        text = method.text if self.dialed is None or rows.phase == "prefill" else self.dialed
+        stats.take(result, text, rows.stop - rows.start, seconds)
         self.take_tiers([result])
         for note in result.notes:
             self.note(note)
@@ -326,6 +347,7 @@ class Report:
             "decode": self.decode.as_dict(),
             "speculation": None if self.speculation is None else self.speculation.as_dict(),
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
+            "audit": None if self.audit is None else self.audit.as_dict(),
             "notes": list(self.notes),
         }
 

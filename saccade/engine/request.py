@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from saccade.engine.audit import Audit
+from saccade.engine.control import TargetControl
 from saccade.engine.maps import Maps
 from saccade.engine.messages import StepOutput, TokenLogprob
 from saccade.engine.params import SamplingParams
@@ -59,6 +62,9 @@ class Request:
         self.forks: list[Request] = []  # who waits for the prompt of this one
         self.undrafted = False  # whether its steps are to have no drafts any more: one that had them broke
         self.speculation: Speculation | None = None  # of requests under `lossless`, once they decode
+        self.audit: Audit | None = None
+        self.control: TargetControl | None = None  # of the method's dial
+        self._decoding = policy
         self.losses = 0  # times that its keys had to be computed again because a tier lost some
         self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
 
@@ -75,6 +81,16 @@ class Request:
         self.max_tokens = limit if self.params.max_tokens is None else min(self.params.max_tokens, limit)
         self.report.prompt_tokens = self.output_start
         self.report.cached_tokens, self.report.token_bytes = sequence.computed, sequence.memory.kv.token_bytes
+
+    @property
+    def decoding(self) -> Policy:
+        """The policy that the next token is decoded under."""
+        if self.control is None:
+            return self.policy
+        method = self.control.method
+        if method is not self._decoding.decode:
+            self._decoding = replace(self.policy, decode=method)
+        return self._decoding
 
     @property
     def output_ids(self) -> list[int]:

@@ -216,6 +216,11 @@ class RequestResult:
         if text not in self.notes:
             self.notes.append(text)
 
+    def note_of(self, text: str | None) -> None:
+        """Likewise, if there is one."""
+        if text is not None:
+            self.note(text)
+
 
 def results_of(results: dict[int, RequestResult], one: ScheduledRequest) -> list[RequestResult]:
     """Where to write down what ``one`` did, and behind it the results of the drafted rows after it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Method, Query, require_choice, require_whole
+from saccade.methods.dial import Dial
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
 from saccade.selection import Selection
 from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
@@ -27,6 +28,7 @@ class ArkVale(Method):
     name: ClassVar[str] = "arkvale"
     paper: ClassVar[str] = "ArkVale, NeurIPS 2024"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("budget", "keys")
 
     budget: int = 2048
     block_size: int = 32

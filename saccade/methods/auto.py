@@ -74,6 +74,10 @@ class Auto(Method):
     least: int | None = None
     method: str | None = None
 
+    @property
+    def stands_in(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         require_number("gain", self.gain, 1.0, 1000.0)
         if self.least is not None:

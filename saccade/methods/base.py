@@ -31,6 +31,7 @@ from torch import Tensor
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
 from saccade.methods.state import MethodState
 from saccade.methods.windowed import windowed
@@ -51,6 +52,13 @@ class Cost:
     )
     notes: list[str] = field(default_factory=list)  # sentences for the request's report
     late: dict[str, Tensor] = field(default_factory=dict)  # what only a device knows of the counts above, by name
+
+    certified: dict[str, int] = field(default_factory=dict)  # query heads whose error has a bound, by what gave it
+
+    def certify(self, **heads: int) -> None:
+        """Count query heads whose output's error is certified: by ``bounds``, a ``sample``, or being ``exact``."""
+        for name, count in heads.items():
+            self.certified[name] = self.certified.get(name, 0) + count
 
     def add_late(self, **counts: Tensor) -> None:
         """Add numbers, tensors of no axis on a device, to the counts of those names without waiting for them."""
@@ -138,6 +146,7 @@ class Method(PolicyPart):
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
+    dial: ClassVar[Dial | None] = None  # what makes it read more
     host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do
 
     @property
@@ -149,6 +158,16 @@ class Method(PolicyPart):
     def looks_ahead(self) -> bool:
         """Whether decode queries are to come with ``ahead``, which costs a layer's projections once more."""
         return False
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether something may stand for keys that a step did not read, in its output and in its log-sum-exp."""
+        return False
+
+    def certified(self, epsilon: float, delta: float) -> Method | None:
+        """The method with each head's error certified to stay below ``epsilon`` with probability 1 - ``delta``; None
+        where nothing of the kind is known of it."""
+        return None
 
     def acting(self, state: Any) -> Method:
         """The method that decodes with ``state``: itself, unless it chooses among others."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Method, Query, require_choice, require_whole
+from saccade.methods.dial import Dial
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
 from saccade.selection import Dense, Selection
 from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
@@ -26,6 +27,7 @@ class Quest(Method):
     name: ClassVar[str] = "quest"
     paper: ClassVar[str] = "Quest, arXiv:2406.10774"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("budget", "keys")
 
     budget: int = 1024
     block_size: int = 16

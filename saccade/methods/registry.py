@@ -27,6 +27,7 @@ from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.methods.topp import TopP
+from saccade.methods.vattention import VAttention
 from saccade.methods.xattention import XAttention
 
 METHODS: dict[str, type[Method]] = {
@@ -56,6 +57,7 @@ METHODS: dict[str, type[Method]] = {
         TopK,
         TopP,
         TriShape,
+        VAttention,
         XAttention,
     )
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from saccade.methods.base import Chunk, Method, Query, require_whole
+from saccade.methods.dial import Dial
 from saccade.selection import Band, Dense, Selection
 from saccade.selection.plan import DevicePlan, Ends, PlanSpec
 
@@ -18,6 +19,7 @@ class Streaming(Method):
     name: ClassVar[str] = "streaming"
     paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    dial: ClassVar[Dial | None] = Dial("window", "keys")
 
     sinks: int = 4
     window: int = 1024

@@ -10,6 +10,7 @@ import torch
 
 from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budget, require_choice, require_whole
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
 from saccade.ops.cpu_structs import native
 from saccade.ops.scores import row_logits
@@ -90,6 +91,7 @@ class TopK(Method):
     name: ClassVar[str] = "topk"
     paper: ClassVar[str] = "oracle"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("k", "keys")
 
     k: float = 1024
     sinks: int = 0

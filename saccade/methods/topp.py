@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.dial import Dial
 from saccade.ops.scores import needed_shares, row_logits
 from saccade.selection import Dense, Selection, Tokens
 
@@ -28,6 +29,7 @@ class TopP(Method):
     name: ClassVar[str] = "topp"
     paper: ClassVar[str] = "oracle"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("p", "share")
     host_only: ClassVar[str | None] = "no batched kernel finds the fewest keys that hold a share of the weight"
 
     p: float = 0.95

@@ -20,7 +20,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
 from saccade.ops.cpu_structs import STORAGE, Call, keys_of, missing, native
-from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Tri, Windowed
+from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
 
 MAX_HEAD_DIM = 1024
 _NAMES = ("amx_bf16", "avx512_bf16", "avx2", "portable")
@@ -159,6 +159,19 @@ def attend(
                 _attend_part(call, part, out, lse, active.to(torch.uint8))
     else:
         _attend_part(call, selection, out, lse, None)
+    return out, lse
+
+
+def attend_few(
+    q: Tensor, kv: KVView, shape: Shape, *, scale: float, softcap: float | None = None, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` of a few rows over all keys, which are read once for all rows, in parts that share out among all
+    threads."""
+    call = Call(q, kv, shape, scale, softcap, threads)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    written = native.Output(out=out.data_ptr(), lse=lse.data_ptr(), rows=out.shape[1])
+    kernels().attend_few(call.threads, call.pool, call.table, call.queries(0, shape.q_len), written)
     return out, lse
 
 

@@ -86,7 +86,9 @@ class PlannedRow(NamedTuple):
     """Row ``row`` of a step's q, k and v, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads
     or 1, blocks], contiguous rows, finds. Without ``reads`` it is stored and nothing else. ``summaries``: where a layer
     chooses for a row of this length by blocks, each layer's summaries [blocks, parts, kv_heads, head_dim] of all full
-    blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many."""
+    blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many.
+    ``length``: so many rows of the sequence one after the other, the first at ``position``, which then read
+    everything, each up to its own key."""
 
     row: int
     position: int
@@ -94,6 +96,7 @@ class PlannedRow(NamedTuple):
     reads: Readings | Listed | Shared | None = None
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()
+    length: int = 1
 
 
 class PlannedRows:
@@ -123,6 +126,7 @@ class PlannedRows:
             head_stride=0 if table.shape[1] == 1 else head_stride,
             layer_stride=layer_stride,
             blocks=table.shape[2],
+            count=row.length,
         )
         try:
             number = self._step.add(where)
@@ -214,6 +218,11 @@ class PlannedRows:
             self._step, threads, layer, self._pool, new, queries, written, attends, follows, watched
         )
         return share
+
+    @property
+    def lse(self) -> Tensor:
+        """fp32 [n, heads]: log-sum-exps of the layer that ran last, of rows that say what they read."""
+        return self._lse
 
     def ruled(self, i: int) -> Ruled | None:
         """What rules let row ``i`` do in the last step; None where it asked none."""

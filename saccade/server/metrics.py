@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from saccade.engine.estimates import Mean, Share
 from saccade.engine.messages import RequestOutcome
 from saccade.methods.policy import Policy
 from saccade.methods.verified import Verified
@@ -44,6 +45,12 @@ _STORED = {  # counts of DurableSessions.report
     "failed": "Saves that failed.",
 }
 
+_AUDITED = {  # means that audits estimate
+    "retained_mass": "True attention weight of the keys that were read",
+    "output_error": "Error of attention's output over its norm",
+    "output_error_scaled": "The same over the sum of weights times norms of values",
+    "divergence": "KL divergence of the next token from dense, in nats",
+}
 _BYTES = {
     "kv_cache_bytes": "Bytes of keys and values that are taken, by tier.",
     "kv_cache_capacity_bytes": "Bytes that there are for keys and values, by tier.",
@@ -91,6 +98,12 @@ class Metrics:
         self.drafted = counter("spec_decode_num_draft_tokens", "Tokens drafted.", *drafts)
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that stayed.", *drafts)
         self.undrafted = counter("spec_decode_num_stops", "How often requests stopped drafting: no gain.", *drafts)
+        audited = ("method",)
+        self.audited_places = counter("audited_groups", "Groups of query heads in a step audited.", *audited)
+        self.audited_steps = counter("audited_steps", "Steps replayed densely.", *audited)
+        self.audited_agreed = counter("audited_steps_agreed", "Those whose likeliest token was dense's.", *audited)
+        self._audits: dict[str, AuditTotals] = {}
+        self.registry.register(_Audits(self._audits, model))
         self.http = counter("http_requests", "Requests over HTTP.", "route", "status")
         self.registry.register(_Engine(engine, model))
 
@@ -116,6 +129,8 @@ class Metrics:
             self.drafted.labels(self._model, draft).inc(report["drafted_tokens"])
             self.accepted.labels(self._model, draft).inc(report["accepted_tokens"])
             self.undrafted.labels(self._model, draft).inc(drafts["stops"])
+        if (audit := report["audit"]) is not None:
+            self._audited(audit, policy.decode.name)
         for phase, seconds, method in (
             ("prefill", self.prefill, policy.prefill.name),
             ("decode", self.decode, policy.decode.name),
@@ -131,6 +146,16 @@ class Metrics:
             self.keys_read.labels(*labels).inc(stats["keys_attended"])
             self.keys_dense.labels(*labels).inc(stats["keys_causal"])
             self.keys_scored.labels(*labels).inc(stats["keys_scored"])
+
+    def _audited(self, audit: dict[str, Any], method: str) -> None:
+        groups, agreement = audit["output_error"], audit["agreement"]
+        if groups is not None:
+            self.audited_places.labels(self._model, method).inc(groups["samples"])
+        if agreement is not None:
+            self.audited_steps.labels(self._model, method).inc(agreement["samples"])
+            agreed = round(agreement["samples"] * agreement["mean"])
+            self.audited_agreed.labels(self._model, method).inc(agreed)
+        self._audits.setdefault(method, AuditTotals()).add(audit)
 
     def tokens(self, seconds: float, count: int) -> None:
         """``count`` tokens of a sample came ``seconds`` after those before them."""
@@ -149,6 +174,49 @@ class Metrics:
     def text(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class AuditTotals:
+    """What audits of one method found since the server began."""
+
+    def __init__(self) -> None:
+        self.means = {name: Mean() for name in _AUDITED}
+        self.agreement = Share()
+        self.place: float | None = None  # where a target's dial stood last
+
+    def add(self, audit: dict[str, Any]) -> None:
+        for name, have in self.means.items():
+            have.join(audit[name])
+        self.agreement.join(audit["agreement"])
+        if audit["target"] is not None:
+            self.place = audit["target"]["place"]
+
+
+class _Audits(Collector):
+    """Estimates over all audits, with their intervals."""
+
+    def __init__(self, audits: dict[str, AuditTotals], model: str) -> None:
+        self._audits, self._model = audits, model
+
+    def collect(self) -> Iterator[Metric]:
+        for name, said in (
+            *_AUDITED.items(),
+            ("agreement", "Share of replayed steps whose likeliest token was dense's"),
+        ):
+            gauge = GaugeMetricFamily(f"saccade:audit_{name}", f"{said}.", labels=["model_name", "method", "bound"])
+            for method, totals in self._audits.items():
+                estimate = totals.agreement if name == "agreement" else totals.means[name]
+                for bound, value in (estimate.as_dict() or {}).items():
+                    if bound in ("mean", "low", "high"):
+                        gauge.add_metric([self._model, method, bound], value)
+            yield gauge
+        dial = GaugeMetricFamily(
+            "saccade:audit_dial", "Where the dial of a target stood, 0 to 1.", labels=["model_name", "method"]
+        )
+        for method, totals in self._audits.items():
+            if totals.place is not None:
+                dial.add_metric([self._model, method], totals.place)
+        yield dial
 
 
 class _Engine(Collector):

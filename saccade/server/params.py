@@ -28,6 +28,10 @@ _SAME = (  # fields whose name and meaning are the engine's own
     "bad_words",
     "skip_special_tokens",
     "prompt_logprobs",
+    "audit",
+    "audit_steps",
+    "target",
+    "certify",
 )
 
 

@@ -49,12 +49,17 @@ class ResponseFormat(Body):
 
 class Ours(Body):
     """Fields that no other server has: ``policy``, ``session_id`` (the header ``x-session-id`` too), ``report`` for all
-    that was counted, ``deadline_seconds``."""
+    that was counted, ``deadline_seconds``, ``audit``, ``audit_steps``, ``target`` and
+    ``certify`` (docs/audit.md)."""
 
     policy: str | JSON | None = None
     session_id: str | None = None
     report: bool | None = None
     deadline_seconds: float | None = Field(default=None, ge=0.001, le=86400)
+    audit: float | None = None
+    audit_steps: float | None = None
+    target: float | None = None
+    certify: list[float] | None = None
 
 
 class Sampling(Ours):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from saccade.engine.estimates import Mean, Share
 from saccade.engine.messages import RequestOutcome
 
 JSON = dict[str, Any]
@@ -31,7 +32,8 @@ def usage(outcomes: Sequence[RequestOutcome], prompt: int, answer: int, samples:
 def costs(reports: Sequence[JSON], policy: str) -> JSON:
     """``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
     ``coverage``: what stopping rules say that they covered, null where none ran. Each by phase, null for one that did
-    not run."""
+    not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what audits found; null without any.
+    """
     phases: dict[str, JSON] = {"density": {}, "keys_read_per_token": {}, "coverage": {}}
     for phase in ("prefill", "decode"):
         ran = [report[phase] for report in reports if report[phase]["tokens"]]
@@ -47,5 +49,27 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
             round(sum(one["keys_attended_per_row"] * one["tokens"] for one in ran) / tokens, 2) if tokens else None
         )
         phases["coverage"][phase] = sum(one["coverage"] * one["tokens"] for one in covered) / weight if weight else None
+    audits = [report["audit"] for report in reports if report["audit"] is not None]
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
-    return {"policy": policy, **phases, "notes": notes}
+    sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
+    certified = {name: sum(one[name] for one in sure) for name in sure[0]} if sure else None
+    return {
+        "policy": policy,
+        **phases,
+        "certified": certified,
+        "audit": audited(audits) if audits else None,
+        "notes": notes,
+    }
+
+
+def audited(audits: Sequence[JSON]) -> JSON:
+    """What audits of several samples found, as of one (docs/audit.md). A target is told of as the last one left it."""
+    means = ("retained_mass", "output_error", "output_error_scaled", "divergence")
+    whole, agreement = {name: Mean() for name in means}, Share()
+    for one in audits:
+        agreement.join(one["agreement"])
+        for name, mean in whole.items():
+            mean.join(one[name])
+    counts = {name: sum(one[name] for one in audits) for name in ("places", "steps")}
+    estimates = {name: mean.as_dict() for name, mean in whole.items()}
+    return {**audits[-1], **counts, **estimates, "agreement": agreement.as_dict()}

@@ -117,6 +117,10 @@ class LFPS(Method):
     read_local: bool = True
     running_means: bool = False
 
+    @property
+    def stands_in(self) -> bool:
+        return self.rest != "none" or self.epsilon < 1
+
     def __post_init__(self) -> None:
         whole = whole_number(self.k, 1)
         require(

@@ -24,23 +24,18 @@ BYPASSES = ("sink", "sink_mean", "mean")
 @dataclass(frozen=True)
 class ForeseenKeys(OwnReading):
     """What ``LFPS`` reads, as many keys as ``room`` says for each of ``units``. ``size``: of the blocks whose
-    means name candidates, 0 where none do; whether heads may be bypassed (``rests``), and whether something stands for
-    what is not read (``joins``)."""
+    means name candidates, 0 where none do."""
 
     units: int
     room: Room
     size: int
-    rests: bool
-    joins: bool
     method: LFPS | None = None
 
     @classmethod
     def of(cls, method: LFPS, spec: PlanSpec) -> ForeseenKeys:
         units = spec.heads if method.unit == "q_head" else spec.kv_heads
         room = Room.of(method.k, method.sinks + method.local + (method.least if method.k < 1 else 0))
-        rests = method.epsilon < 1 and method.sinks > 0
-        joins = method.rest is not None or (rests and method.bypass != "sink")
-        return cls(units, room, method.block_size if method.blocks else 0, rests, joins, method)
+        return cls(units, room, method.block_size if method.blocks else 0, method)
 
     @property
     def form(self) -> ForeseenKeys:
@@ -76,31 +71,25 @@ class ForeseenKeys(OwnReading):
         return Known("tokens", 0, estimated, exact, chooses=True)
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.lfps import triton_row_candidates as kernels
-        from saccade.methods.lfps.triton_row_learning import leave, take_in
+        from saccade.methods.lfps.triton_row_blocks import best_blocks
+        from saccade.methods.lfps.triton_row_candidates import candidates
+        from saccade.methods.lfps.triton_row_choice import choose, read_values
+        from saccade.methods.lfps.triton_row_learning import take_in
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import score_keys
-        from saccade.ops.triton.batched_weights import weigh_lists
+        from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
-        take_in(rows, units)
+        limits = take_in(rows, units)
         idle, instead = bypasses(rows)
-        blocks = kernels.best_blocks(rows, units, self.size) if self.size else None
-        found = kernels.candidates(rows, units, idle, blocks, self.size)
-        scores = score_keys(rows, units, lists=found.lists, idle=idle)
-        room = self.room.upto(rows.pages.longest)
-        lists = kernels.choose(rows, scores, found, idle, rows.heads if self.rests else units, room)
-        out, lse = rows.attend(lists)
-        joined, total = out, lse
-        if self.joins:
-            joined, total = join_rest(rows, out, lse, found.marks, found.listed, idle, instead, units)
-        shape = rows.count * rows.heads, lists.longest
-        weights = torch.empty(shape, dtype=torch.float32, device=out.device)
-        weigh_lists(rows, lists, lse, weights, each=True)
-        leave(rows, lists, weights, idle, units)
+        blocks = best_blocks(rows, units, self.size) if self.size else None
+        found = candidates(rows, units, limits, idle, blocks, self.size)
+        logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
+        chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
+        parts = read_values(rows, units, chosen)
+        out, lse = join_rest(rows, parts, chosen.lse, found.marks, found.listed, idle, instead, units)
         scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
-        return LayerRead(joined, total, lists, None, scored)
+        return LayerRead(out, lse, chosen.lists, None, scored)
 
 
 @dataclass(eq=False)

@@ -3,25 +3,26 @@ one that breaks off and runs again learns once. Means what tables.py means."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import pointer
-from saccade.methods.lfps.triton_tables import _powers
+from saccade.methods.lfps.triton_tables import _powers, _threshold
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists
 
 SPAN = 2048
 
 
-def take_in(rows: LayerRows, units: int) -> None:
-    """Take in what the step before has learnt, move the means along where they are to run, and set up the rows' own
-    place in the slash tables."""
+def take_in(rows: LayerRows, units: int) -> Tensor:
+    """Take in what the step before has learnt, and move the means along where they are to run: float32 [rows * units,
+    4], mean and threshold of the vertical table, and of the slash table."""
+    limits = torch.empty(rows.count * units, 4, dtype=torch.float32, device=rows.q.device)
     _take_in[(units, rows.count)](
-        rows.words, rows.reals, rows.pages.lengths, rows.words.stride(0), rows.reals.stride(0),
-        UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, **launched(rows.q.device),
+        rows.words, rows.reals, rows.pages.lengths, limits, rows.words.stride(0), rows.reals.stride(0),
+        UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, maxnreg=128, **launched(rows.q.device),
     )  # fmt: skip
     # The keys of a layer may lie apart: one program follows one KV head's mean.
     _move_means[(rows.kv_heads, rows.count)](
@@ -29,22 +30,14 @@ def take_in(rows: LayerRows, units: int) -> None:
         rows.words.stride(0), KV_HEADS=rows.kv_heads, D=rows.q.shape[2], D_PAD=pad(rows.q.shape[2]),
         PAGE=rows.pages.k.shape[2], num_warps=1, **launched(rows.q.device),
     )  # fmt: skip
+    return limits
 
 
-def leave(rows: LayerRows, lists: KeyLists, weights: Tensor, idle: Tensor, units: int) -> None:
-    """Leave what the step has learnt: ``weights`` float32 [rows * heads, room] over ``lists``."""
-    _leave[(units, rows.count)](
-        rows.words, rows.reals, rows.pages.lengths, lists.counts, lists.indices, weights, idle, rows.words.stride(0),
-        rows.reals.stride(0), lists.longest, weights.stride(0), UNITS=units, LISTS=lists.units,
-        EACH=rows.heads // units,
-        EACH_PAD=pad(rows.heads // units, 1), SPAN=SPAN // pad(rows.heads // units, 1), num_warps=8,
-        **launched(rows.q.device),
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["word_row", "real_row"], do_not_specialize_on_alignment=["words", "reals", "lengths"])
+@triton.jit(
+    do_not_specialize=["word_row", "real_row"], do_not_specialize_on_alignment=["words", "reals", "lengths", "limits"]
+)
 def _take_in(
-    words, reals, lengths, word_row, real_row,
+    words, reals, lengths, limits, word_row, real_row,
     UNITS: tl.constexpr, SPAN: tl.constexpr, TABLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -109,6 +102,13 @@ def _take_in(
                     sums_s += _powers(before + gain, before, ahead)
                 tl.store(sums + power, sums_v)
                 tl.store(sums + 4 + power, sums_s)
+                tl.debug_barrier()  # other threads read them
+        n = (length - tl.load(own).to(tl.int32)).to(tl.float64)
+        a = tl.load(reals + row.to(tl.int64) * real_row + 2)
+        for table in tl.static_range(2):
+            mean, tau = _threshold(pointer(own, 16, tl.float64) + unit * 8 + table * 4, n, a)
+            tl.store(limits + (row * UNITS + unit) * 4 + table * 2, mean)
+            tl.store(limits + (row * UNITS + unit) * 4 + table * 2 + 1, tau)
 
 
 @triton.jit(
@@ -144,64 +144,3 @@ def _move_means(
                         fresh = tl.load(v_pool + place, mask=real, other=0.0).to(tl.float32)
                     tl.store(means, mean + (fresh - mean) / (counted + 1).to(tl.float32), mask=real)
                 tl.store(counters, counted + 1)
-
-
-@triton.jit(
-    do_not_specialize=["word_row", "real_row", "room", "weight_row"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "counts", "indices", "weights", "idle"],
-)
-def _leave(
-    words, reals, lengths, counts, indices, weights, idle, word_row, real_row, room, weight_row,
-    UNITS: tl.constexpr, LISTS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """``tables.learn``'s gains, before the tables' scale is known."""
-    begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    if length > 0:
-        own = words + row.to(tl.int64) * word_row
-        first = tl.load(own).to(tl.int32)
-        mine = tl.arange(0, EACH_PAD)
-        head = (row * UNITS + unit).to(tl.int64) * EACH + mine
-        votes = (mine < EACH) & (tl.load(idle + head, mask=mine < EACH, other=1) == 0)
-        voters = tl.sum(votes.to(tl.int32), 0)
-        marks = pointer(own, 24, tl.int64) + unit * 4
-        shifts = tl.load(own + 9)
-        stays = (voters == 0) & ((shifts & 2) == 0)
-        stop = length - 1 + ((shifts & 4) != 0).to(tl.int32)  # the paper does not learn from the row's own key
-        written = -1
-        if voters > 0:
-            lead = tl.min(tl.where(votes, mine, EACH_PAD), 0)
-            one = ((row * UNITS + unit) * EACH + lead) // (UNITS * EACH // LISTS)
-            count = tl.load(counts + one)
-            ids = indices + one.to(tl.int64) * room
-            line = weights + head * weight_row
-            at = tl.arange(0, SPAN)
-            total = tl.zeros([EACH_PAD], tl.float32)
-            learnt_keys = 0
-            for start in tl.range(0, count, SPAN):
-                number = start + at
-                key = tl.load(ids + number, mask=number < count, other=-1)
-                learnt = (number < count) & (key >= first) & (key < stop)
-                own_weight = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
-                total += tl.sum(own_weight, 1)
-                learnt_keys += tl.sum(learnt.to(tl.int32), 0)
-            total = tl.maximum(total, 1e-38)
-            even = 0.5 / tl.maximum(learnt_keys, 1)
-            keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13)
-            gains = pointer(own, 23, tl.float32) + unit * tl.load(own + 13)
-            written = 0
-            for start in tl.range(0, count, SPAN):
-                number = start + at
-                key = tl.load(ids + number, mask=number < count, other=-1)
-                learnt = (number < count) & (key >= first) & (key < stop)
-                own_weight = tl.load(line[:, None] + number[None, :], mask=votes[:, None] & learnt[None, :], other=0.0)
-                gain = tl.sum(own_weight / total[:, None], 0) / voters - even
-                to = written + tl.cumsum(learnt.to(tl.int32), 0) - 1
-                tl.store(keys + to, key, mask=learnt)
-                tl.store(gains + to, gain, mask=learnt)
-                written += tl.sum(learnt.to(tl.int32), 0)
-        tl.store(marks, length.to(tl.int64))
-        tl.store(marks + 2, tl.zeros([], tl.int64) + written)
-        tl.store(marks + 3, stays.to(tl.int64))

@@ -31,15 +31,24 @@ def bypasses(rows: LayerRows) -> tuple[Tensor, Tensor]:
 
 
 def join_rest(
-    rows: LayerRows, out: Tensor, lse: Tensor, marks: Tensor, listed: Tensor, idle: Tensor, instead: Tensor, units: int
+    rows: LayerRows,
+    parts: Tensor,
+    lse: Tensor,
+    marks: Tensor,
+    listed: Tensor,
+    idle: Tensor,
+    instead: Tensor,
+    units: int,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse`` with what stands for the keys that were not read."""
+    """What was read, ``parts`` and ``lse``, with what stands for the keys that were not: out like the queries, and
+    log-sum-exp."""
     q = query_of(rows)
-    joined, total = torch.empty_like(out), torch.empty_like(lse)
+    joined, total = torch.empty_like(q), torch.empty_like(lse)
     _join[(rows.heads, rows.count)](
         q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, marks, listed, idle, instead,
-        out, lse, joined, total, q.stride(0), q.stride(1), *rows.pages.table_strides, rows.words.stride(0),
-        rows.reals.stride(0), marks.shape[1], rows.scale, rows.softcap or 0.0,
+        parts, lse, joined, total, q.stride(0), q.stride(1), joined.stride(0), joined.stride(1),
+        *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), marks.shape[1], parts.shape[2],
+        rows.scale, rows.softcap or 0.0,
         **static(rows, UNITS=units, MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4),
     )  # fmt: skip
     return joined, total
@@ -88,12 +97,12 @@ def _bypass(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "width"],
+    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "width", "splits"],
     do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "marks", "listed", "idle", "instead"],
 )
 def _join(
-    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, out, lse, joined, total, q_row, q_head,
-    table_stride, table_head, word_row, real_row, width, scale, softcap,
+    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, parts, lse, joined, total, q_row,
+    q_head, to_row, to_head, table_stride, table_head, word_row, real_row, width, splits, scale, softcap,
     UNITS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -127,7 +136,8 @@ def _join(
                 other = tl.where(asked, place, -1)  # two probes may fall on one key: the later one does not count
                 twice = (other[:, None] == other[None, :]) & (number[None, :] < number[:, None])
                 asked = asked & (tl.sum(twice.to(tl.int32), 1) == 0)
-                free = asked & (tl.load(marks + unit * width + place, mask=asked, other=1) == 0)
+                word = tl.load(marks + unit * width + place // 16, mask=asked, other=0)
+                free = asked & ((word >> place % 16) & 1 == 0)
                 table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
                 q = _row(q_ptr + row.to(tl.int64) * q_row, head, q_head, D, D_PAD)
                 scores = _logits(
@@ -141,8 +151,13 @@ def _join(
     top = tl.where(top == float("-inf"), 0.0, top)
     mine, others = tl.exp(own_lse - top), tl.exp(rest - top)
     weight = mine + others
-    at = entry.to(tl.int64) * D + channel
-    have = tl.load(out + at, mask=channel < D, other=0.0).to(tl.float32)
+    have = tl.zeros([D_PAD], tl.float32)
+    EACH: tl.constexpr = HEADS // UNITS
+    part = (row * UNITS + head // EACH).to(tl.int64) * splits * EACH + head % EACH
+    for _ in tl.range(0, splits):
+        have += tl.load(parts + part * D + channel, mask=channel < D, other=0.0)
+        part += EACH
     mixed = (have * mine + value * others) / tl.where(weight > 0.0, weight, 1.0)
-    tl.store(joined + at, mixed.to(joined.dtype.element_ty), mask=channel < D)
+    to = joined + row.to(tl.int64) * to_row + head.to(tl.int64) * to_head + channel
+    tl.store(to, mixed.to(joined.dtype.element_ty), mask=channel < D)
     tl.store(total + entry, tl.where(weight > 0.0, top + tl.log(tl.where(weight > 0.0, weight, 1.0)), float("-inf")))

@@ -44,6 +44,10 @@ class MagicPIG(Method):
     dense_every: int = 16
     seed: int = 0
 
+    @property
+    def stands_in(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         require_choice("bits", self.bits, tuple(range(1, 16)))
         require_whole("tables", self.tables, 2, MOST_TABLES)

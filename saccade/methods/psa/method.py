@@ -13,6 +13,7 @@ import torch
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
+from saccade.methods.dial import Dial
 from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
 from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
@@ -42,6 +43,7 @@ class PSA(Method):
     name: ClassVar[str] = "psa"
     paper: ClassVar[str] = "PSA, progressive sparse attention"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("epsilon", "share")
 
     epsilon: float = 0.95
     block_size: int = 32

@@ -258,14 +258,7 @@ def _search(
         number = first + tl.arange(0, PARTS * SPAN)
         inside = (number < last) & ((number < low) | (number >= high))
         order = ordered_bits(tl.load(line + number, mask=inside, other=0.0) + 0.0)
-        order = tl.where(inside, order, 0)
-        bound = tl.full([], 0, tl.uint32)  # the greatest with at least `wanted` entries at or above it
-        bit = tl.full([], 2147483648, tl.uint32)
-        for _ in tl.range(0, 32):
-            higher = bound | bit
-            bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= wanted, higher, bound)
-            bit = bit >> 1
-        spare = wanted - tl.sum((inside & (order > bound)).to(tl.int32), 0)
+        bound, spare = least_held(tl.where(inside, order, 0), wanted)
         own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
         tl.store(own, bound.to(tl.int32, bitcast=True))
         tl.store(own + 1, spare)
@@ -275,6 +268,24 @@ def _search(
         place = taken + (entry.to(tl.int64) * parts + part) * 2
         tl.store(place, above, mask=part < parts)
         tl.store(place + 1, level, mask=part < parts)
+
+
+@triton.jit
+def least_held(order, wanted):
+    """Of scores that one program holds, as ``ordered_bits`` and 0 for what is none: the bits of the least among the
+    ``wanted`` highest (at least one), and how many that equal it are among those. Bit by bit, until a bound parts as
+    many from the others."""
+    bound = tl.full([], 0, tl.uint32)  # the greatest known with at least `wanted` entries at or above it
+    bit = tl.full([], 2147483648, tl.uint32)
+    reached = wanted + 1
+    while (bit != 0) & (reached != wanted):
+        higher = bound | bit
+        count = tl.sum((order >= higher).to(tl.int32), 0)
+        bound = tl.where(count >= wanted, higher, bound)
+        reached = tl.where(count >= wanted, count, reached)
+        bit = bit >> 1
+    bound = tl.min(tl.where(order >= bound, order, tl.full([], 4294967295, tl.uint32)), 0)
+    return bound, wanted - tl.sum((order > bound).to(tl.int32), 0)
 
 
 @triton.jit

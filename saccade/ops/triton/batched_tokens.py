@@ -40,6 +40,18 @@ def score_keys(
 
     With ``lists`` (a row of ``indices`` for each unit) only their keys are scored, each at its place in its list.
     Heads that are ``idle`` (int8 [rows * heads]) have no say."""
+    return score_heads(rows, units, hidden, active, lists, idle)[1]
+
+
+def score_heads(
+    rows: LayerRows,
+    units: int,
+    hidden: Tensor | None = None,
+    active: Tensor | None = None,
+    lists: KeyLists | None = None,
+    idle: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The logits of every head by themselves, base 2, float32 [rows, heads, n]; and what :func:`score_keys` gives."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
     kv_heads, width, device = rows.kv_heads, rows.pages.longest, q.device
@@ -84,27 +96,30 @@ def score_keys(
         num_warps=4,
         **launched(device),
     )
-    if each > 1:
-        _vote[(parts_of(count * units, width, device), units, count)](
-            scores,
-            sums,
-            rows.pages.lengths,
-            none if active is None else active,
-            none if lists is None else lists.counts,
-            none if idle is None else idle,
-            width,
-            splits,
-            UNITS=units,
-            EACH=each,
-            SPLITS=triton.next_power_of_2(splits),
-            CHOSEN=active is not None,
-            LISTED=lists is not None,
-            IDLE=idle is not None,
-            SPAN=batched_best.SPAN,
-            num_warps=16,
-            **launched(device),
-        )
-    return scores.view(count, units, each, width)[:, :, 0]
+    if each == 1:
+        return scores, scores
+    ranks = torch.empty(count, units, width, dtype=torch.float32, device=device)
+    _vote[(parts_of(count * units, width, device), units, count)](
+        scores,
+        sums,
+        ranks,
+        rows.pages.lengths,
+        none if active is None else active,
+        none if lists is None else lists.counts,
+        none if idle is None else idle,
+        width,
+        splits,
+        UNITS=units,
+        EACH=each,
+        SPLITS=triton.next_power_of_2(splits),
+        CHOSEN=active is not None,
+        LISTED=lists is not None,
+        IDLE=idle is not None,
+        SPAN=batched_best.SPAN,
+        num_warps=16,
+        **launched(device),
+    )
+    return scores, ranks
 
 
 def choose_keys(
@@ -238,14 +253,15 @@ def _key(ids, number, count, LISTED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["width", "splits"], do_not_specialize_on_alignment=["lengths", "active", "counts", "idle"]
+    do_not_specialize=["width", "splits"],
+    do_not_specialize_on_alignment=["ranks", "lengths", "active", "counts", "idle"],
 )
 def _vote(
-    scores, sums, lengths, active, counts, idle, width, splits,
+    scores, sums, ranks, lengths, active, counts, idle, width, splits,
     UNITS: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, CHOSEN: tl.constexpr, LISTED: tl.constexpr,
     IDLE: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the softmax weights of a unit's heads, in the place of its first head's logits."""
+    """The mean of the softmax weights of a unit's heads."""
     begin(EARLY)
     part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(lengths + row)
@@ -257,6 +273,7 @@ def _vote(
     split = tl.arange(0, SPLITS)
     first = (row * UNITS + unit).to(tl.int64) * EACH
     line = scores + first * width
+    to = ranks + (row * UNITS + unit).to(tl.int64) * width
     for start in tl.range(part * SPAN, count, tl.num_programs(0) * SPAN):
         inside = start + at < count
         total = tl.zeros([SPAN], tl.float32)
@@ -271,7 +288,7 @@ def _vote(
                 weight = tl.where(tl.load(idle + first + number) == 0, weight, float("inf"))
             score = tl.load(line + number * width + start + at, mask=inside, other=0.0)
             total += tl.exp2(score - peak) / weight
-        tl.store(line + start + at, total / EACH, mask=inside)
+        tl.store(to + start + at, total / EACH, mask=inside)
 
 
 @triton.jit(

@@ -1,0 +1,129 @@
+"""Which rows of a step are audited (see engine.audit), and steps that are replayed densely.
+
+Before a step that is replayed the same rows run with dense attention over the keys that there are, and what that leaves
+is taken back. Dense means what ``lossless`` means by it: the same prefill and the same earlier steps."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+
+from torch import Tensor
+
+from saccade.engine.audit import Audit, AuditOptions, RowAudit
+from saccade.engine.control import Controls, TargetControl
+from saccade.engine.host_calls import DENSE
+from saccade.engine.params import SamplingParams
+from saccade.engine.request import Request
+from saccade.engine.scheduler import step_input
+from saccade.engine.step import ScheduledRequest, StepResult
+from saccade.engine.worker import Worker
+from saccade.methods.policy import Policy
+
+logger = logging.getLogger(__name__)
+Batch = list[tuple[Request, ScheduledRequest]]
+
+
+class Auditing:
+    """The audits of one engine's steps. ``logits`` fp32 [vocab], by request: of the replays of the step under way.
+    ``longest``: most tokens of a sequence."""
+
+    def __init__(self, worker: Worker, default: AuditOptions, longest: int) -> None:
+        self.worker, self.default = worker, default
+        self.controls = Controls(longest)
+        self.logits: dict[int, Tensor] = {}
+
+    def control(self, params: SamplingParams, policy: Policy) -> TargetControl | None:
+        """What holds the target that a request asks for, or the engine does. RequestError where nothing can."""
+        options = AuditOptions.of(params, self.default)
+        if options is None or options.target is None or (params.target is None and policy.decode.dial is None):
+            return None
+        return self.controls.of(policy.decode, options.target)
+
+    def begin(self, request: Request, control: TargetControl | None) -> None:
+        """A request begins."""
+        options = AuditOptions.of(request.params, self.default)
+        if options is None:
+            return
+        request.audit = Audit(options, request.sampler.seed, request.params.sample, controlled=control)
+        request.control, request.report.audit = control, request.audit
+        if control is not None:
+            request.report.dialed = request.policy.decode.text
+
+    def rows(self, batch: Batch) -> dict[int, RowAudit]:
+        """What is audited of the step of ``batch``, by request."""
+        spec, found = self.worker.setting.spec, {}
+        for request, rows in batch:
+            audit = request.audit
+            if audit is None or not audit.options.rate or not _first_time(request, rows):
+                continue
+            drawn = audit.draw(rows.start, spec.layers, spec.kv_heads)
+            found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in)
+        return found
+
+    def replayed(self, batch: Batch) -> Batch:
+        """``batch``, whose audited rows give their logits now; their dense replays have run."""
+        self.logits = {}
+        chosen: list[int] = []
+        for number, (request, rows) in enumerate(batch):
+            audit = request.audit
+            if audit is None or not audit.options.steps or not rows.wants_logits or not _first_time(request, rows):
+                continue
+            audit.steps += 1
+            if audit.draws_step(rows.start):
+                chosen.append(number)
+        if not chosen:
+            return batch
+        self._run([batch[number] for number in chosen])
+        told = list(batch)
+        for number in chosen:
+            request, rows = batch[number]
+            if request.id in self.logits:
+                told[number] = request, rows._replace(greedy=False, sampling=None)
+        return told
+
+    def settle(self, batch: Batch, result: StepResult) -> None:
+        """The step has run: compare its logits."""
+        for request, _ in batch:
+            dense, own = self.logits.pop(request.id, None), result.requests[request.id]
+            if dense is None or own.logits is None or own.error is not None or own.undone or request.audit is None:
+                continue
+            agrees = request.audit.compare(own.logits[-1], dense)
+            if request.control is not None:
+                request.control.observe(agrees)
+
+    def _run(self, batch: Batch) -> None:
+        dense = [(request, _dense(rows)) for request, rows in batch]
+        try:
+            with ExitStack() as held:
+                for request, _ in dense:
+                    held.enter_context(request.sequence.memory.without_method())
+                try:
+                    result = self.worker.run(step_input(dense))
+                finally:
+                    for request, rows in dense:
+                        kv = request.sequence.memory.kv
+                        kv.truncate(rows.start)  # which gives a block back that the row had to itself
+                        kv.reserve(rows.stop)
+        except Exception as error:  # the step itself will say what is wrong
+            logger.debug("a dense replay of %d rows failed", len(batch), exc_info=True)
+            for request, _ in batch:
+                request.report.note(f"audit: a dense replay failed: {type(error).__name__}: {error}")
+            return
+        for request, _ in batch:
+            own = result.requests[-request.id]
+            request.report.take_tiers([own])
+            if own.logits is not None and own.error is None and not own.undone:
+                self.logits[request.id] = own.logits[-1]
+
+
+def _first_time(request: Request, rows: ScheduledRequest) -> bool:
+    """Whether the rows are a decode step, without drafts, that was not computed before."""
+    return rows.phase == "decode" and rows.length == 1 and rows.start >= request.sequence.reached
+
+
+def _dense(rows: ScheduledRequest) -> ScheduledRequest:
+    policy = replace(rows.policy, decode=DENSE, window=None)
+    # Another id than any request's: what replays count is none of the request's counts.
+    return rows._replace(request_id=-rows.request_id, policy=policy, greedy=False, sampling=None, scored=())

@@ -1,0 +1,139 @@
+"""Running estimates from samples, with intervals that hold at their nominal rate.
+
+What is sampled at random is a simple random sample of all that there was, given how many were sampled: the mean of the
+sample estimates the mean of all without bias, however unlike the parts of a request are. Intervals are two-sided, at
+``CONFIDENCE`` each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CONFIDENCE = 0.95
+DIGITS = 6
+
+
+@dataclass
+class Mean:
+    """Of values from 0 to 1; larger ones count as 1. Sums are kept, not values."""
+
+    samples: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value; ValueError for NaN."""
+        if math.isnan(value):
+            raise ValueError("a sampled value is NaN")
+        value = min(1.0, max(0.0, value))
+        self.samples, self.total, self.squares = self.samples + 1, self.total + value, self.squares + value * value
+
+    def join(self, part: Mapping[str, Any] | None) -> Mean:
+        """Count the samples of another estimate too, which is plain data; returns this one."""
+        if part is not None:
+            count, mean = part["samples"], part["mean"]
+            self.samples += count
+            self.total += count * mean
+            self.squares += max(0, count - 1) * part["variance"] + count * mean * mean
+        return self
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.samples if self.samples else math.nan
+
+    @property
+    def variance(self) -> float:
+        """Of one value, without bias."""
+        if self.samples < 2:
+            return 0.25
+        return max(0.0, (self.squares - self.total * self.mean) / (self.samples - 1))
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """Empirical Bernstein bounds (Maurer and Pontil, arXiv:0907.3740, Theorem 4, on each side): they hold for any
+        values from 0 to 1 and any number of samples, which a t interval does not where a few values are far off."""
+        if self.samples < 2:
+            return 0.0, 1.0
+        log = math.log(4.0 / (1.0 - confidence))
+        half = math.sqrt(2 * self.variance * log / self.samples) + 7 * log / (3 * (self.samples - 1))
+        return max(0.0, self.mean - half), min(1.0, self.mean + half)
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """Plain data; None without a sample. ``variance`` is of one value: with it estimates can be joined."""
+        if not self.samples:
+            return None
+        low, high = self.interval()
+        return {
+            "samples": self.samples,
+            "mean": round(self.mean, DIGITS),
+            "low": round(low, DIGITS),
+            "high": round(high, DIGITS),
+            "variance": float(f"{self.variance:.9g}"),
+        }
+
+
+@dataclass
+class Share:
+    """How often something holds."""
+
+    samples: int = 0
+    hits: int = 0
+
+    def add(self, holds: bool) -> None:
+        self.samples, self.hits = self.samples + 1, self.hits + bool(holds)
+
+    def join(self, part: Mapping[str, Any] | None) -> Share:
+        """As for a mean."""
+        if part is not None:
+            self.samples, self.hits = self.samples + part["samples"], self.hits + round(part["samples"] * part["mean"])
+        return self
+
+    @property
+    def mean(self) -> float:
+        return self.hits / self.samples if self.samples else math.nan
+
+    def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """Clopper and Pearson's exact bounds (Biometrika 26, 1934)."""
+        if not self.samples:
+            return 0.0, 1.0
+        tail, missed = (1.0 - confidence) / 2, self.samples - self.hits
+        highest = 1.0 if not self.hits else _solve(lambda p: at_most(missed, self.samples, p) - tail)
+        lowest = 0.0 if not missed else _solve(lambda p: tail - 1.0 + at_most(missed - 1, self.samples, p))
+        return 1.0 - highest, 1.0 - lowest
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """Plain data; None without a sample."""
+        if not self.samples:
+            return None
+        low, high = self.interval()
+        return {
+            "samples": self.samples,
+            "mean": round(self.mean, DIGITS),
+            "low": round(low, DIGITS),
+            "high": round(high, DIGITS),
+        }
+
+
+def at_most(hits: int, trials: int, chance: float) -> float:
+    """The probability of at most ``hits`` in ``trials`` that each succeed with ``chance``."""
+    if hits >= trials or chance <= 0.0:
+        return 1.0
+    if hits < 0 or chance >= 1.0:
+        return 0.0
+    k = torch.arange(hits + 1, dtype=torch.float64, device="cpu")
+    choices = math.lgamma(trials + 1) - torch.lgamma(k + 1) - torch.lgamma(trials - k + 1)
+    logs = choices + k * math.log(chance) + (trials - k) * math.log1p(-chance)
+    return min(1.0, float(torch.exp(torch.logsumexp(logs, 0))))
+
+
+def _solve(falling: Any) -> float:
+    """Where a falling function of a chance crosses 0."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,155 @@
+"""vAttention (Desai et al., arXiv:2510.05688): keys that matter exactly, the others by a uniform sample, whose size
+follows from the variance that a first look at some of them shows (docs/algorithms.md 6.19)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from saccade.methods.base import (
+    Chunk,
+    Method,
+    Query,
+    budget_keys,
+    require,
+    require_budget,
+    require_choice,
+    require_number,
+    require_whole,
+)
+from saccade.methods.dial import Dial
+from saccade.methods.vattention.certified import Certifier, ValueNorms
+from saccade.methods.vattention.places import Middle, Read, counted, draws, ordered, upper_bounds
+from saccade.selection import Dense, Sampled, Selection, Tokens
+
+LEAST = 32  # keys of any sample
+FIRST, SECOND = 1, 2  # stages that draw
+
+
+@dataclass(frozen=True)
+class VAttention(Method):
+    """Reads exactly the first ``sinks`` and last ``local`` keys (as whole blocks of ``block_size``), and as many more
+    as ``heavy`` says, in the blocks that may hold the highest logits. Of the rest a base sample of the share ``base``
+    is looked at; from its variance follows how many keys a second, independent uniform sample must have so that the
+    output's error, over the sum of weight times norm of value, stays below ``epsilon`` with probability 1 - ``delta``
+    if that sum is normal. Sums over the sample stand for the rest without bias. ``epsilon=0`` reads everything.
+
+    ``certify``: bounds that hold take the place of the normal law (``certified``), and each step says what they are.
+    Draws hang on ``seed``, the row's place, the layer and the KV head.
+    """
+
+    name: ClassVar[str] = "vattention"
+    paper: ClassVar[str] = "vAttention, arXiv:2510.05688"
+    phases: ClassVar[tuple[str, ...]] = ("decode",)
+    dial: ClassVar[Dial | None] = Dial("epsilon", "error")
+    host_only: ClassVar[str | None] = "no batched kernel draws its samples, whose sizes its steps decide one by one"
+
+    epsilon: float = 0.05
+    delta: float = 0.05
+    sinks: int = 128
+    local: int = 128
+    heavy: float = 0.02
+    base: float = 0.02
+    block_size: int = 16
+    certify: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_number("epsilon", self.epsilon, 0.0, 1.0)
+        require_number("delta", self.delta, 0.0, 1.0)
+        require(0 < self.delta < 1, "delta", self.delta, "a number between 0 and 1")
+        require_whole("sinks", self.sinks, 0)
+        require_whole("local", self.local, 1)
+        require_budget("heavy", self.heavy)
+        require_number("base", self.base, 0.0, 1.0)
+        require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
+        require_choice("certify", self.certify, (False, True))
+        require_whole("seed", self.seed, 0)
+
+    @property
+    def stands_in(self) -> bool:
+        return True
+
+    def certified(self, epsilon: float, delta: float) -> VAttention:
+        return replace(self, certify=True, epsilon=epsilon, delta=delta)
+
+    def begin(self, segment: Chunk) -> ValueNorms | None:
+        return ValueNorms.of(segment.kv, self.block_size) if self.certify else None
+
+    def select_decode(self, query: Query, state: Any) -> Selection:
+        shape, size = query.shape, self.block_size
+        middle = Middle.of(shape.k_len, size, self.sinks, self.local)
+        heavy = -(-budget_keys(self.heavy, middle.blocks * size) // size) if middle.blocks else 0
+        if self.epsilon == 0 or middle.blocks <= heavy:
+            if self.certify:
+                query.cost.certify(exact=shape.heads)
+            return Dense(shape)
+        summary = query.kv.summary("minmax", size)[middle.first : middle.last]
+        query.cost.estimated += middle.blocks
+        lists: list[tuple[Tensor, Tensor] | None] = []
+        if self.certify:
+            assert isinstance(state, ValueNorms)
+            state.follow(query.kv)
+            certifier = Certifier(query, middle, heavy, self.epsilon, self.delta, self.seed)
+            norms = state.bounds[:, :, middle.first : middle.last]
+            for kv_head in range(shape.kv_heads):
+                lists += certifier.choose(kv_head, upper_bounds(query, summary, kv_head), norms[:, kv_head])
+        else:
+            for kv_head in range(shape.kv_heads):
+                chosen = self._choose(query, middle, heavy, kv_head, upper_bounds(query, summary, kv_head))
+                lists += [chosen] * shape.group
+        if all(one is None for one in lists):
+            return Dense(shape)
+        everything = torch.arange(shape.k_len, device=shape.device)
+        read = [(everything, torch.zeros(shape.k_len, device=shape.device)) if one is None else one for one in lists]
+        tokens = Tokens.from_lists(shape, [positions for positions, _ in read])
+        return Sampled(tokens, torch.cat([bias for _, bias in read]))
+
+    def _choose(
+        self, query: Query, middle: Middle, heavy: int, kv_head: int, bounds: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Positions that one KV head's query heads read and what their logits gain; None for everything."""
+        blocks = torch.topk(bounds.amax(0), heavy).indices
+        exact, others = middle.exact(blocks), middle.others(blocks)
+        rest = others.numel() * middle.size
+        looked = max(LEAST, math.ceil(self.base * rest))
+        if 2 * looked >= rest:
+            return None
+        positions = self._drawn(FIRST, query, middle, others, kv_head, looked)
+        query.cost.scored += -(-looked // query.shape.kv_heads)
+        count = sample_size(
+            Read.of(query, kv_head, exact), Read.of(query, kv_head, positions), rest, self.epsilon, self.delta
+        )
+        count = max(LEAST, count)
+        if 2 * count >= rest:  # reading it all costs little more, and errs nothing
+            return None
+        found, times = counted(self._drawn(SECOND, query, middle, others, kv_head, count))
+        bias = torch.log(times * (rest / count)).float()
+        return ordered(torch.cat([exact, found]), torch.cat([bias.new_zeros(exact.numel()), bias]))
+
+    def _drawn(self, stage: int, query: Query, middle: Middle, others: Tensor, kv_head: int, count: int) -> Tensor:
+        """Positions of ``count`` keys of the blocks ``others``, drawn uniformly with replacement."""
+        at = (draws(self.seed, stage, query, kv_head, count) * (others.numel() * middle.size)).long()
+        return (others[at // middle.size] + middle.first) * middle.size + at % middle.size
+
+
+def sample_size(exact: Read, looked: Read, rest: int, epsilon: float, delta: float) -> int:
+    """Keys of a uniform sample of ``rest`` keys by which every head's error, over the sum of weight times norm of
+    value, stays below ``epsilon`` with probability 1 - ``delta``, by the normal law: the error is that of a sum of
+    weight times (value - output), whose variance the base sample ``looked`` shows."""
+    top = torch.maximum(exact.scores.amax(1), looked.scores.amax(1))[:, None]
+    near, far = torch.exp(exact.scores - top), torch.exp(looked.scores - top)
+    share = rest / far.shape[1]
+    total = near.sum(1) + share * far.sum(1)
+    out = (near @ exact.values + share * (far @ looked.values)) / total[:, None]
+    scale = near @ exact.values.norm(dim=-1) + share * (far @ looked.values.norm(dim=-1))
+    away = far[:, :, None] * (looked.values - out[:, None])  # [group, looked, head_dim]
+    variance = away.var(1).sum(-1)
+    z = NormalDist().inv_cdf(1 - delta / 2)
+    needed = (z * rest / (epsilon * scale.clamp(min=1e-30))) ** 2 * variance
+    return math.ceil(min(float(needed.amax()), float(rest)))
