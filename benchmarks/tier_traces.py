@@ -7,7 +7,8 @@ The reference model answers questions of the suite over long contexts; of every 
 the 32-token blocks that any head read. A replay has a cache of a share of all parts (layer and block), at first the
 latest ones, as a prefill leaves them, and kv/replacement.py's rules. Hits are of the parts that steps wanted; MB a
 step is what would come in at the 8B shape (32 layers in place of 6, 128 KiB a part), and ms what that takes at 51
-GB/s, which is what the copy kernel reaches (docs/tiers.md).
+GB/s, which is what the copy kernel reaches (docs/tiers.md). The last column: of the misses (clock), those that the
+step before wanted, which is all that fetching its hits ahead could save.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def record(llm: LLM, task: str, index: int, tokens: int, policy: str, most: int)
     return {"task": task, "policy": policy, "blocks": -(-(len(ids) + most) // SIZE), "steps": steps}
 
 
-def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int]:
-    """Hits and misses, of so many steps, with a cache of the share ``cap`` of all parts. The first step warms up."""
+def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int, int]:
+    """Hits, misses, misses of what the step before wanted, and steps, with a cache of the share ``cap`` of all parts.
+    The first step warms up."""
     blocks, steps = trace["blocks"], trace["steps"]
     layers = len(steps[0])
     slots = max(64, int(cap * blocks * layers))
@@ -59,7 +61,8 @@ def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int]
     latest = np.array([layer * blocks + block for block in range(blocks) for layer in range(layers)])[-slots:]
     slot_of[latest] = np.arange(len(latest))
     cache.place(np.arange(len(latest)), latest)
-    hits = misses = 0
+    hits = misses = again = 0
+    last = [np.zeros(0, dtype=np.int64)] * layers
     for number, step in enumerate(steps):
         for layer, wanted in enumerate(step):
             parts = layer * blocks + np.array(wanted, dtype=np.int64)
@@ -68,6 +71,8 @@ def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int]
             missing = parts[~found]
             if number:
                 hits, misses = hits + int(found.sum()), misses + len(missing)
+                again += int(np.isin(missing, last[layer]).sum())
+            last[layer] = parts
             if not len(missing):
                 continue
             held = np.zeros(layers * blocks, dtype=bool)
@@ -77,7 +82,7 @@ def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int]
             slot_of[leaving] = -1
             slot_of[missing] = places
             cache.place(places, missing)
-    return hits, misses, len(steps) - 1
+    return hits, misses, again, len(steps) - 1
 
 
 def main() -> None:
@@ -102,23 +107,28 @@ def main() -> None:
                         traces.append(record(llm, task, index, options.tokens, policy, options.steps))
     if options.save:
         options.save.write_text(json.dumps(traces))
-    print("| policy | read | cap |", " | ".join(POLICIES), "| MB a step at 8B (clock) | ms at 51 GB/s |")
-    print("|---" * (5 + len(POLICIES)) + "|")
+    print(
+        "| policy | read | cap |",
+        " | ".join(POLICIES),
+        "| MB a step at 8B (clock) | ms at 51 GB/s | wanted the step before |",
+    )
+    print("|---" * (6 + len(POLICIES)) + "|")
     for policy in dict.fromkeys(one["policy"] for one in traces):
         mine = [one for one in traces if one["policy"] == policy]
         wanted = sum(len(some) for one in mine for step in one["steps"] for some in step)
         all_parts = sum(one["blocks"] * len(step) for one in mine for step in one["steps"])
         for cap in options.caps:
-            shares, megabytes = [], 0.0
+            shares, megabytes, known = [], 0.0, 0.0
             for rule in POLICIES:
-                hits, misses, steps = np.sum([replay(one, cap, rule) for one in mine], axis=0).tolist()
+                hits, misses, again, steps = np.sum([replay(one, cap, rule) for one in mine], axis=0).tolist()
                 shares.append(f"{hits / max(1, hits + misses):.1%}")
                 if rule == "clock":
                     layers = len(mine[0]["steps"][0])
+                    known = again / max(1, misses)
                     megabytes = misses / steps * LAYERS / layers * PART / 1e6
             print(
                 f"| `{policy}` | {wanted / all_parts:.1%} | {cap:.0%} | {' | '.join(shares)} | {megabytes:.1f} | "
-                f"{megabytes * 1e6 / LINK * 1e3:.2f} |",
+                f"{megabytes * 1e6 / LINK * 1e3:.2f} | {known:.1%} |",
                 flush=True,
             )
 
