@@ -13,6 +13,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine import host as host_module
 from saccade.engine import host_together
+from saccade.engine.sampler import Sampler
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import summarize_view
@@ -31,23 +32,32 @@ def engines(tmp_path_factory):
     return host, device
 
 
-def test_recorded_steps_draft_and_verify(engines):
-    """Greedy and seeded, beside a plain request with log-probabilities."""
+def test_recorded_steps_draft_and_verify(engines, monkeypatch):
+    """Greedy, seeded, and with log-probabilities, beside a plain request; tokens are chosen where the logits lie."""
     host, device = engines
-    prompts = [random_ids(length, seed=length) for length in (90, 110, 70)]
+    prompts = [random_ids(length, seed=length) for length in (90, 110, 70, 60)]
     common = {"max_tokens": 5, "ignore_eos": True}
     params = [
         SamplingParams(temperature=0, **common),
         SamplingParams(temperature=0.9, seed=4, **common),
+        SamplingParams(temperature=0.9, seed=3, logprobs=1, **common),
         SamplingParams(temperature=0, logprobs=1, **common),
     ]
     drafts = ("quest(budget=32, dense_layers=0)", "streaming(sinks=2, window=30)")
-    policies = [*(f"lossless(draft={draft}, tokens=2, lookup=0)" for draft in drafts), "dense"]
+    ours = [f"lossless(draft={draft}, tokens=2, lookup=0)" for draft in drafts]
+    policies = [*ours, ours[0], "dense"]
     want = host.generate(prompts, params)
+    real, chosen = Sampler.sample, []
+    monkeypatch.setattr(Sampler, "sample", lambda *args: chosen.append(args) or real(*args))
     got = device.generate(prompts, params, policy=policies)
-    assert [one.error for one in got] == [None] * 3
+    assert [one.error for one in got] == [None] * 4
     assert list(map(tokens, got)) == list(map(tokens, want))
-    for output in got[:2]:
+    assert len(chosen) == 4  # from the prompts' logits
+    for one, other in zip(got[2].outputs[0].logprobs, want[2].outputs[0].logprobs):
+        assert {token: entry.logprob for token, entry in one.items()} == pytest.approx(
+            {token: entry.logprob for token, entry in other.items()}, abs=1e-4
+        )
+    for output in got[:3]:
         said = output.report["speculation"]
         assert said["verifications"] >= 1
         assert said["draft"]["tokens"] == said["drafted"] > 0

@@ -309,9 +309,9 @@ class Engine:
                 return outputs
             ended = time.perf_counter()
             self.sparse_drafts.timed(batch, ended - began, result.fresh)
+            self.auditing.settle(batch, result)
             if not result.fresh:
                 self.scheduler.control.ran(batch, ended - began, result.requests)
-            self.auditing.settle(batch, result)
             for request, rows in batch:
                 try:
                     outputs += self.settling.settle(request, rows, result.requests[request.id], ended)

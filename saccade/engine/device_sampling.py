@@ -74,17 +74,30 @@ def fetch_repeated(chosen: Sequence[Tensor], placed: Sequence[PlacedRow | None])
 
 
 def _fetch_verified(kind: StepKind, placed: Sequence[PlacedRow | None], likeliest: list[int], each: int) -> None:
-    """As ``fetch_tokens`` where a row has ``each`` tokens at most. All but greedy requests share a copy of the
-    logits: their rule of acceptance, or their own sampler, is on the host."""
+    """As ``fetch_tokens`` where a row has ``each`` tokens at most. Requests whose sampler sees the tokens one by one
+    share a copy of their logits."""
     left: list[tuple[int, RequestResult]] = []
+    sampled: list[tuple[int, RequestResult, RowSampling, int]] = []
     for number, row in enumerate(placed):
         if row is None or row.result.error is not None:
             continue
         for at, result in enumerate(row.result.rows, number * each):
             if row.scheduled.greedy and likeliest[at] >= 0:
                 result.tokens = [likeliest[at]]
+            elif row.scheduled.sampling is not None and likeliest[at] >= 0:
+                sampled.append((at, result, row.scheduled.sampling, row.scheduled.start + at - number * each + 1))
             else:
                 left.append((at, result))
+    if sampled:
+        logits = kind.logits[_whole([at for at, _, _, _ in sampled], kind.logits.device)]
+        tokens, logprobs = choose_tokens(
+            logits, [asked for _, _, asked, _ in sampled], [place for *_, place in sampled]
+        )
+        for (at, result, _, _), token, entries in zip(sampled, tokens, logprobs):
+            if token == LEFT:
+                left.append((at, result))
+                continue
+            result.tokens, result.logprobs = [token], None if entries is None else [entries]
     if left:
         logits = kind.logits[_whole([at for at, _ in left], kind.logits.device)].cpu()
         for at, (_, result) in enumerate(left):

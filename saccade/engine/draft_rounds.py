@@ -36,9 +36,12 @@ class Round:
     def row(self) -> ScheduledRequest:
         """The next row to compute."""
         start = self.rows.start + len(self.drafts.tokens)
-        likeliest = self.request.sampler.takes_likeliest
+        speculation, likeliest = self.speculation, self.request.sampler.takes_likeliest
+        sampling = None
+        if speculation.on_device and not likeliest:
+            sampling = speculation.sampler.row(self.request.sequence.tokens)
         return self.rows._replace(
-            start=start, stop=start + 1, policy=self.policy, greedy=likeliest, sampling=None, scored=()
+            start=start, stop=start + 1, policy=self.policy, greedy=likeliest, sampling=sampling, scored=()
         )
 
     @property

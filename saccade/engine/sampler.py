@@ -61,7 +61,7 @@ class Sampler:
         steering = copy.copy(self.steering)
         steering.matcher, steering.neutral = None, not steering.steered
         made = Sampler(self.params, steering)
-        made.seed = self.seed
+        made.seed, made._row = self.seed, self._row._replace(logprobs=None)
         return made
 
     def weights(self, ids: list[int], logits: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Sampler:
         has to see the tokens one by one."""
         if self.steering.matcher is not None:
             return None
-        if self._seen is None and self._answer is None and not self.steering.bans:
+        if self.chooses_alike:
             return self._row
         answer = ids[self.steering.answer_start :]
         return self._row._replace(
@@ -106,6 +106,12 @@ class Sampler:
             answer=None if self._answer is None else self._answer.of(answer),
             banned=tuple(self.steering.banned(answer)),
         )
+
+    @property
+    def chooses_alike(self) -> bool:
+        """Whether :meth:`row` is the same after every token."""
+        steering = self.steering
+        return steering.matcher is None and self._seen is None and self._answer is None and not steering.bans
 
     def processed(self, ids: list[int], logits: Tensor) -> Tensor:
         """The logits that a token is drawn from: ``ids`` the whole sequence so far, fp32 [vocab] -> fp32 [vocab].

@@ -131,7 +131,9 @@ class SparseDrafts:
             return False
         if request.speculation is None:
             layers = len(request.report.decode.layers)
-            request.speculation = Speculation(method, request.sampler, self.pacing, layers)
+            request.speculation = Speculation(
+                method, request.sampler, self.pacing, layers, on_device=self.worker.device is not None
+            )
             request.report.speculation = request.speculation
         return not has_one_row(request)
 
@@ -180,7 +182,9 @@ class SparseDrafts:
         one.request.sequence.memory.kv.reserve(stop)
         if not drafts:
             return rows
-        return rows._replace(stop=stop, all_logits=True, drafts=tuple(drafts), together=self._together(one, stop))
+        sampling = rows.sampling if one.request.sampler.chooses_alike else None
+        together = self._together(one, stop)
+        return rows._replace(stop=stop, all_logits=True, drafts=tuple(drafts), together=together, sampling=sampling)
 
     def _together(self, one: Round, stop: int) -> bool:
         """Whether all rows are attended at once: where nobody learns from single ones, or looks on, and the last bit

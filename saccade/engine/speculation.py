@@ -57,13 +57,17 @@ class Speculation:
     """The drafts of one request. ``proposals``: what stands at places of the sequence that a draft drew for, where the
     rule of ``acceptance`` is to decide; other guesses stay if the request's own sampler draws them too."""
 
-    def __init__(self, method: Verified, sampler: Sampler, pacing: Pacing, layers: int) -> None:
+    def __init__(
+        self, method: Verified, sampler: Sampler, pacing: Pacing, layers: int, on_device: bool = False
+    ) -> None:
         self.method = method
         self.pace = Pace(pacing, method.draft.text, method.tokens)
         self.lookup = Lookup(method.lookup)
         self.sampler = sampler.drafting()
-        # A seed promises an answer: it keeps its own draws, which no draft may change.
-        self.by_rule = not sampler.params.greedy and sampler.params.seed is None
+        # A seed promises an answer: it keeps its own draws, which no draft may change. So do all where a device chooses
+        # tokens: the rule wants both distributions, which the device would have to hand over for every token.
+        self.on_device = on_device
+        self.by_rule = not sampler.params.greedy and sampler.params.seed is None and not on_device
         self.proposals: dict[int, Proposal] = {}
         self.found = 0  # of the drafts under verification, those that were looked up
         self.stats = Speculated(PhaseStats([LayerStats() for _ in range(layers)]))
