@@ -73,6 +73,7 @@ def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int,
                 hits, misses = hits + int(found.sum()), misses + len(missing)
                 again += int(np.isin(missing, last[layer]).sum())
             last[layer] = parts
+            missing = missing[max(0, len(parts) - slots) :]  # what no cache of this size holds passes through
             if not len(missing):
                 continue
             held = np.zeros(layers * blocks, dtype=bool)
