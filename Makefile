@@ -13,8 +13,8 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize fuzz-server storm-server \
-  test-page conformance test-ray clean
+.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
+  fuzz-server storm-server test-page conformance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
 
@@ -77,6 +77,22 @@ test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minute
 
 build: setup
 	$(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+
+# This machine's wheel and the one without kernels, each tried in an environment that has this one's other packages.
+# Those that are published come from `python -m cibuildwheel` on machines of their architecture.
+wheels: setup
+	rm -rf build/wheels && $(BIN)/python -m pip wheel -q --no-deps -w build/wheels/kernels .
+	SACCADE_PURE=1 $(BIN)/python -m pip wheel -q --no-deps -w build/wheels/pure .
+	for kind in kernels pure; do \
+	  $(PYTHON) -m venv build/wheels/$$kind/venv && build/wheels/$$kind/venv/bin/python -m pip install -q --no-deps \
+	    build/wheels/$$kind/*.whl && $(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' > \
+	    "$$(build/wheels/$$kind/venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/others.pth" && \
+	  cd build/wheels/$$kind && venv/bin/python -I ../../../tests/wheel_smoke.py $$kind && cd ../../.. || exit 1; \
+	done
+
+# The kernels' tests on an emulated AArch64 CPU (Debian: apt-get install g++-aarch64-linux-gnu qemu-user-static).
+aarch64: setup
+	PYTHON=$(abspath $(BIN)/python) bash tests/aarch64/run.sh $(TESTS)
 
 # 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
 storm: setup

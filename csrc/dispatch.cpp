@@ -4,6 +4,11 @@
 #if defined(SACCADE_HAS_AMX_BF16)
 #include <cpuid.h>
 #endif
+#if defined(SACCADE_HAS_NEON_BF16) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(SACCADE_HAS_NEON_BF16) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace saccade {
 #if defined(SACCADE_HAS_AMX_BF16)
@@ -18,8 +23,27 @@ bool has_tiles() {
 }  // namespace
 #endif
 
+#if defined(SACCADE_HAS_NEON_BF16)
+namespace {
+
+bool has_bf16_dot() {
+#if defined(__linux__)
+    constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16
+    return getauxval(AT_HWCAP2) & kBf16;
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+#endif
+
 const KernelSet* const* supported_kernels(int* count) {
-    static const KernelSet* sets[4];
+    static const KernelSet* sets[4];  // as many as any architecture has
     static const int found = [] {
         int n = 0;
 #if defined(SACCADE_HAS_AVX512_BF16)
@@ -33,6 +57,12 @@ const KernelSet* const* supported_kernels(int* count) {
 #endif
 #if defined(SACCADE_HAS_AVX2)
         if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets[n++] = &avx2_kernels;
+#endif
+#if defined(SACCADE_HAS_NEON_BF16)
+        if (has_bf16_dot()) sets[n++] = &neon_bf16_kernels;
+#endif
+#if defined(SACCADE_HAS_NEON)
+        sets[n++] = &neon_kernels;  // every AArch64 CPU
 #endif
         sets[n++] = &portable_kernels;
         return n;

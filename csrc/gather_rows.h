@@ -126,7 +126,8 @@ struct GatherRows {
             for (; c + 2 * W <= d; c += 2 * W) sum_pairs<HT, 1>(v + c, rows, count, p, stride, o + c);
             if (c < d) sum_pairs<HT, 0>(v + c, rows, count, p, stride, o + c);
         } else {
-            for (; c + 4 * W <= d; c += 4 * W) sum_rows<HT, 4>(v + c, rows, count, p, stride, o + c);
+            constexpr int N = Simd::registers == 32 || HT < 3 ? 4 : 2;
+            for (; c + N * W <= d; c += N * W) sum_rows<HT, N>(v + c, rows, count, p, stride, o + c);
             for (; c < d; c += W) sum_rows<HT, 1>(v + c, rows, count, p, stride, o + c);
         }
     }
@@ -148,7 +149,7 @@ struct GatherRows {
         end<HT, N>(acc, o);
     }
 
-    // The same by pairs of rows, for NS sets of 32 channels; NS = 0 is half a set, the end of a head_dim like 80.
+    // The same by pairs of rows, for NS sets of two vectors of channels; NS = 0 is half a set, the end of a head_dim like 80.
     template <int HT, int NS>
     void sum_pairs(const T* v, const int64_t* rows, int64_t count, const uint16_t* p, int64_t stride, float* o) const {
         constexpr int N = NS ? 2 * NS : 1;
@@ -159,7 +160,7 @@ struct GatherRows {
             F x[NS ? N : 2];
             if constexpr (NS == 0) Math::interleave(row0, row1, 0xffffu, 0xffffu, x);
             else
-                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 32, row1 + n * 32, x + 2 * n);
+                for (int n = 0; n < NS; ++n) Math::interleave(row0 + n * 2 * W, row1 + n * 2 * W, x + 2 * n);
             for (int i = 0; i < HT; ++i) {
                 float w;
                 std::memcpy(&w, p + i * stride + j, sizeof w);  // a pair of weights

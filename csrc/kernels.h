@@ -44,6 +44,8 @@ struct KernelSet {
 extern const KernelSet portable_kernels;
 extern const KernelSet avx2_kernels;
 extern const KernelSet avx512_bf16_kernels;
+extern const KernelSet neon_kernels;
+extern const KernelSet neon_bf16_kernels;
 const KernelSet& amx_bf16_kernels();  // once ask_for_tiles() has said yes
 bool ask_for_tiles();
 

@@ -15,6 +15,7 @@ namespace {
 template <class Math, class T>
 class PrefillTask : TileTask<Math, T> {
     using Base = TileTask<Math, T>;
+    using RowMath = std::conditional_t<Math::tiles, Fp32Math, Math>;  // of lone distances: tiles are not theirs
     using Base::a_, Base::d_, Base::units_, Base::lanes_, Base::tiles_, Base::x_, Base::kConvert, Base::span_;
 
   public:
@@ -65,7 +66,7 @@ class PrefillTask : TileTask<Math, T> {
         x_.carve(c, tiles_, units_, d_, kConvert, Math::tiles);
         if (!thin()) return;
         row_o_ = c.take<float>(tiles_ * kTile * d_);
-        decode_ = c.take<char>(DecodeTask<Math, T>::scratch_size(d_, 1));
+        decode_ = c.take<char>(DecodeTask<RowMath, T>::scratch_size(d_, 1));
     }
 
     // Row of lane `lane` in q and out.
@@ -94,7 +95,7 @@ class PrefillTask : TileTask<Math, T> {
         std::memset(row_o_ + rows_ * d_, 0, (tiles_ * kTile - rows_) * d_ * sizeof(float));
         for (int64_t i = 0; i < rows_; ++i) {
             ThinStream<T> keys(a_, *lines_, where, row_ + i);
-            DecodeTask<Math, T> row(a_, row_ + i - a_.q_start, head_, 1, 1, 0, row_o_ + i * d_, x_.max + i, x_.sum + i,
+            DecodeTask<RowMath, T> row(a_, row_ + i - a_.q_start, head_, 1, 1, 0, row_o_ + i * d_, x_.max + i, x_.sum + i,
                                     decode_);
             row.run(keys);
         }

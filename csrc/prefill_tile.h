@@ -7,12 +7,12 @@
 namespace saccade {
 namespace {
 
-constexpr int kTile = 64;          // lanes of a tile
+constexpr int NV = Simd::NV;       // vectors of lanes of a register tile
+constexpr int kTile = (63 / (NV * W) + 1) * NV * W;  // lanes of a tile: 64 or somewhat more
 constexpr int kStep = 128;         // keys of a step
 constexpr int kRows = 128;         // query rows of a task
 constexpr int kTaskLanes = 256;    // heads are added to a task up to this many lanes
 constexpr int kRegKeys = 4;        // keys (or channels) of a register tile
-constexpr int NV = Simd::NV;       // vectors of lanes of a register tile
 constexpr int kPad = 16;           // units of padding per packed row, against cache-set conflicts
 
 // Scratch of one task. `tiles` tiles of `units` 32-bit units per row.

@@ -12,7 +12,8 @@ namespace {
 
 struct Simd {
     static constexpr int W = 8;
-    static constexpr int NV = 2;
+    static constexpr int registers = 16;
+    static constexpr int NV = 3;  // 12 sums of 4 keys, 3 vectors of queries and one of a key: 16 registers
     static constexpr bool has_bf16_dot = false;
     using F = __m256;
     using I = __m256i;

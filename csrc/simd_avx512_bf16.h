@@ -14,6 +14,7 @@ namespace {
 struct Simd {
     static constexpr int W = 16;
     static constexpr int NV = 4;
+    static constexpr int registers = 32;
     static constexpr bool has_bf16_dot = true;
     using F = __m512;
     using I = __m512i;

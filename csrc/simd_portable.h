@@ -20,6 +20,7 @@ inline uint16_t to_bf16(float x) {
 struct Simd {
     static constexpr int W = 4;   // lanes
     static constexpr int NV = 2;  // vectors of query lanes per register tile
+    static constexpr int registers = 16;  // vectors that a CPU has
     static constexpr bool has_bf16_dot = false;
     using F = float __attribute__((vector_size(16)));
     using I = int32_t __attribute__((vector_size(16)));

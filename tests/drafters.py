@@ -99,7 +99,14 @@ def counted(report: dict[str, Any]) -> dict[str, Any]:
         name: {key: value for key, value in report[name].items() if key not in ("seconds", "tokens_per_second")}
         for name in ("prefill", "decode")
     }
-    left_out = ("queue_seconds", "first_token_seconds", "total_seconds", "drafted_tokens", "accepted_tokens")
+    left_out = (
+        "queue_seconds",
+        "first_token_seconds",
+        "total_seconds",
+        "longest_gap_seconds",
+        "drafted_tokens",
+        "accepted_tokens",
+    )
     return {key: value for key, value in report.items() if key not in left_out} | phases
 
 

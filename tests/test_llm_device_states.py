@@ -135,11 +135,11 @@ def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, pol
         if not host:
             run = device.run
 
-            def twice(step, memories):
+            def twice(step, memories, *times):
                 try:
-                    return run(step, memories)
+                    return run(step, memories, *times)
                 except device.Failed:
-                    return run(step, memories)
+                    return run(step, memories, *times)
 
             patched.setattr(device, "run", twice)
         (got,) = engines[1].generate(prompt, FEW, policy=policy)

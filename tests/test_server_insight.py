@@ -294,3 +294,11 @@ def test_audits_are_told_in_usage_and_added_up_in_metrics(server):
         is None
     )
     assert error(server.client.post("/v1/completions", json={**asked, "audit": 2})) == (400, None, "audit")
+    sure = {
+        **asked,
+        "max_tokens": 3,
+        "policy": "vattention(sinks=4, local=16, heavy=16, block_size=8)",
+        "certify": [0.2, 0.1],
+    }
+    told = server.client.post("/v1/completions", json=sure).json()["usage"]["saccade"]["certified"]
+    assert told["heads"] == told["bounds"] + told["sample"] + told["exact"] == 2 * 2 * 3 * 4  # samples, steps, layers

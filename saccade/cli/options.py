@@ -31,6 +31,7 @@ MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for examp
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what that has no room for, as ~/kv:100GiB.")
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
+GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
 THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
 AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
@@ -48,6 +49,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "kv_host": (Annotated[str | None, HOST], None),
     "kv_disk": (Annotated[str | None, DISK], None),
     "prefill_chunk": (Annotated[int, CHUNK], 4096),
+    "max_token_gap": (Annotated[float | None, GAP], None),
     "backend": (Annotated[str, BACKEND], "auto"),
     "threads": (Annotated[int | None, THREADS], None),
     "device": (Annotated[str, DEVICE], "auto"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saccade.errors import SaccadeError, check_share, shown, whole_number
+from saccade.errors import SaccadeError, check_share, finite_number, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
@@ -31,20 +31,21 @@ class EngineConfig:
     a GPU), at most what ``max_requests`` full-length sequences need. ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU.
-    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most
-    prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_waiting``:
-    most requests that queue behind them; whoever adds more waits until there is room. ``block_size``: tokens of a
-    KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or
-    ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of
-    its batch to the last bit, at the price of one pass over the weights per request, and per drafted row; by
-    default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where
-    torch sees one, and from then on its name. ``cuda_graphs`` records batched decode steps on a GPU and replays
-    them; without it their kernels are launched one by one. ``generation_config``: where requests without sampling
-    parameters take theirs from: ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that
-    holds such a file. ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed
-    the same way, share their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs
-    the room. ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16
-    GiB by default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most prompt
+    tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_token_gap``: seconds
+    between two tokens of a request that the prefills of others keep to (engine/batch_control.py); None, the default,
+    for no bound. ``max_waiting``: most requests that queue behind them; whoever adds more waits until there is room.
+    ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU
+    kernels or an error) or ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a
+    result independent of its batch to the last bit, at the price of one pass over the weights per request, and per
+    drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the
+    GPU where torch sees one, and from then on its name. ``cuda_graphs`` records batched decode steps on a GPU and
+    replays them; without it their kernels are launched one by one. ``generation_config``: where requests without
+    sampling parameters take theirs from: ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder
+    that holds such a file. ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed
+    the same way, share their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the
+    room. ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
+    default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
     ``kv_disk``.
 
     ``audit``, ``audit_steps``, ``target``: of requests that name none (docs/audit.md).
@@ -62,6 +63,7 @@ class EngineConfig:
     kv_replacement: str = "clock"
     prefill_chunk: int = 4096
     max_requests: int = 64
+    max_token_gap: float | None = None
     max_waiting: int = 1024
     block_size: int = 32
     backend: str = "auto"
@@ -83,6 +85,12 @@ class EngineConfig:
             value = getattr(self, name)
             if not whole_number(value, 1):
                 raise SaccadeError(f"{name}={shown(value)} must be an integer >= 1")
+        if self.max_token_gap is not None:
+            gap = self.max_token_gap
+            if not finite_number(gap) or not 0.001 <= gap <= 3600:
+                raise SaccadeError(
+                    f"max_token_gap={shown(gap)} must be a number of seconds from 0.001 to 3600, or None"
+                )
         source = self.generation_config
         if isinstance(source, str) and source == "vllm":  # its spelling of "none"
             object.__setattr__(self, "generation_config", "none")

@@ -13,6 +13,7 @@ from saccade.engine.answers import Answers
 from saccade.engine.attention import Watch
 from saccade.engine.audit import AuditOptions
 from saccade.engine.auditing import Auditing
+from saccade.engine.batch_control import BatchControl
 from saccade.engine.checks import Checks, certified
 from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
@@ -75,6 +76,7 @@ class Engine:
             max_batch_rows=config.prefill_chunk + config.max_requests,
             max_requests=config.max_requests,
             prefixes=self.prefixes,
+            control=BatchControl(pool, exact, config.max_token_gap),
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
@@ -308,6 +310,8 @@ class Engine:
             ended = time.perf_counter()
             self.sparse_drafts.timed(batch, ended - began, result.fresh)
             self.auditing.settle(batch, result)
+            if not result.fresh:
+                self.scheduler.control.ran(batch, ended - began, result.requests)
             for request, rows in batch:
                 try:
                     outputs += self.settling.settle(request, rows, result.requests[request.id], ended)

@@ -249,6 +249,8 @@ class Report:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.preemptions = 0
+        self.longest_gap = 0.0  # seconds between two tokens
+        self.held_back = 0  # steps in which it did not run, for others needed the memory
         self.tiers: TierCounts | None = None
         self.speculation: Speculated | None = None
         self.audit: Audited | None = None
@@ -304,7 +306,9 @@ class Report:
 
     def token(self) -> None:
         """A token was chosen."""
-        self._last_token = time.perf_counter()
+        before, self._last_token = self._last_token, time.perf_counter()
+        if before is not None:
+            self.longest_gap = max(self.longest_gap, self._last_token - before)
         self._first_token = self._last_token if self._first_token is None else self._first_token
 
     def finish(self, output_tokens: int) -> None:
@@ -334,8 +338,10 @@ class Report:
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
             "preemptions": self.preemptions,
+            "held_back": self.held_back,
             "queue_seconds": 0.0 if started is None else round(started - self._arrived, 6),
             "first_token_seconds": None if self._first_token is None else round(self._first_token - self._arrived, 6),
+            "longest_gap_seconds": round(self.longest_gap, 6),
             "total_seconds": round(ended - self._arrived, 6),
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 
 import torch
 
+from saccade.engine.batch_control import BatchControl
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.row_sampling import RowSampling
@@ -19,7 +20,8 @@ class Scheduler:
     """Admits requests while blocks last, builds steps, and preempts the latest arrival when blocks run out.
 
     Prefill runs in whole chunks whose borders depend on the request alone, so that what a sparse method selects never
-    depends on the batch. ``max_batch_rows`` bounds the rows of a step; one chunk always fits.
+    depends on the batch. ``max_batch_rows`` bounds the rows of a step; one chunk always fits. ``control`` holds
+    decoding requests back whose KV does not fit in memory beside the others', and cuts prefills that hold up tokens.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class Scheduler:
         max_batch_rows: int,
         max_requests: int,
         prefixes: PrefixCache | None = None,
+        control: BatchControl | None = None,
     ) -> None:
         self.pool = pool
+        self.control = BatchControl(pool) if control is None else control
         self.prefixes = prefixes
         self.chunk = chunk
         self.max_batch_rows = max(max_batch_rows, chunk)
@@ -65,12 +69,15 @@ class Scheduler:
     def schedule(self) -> list[tuple[Request, ScheduledRequest]]:
         """Who runs in the next step, and which rows; empty when nothing waits or runs. Blocks for them are reserved."""
         self.pool.advance()
+        self.control.begin(self.running)
         batch: list[tuple[Request, ScheduledRequest]] = []
         rows = 0
         for request in list(self.running):
             if request not in self.running:  # preempted while making room for an earlier one
                 continue
-            work = next_rows(request, self.chunk)
+            if not self.control.lets(request):
+                continue
+            work = next_rows(request, self.control.chunk(request, self.chunk))
             if batch and rows + work.length > self.max_batch_rows:
                 continue
             if self._reserve(request, work.stop, batch):
@@ -80,7 +87,7 @@ class Scheduler:
             request = self.waiting[0]
             if self.prefixes is not None and not self.prefixes.lend(request, self.running):
                 break
-            work = next_rows(request, self.chunk)
+            work = next_rows(request, self.control.chunk(request, self.chunk))
             if batch and rows + work.length > self.max_batch_rows:
                 break
             if not self._admit(request):

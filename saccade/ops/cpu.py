@@ -2,7 +2,8 @@
 decided from is in cpu_sums.py.
 
 The build holds one kernel set per instruction set and the best one this CPU runs is used. ``SACCADE_ISA`` in the
-environment, or :func:`set_isa`, picks another: ``amx_bf16``, ``avx512_bf16``, ``avx2`` or ``portable``.
+environment, or :func:`set_isa`, picks another: ``amx_bf16``, ``avx512_bf16``, ``avx2``, ``neon_bf16``,
+``neon`` or ``portable``.
 
 Rounding differs between the sets (and from the reference), but within one set a result depends only on the call: not on
 the number of threads, nor on what else runs.
@@ -23,7 +24,7 @@ from saccade.ops.cpu_structs import STORAGE, Call, keys_of, missing, native
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
 
 MAX_HEAD_DIM = 1024
-_NAMES = ("amx_bf16", "avx512_bf16", "avx2", "portable")
+_NAMES = ("amx_bf16", "avx512_bf16", "avx2", "neon_bf16", "neon", "portable")
 _sets: list[Any] = native.kernel_sets() if native is not None else []
 _chosen: Any = None
 

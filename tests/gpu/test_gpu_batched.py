@@ -69,13 +69,13 @@ def test_recorded_steps_find_blocks_that_have_moved(engines, monkeypatch):
     device, moved = device_of(engines[2]), 0
     run = device.run
 
-    def moving(step, memories):
+    def moving(step, memories, *times):
         nonlocal moved
         for one in step.scheduled:
             kv = memories[one.sequence_id].kv
             move_blocks(kv.pool, kv)
             moved += 1
-        return run(step, memories)
+        return run(step, memories, *times)
 
     monkeypatch.setattr(device, "run", moving)
     assert [tokens(one) for one in engines[2].generate(PROMPTS, PARAMS, policy=list(POLICIES))] == expected

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.triton_topk import budget_of
-from saccade.ops.triton.batched_best import BOUNDS, least_taken, taken_of
+from saccade.ops.triton.batched_best import BOUNDS
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.radix_select import least_taken, taken_of
 
 # Words of a row: numbers, then addresses.
 TURN, STEPS, BY_POSITION, K, SINKS, LOCAL, REACH, BEST, FOLLOW, GAP = range(10)

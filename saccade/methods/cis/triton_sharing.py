@@ -12,8 +12,8 @@ from torch import Tensor
 
 from saccade.methods.cis import triton_moving
 from saccade.ops.layout import flat, rows
-from saccade.ops.triton.batched_decode import ordered_bits
 from saccade.ops.triton.common import also, begin, launched, pad
+from saccade.ops.triton.radix_select import least_taken, taken_of
 from saccade.selection import Tokens
 
 if TYPE_CHECKING:
@@ -87,9 +87,11 @@ def keep(
     units, weights = anchors.units, rows(weights)
     offsets, indices = flat(read.offsets, torch.int64), flat(read.indices, torch.int32)
     marks = torch.zeros(1 + bool(anchors.most), units, read.shape.k_len, dtype=torch.int8, device=weights.device)
-    args = (anchors.has[at].view(torch.uint8), offsets, indices, weights, marks[0], marks[-1], weights.stride(0))
+    meaned = torch.empty(indices.numel(), dtype=torch.float32, device=weights.device)
+    args = (anchors.has[at].view(torch.uint8), offsets, indices, weights, meaned, marks[0], marks[-1])
     _mark[(units,)](
         *args,
+        weights.stride(0),
         marks.shape[2],
         *middle,
         best,
@@ -183,16 +185,15 @@ def _mean_weight(weights, place, valid, weight_row, EACH: tl.constexpr, SPAN: tl
 
 @triton.jit(
     do_not_specialize=["weight_row", "length", "low", "high", "best"],
-    do_not_specialize_on_alignment=["has", "offsets", "indices", "weights", "marks", "heaviest"],
+    do_not_specialize_on_alignment=["has", "offsets", "indices", "weights", "meaned", "marks", "heaviest"],
 )
 def _mark(
-    has, offsets, indices, weights, marks, heaviest, weight_row, length, low, high, best,
+    has, offsets, indices, weights, meaned, marks, heaviest, weight_row, length, low, high, best,
     EACH: tl.constexpr, REACH: tl.constexpr, MOVES: tl.constexpr, SPAN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mark the unit's keys between ``low`` and ``high`` and the neighbours of the ``best`` heaviest, and if they are
-    to move those by themselves too. The least weight of them is found one bit at a time: weights are not negative, so
-    their bits order as they do."""
+    to move those by themselves too. ``meaned`` has room for the mean weight of every entry."""
     begin(EARLY)
     unit = tl.program_id(0)
     if tl.load(has + unit) != 0:
@@ -200,36 +201,22 @@ def _mark(
         count = (tl.load(offsets + unit + 1) - start).to(tl.int32)
         at = tl.arange(0, SPAN)
         mine = marks + unit.to(tl.int64) * length
-        bound = tl.full([], 0, tl.uint32)
-        digits = tl.arange(0, 16)
-        spare = best
-        for step in tl.static_range(8):
-            shift = 28 - 4 * step
-            found = tl.zeros([16], tl.int32)
-            for first in tl.range(0, count, SPAN):
-                valid = first + at < count
-                key = tl.load(indices + start + first + at, mask=valid, other=0)
-                inside = valid & (key >= low) & (key < high)
-                weight = _mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN)
-                order = ordered_bits(weight)
-                if step > 0:
-                    inside = inside & ((order >> (shift + 4)) == (bound >> (shift + 4)))
-                digit = tl.where(inside, ((order >> shift) & 15).to(tl.int32), -1)
-                found += tl.sum((digit[:, None] == digits[None, :]).to(tl.int32), 0)
-            reach = tl.sum(found, 0) - tl.cumsum(found, 0) + found
-            least = tl.max(tl.where(reach >= spare, digits, 0), 0)
-            spare -= tl.sum(tl.where(digits > least, found, 0), 0)
-            bound = bound | (least.to(tl.uint32) << shift)
+        line = meaned + start
+        for first in tl.range(0, count, SPAN):
+            valid = first + at < count
+            key = tl.load(indices + start + first + at, mask=valid, other=0)
+            inside = valid & (key >= low) & (key < high)
+            weight = _mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN)
+            tl.store(line + first + at, tl.where(inside, weight, float("-inf")), mask=valid)
+        tl.debug_barrier()  # other threads read them
+        bound, spare = least_taken(line, 0, count, best, SPAN)
         level_before = 0
         for first in tl.range(0, count, SPAN):
             valid = first + at < count
             key = tl.load(indices + start + first + at, mask=valid, other=0)
             inside = valid & (key >= low) & (key < high)
-            order = ordered_bits(_mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN))
-            level = inside & (order == bound)
-            earlier = level_before + tl.cumsum(level.to(tl.int32), 0)
-            heavy = also(inside, best > 0) & ((order > bound) | (level & (earlier <= spare)))
-            level_before += tl.sum(level.to(tl.int32), 0)
+            heavy, level_before = taken_of(line, first + at, inside, bound, spare, level_before)
+            heavy = also(heavy, best > 0)
             tl.store(mine + key, tl.full([SPAN], 1, tl.int8), mask=inside)
             if MOVES:
                 tl.store(heaviest + unit.to(tl.int64) * length + key, tl.full([SPAN], 1, tl.int8), mask=heavy)

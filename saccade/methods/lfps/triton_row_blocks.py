@@ -9,19 +9,10 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import query_of, static
 from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import (
-    BOUNDS,
-    WORDS,
-    bounds_at,
-    find_best,
-    known_at,
-    least_held,
-    part_at,
-    taken_of,
-)
-from saccade.ops.triton.batched_decode import ordered_bits
+from saccade.ops.triton.batched_best import BOUNDS, WORDS, bounds_at, find_best, known_at, part_at
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad, precision
+from saccade.ops.triton.radix_select import least_held, ordered_bits, taken_of
 
 HELD = 16384  # blocks whose scores a program holds
 

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_candidates import Found
 from saccade.methods.lfps.triton_row_words import budget_at, pointer, static
-from saccade.ops.triton.batched_best import least_held, least_taken, taken_of
-from saccade.ops.triton.batched_decode import ordered_bits
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists, even_splits
+from saccade.ops.triton.radix_select import least_held, least_taken, ordered_bits, taken_of
 
 HELD = 8192  # candidates that a program holds; of more it reads the scores again and again
 SPAN = 2048  # entries that it writes in one go

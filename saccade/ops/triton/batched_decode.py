@@ -19,6 +19,7 @@ from torch import Tensor
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.radix_select import least_held, ordered_bits
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
 
@@ -248,13 +249,6 @@ def _score(
         tl.store(out, tl.full([TILE], float("-inf"), tl.float32), mask=block < blocks)
 
 
-@triton.jit
-def ordered_bits(value):
-    """uint32 that order as the float32 ``value`` do; -inf is the least of all numbers."""
-    bits = value.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["blocks", "longest"], do_not_specialize_on_alignment=["lengths", "takes", "denses"])
 def _choose_best(
     scores, lengths, takes, denses, counts, indices, blocks, longest,
@@ -279,16 +273,9 @@ def _choose_best(
             score = tl.load(scores + entry.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
             order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
             free = score > float("-inf")
-            order = tl.where(free, order, 0)
-            bound = tl.full([], 0, tl.uint32)  # the greatest with at least `take` entries at or above it
-            step = tl.full([], 2147483648, tl.uint32)
-            for _ in tl.range(0, 32):
-                higher = bound | step
-                bound = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= take, higher, bound)
-                step = step >> 1
+            bound, spare = least_held(tl.where(free, order, 0), take)
             over = free & (order > bound)
             level = free & (order == bound)
-            spare = take - tl.sum(over.to(tl.int32), 0)
             taken = taken | over | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
         taken = taken & (block < pages)
         listed = taken.to(tl.int32)

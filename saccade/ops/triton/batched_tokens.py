@@ -9,18 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import (
-    WORDS,
-    bounds_at,
-    find_best,
-    known_at,
-    part_at,
-    parts_of,
-    taken_of,
-)
+from saccade.ops.triton.batched_best import WORDS, bounds_at, find_best, known_at, part_at, parts_of
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
+from saccade.ops.triton.radix_select import taken_of
 
 KEYS = 64  # scored in one go
 

@@ -18,9 +18,9 @@ from saccade.ops.triton.batched_best import (
     find_best,
     known_at,
     part_at,
-    taken_of,
 )
 from saccade.ops.triton.common import LOG2E, also, begin, launched, processors
+from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.weights import KEYS, constants, logits
 from saccade.selection import Candidates, Tokens
 

@@ -1,0 +1,15 @@
+#include "kernels.h"
+#include "simd_neon.h"
+// clang-format off: the kernels see the Simd above
+#include "kernel_set.h"
+
+namespace saccade {
+
+const KernelSet neon_bf16_kernels = {
+    "neon_bf16", prefill, decode, line_sums, cover_rows,
+    cover, antidiagonals, gather, scan_tables, learn_tables, sink_share, probe, read_pass, gather_pass,
+    progressive, rank_blocks, block_estimates, rank_estimates, label_scores, label_keys, fill_buckets, draw, sampled,
+    project_rows, finish_rows, head_rows, row_pass,
+};
+
+}  // namespace saccade
