@@ -35,7 +35,7 @@ from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
 from saccade.models.reference.tokenizer import build_tokenizer
 
-LETTERS = build_tokenizer().encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False)
+LETTERS = dict.fromkeys(build_tokenizer().encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False), 1e4)
 
 
 def arrivals(clients: list[socket.socket]) -> list[list[float]]:
@@ -60,7 +60,7 @@ def arrivals(clients: list[socket.socket]) -> list[list[float]]:
 
 def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> tuple[float, float]:
     """Tokens a second of the best round, and the median step in ms."""
-    params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, allowed_token_ids=LETTERS)
+    params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, logit_bias=LETTERS)
     rates, steps = [], []
     settings = {"max_model_len": given.prompt + given.tokens + 64, "max_requests": given.streams}
     with LLM(model, dtype=given.dtype, device=given.device, **settings) as llm:
@@ -97,7 +97,7 @@ def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> 
         url = next(json.loads(line)["address"] for line in server.stderr if '"serving"' in line)
         host, port = url.removeprefix("http://").split(":")
         common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": given.tokens}
-        common |= {"policy": given.policy, "allowed_token_ids": LETTERS}
+        common |= {"policy": given.policy, "logit_bias": LETTERS}
         for number in range(given.rounds + 1):
             began = time.perf_counter()
             bodies = [json.dumps({**common, "prompt": ids}).encode() for ids in prompts]
