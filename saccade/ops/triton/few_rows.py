@@ -58,8 +58,8 @@ def attend_few(
 
 
 def pays(q: Tensor, kv: KVView, start: int) -> bool:
-    """Whether a dense call of the rows ``q`` [heads, t, head_dim] from ``start`` on is one for :func:`attend_groups`: so
-    few rows over so many keys that whole tiles of rows would leave most processors idle."""
+    """Whether a dense call of the rows ``q`` [heads, t, head_dim] from ``start`` on is :func:`attend_groups`'s: so few
+    rows over so many keys that whole tiles of rows would leave most processors idle."""
     return 1 < q.shape[1] <= MOST_ROWS and start >= FEWEST_KEYS and kv.length >= start + q.shape[1]
 
 
