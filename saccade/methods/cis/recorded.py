@@ -65,6 +65,7 @@ class SharedKeys(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.cis import triton_recorded as kernels
+        from saccade.methods.cis.triton_keeping import keep
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import choose_keys, new_lists, score_keys
         from saccade.ops.triton.batched_weights import weigh_lists
@@ -79,7 +80,7 @@ class SharedKeys(OwnReading):
         out, lse = rows.attend(lists)
         weights = torch.empty(indices.shape, dtype=torch.float32, device=indices.device)
         weigh_lists(rows, lists, lse, weights, active=found.searching)
-        kernels.keep(rows, units, found, counts, indices, weights)
+        keep(rows, units, found, counts, indices, weights)
         searching = found.searching.view(rows.count, units).sum(1, dtype=torch.float64)
         return LayerRead(out, lse, lists, None, searching * lengths / units, searching * rows.heads / units)
 

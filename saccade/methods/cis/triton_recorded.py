@@ -1,6 +1,6 @@
-"""CIS in recorded steps: who resembles whom, what sharers read, and what searchers will share, for many rows at once.
-Means what sharing.py means. Anchors lie in the rows' states, one place for each step of a block, so that a step writes
-its own place alone."""
+"""CIS in recorded steps: who resembles whom, and what sharers read, for many rows at once (triton_keeping.py: what
+searchers will share). Means what sharing.py means. Anchors lie in the rows' states, one place for each step of a block,
+so that a step writes its own place alone."""
 
 from __future__ import annotations
 
@@ -11,22 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.triton_topk import budget_of
+from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
 from saccade.ops.triton.batched_best import BOUNDS
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.radix_select import least_taken, taken_of
-
-# Words of a row: numbers, then addresses.
-TURN, STEPS, BY_POSITION, K, SINKS, LOCAL, REACH, BEST, FOLLOW, GAP = range(10)
-DIRECTIONS, HAS, COUNTS, KEYS, POSITIONS, MOVING, CAPACITY, MOST = range(10, 18)
-NONE = 2**31 - 1  # behind every position
-
-_WORDS = {
-    "W_TURN": TURN, "W_STEPS": STEPS, "W_POS": BY_POSITION, "W_K": K, "W_SINKS": SINKS, "W_LOCAL": LOCAL,
-    "W_REACH": REACH, "W_BEST": BEST, "W_FOLLOW": FOLLOW, "W_GAP": GAP, "W_DIR": DIRECTIONS, "W_HAS": HAS,
-    "W_COUNTS": COUNTS, "W_KEYS": KEYS, "W_AT": POSITIONS, "W_MOVING": MOVING, "W_CAP": CAPACITY, "W_MOST": MOST,
-}  # fmt: skip
 
 
 class Resembled(NamedTuple):
@@ -59,7 +47,7 @@ def resemble(rows: LayerRows, units: int, hidden: Tensor) -> Resembled:
         q.stride(1),
         rows.words.stride(0),
         rows.reals.stride(0),
-        **_WORDS,
+        **WORDS,
         HEAD=head_dim,
         EACH=heads // units,
         UNITS=units,
@@ -80,53 +68,13 @@ def share(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices
         indices,
         rows.words.stride(0),
         indices.shape[1],
-        **_WORDS,
+        **WORDS,
         UNITS=units,
         SPAN=1024,
         num_warps=4,
         **launched(rows.q.device),
     )
     assert count
-
-
-def keep(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor, weights: Tensor) -> None:
-    """Make the searchers anchors, by what they read and its ``weights`` float32 [rows * units, room]."""
-    device = rows.q.device
-    marks = torch.empty(rows.count * units, triton.cdiv(rows.pages.longest, 32), dtype=torch.int32, device=device)
-    _keep[(units, rows.count)](
-        rows.words,
-        rows.reals,
-        rows.pages.lengths,
-        found.searching,
-        found.bounds,
-        counts,
-        indices,
-        weights,
-        marks,
-        rows.words.stride(0),
-        rows.reals.stride(0),
-        indices.shape[1],
-        weights.stride(0),
-        marks.shape[1],
-        **_WORDS,
-        UNITS=units,
-        SPAN=1024,
-        num_warps=8,
-        **launched(device),
-    )
-
-
-@triton.jit
-def _place(own, length, W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr):
-    """Which step of its block a row is at, from 0."""
-    step = length.to(tl.int64) - 1 - tl.load(own + W_TURN)
-    step = tl.where(tl.load(own + W_POS) != 0, length.to(tl.int64) - 1, step)
-    return (step % tl.load(own + W_STEPS)).to(tl.int32)
-
-
-@triton.jit
-def _budget(own, reals, length, W_K: tl.constexpr):
-    return budget_of(tl.minimum(tl.load(own + W_K), 1 << 30).to(tl.int32), tl.load(reals + 1), length)
 
 
 @triton.jit(
@@ -153,8 +101,8 @@ def _resemble(
         reals += row.to(tl.int64) * real_row
         sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
         local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
-        k = _budget(own, reals, length, W_K)
-        at = _place(own, length, W_TURN, W_STEPS, W_POS)
+        k = budget_at(own, reals, length, W_K)
+        at = place_of(own, length, W_TURN, W_STEPS, W_POS)
         has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
         positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
         if length.to(tl.int64) > sinks.to(tl.int64) + k + local:
@@ -277,107 +225,3 @@ def _share(
         for start in tl.range(last, length, SPAN):
             tl.store(out + placed + start - last + at, start + at, mask=start + at < length)
         tl.store(counts + entry, placed + length - last)
-
-
-@triton.jit
-def _mark_key(marks, key, valid, hid, shown):
-    """Set the bits of the keys that are ``valid`` and not hidden."""
-    bit = (tl.zeros(key.shape, tl.int32) + 1) << (key & 31)
-    tl.atomic_or(marks + (key >> 5), bit, mask=valid & ((key < hid) | (key >= shown)), sem="relaxed")
-
-
-@triton.jit
-def _count_bits(words):
-    """How many bits of uint32 ``words`` are set, int32."""
-    pairs = words - ((words >> 1) & 0x55555555)
-    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
-    halves = eights + (eights >> 8)
-    return ((halves + (halves >> 16)) & 63).to(tl.int32)
-
-
-@triton.jit(
-    do_not_specialize=["word_row", "real_row", "room", "weight_row", "width"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "searching", "bounds", "counts"],
-)
-def _keep(
-    words, reals, lengths, searching, bounds, counts, indices, weights, marks, word_row, real_row, room, weight_row,
-    width,
-    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
-    W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
-    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
-    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Mark the keys between sinks and window that were read, and the neighbours of the heaviest, a bit each, and list
-    the marks."""
-    begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
-    entry = row * UNITS + unit
-    if tl.load(searching + entry) != 0:
-        length = tl.load(lengths + row)
-        own = words + row.to(tl.int64) * word_row
-        reals += row.to(tl.int64) * real_row
-        sinks = tl.load(own + W_SINKS).to(tl.int32)
-        end = length - tl.load(own + W_LOCAL).to(tl.int32)
-        hid, shown = tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3)
-        best = tl.load(own + W_BEST)
-        best = tl.where(best < 0, (_budget(own, reals, length, W_K) // 3).to(tl.int64), best)
-        best = tl.minimum(best, length.to(tl.int64)).to(tl.int32)
-        reach = tl.minimum(tl.load(own + W_REACH), end.to(tl.int64)).to(tl.int32)
-        capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
-        place = (_place(own, length, W_TURN, W_STEPS, W_POS) * UNITS + unit).to(tl.int64)
-        count = tl.load(counts + entry)
-        read = indices + entry.to(tl.int64) * room
-        line = weights + entry.to(tl.int64) * weight_row
-        mine = marks + entry.to(tl.int64) * width
-        at = tl.arange(0, SPAN)
-        some = tl.cdiv(end, 32)
-        for start in tl.range(0, some, SPAN):
-            tl.store(mine + start + at, tl.zeros([SPAN], tl.int32), mask=start + at < some)
-        # Lists rise: what lies between the sinks and the window is one stretch of them.
-        begins, ends = 0, 0
-        for start in tl.range(0, count, SPAN):
-            key = tl.load(read + start + at, mask=start + at < count, other=2147483647)
-            begins += tl.sum((key < sinks).to(tl.int32), 0)
-            ends += tl.sum((key < end).to(tl.int32), 0)
-        wanted = tl.minimum(best, ends - begins)
-        bound = tl.full([], 0, tl.uint32)
-        spare = wanted
-        if (wanted > 0) & (wanted < ends - begins):
-            bound, spare = least_taken(line, begins, ends, wanted, SPAN)
-        tl.debug_barrier()  # others have set the marks to zero
-        level_before, listed = 0, 0
-        moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
-        for start in tl.range(begins, ends, SPAN):
-            inside = start + at < ends
-            key = tl.load(read + start + at, mask=inside, other=0)
-            heavy = inside
-            if wanted < ends - begins:
-                heavy, level_before = taken_of(line, start + at, inside, bound, spare, level_before)
-            heavy = heavy & (tl.zeros([SPAN], tl.int32) + wanted > 0)
-            _mark_key(mine, key, inside, hid, shown)
-            for away in tl.range(1, reach + 1):
-                _mark_key(mine, key + away, heavy & (key + away < end), hid, shown)
-                _mark_key(mine, key - away, heavy & (key - away >= sinks), hid, shown)
-            number = listed + tl.cumsum(heavy.to(tl.int32), 0) - 1
-            tl.store(moving + number, key, mask=heavy & (number < most))
-            listed += tl.sum(heavy.to(tl.int32), 0)
-        for start in tl.range(listed, most.to(tl.int32), SPAN):
-            tl.store(moving + start + at, tl.full([SPAN], 2147483647, tl.int32), mask=start + at < most)
-        tl.debug_barrier()  # others have marked keys
-        shared = 0
-        keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
-        for start in tl.range(0, some, SPAN):
-            marked = tl.load(mine + start + at, mask=start + at < some, other=0, cache_modifier=".cg")
-            marked = marked.to(tl.uint32, bitcast=True)
-            counted = _count_bits(marked)
-            number = shared + tl.cumsum(counted, 0) - counted
-            shared += tl.sum(counted, 0)
-            for bit in tl.range(0, 32):
-                here = ((marked >> bit) & 1) != 0
-                tl.store(keys + number, (start + at) * 32 + bit, mask=here & (number < capacity))
-                number += here.to(tl.int32)
-        tl.store(
-            tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place, tl.minimum(shared, capacity.to(tl.int32))
-        )

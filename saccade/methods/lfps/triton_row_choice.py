@@ -47,7 +47,7 @@ def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Fo
         logits, ranks, found.listed, found.lists.counts, found.lists.indices, rows.words, rows.reals,
         rows.pages.lengths, idle, starts, counts, indices, taken, lse, rows.words.stride(0), rows.reals.stride(0),
         found.lists.longest, room, UNITS=units, EACH=rows.heads // units, HELD=held, SPAN=SPAN, num_warps=16,
-        maxnreg=64, **launched(device),
+        maxnreg=64 if held <= 1 << 14 else None, **launched(device),
     )  # fmt: skip
     return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, lse)
 

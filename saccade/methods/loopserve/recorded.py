@@ -47,10 +47,11 @@ class ChosenLines(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.loopserve import triton_recorded as kernels
+        from saccade.methods.loopserve.triton_choosing import choose_lines
         from saccade.ops.triton.batched_rows import LayerRead
 
         due = kernels.remember(rows)
-        kernels.choose_lines(rows, self.units, self.every, due)
+        choose_lines(rows, self.units, self.every, due)
         lists = kernels.line_lists(rows, self.units, due, self.room)
         out, lse = rows.attend(lists)
         whole = due.chosen == 0
