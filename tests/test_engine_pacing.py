@@ -232,6 +232,23 @@ def test_few_rows_read_what_a_chunk_reads(dtype, rows, keys, softcap):
     assert ours.used is call.selection
 
 
+def test_a_request_less_is_no_beginning():
+    """Neighbours of a kind lend it their times, by bytes; kinds far away and other drafts do not."""
+    pacing = Pacing(1000)
+    kind = Kind.of("psa", [4096] * 8)
+    measured(pacing, kind, plain=1.0, draft=0.2)
+    pacing.times(kind).bytes = 3000
+    less = pacing.times(Kind.of("psa", [4096] * 6))
+    assert less.known
+    factor = (1000 + 3000 * 2.0 ** (-2 / 4)) / 4000
+    assert list(less.plain) == pytest.approx([factor, factor])
+    assert [seconds for _, seconds in less.verify] == pytest.approx(
+        [factor * seconds for _, seconds in list(pacing.times(kind).verify)[-6:]]
+    )
+    for other in (Kind.of("psa", [4096]), Kind.of("quest", [4096] * 8)):
+        assert not pacing.times(other).known
+
+
 def test_padded_verifications_cost_what_their_room_costs():
     times = Times(padded=True)
     times.plain.extend([1.0] * 3)

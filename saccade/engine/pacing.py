@@ -31,6 +31,7 @@ DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before 
 EVIDENCE = 8.0  # tests from which on the measured chance decides
 FIRST = 8.0  # rows that the fixed cost of a verification is worth, before it is known
 KEPT = 256  # kinds of steps whose times are remembered
+NEAR = 4  # quarters of powers of two between kinds that tell of each other
 
 
 Key = TypeVar("Key")
@@ -152,7 +153,34 @@ class Pacing:
         self._chances.clear()
 
     def times(self, kind: Kind) -> Times:
-        return _latest(self._times, kind, partial(Times, self.padded))
+        """What is known of steps of ``kind``; at first what neighbours of it took, scaled by bytes, so that a request
+        more or less, or a longer context, does not mean to begin anew."""
+        return _latest(self._times, kind, partial(self._guessed, kind))
+
+    def _guessed(self, kind: Kind) -> Times:
+        made = Times(self.padded)
+        alike = [
+            (abs(one.keys - kind.keys) + abs(one.rows - kind.rows), one)
+            for one, times in self._times.items()
+            if one.draft == kind.draft and times.known and abs(one.keys - kind.keys) <= NEAR
+        ]
+        if not alike:
+            return made
+        distance, nearest = min(alike)
+        if distance > 2 * NEAR:
+            return made
+        known, factor = self._times[nearest], self._grown(kind, nearest)
+        made.plain.extend([typical(known.plain) * factor] * PLAIN)
+        made.draft.append(typical(known.draft))
+        made.verify.extend((count, seconds * factor) for count, seconds in list(known.verify)[-6:])
+        made.bytes = known.bytes * 2.0 ** ((kind.keys - nearest.keys) / 4)
+        return made
+
+    def _grown(self, kind: Kind, nearest: Kind) -> float:
+        """How many times as long plain steps of ``kind`` take as those of ``nearest``, by bytes."""
+        known = self._times[nearest].bytes
+        grown = known * 2.0 ** ((kind.keys - nearest.keys) / 4)
+        return (self.weights + grown) / max(1.0, self.weights + known)
 
     def guess_plain(self, kind: Kind) -> None:
         """Where no plain step of ``kind`` was timed, put down what bytes make of the nearest kind's."""
@@ -161,11 +189,9 @@ class Pacing:
         if len(times.plain) >= PLAIN or not alike:
             return
         nearest = min(alike, key=lambda one: abs(one.keys - kind.keys))
-        grown = 2.0 ** ((kind.keys - nearest.keys) / 4)
         known = self._times[nearest]
-        factor = (self.weights + known.bytes * grown) / max(1.0, self.weights + known.bytes)
-        times.plain.extend([typical(known.plain) * factor] * PLAIN)
-        times.bytes = known.bytes * grown
+        times.plain.extend([typical(known.plain) * self._grown(kind, nearest)] * PLAIN)
+        times.bytes = known.bytes * 2.0 ** ((kind.keys - nearest.keys) / 4)
 
     def chance(self, draft: str) -> Chance:
         return _latest(self._chances, draft, Chance)

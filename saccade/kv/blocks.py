@@ -20,6 +20,8 @@ from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
 from saccade.machine import release_rows
 
+ROOMY = 16  # blocks of a sequence that are left over where nobody needs to save them
+
 
 class BlockManager:
     """Hands out logical blocks over ``storage`` for ``layers`` layers.
@@ -133,8 +135,8 @@ class BlockManager:
 
     @property
     def roomy(self) -> bool:
-        """Whether an eighth of the slots is free, so that a block more or less takes nobody's place."""
-        return self.free_blocks * 8 > self.num_blocks
+        """Whether so much is free that a block more or less takes nobody's place."""
+        return self.free_blocks >= ROOMY * self.layers
 
     def touch(self, blocks: np.ndarray) -> None:
         """Note that ``blocks`` (int ids) are used in this step."""
@@ -212,8 +214,10 @@ class BlockManager:
                 )
         freed = []
         for block in blocks:
-            self._holders[block] = tuple(other for other in self._holders[block] if other != holder)
-            if not self._holders[block]:
+            held = self._holders[block]
+            at = held.index(holder)
+            self._holders[block] = held[:at] + held[at + 1 :]
+            if len(held) == 1:
                 freed.append(block)
         if freed:
             if self.tiers is not None:
