@@ -295,5 +295,29 @@ def test_who_leaves_first():
     assert leaving("lru", [3, 1], 4) == [14, 10, 12, 13]
     assert leaving("clock", [0, 1, 2], 2) == [13, 14]
     assert leaving("clock", [0, 1, 2], 4) == [13, 14, 10, 11]  # a second chance, not a third
-    with pytest.raises(SaccadeError, match="clock, lru, fifo"):
-        Replacement(4, "random")
+    some = [leaving("random", [], 3) for _ in range(2)]
+    assert some[0] == some[1]  # chance, but the same in every run
+    assert len(set(some[0])) == 3
+    assert 15 not in some[0]
+    with pytest.raises(SaccadeError, match="clock, lru, fifo, random"):
+        Replacement(4, "mru")
+
+
+def test_what_is_read_round_and_round_is_kept_in_part_by_chance_alone():
+    def hits(policy: str) -> int:
+        turn, where, found = Replacement(50, policy), {}, 0
+        for part in list(range(100)) * 20:
+            if part in where:
+                turn.touch(np.array([where[part]]))
+                found += 1
+                continue
+            slot = len(where)
+            if slot == 50:
+                slot = where.pop(int(turn.victims(1, lambda slots, held: held >= 0)[0]))
+            where[part] = slot
+            turn.place(np.array([slot]), np.array([part]))
+        return found
+
+    assert hits("lru") == hits("fifo") == 0
+    assert hits("clock") < 100
+    assert hits("random") > 300

@@ -31,13 +31,13 @@ class EngineConfig:
     a GPU), at most what ``max_requests`` full-length sequences need. ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU.
-    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru`` or ``fifo``. ``prefill_chunk``: most prompt
-    tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_token_gap``: seconds
-    between two tokens of a request that the prefills of others keep to (engine/batch_control.py); None, the default,
-    for no bound. ``max_waiting``: most requests that queue behind them; whoever adds more waits until there is room.
-    ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU
-    kernels or an error) or ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a
-    result independent of its batch to the last bit, at the price of one pass over the weights per request, and per
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``prefill_chunk``:
+    most prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_token_gap``:
+    seconds between two tokens of a request that the prefills of others keep to (engine/batch_control.py); None, the
+    default, for no bound. ``max_waiting``: most requests that queue behind them; whoever adds more waits until there is
+    room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton``
+    (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes
+    a result independent of its batch to the last bit, at the price of one pass over the weights per request, and per
     drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the
     GPU where torch sees one, and from then on its name. ``cuda_graphs`` records batched decode steps on a GPU and
     replays them; without it their kernels are launched one by one. ``generation_config``: where requests without

@@ -1,4 +1,8 @@
-"""Who leaves its slot next: second chance (clock), least recently used, or first in, first out."""
+"""Who leaves its slot next: second chance (clock), least recently used, first in, first out, or anybody.
+
+The first three lose everything where steps read more than there are slots, over and over in the same order: whoever
+leaves is wanted next. ``random`` keeps some of them (docs/tiers.md).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import numpy as np
 
 from saccade.errors import SaccadeError, shown
 
-POLICIES = ("clock", "lru", "fifo")
+POLICIES = ("clock", "lru", "fifo", "random")
 Array = np.ndarray[Any, Any]
 
 
@@ -24,6 +28,7 @@ class Replacement:
         self._seen = np.zeros(slots, dtype=np.int64)  # clock: 1 is a second chance; else when it was used, or came
         self._now = 0
         self._hand = 0
+        self._rng = np.random.default_rng(0)
 
     def place(self, slots: Array, held: Array) -> None:
         """``slots`` hold ``held`` from now on."""
@@ -44,6 +49,8 @@ class Replacement:
         enough of them."""
         if self.policy != "clock":
             slots = np.nonzero(allowed(np.arange(len(self._held)), self._held))[0]
+            if self.policy == "random":
+                return self._held[self._rng.choice(slots, count, replace=False)]
             return self._held[slots[np.argsort(self._seen[slots], kind="stable")[:count]]]
         found: list[Array] = []
         size = len(self._held)

@@ -32,8 +32,8 @@ Array = np.ndarray[Any, Any]
 
 class Tiers:
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
-    ``clock`` (second chance), ``lru`` or ``fifo``. ``debug`` fills slots that parts have left, and the one that stands
-    for absent parts, with NaN, so that whoever reads them is seen."""
+    ``clock`` (second chance), ``lru``, ``fifo`` or ``random``. ``debug`` fills slots that parts have left, and the one
+    that stands for absent parts, with NaN, so that whoever reads them is seen."""
 
     def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
         if pool.rows > 1:
