@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "decode_tiles.h"
+#include "ahead.h"
 #include "key_stream.h"
 #include "math.h"
 #include "threads.h"
@@ -36,7 +36,7 @@ class DecodeTask {
                float* o, float* max, float* sum, void* scratch = nullptr, Tally* tally = nullptr)
         : a_(a), logits_(a), d_(a.head_dim), q_stride_((a.head_dim + 31) / 32 * 32), groups_(groups), shared_(shared),
           stride_(stride), kv_head_(first_head / (a.heads / a.kv_heads)), own_rows_(groups > 1 && a.table_head_stride),
-          tile_heads_(heads_of_tile(shared)), o_(o), max_(max), sum_(sum), tally_(tally), registers_(tile_heads_) {
+          o_(o), max_(max), sum_(sum), tally_(tally) {
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(scratch ? scratch : thread_scratch(count.used())));
@@ -50,11 +50,7 @@ class DecodeTask {
                 const T* from = static_cast<const T*>(a.q) + (first_head + g * shared + h) * a.q_head_stride +
                                 row * a.q_row_stride;
                 Q* to = q_ + (g * shared + h) * q_stride_;
-                if constexpr (Math::tiles) {
-                    const float* units = reinterpret_cast<const float*>(from);
-                    float* column = queries(g, h) + h % tile_heads_;
-                    for (int64_t u = 0; u < d_ / 2; ++u) std::memcpy(column + u * kTileSide, units + u, sizeof(float));
-                } else if constexpr (kDot) std::memcpy(to, from, d_ * sizeof(T));
+                if constexpr (kDot) std::memcpy(to, from, d_ * sizeof(T));
                 else
                     for (int64_t c = 0; c < d_; c += W) Simd::store(to + c, Simd::load_row(from + c));
             }
@@ -89,13 +85,6 @@ class DecodeTask {
         for (int64_t turn = 0; turn < 2 * groups_; ++turn) {
             Ahead<T> ahead = Asks ? rows_of(turn + kLead, step, next) : Ahead<T>();
             const int64_t g = turn % groups_;
-            if constexpr (Math::tiles) {
-                for (int64_t h = 0; h < shared_; h += tile_heads_) {
-                    if (turn < groups_) weigh_tiles(g, h, step, ahead);
-                    else accumulate_tiles(g, h, step, ahead);
-                }
-                continue;
-            }
             for (int64_t h = 0; h < shared_; h += kHeadTile) {
                 switch (shared_ - h) {
                     case 1: take_heads<1>(turn < groups_, g, h, step, ahead); break;
@@ -110,13 +99,11 @@ class DecodeTask {
   private:
     void carve(Carver& c) {
         q_ = c.take<Q>(groups_ * shared_ * q_stride_);
-        s_ = c.take<float>((Math::tiles ? kTileSide : kHeadTile) * kScores);
+        s_ = c.take<float>(kHeadTile * kScores);
         p_ = c.take<float>(groups_ * shared_ * kScores);
         alpha_ = c.take<float>(groups_ * shared_);
         steps_ = c.take<KeyStep<kDecodeStep>>(2);
         rows_ = c.take<int64_t>(own_rows_ ? 2 * groups_ * kDecodeStep : 0);
-        columns_ = c.take<float>(Math::tiles ? groups_ * shared_ / tile_heads_ * d_ / 2 * kTileSide : 0);
-        room_ = c.take<float>(Math::tiles ? decode_tile_room(d_) : 0);
     }
 
     // Where group `g` reads: rows(), and how much further on in the pools.
@@ -146,37 +133,6 @@ class DecodeTask {
     template <int HT>
     SACCADE_INLINE void take_heads(bool keys, int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
         keys ? weigh<HT>(g, h, step, ahead) : accumulate<HT>(g, h, step, ahead);
-    }
-
-    // The same by tiles.
-    float* queries(int64_t g, int64_t h) const {
-        return columns_ + (g * shared_ + h) / tile_heads_ * d_ / 2 * kTileSide;
-    }
-    void weigh_tiles(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
-        registers_.logits(static_cast<const T*>(a_.k_pool) + group_offset(g), rows(g, step), step.count, d_,
-                          queries(g, h), tile_heads_, s_, kScores, room_, ahead);
-        alignas(64) float shrink[kTileSide] = {}, sums[kTileSide];
-        for (int64_t i = 0; i < tile_heads_; ++i) {
-            ahead.ask(kTileSide);
-            sums[i] = weights(g, h + i, static_cast<int>(i), step.count, shrink[i]);
-        }
-        Simd::store(shrink, Simd::exp2(Simd::load(shrink)));
-        for (int64_t i = 0; i < tile_heads_; ++i) {
-            float& total = sum_[g * stride_ + h + i];
-            total = total * shrink[i] + sums[i];
-            alpha_[g * shared_ + h + i] = shrink[i];
-        }
-    }
-    void accumulate_tiles(int64_t g, int64_t h, const KeyStep<kDecodeStep>& step, Ahead<T>& ahead) {
-        const int64_t row = g * shared_ + h;
-        float* o = o_ + (g * stride_ + h) * d_;
-        for (int64_t i = 0; i < tile_heads_; ++i) {
-            if (alpha_[row + i] == 1) continue;
-            const F alpha = Simd::set1(alpha_[row + i]);
-            for (int64_t c = i * d_; c < (i + 1) * d_; c += W) Simd::store(o + c, Simd::mul(Simd::load(o + c), alpha));
-        }
-        registers_.add(static_cast<const T*>(a_.v_pool) + group_offset(g), rows(g, step), step.count, d_,
-                       p_ + row * kScores, kScores, o, room_, ahead);
     }
 
     template <int HT>
@@ -233,7 +189,7 @@ class DecodeTask {
     float weights(int64_t g, int64_t h, int i, int count, float& shrink) {
         float *s = s_ + i * kScores, *p = p_ + (g * shared_ + h) * kScores;
         float& old_max = max_[g * stride_ + h];
-        const int rounded = Math::tiles ? kDecodeStep : (count + W - 1) / W * W;
+        const int rounded = (count + W - 1) / W * W;
         for (int j = count; j < rounded; ++j) s[j] = 0;  // finite, for the cap
         for (int j = 0; j < rounded; j += W) Simd::store(s + j, logits_(Simd::load(s + j)));
         if constexpr (Tally::shifts) tally_->shift(s, count);
@@ -266,7 +222,7 @@ class DecodeTask {
             for (; c + 2 * W <= d_; c += 2 * W) values_dot<HT, 1>(x, c);
             if (c < d_) values_dot<HT, 0>(x, c);
         } else {
-            constexpr int NC = Simd::registers == 32 ? (HT == 1 ? 8 : 4) : HT == 1 ? 8 : HT == 2 ? 4 : 2;
+            constexpr int NC = HT == 1 ? 8 : HT == 2 || Simd::registers == 32 ? 4 : 2;
             for (; c + NC * W <= d_; c += NC * W) values<HT, NC>(x, c);
             for (; c < d_; c += W) values<HT, 1>(x, c);
         }
@@ -302,7 +258,8 @@ class DecodeTask {
             for (int n = 0; n < NC; ++n) Simd::store(o + i * d_ + n * W, acc[i][n]);
     }
 
-    // The same by pairs of keys, for NS sets of two vectors of channels; NS = 0 is half a set, the end of a head_dim like 80.
+    // The same by pairs of keys, for NS sets of two vectors of channels; NS = 0 is half a set, the end of a head_dim like
+    // 80.
     template <int HT, int NS>
     void values_dot(const Values& x, int64_t c) {
         constexpr int NC = NS ? 2 * NS : 1;
@@ -332,14 +289,11 @@ class DecodeTask {
     const Logits logits_;
     const int64_t d_, q_stride_, groups_, shared_, stride_, kv_head_;
     const bool own_rows_;
-    const int64_t tile_heads_;
     float *o_, *max_, *sum_, *s_, *p_, *alpha_;
     Q* q_;
     KeyStep<kDecodeStep>* steps_;
     int64_t* rows_;  // [2, groups, kDecodeStep]: of this step and of the next
-    float *columns_, *room_;  // with tiles
     Tally* tally_;
-    DecodeTiles<Math::tiles> registers_;
 };
 
 }  // namespace

@@ -149,7 +149,8 @@ struct GatherRows {
         end<HT, N>(acc, o);
     }
 
-    // The same by pairs of rows, for NS sets of two vectors of channels; NS = 0 is half a set, the end of a head_dim like 80.
+    // The same by pairs of rows, for NS sets of two vectors of channels; NS = 0 is half a set, the end of a head_dim like
+    // 80.
     template <int HT, int NS>
     void sum_pairs(const T* v, const int64_t* rows, int64_t count, const uint16_t* p, int64_t stride, float* o) const {
         constexpr int N = NS ? 2 * NS : 1;

@@ -143,7 +143,7 @@ def test_attention_within_a_window_capped_and_with_sinks():
 def test_intervals_hold_in_a_thousand_simulated_requests():
     """Each request's places are unlike each other: most lose little, some much, and it gets worse half-way."""
     rng = torch.Generator().manual_seed(1)
-    layers, kv_heads, steps = 4, 4, 40
+    layers, kv_heads, steps = 4, 4, 24
     missed = {"mean": 0, "share": 0, "rare": 0}
     bias = []
     for seed in range(1000):
@@ -151,7 +151,7 @@ def test_intervals_hold_in_a_thousand_simulated_requests():
         lost[steps // 2 :] = (2 * lost[steps // 2 :]).clamp(max=1)
         lost[torch.rand(lost.shape, generator=rng) < 0.01] = 0.9
         agrees = torch.rand(steps, generator=rng) < (0.98 if seed % 2 else 0.6)
-        audit = Audit(AuditOptions(0.1, 0.25), seed)
+        audit = Audit(AuditOptions(0.12, 0.25), seed)
         mean, rare, share = Mean(), Mean(), Share()
         for step in range(steps):
             for layer, heads in audit.draw(step, layers, kv_heads).items():

@@ -125,4 +125,5 @@ def test_a_method_without_a_dial_is_refused(tiny_llama):
     with pytest.raises(RequestError, match="'dense' has no dial"):
         llm.generate(random_ids(20, 1), SamplingParams(target=0.9))
     other = make(tiny_llama, target=0.9)  # of the engine: where there is a dial
-    assert other.generate(random_ids(20, 1), policy="cis")[0].report["audit"]["target"] is None
+    assert other.generate(random_ids(20, 1), policy="cis")[0].report["audit"] is None
+    assert other.generate(random_ids(20, 1), policy="psa")[0].report["audit"]["target"]["option"] == "epsilon"

@@ -16,7 +16,7 @@ from saccade.engine import device_attention
 from saccade.engine.attention import Watch
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
-from saccade.engine.device_graphs import COVERED
+from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, StepKinds
 from saccade.engine.device_sampling import choose_tokens
 from saccade.engine.report import LayerStats
 from saccade.engine.row_sampling import RowSampling
@@ -151,6 +151,20 @@ def test_a_larger_step_that_is_recorded_serves_a_smaller_one(runner):
     next(iter(exact.kinds._kinds.values())).graph = object()
     exact.run(ours.step().part(few), ours.memories)
     assert len(exact.kinds._kinds) == 2
+
+
+def test_kinds_that_come_and_go_push_no_recording_out():
+    kinds = StepKinds(torch.device("cpu"), True)
+    keys = [(((form, 1),), 1024, False) for form in range(MOST_GRAPHS + 3 * MOST_NEW)]
+    for key in keys[: MOST_GRAPHS + 2]:
+        kinds.of(key, ()).graph = object()  # type: ignore[assignment]
+    for key in keys[MOST_GRAPHS + 2 :]:
+        kinds.of(key, ())
+    assert kinds.of(keys[2], ()).graph is not None
+    assert kinds.stats.recorded == MOST_GRAPHS
+    assert kinds.stats.kinds == MOST_GRAPHS + MOST_NEW
+    assert kinds.of(keys[-1], ()) is kinds.of(keys[-1], ())
+    assert keys[0] not in kinds._kinds
 
 
 def test_a_row_that_another_request_takes_over_keeps_what_it_has_counted(runner):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -16,8 +18,15 @@ from saccade.methods.policy import Policy
 from saccade.selection import Dense
 
 LONG = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
-STATEFUL = ("dense", "h2o(budget=48)", "lfps(k=16, blocks=2, least=16)")
+LFPS = "lfps(k=16, blocks=2, least=16)"
+KINDS = (Perfect, Wrong, Erring)
+STATEFUL = ("dense", "h2o(budget=48)", LFPS)
 IDS = random_ids(205, seed=3)
+
+
+def some(cases: list, quick: Callable[..., bool]) -> list:
+    """``cases``, of which those that are not ``quick`` wait for ``make test-all``."""
+    return [one if quick(*one) else pytest.param(*one, marks=pytest.mark.thorough) for one in cases]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +35,10 @@ def text(llm) -> list[int]:
     return [*IDS, *tokens(llm.generate(IDS, LONG)[0])]
 
 
-@pytest.mark.parametrize("kind", [Perfect, Erring])
-@pytest.mark.parametrize("policy", STATEFUL)
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    some([*product(STATEFUL, [Erring, Perfect])], lambda policy, kind: (policy == LFPS) == (kind is Perfect)),
+)
 def test_answers_end_where_they_would(llm, kind, policy):
     """By a stop token, a stop string, the end token or the number of tokens: in the middle of accepted drafts."""
     whole = llm.generate(IDS, LONG, policy=policy)[0].outputs[0]
@@ -84,9 +95,13 @@ def test_drafts_take_the_rows_that_are_left(tiny_llama):
     assert any(8 in step and len(step) > 1 for step in rows)  # a chunk, and others that decode
 
 
-@pytest.mark.parametrize("kind", [Perfect, Wrong, Erring])
 @pytest.mark.parametrize(
-    "policy", [*EVERY[:2], *(one for one in EVERY if one.decode.name in ("h2o", "hshare"))], ids=str
+    ("policy", "kind"),
+    some(
+        [*product([*EVERY[:2], *(one for one in EVERY if one.decode.name in ("h2o", "hshare"))], KINDS)],
+        lambda policy, kind: kind is KINDS[len(str(policy)) % 3],
+    ),
+    ids=str,
 )
 def test_short_of_blocks_nothing_is_drafted_and_nobody_displaced(tiny_llama, kind, policy):
     """Three requests grow in a pool that holds little more than two."""
@@ -184,8 +199,10 @@ def test_a_row_that_fails_counts_only_if_it_is_accepted(tiny_llama, text, kind, 
     assert llm.pool.used_blocks == 0
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("policy", STATEFUL)
+@pytest.mark.parametrize(
+    ("policy", "exact"),
+    some([*product(STATEFUL, [True, False])], lambda policy, exact: exact == (policy != "dense")),
+)
 def test_a_broken_pass_is_taken_back(tiny_llama, prompts, in_the_next_pass, policy, exact):
     """What breaks it is no request's own: packed rows are tried again without drafts, each request alone; an interrupt
     leaves everything as it was before the step."""

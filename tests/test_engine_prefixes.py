@@ -10,6 +10,7 @@ from kv_helpers import check_blocks
 from tiny_models import random_ids
 
 from saccade import SamplingParams
+from saccade.engine.prefix_hashes import Origin, PrefixHashes
 from saccade.methods.policy import Policy
 
 CHUNK = 64
@@ -288,3 +289,15 @@ def test_a_crowd_in_little_room_answers_as_alone(tiny_llama, llm):
     small.reset_prefix_cache()
     assert small.pool.used_blocks == 0
     assert not small.engine.prefixes._places
+
+
+def test_hashes_taken_over_equal_those_of_a_fresh_start():
+    """Prefixes that end earlier, go on longer, or differ at a block's border or inside one, under two origins."""
+    hashes = PrefixHashes(16)
+    document = random_ids(200, seed=1)
+    asked = [document, document[:100], [*document, 5, 6, 7] * 2, [*document[:96], *random_ids(50, seed=2)]]
+    asked += [[*document[:97], 3, *document[98:]], [9, *document[1:]], document[:15], [], document]
+    for turn, prompt in enumerate(asked * 2):
+        for origin in (Origin("dense", "", 0, ""), Origin("dense", "", turn % 2, "a")):
+            assert hashes.of(origin, prompt, len(prompt)) == PrefixHashes(16).of(origin, prompt, len(prompt))
+            assert len(hashes.of(origin, prompt, len(prompt))) == len(prompt) // 16

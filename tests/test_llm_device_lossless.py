@@ -18,8 +18,9 @@ from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.summaries import summarize_view
 from saccade.ops import Call, run
-from saccade.ops.triton import few_rows
+from saccade.ops.triton import dispatch, few_rows
 from saccade.ops.triton.few_rows import attend_few
+from saccade.selection import Dense, Shape
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,27 @@ def test_few_rows_of_several_sequences(rows, softcap):
         want = run(Call.of(q[:, here], view, scale=0.2, softcap=softcap), "reference")
         torch.testing.assert_close(out[:, here], want.out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse[:, here], want.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("start", "count"), [(70, 2), (101, 33), (96, 128)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_short_chunk_over_many_keys_goes_in_groups_of_rows(monkeypatch, start, count, softcap):
+    """Through the call that a prefill makes, under a view that ends later, with queries that lie row by row."""
+    monkeypatch.setattr(few_rows, "FEWEST_KEYS", 64)
+    rng = generator(count)
+    pool = BlockManager(KVStorage(KVFormat(torch.float32, 2, 32, 32), 10), 1)
+    kv = SequenceKV(pool)
+    kv.reserve(start + count + 5)
+    kv.append(0, *torch.randn(2, 2, start + count + 5, 32, generator=rng))
+    q = torch.randn(count, 8, 32, generator=rng).transpose(0, 1)
+    selection = Dense(Shape(8, 2, count, start + count, start, q.device))
+    asked = []
+    monkeypatch.setattr(dispatch, "attend_groups", lambda *a, **o: asked.append(1) or few_rows.attend_groups(*a, **o))
+    call = Call.of(q, kv.view(0).upto(start + count), selection, scale=0.2, softcap=softcap)
+    got, want = run(call, "triton"), run(call, "reference")
+    assert asked
+    torch.testing.assert_close(got.out, want.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=1e-5)
 
 
 def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch):

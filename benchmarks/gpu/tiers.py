@@ -2,10 +2,13 @@
 
     python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98]
     python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304]
+    python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
-ones of which all is resident. ``parts`` are one layer's keys and values of 32 tokens, 128 KiB. ``hit share``: of the
-parts that steps asked for, those that were on the device. ``steps recorded``: those that no host path served.
+ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
+the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``parts``
+are one layer's keys and values of 32 tokens, 128 KiB. ``hit share``: of the parts that steps asked for, those that
+were on the device. ``steps recorded``: those that no host path served.
 """
 
 from __future__ import annotations
@@ -152,9 +155,27 @@ class Tiered(Bench):
         return ms
 
 
+LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
+
+
+def rates(bench: Tiered, tokens: int, shares: list[float], steps: int) -> None:
+    """Steps at several shares of hits."""
+    policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
+    parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40)
+    bench.pool_of(parts + 64, None)
+    whole = bench.measure("no tier", 1, tokens, policy, steps)
+    for share in shares:
+        bench.pool_of(int(share * parts), int(1.02 * parts) * LAYOUT.block_bytes)
+        ms = bench.measure(f"slots for {share:.0%}", 1, tokens, policy, steps)
+        row = bench.rows.rows[-1]
+        bound = max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
+        say(f"hits {row['hit_share']:.1%}: {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.0%} of it")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("long", "batch"))
+    parser.add_argument("what", choices=("long", "batch", "rates"))
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.4, 0.6, 0.8, 0.95])
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--untiered", type=int, default=98304)
@@ -164,6 +185,9 @@ def main() -> None:
     parser.add_argument("--replacement", default="clock")
     options = parser.parse_args()
     bench = Tiered()
+    if options.what == "rates":
+        rates(bench, options.tokens or 98304, options.shares, options.steps)
+        return
     free = torch.cuda.mem_get_info()[0] / 2**30
     count = 1 if options.what == "long" else options.sequences
     tokens = options.tokens or (786432 if options.what == "long" else 131072)

@@ -43,7 +43,8 @@ class Auditing:
 
     def begin(self, request: Request, control: TargetControl | None) -> None:
         """A request begins."""
-        options = AuditOptions.of(request.params, self.default)
+        default = self.default if control is not None else replace(self.default, target=None)  # it replays no steps
+        options = AuditOptions.of(request.params, default)
         if options is None:
             return
         request.audit = Audit(options, request.sampler.seed, request.params.sample, controlled=control)

@@ -32,6 +32,7 @@ UNKNOWN = 0.25  # of a sequence, what an iteration is taken to read before one w
 LEAST_ROWS = 16  # of a prefill that is cut
 FIRST_ROWS = 64  # before it is known what rows take
 FORGET = 0.9  # weight of what was known, at each measurement
+POLICIES = 64  # whose costs are known
 MARGIN = 0.8  # of the gap, that is planned for
 
 
@@ -81,22 +82,27 @@ class BatchControl:
     _order: list[int] = field(default_factory=list)  # ids of decoding requests, who runs first first
     _turns: dict[int, int] = field(default_factory=dict)  # steps of the turn, by id
     _working: dict[int, deque[int]] = field(default_factory=dict)  # parts that iterations read, by id
-    _runs: set[int] = field(default_factory=set)
+    _runs: set[int] | None = None  # None: all
     _costs: dict[str, RowCosts] = field(default_factory=dict)  # by policy
     _left: float = 0.0  # seconds of the step at hand that prefill rows may still take
     _beside: bool = False  # whether requests decode in it
 
     def begin(self, running: Sequence[Request]) -> None:
         """A step is put together: who of ``running`` may decode in it."""
+        tiers = self.pool.tiers
+        pressed = tiers is not None and self.pool.absent > 0
+        if not pressed and self.max_token_gap is None:
+            self._runs = None
+            return
         decoding = {one.id: one for one in running if _decodes(one)}
         self._beside = bool(decoding)
         self._left = MARGIN * (self.max_token_gap or 0.0) - self.decode_seconds
         for known in (self._turns, self._working):
             for gone in known.keys() - decoding.keys():
                 del known[gone]
-        tiers = self.pool.tiers
-        if tiers is None or not self.pool.absent or len(decoding) < 2:
-            self._order, self._runs = list(decoding), set(decoding)
+        self._runs = None
+        if tiers is None or not pressed or len(decoding) < 2:
+            self._order = list(decoding)
             self._turns.clear()
             return
         kept = [number for number in self._order if number in decoding]
@@ -105,23 +111,23 @@ class BatchControl:
         for number in over:
             self._turns[number] = 0
         order = [number for number in order if number not in set(over)] + over
-        room = ROOM * tiers.slots
-        self._order, self._runs = order, set()
+        room, runs = ROOM * tiers.slots, set[int]()
         for number in order:
             wanted = self.working_set(decoding[number])
-            if not self._runs or wanted <= room:
-                self._runs.add(number)
+            if not runs or wanted <= room:
+                runs.add(number)
                 room -= wanted
-        held = len(order) > len(self._runs)
+        self._order, self._runs = order, runs
+        held = len(order) > len(runs)
         for number in order:
-            if number in self._runs:
+            if number in runs:
                 self._turns[number] = self._turns.get(number, 0) + 1 if held else 0
             else:
                 decoding[number].report.held_back += 1
 
     def lets(self, request: Request) -> bool:
         """Whether a running request takes part in the step."""
-        return request.id in self._runs or not _decodes(request)
+        return self._runs is None or request.id in self._runs or not _decodes(request)
 
     def working_set(self, request: Request) -> float:
         """Parts of KV blocks that one iteration of a decoding request reads: the least of the last ones."""
@@ -162,10 +168,13 @@ class BatchControl:
         if not prefills:
             before = self.decode_seconds or seconds
             self.decode_seconds = FORGET * before + (1 - FORGET) * seconds
-        elif len(prefills) == 1:
+        elif len(prefills) == 1 and self.max_token_gap is not None:
             request, rows = prefills[0]
             beside = self.decode_seconds if len(batch) > 1 else 0.0
-            costs = self._costs.setdefault(rows.policy.text, RowCosts())
+            costs = self._costs.pop(rows.policy.text, None) or RowCosts()
+            self._costs[rows.policy.text] = costs  # the last one used is the last
+            if len(self._costs) > POLICIES:
+                del self._costs[next(iter(self._costs))]
             costs.learn(rows.length, (rows.start + rows.stop) / 2, max(0.0, seconds - beside))
         for request, rows in batch:
             tiers = results[request.id].tiers

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from saccade.engine.device_attention import Group
 
-MOST_GRAPHS = 24  # kept while they are used; the least recently used goes first
+MOST_GRAPHS = 64  # kept while they are used; the least recently used goes first
+MOST_NEW = 16  # kinds kept that have no graph: those that come and go push no graphs out
 COVERED = 4  # steps of a key that another one's recording serves, before it has one of its own
 MOST_TIMES = 4  # as many groups, and as long rows, as such a recording has at most
 MOST_FAILURES = 3  # of one key in a row, then it is not tried again
@@ -76,9 +77,11 @@ class StepKinds:
     def of(self, key: Key, groups: tuple[Group, ...]) -> StepKind:
         """The kind of step with this key, whose rows are ``groups``."""
         if key not in self._kinds:
+            for recorded, most in ((True, MOST_GRAPHS), (False, MOST_NEW - 1)):
+                held = [other for other, kind in self._kinds.items() if (kind.graph is not None) == recorded]
+                for other in held[: max(0, len(held) - most)]:
+                    del self._kinds[other]
             self._kinds[key] = StepKind(groups, key[1])
-            while len(self._kinds) > MOST_GRAPHS:
-                self._kinds.popitem(last=False)
         self._kinds.move_to_end(key)
         return self._kinds[key]
 

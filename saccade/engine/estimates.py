@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 CONFIDENCE = 0.95
 DIGITS = 6
@@ -124,10 +124,11 @@ def at_most(hits: int, trials: int, chance: float) -> float:
         return 1.0
     if hits < 0 or chance >= 1.0:
         return 0.0
-    k = torch.arange(hits + 1, dtype=torch.float64, device="cpu")
-    choices = math.lgamma(trials + 1) - torch.lgamma(k + 1) - torch.lgamma(trials - k + 1)
-    logs = choices + k * math.log(chance) + (trials - k) * math.log1p(-chance)
-    return min(1.0, float(torch.exp(torch.logsumexp(logs, 0))))
+    k = np.arange(1, hits + 1, dtype=np.float64)
+    steps = np.log((trials - k + 1) / k) + (math.log(chance) - math.log1p(-chance))  # from one term's log to the next
+    logs = trials * math.log1p(-chance) + np.concatenate(([0.0], np.cumsum(steps)))
+    top = float(logs.max())
+    return min(1.0, math.exp(top) * float(np.exp(logs - top).sum()))
 
 
 def _solve(falling: Any) -> float:

@@ -1,19 +1,18 @@
 """Prefixes shared: a sequence that begins as another one does goes on from that one's keys and values.
 
 What is shared is what a run of its own would have stored. That hangs on the tokens, and on how they were computed (an
-:class:`Origin`). Dense prefills, and dense decode steps after them, share whole blocks. What a sparse prefill selected
+`Origin`). Dense prefills, and dense decode steps after them, share whole blocks. What a sparse prefill selected
 for a row may hang on the later rows of its chunk, so it shares whole chunks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from saccade.engine.prefix_hashes import Origin, PrefixHashes
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
     from saccade.engine.sequence import Sequence, Span
 
 MOST_KEPT = 1024  # prefixes of ended requests
-
-
-class Origin(NamedTuple):
-    """What decides on stored keys and values beside the tokens: the prefill method and window (their texts), the regime
-    of the rotary factors, and ``salt``: requests with unequal ones share nothing."""
-
-    prefill: str
-    window: str
-    regime: int
-    salt: str
 
 
 class _Donor:
@@ -90,6 +79,7 @@ class PrefixCache:
         self.listener: PrefixListener | None = None
         self._holders: dict[int, int] = {}  # prefixes that keep a block, by its hash
         self._size = pool.format.block_size
+        self._hashes = PrefixHashes(self._size)
         self._kept: OrderedDict[int, _Donor] = OrderedDict()
         self._live: dict[Sequence, _Donor] = {}  # until they leave
         self._places: dict[int, list[_Donor]] = {}  # by the hash of all tokens up to a block's end
@@ -258,7 +248,7 @@ class PrefixCache:
             self._kept.move_to_end(id(donor))
 
     def _remember(self, donor: _Donor, length: int) -> None:
-        donor.hashes = list(_chain(donor.origin, donor.tokens, length, self._size))
+        donor.hashes = self._hashes.of(donor.origin, donor.tokens, length)
         for place in donor.hashes:
             self._places.setdefault(place, []).append(donor)
 
@@ -282,13 +272,3 @@ def _goes_on(first: Span, span: Span) -> bool:
     same = span.policy.window == first.policy.window and span.policy.freeze is None
     method = span.policy.prefill if span.phase == "prefill" else span.policy.decode
     return same and first.policy.prefill.is_dense and method.is_dense
-
-
-def _chain(origin: Origin, tokens: list[int], length: int, size: int) -> Iterator[int]:
-    """For each whole block of the first ``length`` tokens a hash of all up to its end, and of the origin: 64 bits, the
-    same in every process."""
-    place = hashlib.blake2b(repr(tuple(origin)).encode("utf-8", "backslashreplace"), digest_size=8).digest()
-    content, width = array("q", tokens[:length]).tobytes(), 8 * size
-    for start in range(0, len(content) - width + 1, width):
-        place = hashlib.blake2b(content[start : start + width], digest_size=8, key=place).digest()
-        yield int.from_bytes(place, "little")

@@ -214,8 +214,10 @@ class BlockManager:
                 )
         freed = []
         for block in blocks:
-            self._holders[block] = tuple(other for other in self._holders[block] if other != holder)
-            if not self._holders[block]:
+            held = self._holders[block]
+            at = held.index(holder)
+            self._holders[block] = held[:at] + held[at + 1 :]
+            if len(held) == 1:
                 freed.append(block)
         if freed:
             if self.tiers is not None:

@@ -32,7 +32,7 @@ def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
     marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
     if blocks <= HELD:
         _mark_held[(units, rows.count)](
-            scores, bounds, marks, blocks, HELD=min(HELD, pad(blocks, batched_best.SPAN)), SPAN=batched_best.SPAN,
+            scores, bounds, marks, blocks, HELD=min(HELD, pad(blocks, 1024)), SPAN=1024,
             num_warps=16, maxnreg=64, **launched(device),
         )  # fmt: skip
         return marks
@@ -99,18 +99,22 @@ def _mark_held(
     entry = row * tl.num_programs(0) + unit
     _first, full, _low, _high, wanted, _between = bounds_at(bounds, entry, 1)
     line = entry.to(tl.int64) * blocks
-    bound, spare = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)  # all
+    block = tl.arange(0, HELD)
+    order = ordered_bits(tl.load(scores + line + block, mask=block < full, other=0.0) + 0.0)
+    order = tl.where(block < full, order, 0)
+    bound, spare = tl.full([], 0, tl.uint32), full  # all
     if (wanted > 0) & (wanted < full):
-        block = tl.arange(0, HELD)
-        order = ordered_bits(tl.load(scores + line + block, mask=block < full, other=0.0) + 0.0)
-        bound, spare = least_held(tl.where(block < full, order, 0), wanted)
+        bound, spare = least_held(order, wanted)
     if wanted <= 0:
-        bound, spare = tl.full([], 4294967295, tl.uint32), tl.full([], 0, tl.int32)  # none
-    level = tl.full([], 0, tl.int32)
-    for start in tl.range(0, full, SPAN):
-        block = start + tl.arange(0, SPAN)
-        chosen, level = taken_of(scores + line, block, block < full, bound, spare, level)
-        tl.store(marks + line + block, chosen.to(tl.int8), mask=block < full)
+        bound, spare = tl.full([], 4294967295, tl.uint32), 0  # none
+    tl.store(marks + line + block, (order >= bound).to(tl.int8), mask=block < full)
+    if tl.sum((order == bound).to(tl.int32), 0) > spare:  # of those some are left out
+        tl.debug_barrier()  # others have stored what these do
+        level = tl.full([], 0, tl.int32)
+        for start in tl.range(0, full, SPAN):
+            own = start + tl.arange(0, SPAN)
+            chosen, level = taken_of(scores + line, own, own < full, bound, spare, level)
+            tl.store(marks + line + own, chosen.to(tl.int8), mask=own < full)
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["bounds", "words", "taken", "marks"])

@@ -17,9 +17,9 @@ from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, even_splits
 from saccade.ops.triton.radix_select import least_held, least_taken, ordered_bits, taken_of
 
-HELD = 8192  # candidates that a program holds; of more it reads the scores again and again
-SPAN = 2048  # entries that it writes in one go
-KEYS = 64  # whose values are read in one go
+HELD = 32768  # candidates that a program holds at most; of more it reads the scores again and again
+SPAN = 4096  # entries that it writes in one go
+KEYS = 32  # whose values are read in one go
 
 
 class Chosen(NamedTuple):
@@ -42,11 +42,12 @@ def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Fo
     indices = torch.empty(count * units, room, dtype=torch.int32, device=device)
     taken = torch.empty(lists, room, dtype=torch.float32, device=device)
     lse = torch.empty(count, rows.heads, dtype=torch.float32, device=device)
+    held = min(HELD, max(2048, triton.next_power_of_2(found.lists.longest) // 8))  # twice as many as are usual
     _choose[(units, count)](
         logits, ranks, found.listed, found.lists.counts, found.lists.indices, rows.words, rows.reals,
         rows.pages.lengths, idle, starts, counts, indices, taken, lse, rows.words.stride(0), rows.reals.stride(0),
-        found.lists.longest, room, UNITS=units, EACH=rows.heads // units, HELD=HELD, SPAN=SPAN, num_warps=8,
-        **launched(device),
+        found.lists.longest, room, UNITS=units, EACH=rows.heads // units, HELD=held, SPAN=SPAN, num_warps=16,
+        maxnreg=64, **launched(device),
     )  # fmt: skip
     return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, lse)
 
@@ -59,13 +60,15 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen) -> Tensor:
         rows.watch.begin("attention")
     head_dim, device, room = rows.q.shape[2], rows.q.device, chosen.lists.longest
     each = rows.heads // units
-    splits = even_splits(rows.count * units, 4 * processors(device), max(1, min(-(-room // (3 * KEYS)), 128)))
+    splits = even_splits(rows.count * units, 6 * processors(device), max(1, min(-(-room // (4 * KEYS)), 128)))
     parts = torch.empty(rows.count, units, splits, each, head_dim, dtype=torch.float32, device=device)
     _read[(splits, units, rows.count)](
         rows.pages.v, rows.pages.tables, rows.pages.lengths, chosen.lists.counts, chosen.lists.indices, chosen.logits,
         chosen.lse, parts, *rows.pages.table_strides, room,
-        **static(rows, UNITS=units, EACH=each, EACH_PAD=pad(each), KEYS=KEYS, PRECISION=precision(rows.q.dtype),
-                 num_warps=4),
+        **static(
+            rows, UNITS=units, EACH=each, EACH_PAD=pad(each) if each > 1 else 1, KEYS=KEYS,
+            PRECISION=precision(rows.q.dtype), num_warps=4, maxnreg=80 if each == 1 else None,
+        ),
     )  # fmt: skip
     if rows.watch is not None:
         rows.watch.end()
@@ -220,7 +223,7 @@ def _read(
     total = tl.load(lse + head, mask=mine, other=0.0) * 1.4426950408889634 - 8.0  # small weights fit float16, too
     ids, lines = indices + entry * room, logits + head[:, None] * room
     channel = tl.arange(0, D_PAD)
-    acc = tl.zeros([EACH_PAD, D_PAD], tl.float32)
+    acc = tl.zeros([KEYS if EACH == 1 else EACH_PAD, D_PAD], tl.float32)
     number = split * KEYS + tl.arange(0, KEYS)
     hop = splits * KEYS
     key = tl.load(ids + number, mask=number < count, other=0)
@@ -236,6 +239,11 @@ def _read(
         place = pool_rows(table, after, number < count, kv_head, KV_HEADS, PAGE)
         after = tl.load(ids + number + hop, mask=number + hop < count, other=0)
         weight = tl.where(seen, tl.exp2(logit - total[:, None]), 0.0)
-        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+        if EACH == 1:  # sums of its own for every place of a tile: they are joined once
+            acc += tl.sum(weight, 0)[:, None] * v.to(tl.float32)
+        else:
+            acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+    if EACH == 1:
+        acc = tl.sum(acc, 0)[None, :]
     to = parts + ((entry * splits + split) * EACH + member)[:, None] * D + channel[None, :]
-    tl.store(to, acc * 0.00390625, mask=mine[:, None] & (channel < D)[None, :])
+    tl.store(to, acc * 0.00390625 + tl.zeros([EACH_PAD, 1], tl.float32), mask=mine[:, None] & (channel < D)[None, :])

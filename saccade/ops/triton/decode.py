@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.view import KVView
 from saccade.ops.layout import rows
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.merge import merge
@@ -62,6 +63,26 @@ class KeyLists:
     units: int
     size: int
     longest: int
+
+
+def pages_of(views: list[KVView]) -> Pages:
+    """Sequences of one pool as one batch."""
+    parts = [view.paged() for view in views]
+    first, blocks = parts[0], max(view.blocks for view in views)
+    if len(views) == 1:
+        tables = first.block_table[None]
+    else:
+        rows = max(part.block_table.shape[0] for part in parts)
+        tables = torch.stack(
+            [
+                torch.nn.functional.pad(part.block_table[:, : view.blocks], (0, blocks - view.blocks)).expand(rows, -1)
+                for part, view in zip(parts, views)
+            ]
+        )
+    lengths = torch.empty(len(views), dtype=torch.int32, device=first.k.device)
+    for row, view in enumerate(views):
+        lengths[row].fill_(view.length)  # a fill, unlike a copy from the host, waits for nothing
+    return Pages(first.k, first.v, tables, lengths, max(view.length for view in views))
 
 
 def attend_decode(

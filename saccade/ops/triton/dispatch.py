@@ -9,7 +9,8 @@ from saccade.kv.view import KVView
 from saccade.ops.cpu import uneven
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import STORAGE, pad, runs_on
-from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
+from saccade.ops.triton.decode import KeyLists, attend_decode, pages_of
+from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.ops.triton.progressive import MOST_KEYS, Rule, attend_progressive
@@ -87,6 +88,8 @@ def attend(
         return attend_lines(q, kv, _as_lines(inner, q.device), cone, scale=scale, softcap=softcap)
     if selection.shape.q_len > 1 or isinstance(selection, Band):
         assert isinstance(selection, (Dense, Band, Blocks))
+        if isinstance(selection, Dense) and pays(q, kv, selection.shape.q_start):
+            return attend_groups(q, kv, selection.shape.q_start, scale=scale, softcap=softcap)
         return attend_prefill(q, kv, selection, scale=scale, softcap=softcap)
     # The row reads the keys up to its own, wherever the view ends.
     pages = pages_of([kv.upto(selection.shape.q_start + 1)])
@@ -172,26 +175,6 @@ def attend_ranking(
     taken.scatter_(1, ranking.always.long(), 1)
     blocks_read = compact(ranking.shape, ranking.block_size, taken[:, None])
     return out[0][:, None], lse[0][:, None], blocks_read, coverage
-
-
-def pages_of(views: list[KVView]) -> Pages:
-    """Sequences of one pool as one batch."""
-    parts = [view.paged() for view in views]
-    first, blocks = parts[0], max(view.blocks for view in views)
-    if len(views) == 1:
-        tables = first.block_table[None]
-    else:
-        rows = max(part.block_table.shape[0] for part in parts)
-        tables = torch.stack(
-            [
-                torch.nn.functional.pad(part.block_table[:, : view.blocks], (0, blocks - view.blocks)).expand(rows, -1)
-                for part, view in zip(parts, views)
-            ]
-        )
-    lengths = torch.empty(len(views), dtype=torch.int32, device=first.k.device)
-    for row, view in enumerate(views):
-        lengths[row].fill_(view.length)  # a fill, unlike a copy from the host, waits for nothing
-    return Pages(first.k, first.v, tables, lengths, max(view.length for view in views))
 
 
 def key_lists(selection: Selection) -> KeyLists:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.triton.common import pad
-from saccade.ops.triton.decode import Pages, attend_decode
-from saccade.ops.triton.dispatch import pages_of
+from saccade.ops.triton.decode import Pages, attend_decode, pages_of
 
 
 class Tiles(NamedTuple):
@@ -30,6 +29,8 @@ class Tiles(NamedTuple):
 
 SMALL = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)  # what kernels for single rows have
 LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit those registers
+TILE = 64  # rows and query heads of a KV head together, of a group
+MOST_ROWS, FEWEST_KEYS = 128, 4096  # of a call whose rows go in groups
 FEW = 32  # query heads of a KV head, times rows, that do
 
 
@@ -54,3 +55,29 @@ def attend_few(
     limits = (pages.lengths[:, None] + behind).flatten()
     out, lse = attend_rows(q.transpose(0, 1), pages, limits, scale=scale, softcap=softcap)
     return out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def pays(q: Tensor, kv: KVView, start: int) -> bool:
+    """Whether a dense call of the rows ``q`` [heads, t, head_dim] from ``start`` on is :func:`attend_groups`'s: so few
+    rows over so many keys that whole tiles of rows would leave most processors idle."""
+    return 1 < q.shape[1] <= MOST_ROWS and start >= FEWEST_KEYS and kv.length >= start + q.shape[1]
+
+
+def attend_groups(
+    q: Tensor, kv: KVView, start: int, *, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``q`` [heads, t, head_dim], the rows from position ``start`` on of one sequence whose keys are stored; each reads
+    all keys up to its own. Rows go in groups that fill a tile with the heads of a KV head, the groups are a batch over
+    the same keys, and the keys of each are read in as many parts as fill the device. Returns ``out`` like q and ``lse``
+    float32 [heads, t]."""
+    heads, count, _ = q.shape
+    each = max(1, TILE * kv.kv_heads // heads)
+    groups = -(-count // each)
+    one = pages_of([kv.upto(start + count)])
+    tables = one.tables.expand(groups, -1, -1).contiguous()
+    pages = Pages(one.k, one.v, tables, one.lengths.expand(groups).contiguous(), one.longest)
+    limits = torch.arange(start + 1, start + 1 + groups * each, dtype=torch.int32, device=q.device)
+    limits = torch.where(limits <= start + count, limits, 0)
+    q = torch.nn.functional.pad(q.transpose(0, 1), (0, 0, 0, 0, 0, groups * each - count))
+    out, lse = attend_rows(q, pages, limits, scale=scale, softcap=softcap)
+    return out[:count].transpose(0, 1), lse[:count].transpose(0, 1)

@@ -1,0 +1,138 @@
+"""Cache behaviour on what a trained model really selects: traces of decode steps, replayed under small caches.
+
+    python benchmarks/tier_traces.py [--tokens 30000] [--tasks span_copy table_copy multiquery] [--samples 2]
+        [--policies ...] [--caps 0.1 0.25 0.5] [--save traces.json | --load traces.json]
+
+The reference model answers questions of the suite over long contexts; of every decode step and layer the trace has
+the 32-token blocks that any head read. A replay has a cache of a share of all parts (layer and block), at first the
+latest ones, as a prefill leaves them, and kv/replacement.py's rules. Hits are of the parts that steps wanted; MB a
+step is what would come in at the 8B shape (32 layers in place of 6, 128 KiB a part), and ms what that takes at 51
+GB/s, which is what the copy kernel reaches (docs/tiers.md). The last column: of the misses (clock), those that the
+step before wanted, which is all that fetching its hits ahead could save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from saccade import LLM, SamplingParams
+from saccade.engine.observe import AttentionCall, observing
+from saccade.eval.suite import make
+from saccade.kv.replacement import POLICIES, Replacement
+from saccade.selection.pieces import read_blocks
+
+SIZE = 32  # tokens of a block
+LAYERS, PART, LINK = 32, 128 * 1024, 51e9  # of the 8B shape; bytes a second
+CHOSEN = ("quest(budget=768, block_size=32, dense_layers=0)", "psa(epsilon=0.9)", "topk(k=0.02)")
+Trace = list[list[list[int]]]  # steps, layers, blocks
+
+
+def record(llm: LLM, task: str, index: int, tokens: int, policy: str, most: int) -> dict[str, Any]:
+    """The blocks that each decode step of an answer read in each layer."""
+    turn = make(task, tokens, index).turns[0]
+    ids = llm.encode(" ".join(turn.context) + turn.question)
+    steps: Trace = []
+
+    def see(call: AttentionCall) -> None:
+        if call.q.shape[1] > 1:
+            return
+        if call.layer == 0:
+            steps.append([])
+        steps[-1].append(np.nonzero(read_blocks(call.selection, SIZE).numpy())[0].tolist())
+
+    with observing(llm.engine, see):
+        params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        llm.generate([ids], params, policy=policy)
+    return {"task": task, "policy": policy, "blocks": -(-(len(ids) + most) // SIZE), "steps": steps}
+
+
+def replay(trace: dict[str, Any], cap: float, rule: str) -> tuple[int, int, int, int]:
+    """Hits, misses, misses of what the step before wanted, and steps, with a cache of the share ``cap`` of all parts.
+    The first step warms up."""
+    blocks, steps = trace["blocks"], trace["steps"]
+    layers = len(steps[0])
+    slots = max(64, int(cap * blocks * layers))
+    cache, slot_of = Replacement(slots, rule), np.full(layers * blocks, -1, dtype=np.int64)
+    latest = np.array([layer * blocks + block for block in range(blocks) for layer in range(layers)])[-slots:]
+    slot_of[latest] = np.arange(len(latest))
+    cache.place(np.arange(len(latest)), latest)
+    hits = misses = again = 0
+    last = [np.zeros(0, dtype=np.int64)] * layers
+    for number, step in enumerate(steps):
+        for layer, wanted in enumerate(step):
+            parts = layer * blocks + np.array(wanted, dtype=np.int64)
+            found = slot_of[parts] >= 0
+            cache.touch(slot_of[parts[found]])
+            missing = parts[~found]
+            if number:
+                hits, misses = hits + int(found.sum()), misses + len(missing)
+                again += int(np.isin(missing, last[layer]).sum())
+            last[layer] = parts
+            missing = missing[max(0, len(parts) - slots) :]  # what no cache of this size holds passes through
+            if not len(missing):
+                continue
+            held = np.zeros(layers * blocks, dtype=bool)
+            held[parts] = True
+            leaving = cache.victims(len(missing), lambda slots, inside, held=held: ~held[inside])
+            places = slot_of[leaving]
+            slot_of[leaving] = -1
+            slot_of[missing] = places
+            cache.place(places, missing)
+    return hits, misses, again, len(steps) - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=30_000)
+    parser.add_argument("--tasks", nargs="+", default=["span_copy", "table_copy", "multiquery"])
+    parser.add_argument("--samples", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--policies", nargs="+", default=list(CHOSEN))
+    parser.add_argument("--caps", nargs="+", type=float, default=[0.1, 0.25, 0.5])
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--load", type=Path)
+    options = parser.parse_args()
+    if options.load:
+        traces = json.loads(options.load.read_text())
+    else:
+        traces = []
+        with LLM("reference", dtype="bfloat16") as llm:
+            for policy in options.policies:
+                for task in options.tasks:
+                    for index in range(options.samples):
+                        traces.append(record(llm, task, index, options.tokens, policy, options.steps))
+    if options.save:
+        options.save.write_text(json.dumps(traces))
+    print(
+        "| policy | read | cap |",
+        " | ".join(POLICIES),
+        "| MB a step at 8B (clock) | ms at 51 GB/s | wanted the step before |",
+    )
+    print("|---" * (6 + len(POLICIES)) + "|")
+    for policy in dict.fromkeys(one["policy"] for one in traces):
+        mine = [one for one in traces if one["policy"] == policy]
+        wanted = sum(len(some) for one in mine for step in one["steps"] for some in step)
+        all_parts = sum(one["blocks"] * len(step) for one in mine for step in one["steps"])
+        for cap in options.caps:
+            shares, megabytes, known = [], 0.0, 0.0
+            for rule in POLICIES:
+                hits, misses, again, steps = np.sum([replay(one, cap, rule) for one in mine], axis=0).tolist()
+                shares.append(f"{hits / max(1, hits + misses):.1%}")
+                if rule == "clock":
+                    layers = len(mine[0]["steps"][0])
+                    known = again / max(1, misses)
+                    megabytes = misses / steps * LAYERS / layers * PART / 1e6
+            print(
+                f"| `{policy}` | {wanted / all_parts:.1%} | {cap:.0%} | {' | '.join(shares)} | {megabytes:.1f} | "
+                f"{megabytes * 1e6 / LINK * 1e3:.2f} | {known:.1%} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
