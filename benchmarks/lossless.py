@@ -196,7 +196,8 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
     if chosen.replay is not None and llm.model.runner.device.type == "cuda":
         for draft in chosen.drafts.split(";"):
             for length in RECORDED:
-                measure(llm, prompts, fills, f"lossless(draft={draft}, tokens={length}, lookup=0)", 48, known, 1.0)
+                policy = f"lossless(draft={draft}, tokens={length}, lookup=0)"
+                measure(llm, prompts, fills, policy, 3 * (length + 1), known, 1.0)
     print(
         f"{context} x {chosen.batch}: dense {1000 * passes.median('plain'):.2f} ms/step, {dense:.1f} tokens/s",
         flush=True,

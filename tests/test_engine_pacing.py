@@ -16,6 +16,7 @@ from saccade.engine.acceptance import Proposal, decided, propose
 from saccade.engine.lookup import Lookup
 from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, Times, best_length, forecast, tokens_of_round
 from saccade.kv.view import KVView
+from saccade.methods.verified import MOST
 from saccade.ops import Call, few_rows, run
 
 CRITICAL = {3: 16.27, 7: 24.32, 15: 37.70, 31: 61.10}  # of chi-square at 0.001, by degrees of freedom
@@ -118,8 +119,8 @@ def test_the_length_is_the_best_of_all_and_grows_with_acceptance():
     measured(pacing, kind, plain=1.0, draft=0.25)
     times, before = pacing.times(kind), 0
     for chance in (0.5, 0.7, 0.9, 0.98):
-        length, speed = best_length(chance, times, 16)
-        speeds = [tokens_of_round(chance, k) / (0.25 * k + 1.0 + 0.02 * k) for k in range(1, 17)]
+        length, speed = best_length(chance, times, MOST)
+        speeds = [tokens_of_round(chance, k) / (0.25 * k + 1.0 + 0.02 * k) for k in range(1, MOST + 1)]
         assert speed == pytest.approx(max(speeds), rel=0.01)
         assert speeds[length - 1] > 0.99 * max(speeds)
         assert length >= before
@@ -165,7 +166,7 @@ def test_it_stops_where_it_loses_and_never_oscillates(chance, draft, fixed):
             times.plain.append(spent)
             seconds, made, length = seconds + spent, made + 1, length + 1
     assert pace.stops <= 3  # 4,000 to 10,000 tokens
-    best = max(tokens_of_round(chance, k) / (k * draft + fixed + 0.02 * k) for k in range(1, 17))
+    best = max(tokens_of_round(chance, k) / (k * draft + fixed + 0.02 * k) for k in range(1, MOST + 1))
     speed = made / seconds * 1.035  # of plain steps, whose noise has this mean
     assert speed > 0.97 * max(1.0, best if best > 1.15 else 1.0)
     if best < 0.9:

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from saccade.methods.verified import MOST
 
@@ -62,19 +62,32 @@ class Times:
     draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=15))
     bytes: float = 0.0  # of keys and values that plain steps read
+    _made: tuple[Any, list[float]] | None = None  # rounds(), and the times that they were made of
 
     @property
     def known(self) -> bool:
         return len(self.plain) >= PLAIN and bool(self.draft) and len(self.verify) >= 2
 
     def of_round(self, drafts: int) -> float:
-        """Of drafting and verifying so many tokens."""
+        """Of drafting and verifying so many tokens, at most ``MOST``."""
+        return self.rounds()[drafts - 1]
+
+    def rounds(self) -> list[float]:
+        """Of rounds of 1 to ``MOST`` drafts. Every request asks in every step: made anew where times have changed."""
+        known = tuple(self.plain), tuple(self.draft), tuple(self.verify)
+        if self._made is not None and self._made[0] == known:
+            return self._made[1]
         level, had, row = self._verification
-        verified = self.rounded(drafts)
-        took = level + row * (verified - had)
-        if self.padded:
-            took = typical([seconds for count, seconds in self.verify if count == verified] or [took])
-        return drafts * typical(self.draft) + max(typical(self.plain), took)
+        plain, draft = typical(self.plain), typical(self.draft)
+        made = []
+        for drafts in range(1, MOST + 1):
+            verified = self.rounded(drafts)
+            took = level + row * (verified - had)
+            if self.padded:
+                took = typical([seconds for count, seconds in self.verify if count == verified] or [took])
+            made.append(drafts * draft + max(plain, took))
+        self._made = known, made
+        return made
 
     def rounded(self, drafts: float) -> float:
         """The drafts that a verification of ``drafts`` has room for."""
@@ -123,12 +136,14 @@ def tokens_of_round(chance: float, drafts: int) -> float:
 def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
     """The number of drafts, from 1 to ``most``, of most tokens a second, and how many times the speed of plain steps
     that is."""
-    plain = typical(times.plain)
-    speeds = [
-        (tokens_of_round(chance, drafts) * plain / times.of_round(drafts), -drafts) for drafts in range(1, most + 1)
-    ]
-    speed, drafts = max(speeds)
-    return -drafts, speed
+    plain, rounds = typical(times.plain), times.rounds()
+    best, speed, tokens, stays = 1, 0.0, 1.0, 1.0
+    for drafts in range(1, most + 1):
+        stays *= chance  # that all drafts up to here do
+        tokens += stays  # tokens_of_round
+        if tokens * plain > speed * rounds[drafts - 1]:
+            best, speed = drafts, tokens * plain / rounds[drafts - 1]
+    return best, speed
 
 
 def forecast(weights: int, keys: int) -> float:
