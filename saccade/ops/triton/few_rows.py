@@ -7,6 +7,7 @@ costs about what a decode step's does, as long as memory is what takes the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Tiles(NamedTuple):
 SMALL = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)  # what kernels for single rows have
 LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit those registers
 TILE = 64  # rows and query heads of a KV head together, of a group
-MOST_ROWS, FEWEST_KEYS = 128, 4096  # of a call whose rows go in groups
+MOST_ROWS, FEWEST_KEYS = 128, 65536  # of a call whose rows go in groups; with fewer keys launching is what takes time
 FEW = 32  # query heads of a KV head, times rows, that do
 
 
@@ -73,11 +74,20 @@ def attend_groups(
     heads, count, _ = q.shape
     each = max(1, TILE * kv.kv_heads // heads)
     groups = -(-count // each)
-    one = pages_of([kv.upto(start + count)])
-    tables = one.tables.expand(groups, -1, -1).contiguous()
-    pages = Pages(one.k, one.v, tables, one.lengths.expand(groups).contiguous(), one.longest)
-    limits = torch.arange(start + 1, start + 1 + groups * each, dtype=torch.int32, device=q.device)
-    limits = torch.where(limits <= start + count, limits, 0)
-    q = torch.nn.functional.pad(q.transpose(0, 1), (0, 0, 0, 0, 0, groups * each - count))
+    paged = kv.upto(start + count).paged()
+    tables = paged.block_table[None].expand(groups, -1, -1).contiguous()
+    lengths, limits = _bounds(start, count, groups, each, q.device)
+    pages = Pages(paged.k, paged.v, tables, lengths, start + count)
+    q = q.transpose(0, 1)
+    if groups * each > count:
+        q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, groups * each - count))
     out, lse = attend_rows(q, pages, limits, scale=scale, softcap=softcap)
     return out[:count].transpose(0, 1), lse[:count].transpose(0, 1)
+
+
+@lru_cache(maxsize=4)  # layers of a step ask for the same
+def _bounds(start: int, count: int, groups: int, each: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Lengths of the groups and limits of their rows, for Pages and attend_rows."""
+    limits = torch.arange(start + 1, start + 1 + groups * each, dtype=torch.int32, device=device)
+    lengths = torch.full((groups,), start + count, dtype=torch.int32, device=device)
+    return lengths, torch.where(limits <= start + count, limits, 0)
