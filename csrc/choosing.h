@@ -80,7 +80,8 @@ class Choosing : public RowWork {
 
   private:
     static constexpr int64_t kFirstRanked = 256;  // blocks that a rule's ranking begins with, where codes find them
-    static constexpr int64_t kRarely = 8;         // of so many times as many
+    // Of so many times as many. Of fewer, a rule goes past the first ones so often that beginning twice costs more.
+    static constexpr int64_t kRarely = 64;
 
     // The `count` best blocks, in the order of their scores under a rule; 0: all.
     void rank(const KernelSet& set, int64_t count) {

@@ -13,7 +13,7 @@ from saccade.kv.summaries import summarize
 from saccade.kv.view import KVView
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
-from saccade.ops import Call, cpu, cpu_blocks, run
+from saccade.ops import Call, block_scores, cpu, cpu_blocks, run
 from saccade.selection import Ranking
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ kernels here")
@@ -118,7 +118,8 @@ def test_codes_follow_what_is_cut_off_and_filled_again():
 
 
 @pytest.mark.parametrize(("epsilon", "rest"), [(0.5, "last_max"), (0.999, "last_max"), (1.0, "min")])
-def test_a_ranking_that_is_begun_ends_as_the_whole(epsilon, rest):
+def test_a_ranking_that_is_begun_ends_as_the_whole(epsilon, rest, monkeypatch):
+    monkeypatch.setattr(block_scores, "RARELY", 8)
     size = 8
     rng = generator(5)
     k, v = torch.randn(2, 2, 24000, 32, generator=rng).unbind()

@@ -154,7 +154,7 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.9999])
 def test_a_rule_over_very_many_blocks_begins_with_the_first(epsilon):
-    method, length = PSA(epsilon=epsilon, block_size=8), 20003
+    method, length = PSA(epsilon=epsilon, block_size=8), 140003
     (kv,), (keys,), q = sequences([length], torch.float32, 1)
     plan = method.device_plan(Spec)
     codes = kv.summary_codes("cuboid", 8) if kv.summaries("cuboid", 8) else ()

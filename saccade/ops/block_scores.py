@@ -9,7 +9,7 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu_blocks
 from saccade.ops.scores import cuboid_scores, top_places
 
-RARELY = 8  # so many times as many blocks pay for a ranking that is only begun
+RARELY = 64  # so many times as many blocks pay for a ranking that is only begun: of fewer, rules often go past it
 
 
 def block_scores(q: Tensor, summary: Tensor, units: int) -> Tensor:
