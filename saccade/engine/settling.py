@@ -100,11 +100,11 @@ class Settling:
             sequence.memory.drop()
             self.memories.pop(sequence.id, None)
             return
-        sequence.memory.kv.truncate(sequence.memory.kv.length)  # without blocks for drafts
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
             sequence.tokens.extend(request.dropped)
         else:
+            sequence.memory.kv.truncate(sequence.memory.kv.length)  # without blocks for drafts
             sequence.note = None
         self.scheduler.park(sequence)
 

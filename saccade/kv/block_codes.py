@@ -75,8 +75,8 @@ class BlockCodes:
         if self.codes.dim() > 1 and tiles <= self.tiles:
             return
         room = tiles if self.codes.dim() == 1 else max(tiles, self.tiles + self.tiles // 8)
-        codes = torch.empty(kv_heads, room, parts * head_dim // 2, TILE, dtype=torch.uint8)
-        ranges = torch.empty(kv_heads, room, 2, TILE)
+        codes = torch.empty(kv_heads, room, parts * head_dim // 2, TILE, dtype=torch.uint8, device="cpu")
+        ranges = torch.empty(kv_heads, room, 2, TILE, device="cpu")
         if self.blocks:
             kept = self.blocks // TILE
             codes[:, :kept], ranges[:, :kept] = self.codes[:, :kept], self.range[:, :kept]
