@@ -380,7 +380,8 @@ def test_a_clock_times_the_same_kernels(runner):
 
 def test_methods_and_their_policies_are_known_once(runner):
     """A plan is made once for equal methods, so that rows know it again."""
-    device = DeviceBackend(runner)
-    one, same, other = (Policy.parse(text).decode for text in ("arkvale(budget=64)", "arkvale(budget=64)", "arkvale"))
-    assert device._plan(one) is device._plan(same)
-    assert device._plan(one) is not device._plan(other)
+    plans = DeviceBackend(runner)._plans
+    one, same, other = map(Policy.parse, ("arkvale(budget=64)", "arkvale(budget=64)", "arkvale"))
+    assert one.decode is not same.decode
+    assert plans.of(one) is plans.of(same) is plans.of(one)
+    assert plans.of(one) is not plans.of(other)
