@@ -9,18 +9,21 @@ from typer.testing import CliRunner
 
 from saccade import SamplingParams
 from saccade.cli import main
+from saccade.cli.options import ENGINE
 from saccade.cli.sampling import SAMPLING, biases
 from saccade.errors import RequestError
 from saccade.llm import LLM
 from saccade.session import Session
 
 NOT_FOR_COMMANDS = {"n", "sample", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
+OF_THE_ENGINE = {"audit", "audit_steps", "target"}  # whose flags say it for all requests
 OTHER_NAMES = {"include_stop": "include_stop_str_in_output", "special_tokens": "skip_special_tokens"}
 FLAGS = [
     *("--max-tokens", "3", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "7", "--min-p", "0.1"),
     *("--repetition-penalty", "1.1", "--frequency-penalty", "0.2", "--presence-penalty", "0.3", "--min-tokens", "2"),
     *("--stop", "a", "--stop", "b", "--include-stop", "--stop-token-id", "5", "--bad-word", "no", "--seed", "4"),
     *("--logit-bias", "3=1.5", "--logit-bias", "4=-2", "--ignore-eos", "--special-tokens"),
+    *("--certify", "0.1", "0.05"),
 ]
 WANTED = SamplingParams(
     max_tokens=3,
@@ -40,6 +43,7 @@ WANTED = SamplingParams(
     logit_bias={3: 1.5, 4: -2.0},
     ignore_eos=True,
     skip_special_tokens=False,
+    certify=(0.1, 0.05),
 )
 
 
@@ -63,7 +67,8 @@ def arrived(monkeypatch):
 
 def test_every_setting_of_sampling_has_a_flag():
     fields = {one.name for one in dataclasses.fields(SamplingParams)}
-    assert {OTHER_NAMES.get(name, name) for name in SAMPLING} == fields - NOT_FOR_COMMANDS
+    assert {OTHER_NAMES.get(name, name) for name in SAMPLING} == fields - NOT_FOR_COMMANDS - OF_THE_ENGINE
+    assert ENGINE.keys() >= OF_THE_ENGINE
 
 
 @pytest.mark.parametrize(("command", "length"), [("generate", 128), ("chat", 256)])

@@ -43,6 +43,13 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "certify": (
+        Annotated[
+            tuple[float, float] | None,
+            typer.Option("--certify", metavar="EPSILON DELTA", help="Bound each head's error (docs/audit.md)."),
+        ],
+        None,
+    ),
     "seed": (Annotated[int | None, _option("Seed of sampling.")], None),
     "ignore_eos": (Annotated[bool, _option("Go on after an end token.", "--ignore-eos")], False),
     "special_tokens": (Annotated[bool, _option("Show special tokens.", "--special-tokens")], False),
