@@ -1,6 +1,7 @@
 """What a tier of KV is: a place that keeps parts of blocks outside of the slots that kernels read, and what it counts.
 
-A *part* is one layer's keys and values of one logical block, all KV heads: what one slot holds.
+A *part* is one layer's keys and values of one logical block: what one slot holds, all KV heads, or one KV head's of it
+where heads have slots of their own.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Tier(Protocol):
 
     name: str
     cells: int  # parts that it holds at most
+    cell_bytes: int  # of one
     in_background: bool  # whether writes cost next to nothing, so that full blocks are written before they leave
 
     @property
