@@ -21,7 +21,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.pinned import PinnedMemory
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Part, TierCounts
+from saccade.kv.tier import Parts, TierCounts
 from saccade.machine import show_bytes
 
 Array = np.ndarray[Any, Any]
@@ -65,7 +65,7 @@ class HostTier:
     def free_cells(self) -> int:
         return len(self._free) + self.cells + 1 - self._next
 
-    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+    def write(self, parts: Parts, slots: Sequence[int]) -> list[int]:
         """See Tier."""
         cells = self._take(min(len(parts), self.free_cells))
         count = len(cells)
@@ -84,7 +84,7 @@ class HostTier:
             torch.cuda.current_stream(self.device).wait_event(self._written)
             self._written = None
 
-    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
+    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
         """See Tier."""
         index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
         with self._copying():
@@ -93,7 +93,7 @@ class HostTier:
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return HostLoading(self, wrong, loaded)
 
-    def strangers(self, parts: Sequence[Part], cells: Sequence[int]) -> list[int]:
+    def strangers(self, parts: Parts, cells: Sequence[int]) -> list[int]:
         """Which of ``cells`` (numbers in this order) do not hold ``parts``."""
         return np.nonzero((self._owner[np.array(cells) - 1] != np.array(parts)).any(1))[0].tolist()
 

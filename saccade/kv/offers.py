@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 SHARE = 4  # one in so many slots is listed at once
 FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
 MOST_FRESH = 1024  # parts that are written so that their slots may be taken, at once
-REFILL = 2  # a new list is made once no more than one in so many is left of it
+REFILL = 2, 8  # a new list is made where one in the first is left of it, unless steps take little: one in the second
+STEPS = 4  # that a list is to last for, at least
 STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT = range(9)  # words of ``head``
 WORDS = 16  # of them, with those that are to come
 Array = np.ndarray[Any, Any]
@@ -90,6 +91,7 @@ class Listed:
         self._at = np.full(len(self._listed), -1, dtype=np.int64)  # where a slot is in the list
         self._next = self._seen = 0  # how far it is taken; the stamp of the last listing
         self._left = 0  # listed, and neither taken, nor passed over, nor withdrawn
+        self._spent = 0  # of a list, by a step: about the most of late
         self._told = np.zeros(WORDS, dtype=np.int64)
         self._withdrawn: list[Array] = []
         self._changed: list[Array] = []  # parts whose cell has changed
@@ -111,7 +113,8 @@ class Listed:
     def prepare(self, kept: Array, open_blocks: Array) -> None:
         """See Offers."""
         tiers = self.tiers
-        if self._left * REFILL <= len(self._slots):
+        few, least = (len(self._slots) // share for share in REFILL)
+        if self._left <= min(few, max(least, STEPS * self._spent)):
             self._list()
             tiers.opened(slice(None), open_blocks)
         self.withdraw(tiers.pool.map_of(tiers.row)[:, kept].reshape(-1))
@@ -124,6 +127,7 @@ class Listed:
         tiers.counts.hits += int(head[HITS] - told[HITS])
         tiers.counts.misses += int(head[MISSED] - told[MISSED])
         first, self._next = self._next, int(head[NEXT])
+        self._spent = max(self._next - first, self._spent * 7 // 8)
         if self._next > first:
             part = self._taken[first : self._next].cpu().numpy().astype(np.int64)
             used = np.nonzero(part >= 0)[0]

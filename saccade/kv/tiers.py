@@ -17,7 +17,7 @@ from saccade.kv.hold import Hold
 from saccade.kv.host import HostTier
 from saccade.kv.offers import Listed, Offers
 from saccade.kv.replacement import Replacement
-from saccade.kv.tier import LostKV, Part, Tier, TierCounts, TierError, TierFull
+from saccade.kv.tier import LostKV, Tier, TierCounts, TierError, TierFull
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
@@ -214,10 +214,9 @@ class Tiers:
         """Whether each of ``parts`` (numbers) has a cell, with that part in it."""
         layers, blocks = self.of_numbers(parts)
         cells = self._cell[layers, blocks]
-        named = [Part(*one) for one in zip(layers.tolist(), blocks.tolist(), self.generation[blocks].tolist())]
         if not isinstance(self.tier, HostTier) or not (cells > 0).all():
             return False
-        return not len(parts) or not self.tier.strangers(named, cells.tolist())
+        return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
 
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
@@ -309,9 +308,8 @@ class Tiers:
         """Write parts that have no cell; bool like them, whether that was done."""
         if self.tier.free_cells < len(blocks):
             self._reclaim(len(blocks) - self.tier.free_cells, clean_layers, clean_blocks)
-        parts = [Part(*one) for one in zip(layers.tolist(), blocks.tolist(), self.generation[blocks].tolist())]
         slots = self.slots_of(layers, blocks).tolist()
-        cells = np.array(self.tier.write(parts, slots), dtype=np.int32)
+        cells = np.array(self.tier.write(self._parts(layers, blocks), slots), dtype=np.int32)
         self._cell[layers, blocks] = cells
         if self.offers is not None:
             self.offers.cells_changed(self.numbers_of(layers, blocks))
@@ -339,8 +337,9 @@ class Tiers:
                 slots = self.slots_of(layer, blocks)
                 self.offers.withdraw(slots[slots >= 0])
 
-    def _parts(self, layer: int, blocks: Array) -> list[Part]:
-        return [Part(layer, *one) for one in zip(blocks.tolist(), self.generation[blocks].tolist())]
+    def _parts(self, layers: int | Array, blocks: Array) -> Array:
+        """As a tier takes them: layer, block and generation, int64 [blocks, 3]."""
+        return np.stack(np.broadcast_arrays(layers, blocks, self.generation[blocks]), 1)
 
     def _pin(self, layer: int, blocks: Array) -> None:
         pins = self._pins[layer, blocks]
