@@ -64,17 +64,19 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
 
 
 @pytest.mark.parametrize(
-    ("slots", "replacement", "each", "host"),
+    ("slots", "replacement", "each", "host", "unit"),
     [
-        (9, "fifo", 3, False),
-        (18, "clock", 1, False),
-        (100, "lru", 3, False),
-        (9, "lru", 3, True),
-        (30, "clock", 1, True),
+        (9, "fifo", 3, False, "block"),
+        (18, "clock", 1, False, "block"),
+        (100, "lru", 3, False, "block"),
+        (9, "lru", 3, True, "block"),
+        (30, "clock", 1, True, "block"),
+        (9, "lru", 3, True, "head"),
+        (30, "clock", 1, True, "head"),
     ],
 )
-def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host):
-    with small(folder, tmp_path, slots, kv_replacement=replacement, host=host) as llm:
+def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host, unit):
+    with small(folder, tmp_path, slots, kv_replacement=replacement, host=host, kv_unit=unit) as llm:
         policies = POLICIES[::each]
         done = llm.generate(PROMPTS[::each], GREEDY, policy=policies)
         assert {policy: tokens(one) for policy, one in zip(policies, done)} == dict(zip(policies, expected[::each]))

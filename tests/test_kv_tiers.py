@@ -265,7 +265,7 @@ def test_rows_after_a_device_listed_their_block_are_not_lost(tmp_path, count):
     for start, stop in ((0, 40), (40, tokens)):
         kv.reserve(stop)
         if start:
-            pool.tiers.offer()._offerable(19)
+            pool.tiers.offer()._rows[0]._offerable(19)
             assert pool.absent == 0
             assert pool.tiers.stored == 2 * len(kv.block_table)
         for layer in range(2):

@@ -115,7 +115,7 @@ class TieredView(KVView):
         for blocks in self._pieces(0, stop):
             first, last = int(blocks[0]) * size, min(stop, (int(blocks[-1]) + 1) * size)
             with self.hold(blocks):
-                out[first:last] = own.k[self._slots(blocks), kv_head].flatten(0, 1)[: last - first]
+                out[first:last] = own.k[self._slots(blocks, kv_head), kv_head].flatten(0, 1)[: last - first]
         return out
 
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
@@ -128,10 +128,10 @@ class TieredView(KVView):
             some = wanted[first : first + self.piece_blocks]
             with self.hold(some):
                 if len(some) == len(wanted):
-                    slots = self._slots(block)
+                    slots = self._slots(block, kv_head)
                     return own.k[slots, kv_head, offset], own.v[slots, kv_head, offset]
                 found = np.nonzero((block >= some[0]) & (block <= some[-1]))[0]
-                here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found])
+                here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found], kv_head)
                 k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
         return k, v
 
@@ -156,17 +156,16 @@ class TieredView(KVView):
             yield np.arange(first, min(last, first + self.piece_blocks))
             first += self.piece_blocks
 
-    def _slots(self, blocks: Array) -> Tensor:
-        slots = torch.from_numpy(self._pool.slots_of(self._layer, self._ids[blocks]).astype(np.int64))
-        return slots.to(self._pool.storage.device)
+    def _slots(self, blocks: Array, kv_head: int) -> Tensor:
+        places = self._pool.map_of(kv_head if self._pool.rows > 1 else 0)[self._layer, self._ids[blocks]]
+        return torch.from_numpy(places.astype(np.int64)).to(self._pool.storage.device)
 
     def _guarded(self, length: int, blocks: Array | None = None) -> Paged:
         """As kernels take it, the guard's slot in place of what is not resident, or none of ``blocks``."""
         storage = self._pool.storage
-        table = np.full((1, max(1, len(self._ids))), self.tiers.guard, dtype=np.int32)
-        if blocks is None:
-            slots = self._pool.slots_of(self._layer, self._ids)
-            np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
-        else:
-            table[0, blocks] = self._pool.slots_of(self._layer, self._ids[blocks])
+        table = np.full((self._pool.rows, max(1, len(self._ids))), self.tiers.guard, dtype=np.int32)
+        which = np.arange(len(self._ids)) if blocks is None else blocks
+        for row, own in enumerate(table):
+            slots = self._pool.map_of(row)[self._layer, self._ids[which]]
+            own[which] = np.where(slots < 0, self.tiers.guard, slots)
         return Paged(storage.k, storage.v, torch.from_numpy(table).to(storage.device), length, storage.format)
