@@ -267,7 +267,7 @@ class DeviceBackend:
         buffers = self._room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
         self._load(buffers, step, placed, each, times)
         try:
-            offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
+            offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
         taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]

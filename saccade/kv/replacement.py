@@ -65,4 +65,4 @@ class Replacement:
             taken[old] = True
             count -= len(old)
             self._hand = int(passed[-1] + 1) % size
-        return np.concatenate(found)
+        return np.concatenate(found) if found else self._held[:0]
