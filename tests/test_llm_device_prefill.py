@@ -20,9 +20,8 @@ SHARED = random_ids(32, seed=1)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_checkpoint(
-        "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, head_dim=32, num_hidden_layers=2
-    )
+    small = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, **small)
 
 
 @pytest.fixture(scope="module")
