@@ -260,6 +260,26 @@ def test_full_blocks_are_on_the_host_before_they_leave(tmp_path):
     nothing_left(pool)
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_rows_after_a_device_listed_their_block_are_not_lost(tmp_path, count):
+    """Slots that a device may take are listed with copies of what they hold; rows that the host stores in such a block
+    in the same step, with nothing absent, make its copy the past."""
+    pool = tiered(tmp_path, slots=20, host=True)
+    kv, tokens = SequenceKV(pool), 40 + count
+    for start, stop in ((0, 40), (40, tokens)):
+        kv.reserve(stop)
+        if start:
+            pool.tiers.offer()._rows[0]._offerable(19)
+            assert pool.absent == 0
+            assert pool.tiers.stored == 2 * len(kv.block_table)
+        for layer in range(2):
+            k, v = rows(tokens, layer)
+            kv.append(layer, k[:, start:stop], v[:, start:stop])
+    pool.tiers._evict(2 * len(kv.block_table), 0)
+    assert pool.absent == 2 * len(kv.block_table)
+    check(kv, tokens)
+
+
 def test_a_cell_of_another_block_is_never_taken(tmp_path):
     pool = tiered(tmp_path, slots=12, host=True)
     kv = filled(pool, 300)
@@ -342,6 +362,7 @@ def test_who_leaves_first():
     assert leaving("lru", [3, 1], 4) == [14, 10, 12, 13]
     assert leaving("clock", [0, 1, 2], 2) == [13, 14]
     assert leaving("clock", [0, 1, 2], 4) == [13, 14, 10, 11]  # a second chance, not a third
+    assert [leaving(policy, [0], 0) for policy in POLICIES] == [[]] * len(POLICIES)
     some = [leaving("random", [], 3) for _ in range(2)]
     assert some[0] == some[1]  # chance, but the same in every run
     assert len(set(some[0])) == 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.engine.device_rows import RowBuffers, Tap
+from saccade.engine.device_rows import Asked, RowBuffers, Tap
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import SHORT, STEP, Offers
@@ -88,7 +88,7 @@ class Group:
 class DeviceAttention:
     """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
     at most ``longest`` keys. ``watch`` sees every call. With ``offers`` blocks may lie in host memory: what a layer
-    reads is brought in. ``tap`` takes what audits look at."""
+    reads is brought in. ``tap`` takes what audits look at, ``asked`` what methods learn from in a prefill."""
 
     def __init__(
         self,
@@ -99,9 +99,10 @@ class DeviceAttention:
         watch: StepWatch | None = None,
         offers: Offers | None = None,
         tap: Tap | None = None,
+        asked: Asked | None = None,
     ) -> None:
         self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
-        self.pool, self.storage, self.offers, self.tap = pool, pool.storage, offers, tap
+        self.pool, self.storage, self.offers, self.tap, self.asked = pool, pool.storage, offers, tap, asked
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
         several = groups[0].each > 1
         self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
@@ -158,6 +159,8 @@ class DeviceAttention:
             summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
         append_rows(k, v, pages, summaries, limits)
         if limits is not None:
+            if self.asked is not None:
+                self.asked.take(layer, group.tokens, q, spec)
             out, lse = attend_rows(q, pages, limits, scale=spec.scale, softcap=spec.softcap)
             return _with_sinks(out, lse, spec)
         if isinstance(reading, OwnReading):

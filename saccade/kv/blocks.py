@@ -82,6 +82,7 @@ class BlockManager:
         self.version = 0  # grows when a part of a held block changes its slot
         self.absent = 0  # parts of held blocks that are not resident
         self._ids = 0
+        self._newest = 0  # greatest number of a sequence that has held a block
 
     @property
     def format(self) -> KVFormat:
@@ -192,6 +193,7 @@ class BlockManager:
             self.absent += wanted * self.rows
         if self.tiers is not None:
             self.tiers.born(blocks)
+        self._newest = max(self._newest, owner)
         for block in blocks:
             self._holders[block] = (owner,)
         self.last_use[blocks] = self.step
@@ -200,7 +202,9 @@ class BlockManager:
     def share(self, blocks: Sequence[int], holder: int) -> None:
         """Let sequence ``holder`` hold ``blocks`` too. Raises SaccadeError, changing nothing, for a block that is free
         or that it holds already."""
-        for block, times in Counter(blocks).items():
+        newest, self._newest = self._newest, max(self._newest, holder)
+        fresh = holder > newest and len(set(blocks)) == len(blocks)  # it holds nothing, however many hold these
+        for block, times in () if fresh and all(map(self._holders.__getitem__, blocks)) else Counter(blocks).items():
             if not self._holders[block] or holder in self._holders[block] or times > 1:
                 raise SaccadeError(
                     f"KV block {block} cannot be shared with sequence {holder}: {self._held_by(block)}, and each "

@@ -66,4 +66,4 @@ class Replacement:
             taken[old] = True
             count -= len(old)
             self._hand = last % size
-        return np.concatenate(found)
+        return np.concatenate(found) if found else self._held[:0]
