@@ -111,6 +111,20 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
     assert max(asked) >= 64
 
 
+def test_heads_that_read_different_blocks_move_fewer_bytes(folder, tmp_path, whole):
+    policies = ["quest(budget=64, dense_layers=0)", "psa(epsilon=0.3, block_size=32, microbatch=1)"]
+    prompts = [random_ids(900, seed=seed) for seed in range(len(policies))]
+    expected = [tokens(one) for one in whole.generate(prompts, GREEDY, policy=policies)]
+    read = {}
+    for unit in ("block", "head"):
+        with small(folder, tmp_path, 40, host=True, kv_unit=unit, max_requests=1) as llm:
+            done = llm.generate(prompts, GREEDY, policy=policies)
+            assert [tokens(one) for one in done] == expected
+            read[unit] = [one.report["tiers"]["bytes_read"] for one in done]
+            nothing_left(llm.pool)
+    assert all(by_head < by_block for by_head, by_block in zip(read["head"], read["block"])), read
+
+
 def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
     with small(folder, tmp_path, 1500, max_requests=4) as llm:
         done = llm.generate(PROMPTS[::3], GREEDY, policy=POLICIES[::3])
@@ -195,6 +209,8 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_disk": ":5GiB"},
         {"kv_disk": "/dev/null/x:5GiB"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_replacement": "best"},
+        {"kv_disk": f"{tmp_path}:1GiB", "kv_unit": "head"},
+        {"kv_host": "1GiB", "kv_unit": "layer"},
         {"kv_disk": f"{tmp_path}:1GiB", "device": "cuda"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_memory": 8 * SLOT},
         {"kv_host": "much"},
