@@ -19,6 +19,7 @@ from torch import Tensor
 from saccade.engine import device_prefill as prefill
 from saccade.engine.attention import Watch
 from saccade.engine.device_attention import DeviceAttention, Group
+from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_rows import RowBuffers
@@ -176,8 +177,11 @@ class DeviceBackend:
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
         before = self._tiers.counts(_rows(placed))
+        audits: StepAudits | None = None
         try:
             kind, offers = self._run(step, placed, key, groups, times)
+            if self.watch.audits and not key[4]:
+                audits = StepAudits(placed, self.watch.audits, self._buffers[False] if key[3] else None, kind.longest)
             for number, row in enumerate(placed):  # while the device works
                 for turn in range(times if row is not None and row.result.error is None else 0):
                     assert row is not None
@@ -187,7 +191,7 @@ class DeviceBackend:
             if times > 1:
                 fetch_repeated(self._chosen, placed)
             else:
-                fetch_tokens(kind, placed)
+                fetch_tokens(kind, placed, None if audits is None else audits.launch)
             if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
                 raise StepShortError(reason)
         except StepShortError:
@@ -207,8 +211,8 @@ class DeviceBackend:
         self.kinds.succeeded(key)
         if key[4]:
             self._learn(step, memories, results, key)
-        elif self.watch.audits:
-            self._audit(placed, key)
+        elif audits is not None:
+            audits.settle()
         return results
 
     def _arranged(
@@ -391,22 +395,6 @@ class DeviceBackend:
             result.note_of(self.kinds.note)
             prefill.settle(one, memories[one.sequence_id], result, self.runner.spec, asked, first)
             first += EACH * len(prefill.pieces(one))
-
-    @torch.inference_mode()
-    def _audit(self, placed: list[PlacedRow | None], key: Key) -> None:
-        """Hold what was drawn of the step against true attention, now that it has run."""
-        for number, row in enumerate(placed):
-            audit = None if row is None else self.watch.audits.get(row.scheduled.request_id)
-            if row is None or audit is None or row.result.error is not None:
-                continue
-            tap = self._buffers[False].tap if key[3] else None
-            if tap is None:
-                row.result.note("audit: steps whose keys may lie in host memory were left out")
-                continue
-            for layer in audit.drawn:
-                kv, spec = row.kv.view(layer).upto(row.scheduled.stop), tap.specs[layer]
-                q, out, lse = tap.q[layer, number], tap.out[layer, number], tap.lse[layer, number]
-                row.result.note_of(audit.take(layer, q, out, lse, kv, spec))
 
     def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
         """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of

@@ -107,7 +107,7 @@ class DeviceAttention:
         several = groups[0].each > 1
         self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
         if offers is not None:
-            offers.head[STEP].add_(1)
+            offers.head[:, STEP].add_(1)
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
@@ -138,7 +138,7 @@ class DeviceAttention:
                 covered = torch.stack([progress.coverage for progress, _ in done])
                 ranked = torch.stack([counts[1] for _, counts in done])  # blocks; none where a row reads everything
                 if self.offers is not None:  # nothing that did not hold
-                    ranked = torch.where(self.offers.head[SHORT] > 0, 0, ranked)
+                    ranked = torch.where((self.offers.head[:, SHORT] > 0).any(), 0, ranked)
                 keys = torch.minimum(used * choice.microbatch, ranked).to(torch.int64) * choice.size
                 where, shape = (slice(layers[0], layers[-1] + 1), group.slice), (len(layers), group.rows, -1)
                 rules.keys[where] += keys.view(shape)

@@ -109,7 +109,7 @@ class DeviceTiers:
         """After a step: what moved counts for its rows, in equal parts. Why nothing of the step holds; None where it
         does."""
         came, self._begun = offers.settle(), None
-        moved = offers.tiers.counts.since(before)
+        moved = self.counts(rows).since(before)
         for number, row in enumerate(rows):
             row.result.tiers = row.result.tiers or TierCounts()
             row.result.tiers.add(moved.share(number, len(rows)))
