@@ -54,10 +54,10 @@ def test_rows_of_unlike_lengths_and_ends(engines, asked):
     """A block of keys fills on the way, in two rows; one request ends before the others."""
     prompts = [random_ids(length, seed=length) for length in (30, 20, 158)]
     policies = ["dense", "streaming(sinks=2, window=16)", "arkvale(budget=96)"]
-    own, batched = (one.generate(prompts, [greedy(7), greedy(3), greedy(7)], policy=policies) for one in engines)
+    own, batched = (one.generate(prompts, [greedy(6), greedy(3), greedy(6)], policy=policies) for one in engines)
     for left, right in zip(own, batched):
         same(left, right)
-    assert asked == [True] * 4  # of six steps: the first of each set of rows is loaded
+    assert asked == [True] * 3  # of five steps: the first of each set of rows is loaded
     assert engines[1].engine.pool.used_blocks == 0
 
 
@@ -72,9 +72,6 @@ def test_a_request_that_ends_by_a_token_leaves_one_step_unasked(engines, asked):
     assert len(tokens(batched[0])) == 3
     assert False in asked
     assert True in asked
-    with engines[1].session() as talk, engines[0].session() as other:
-        for turn in (random_ids(28, seed=3), random_ids(3, seed=4)):
-            same(other.generate(turn, greedy(5)), talk.generate(turn, greedy(5)))
 
 
 def test_who_draws_or_steers_its_own_state_does_not_go_on(engines, asked):
