@@ -88,9 +88,14 @@ def test_requests_that_come_and_go_in_between(engines, asked):
     prompts = [random_ids(length, seed=length) for length in (33, 34, 35)]
     expected = [tokens(one.generate(prompt, greedy(6))[0]) for one, prompt in zip([own] * 3, prompts)]
     engine = batched.engine
-    first, gone = (start(batched, prompt, greedy(6)) for prompt in prompts[:2])
+    first = start(batched, prompts[0], greedy(6))
     for _ in range(3):
         engine.step()
+    gone = start(batched, prompts[1], greedy(6))
+    engine.step()
+    assert asked == [True, True]  # the host's pass over a new prompt comes after it
+    engine.step()
+    engine.step()
     engine.cancel(gone)
     last = start(batched, prompts[2], greedy(6))
     finish(engine)

@@ -102,9 +102,9 @@ class Worker:
         verifying = [number for number in served if step.scheduled[number].together]
         prefilling = {number: one for number in served if (one := step.scheduled[number]).phase == "prefill"}
         parts = device.parts(served, device.before(step, served, self.memories), verifying, prefilling)
-        if left or len(parts) != 1:
+        if not parts:
             device.forget_ahead()
-            goes_on = False
+        goes_on = goes_on and not left and len(parts) == 1
         for part in parts:
             try:
                 result.requests |= device.run(step.part(part), self.memories, times, goes_on)
