@@ -150,6 +150,15 @@ def test_families_are_frozen(name):
     assert not generate(name, 2, 1, 32, 600, torch.float32, seed=1).k.equal(one.k)
     assert all(part.isfinite().all() for part in (whole.q, whole.k, whole.v))
     assert not whole.q[0].equal(whole.q[1])
+    known = {
+        "topics": ((2.2789, 8.1548), (-1.1140, 2.3672)),
+        "needles": ((-6.4625, -1.9609), (-1.4473, 1.1732)),
+        "code": ((4.2253, -8.6296), (-0.1526, 2.0162)),
+        "flat": ((-0.0302, 1.6398), (-1.5097, 2.0275)),
+    }[name]
+    own = generate(name, 2, 1, 32, 300, torch.float32)
+    for part, expected in zip((own.q[1, 200, :2], own.k[0, 100, :2]), known):
+        torch.testing.assert_close(part, torch.tensor(expected), atol=2e-3, rtol=0)
 
 
 def test_sinks_and_flat_heads_are_what_they_are_called():

@@ -113,9 +113,9 @@ def recall(
             _check_room(problems, rows)
             for row in measure(settings, name, problems, wanted, lambda text: typer.echo(f"  {text}", err=True)):
                 found.append(row)
-                typer.echo(
-                    f"  {name} {row.context} {row.method}: density {row.density:.3f}, recall {row.recall:.3f}", err=True
-                )
+                taken = f", {row.ms:.2f} ms of which {row.choosing_ms:.2f} choosing" if times else ""
+                what = f"{name} {row.context} {row.method}: density {row.density:.3f}, recall {row.recall:.3f}"
+                typer.echo(f"  {what}, worst head {row.worst:.3f}{taken}", err=True)
     equal = at_equal_recall(found, mean, worst)
     write_facts(json_file, clock, found, None, phase=phase, equal=[row.as_dict() for row in equal])
     if markdown_file is not None:

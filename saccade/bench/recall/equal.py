@@ -45,7 +45,7 @@ def at_equal_recall(rows: Sequence[RecallRow], mean: float = MEAN, worst: float 
 
 
 def _equal(key: tuple[str, str, int, str], rows: Sequence[RecallRow], mean: float, worst: float) -> EqualRow:
-    best = max(rows, key=lambda row: (min(row.recall - mean, row.worst - worst), -row.density))
+    best = max(rows, key=lambda row: (row.recall, row.worst))
     oracle, ends = best.oracle_wanted, (best.recall, best.worst)
     if rows[0].recall >= mean and rows[0].worst >= worst:
         first = rows[0]
