@@ -27,6 +27,7 @@ DECODE = (
     "topp(p=0.8|0.9|0.95|0.98)",
     "quest(dense_layers=0, budget=512|1024|2048|4096|8192)",
     "arkvale(budget=512|1024|2048|4096|8192)",
+    "twilight(dense_layers=0, p=0.5|0.8|0.9|0.95|0.98)",
     "psa(epsilon=0.5|0.7|0.9|0.95|0.98)",
     "lfps(unit=kv_head, k=0.01|0.02|0.05|0.1)",
     "cis(unit=kv_head, k=0.01|0.02|0.05|0.1)",
