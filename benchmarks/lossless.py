@@ -1,10 +1,12 @@
 """Speed of ``lossless`` beside dense decode, and beside what its own step times and acceptance allow.
 
-    python benchmarks/lossless.py [--model random|8b|reference] [--contexts 8192,32768] [--batch 1] [--tokens 64]
-        [--drafts "psa(epsilon=0.3);quest(dense_layers=0)"] [--lengths 0] [--replay 0.7,0.9] [--threads N]
+    python benchmarks/lossless.py [--model random|random-8b:LAYERS|reference] [--contexts 8192,32768] [--batch 1]
+        [--tokens 64] [--warm 16] [--drafts "psa(epsilon=0.3);quest(dense_layers=0)"] [--lengths 0] [--replay 0.7,0.9]
+        [--threads N]
 
-``random`` is a 125M Llama and ``8b`` one of 8B shape (``--layers`` of it), both with random weights and made-up keys;
-``reference`` answers the suite's tasks. ``--lengths``: tokens drafted a round, 0 for as many as pay. With ``--replay``
+``random`` is a 125M Llama and ``random-8b:LAYERS`` one of 8B shape, both with random weights and made-up keys;
+``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted; with ``--warm 1`` what it costs to
+find out what drafts are worth is. ``--lengths``: tokens drafted a round, 0 for as many as pay. With ``--replay``
 the draft's steps run as they are, and each token that they give is replaced by dense decode's with that chance, else by
 another one: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and verifications
 alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything counted. Before
@@ -33,18 +35,8 @@ from saccade.bench.ttft import prompt
 from saccade.engine.request import Request
 from saccade.methods.policy import Policy
 from saccade.methods.verified import MOST
-from saccade.models.baseline import save_random_llama
 
-WARM = 16  # tokens before the first that counts
 RECORDED = (1, 3, 7, 15)  # drafts of a round whose steps are recorded first
-SHAPE_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
 TASKS = ("span_copy", "vt", "single", "table_copy")  # of the suite
 
 
@@ -123,10 +115,11 @@ def measure(
     tokens: int,
     known: dict[int, list[int]] | None = None,
     chance: float | None = None,
+    warm: int = 16,
 ) -> tuple[float, int, list[Request], Passes]:
     """Seconds and tokens after the warm-up, the requests, and the worker's passes."""
     engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=tokens + WARM, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=tokens + warm, ignore_eos=True)
     requests = []
     for ids, fill in zip(prompts, fills):
         request = engine.add(ids, params, Policy.parse(policy))
@@ -135,7 +128,7 @@ def measure(
         requests.append(request)
     numbers = {request.id: number for number, request in enumerate(requests)}
     with passes_of(llm, replaying(known, numbers, chance) if known and chance is not None else None) as made:
-        while any(len(request.sequence.tokens) - request.output_start < WARM for request in requests):
+        while any(len(request.sequence.tokens) - request.output_start < warm for request in requests):
             engine.step()
         before = sum(len(request.sequence.tokens) - request.output_start for request in requests)
         made.counted = True
@@ -189,7 +182,7 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
     else:
         prompts = [prompt(context, vocab, seed) for seed in range(chosen.batch)]
         fills = [filling(llm, prompts[0], chosen.model)] * chosen.batch
-    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens)
+    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
     dense = made / seconds
     beyond = [0] * (2 * MOST)
     known = {number: [*prompts[number], *one.final_ids, *beyond] for number, one in enumerate(answered)}
@@ -207,7 +200,9 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
             for chance in [None] if chosen.replay is None else [float(one) for one in chosen.replay.split(",")]:
                 policy = f"lossless(draft={draft}, tokens={length}{'' if chance is None else ', lookup=0'})"
                 llm.engine.sparse_drafts.pacing.forget()
-                seconds, made, requests, passes = measure(llm, prompts, fills, policy, chosen.tokens, known, chance)
+                seconds, made, requests, passes = measure(
+                    llm, prompts, fills, policy, chosen.tokens, known, chance, chosen.warm
+                )
                 said = [request.report.as_dict()["speculation"] for request in requests]
                 drafted, found = (sum(one[name] for one in said) for name in ("drafted", "accepted_looked_up"))
                 rounds = sum(one["verifications"] for one in said)
@@ -235,10 +230,10 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random")
-    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--contexts", default="8192,32768")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--drafts", default="psa(epsilon=0.3);quest(dense_layers=0)")
     parser.add_argument("--lengths", default="0")
     parser.add_argument("--replay", default=None)
@@ -250,14 +245,8 @@ def main() -> None:
     contexts = [int(one) for one in chosen.contexts.split(",")]
     longest = max(contexts) + chosen.tokens + 1024
     with tempfile.TemporaryDirectory() as folder:
-        if chosen.model == "8b":
-            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where weights are drawn sooner
-                path = save_random_llama(
-                    Path(folder), **SHAPE_8B, num_hidden_layers=chosen.layers, max_position_embeddings=longest
-                )
-        else:
-            dtype = torch.bfloat16 if chosen.dtype == "bfloat16" else torch.float32
-            path = model_folder(chosen.model, Path(folder), dtype, positions=longest)
+        dtype = torch.bfloat16 if chosen.dtype == "bfloat16" else torch.float32
+        path = model_folder(chosen.model, Path(folder), dtype, positions=longest)
         options: dict[str, Any] = {"device": chosen.device} if chosen.device != "auto" else {}
         llm = LLM(
             path,

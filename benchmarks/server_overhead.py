@@ -62,7 +62,9 @@ def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) 
     """Tokens a second of the best round, and the median step in ms."""
     params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, logit_bias=LETTERS)
     rates, steps = [], []
+    # What ``saccade serve`` is given below, and what it does by itself.
     settings = {"max_model_len": given.prompt + given.tokens + 64, "max_requests": given.streams}
+    settings["enable_prefix_caching"] = True
     with LLM(model, dtype=given.dtype, device=given.device, **settings) as llm:
         for number in range(given.rounds + 1):
             began = time.perf_counter()

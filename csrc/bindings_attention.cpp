@@ -71,6 +71,20 @@ void attend_rows(const KernelSet& set, int threads, const Pool& pool, const Quer
         &rows);
 }
 
+// True attention of one row's query heads of one KV head.
+void group_truth(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+                 const ReadKeys& keys, const GroupTruth& truth) {
+    GroupTruth call = truth;
+    call.attention = attention(threads, pool, table, queries);
+    if (queries.q_len != 1 || (keys.keys != Keys::dense && keys.keys != Keys::band))
+        throw std::invalid_argument("a truth is of one row over all keys or a band");
+    if (call.kv_head >= pool.kv_heads)
+        throw std::invalid_argument("kv_head " + std::to_string(call.kv_head) + " must be 0 to " +
+                                    std::to_string(pool.kv_heads - 1));
+    read_keys(call.attention, keys);
+    run(set.group_truth, call);
+}
+
 int64_t number(PyObject* x, const char* what, int64_t stop) {
     const long long value = PyLong_AsLongLong(x);
     if (value == -1 && PyErr_Occurred()) throw nb::python_error();
@@ -131,6 +145,9 @@ void bind_attention(nb::module_& m, KernelSetClass& set) {
     bind_struct<Output>(m, "Output",
                         {field<&Output::out>("out"), field<&Output::lse>("lse"),
                          field<&Output::out_rows>("rows").at_least(1)});
+    bind_struct<GroupTruth>(m, "GroupTruth",
+                            {field<&GroupTruth::kv_head>("kv_head"), field<&GroupTruth::out>("out"),
+                             field<&GroupTruth::lse>("lse"), field<&GroupTruth::scale>("scale")});
     bind_struct<DecodeRow>(
         m, "DecodeRow",
         {field<&DecodeRow::row>("row"), field<&DecodeRow::q_start>("q_start"),
@@ -148,6 +165,7 @@ void bind_attention(nb::module_& m, KernelSetClass& set) {
                          });
     set.def("attend_few", &attend_few);
     set.def("attend", &attend);
+    set.def("group_truth", &group_truth);
     set.def("attend_rows", &attend_rows);
     m.def("store_rows", &store_rows);
 }

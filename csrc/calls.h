@@ -69,6 +69,14 @@ struct FewRows {
     bool rows_first;
 };
 
+// Dense attention of one row's query heads of one KV head, over all keys or a band: fp32 `out` [group, head_dim], `lse`
+// and `scale` [group], the sum of weight times norm of value.
+struct GroupTruth {
+    Attention attention;
+    int64_t kv_head;
+    float *out, *lse, *scale;
+};
+
 // One row of a call that decodes several sequences of one pool: row `row` of its queries and of its output.
 struct DecodeRow : BlockTable {
     int64_t row, q_start;

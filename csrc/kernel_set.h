@@ -7,6 +7,7 @@
 #include "decode.h"
 #include "few_rows.h"
 #include "gather.h"
+#include "group_truth.h"
 #include "label_keys.h"
 #include "line_cover.h"
 #include "prefill.h"
@@ -33,6 +34,11 @@ void decode(const Attention& a) {
 void few_rows(const FewRows& f) {
     if (f.attention.storage == Storage::bf16) few_rows_typed<HalfMath, uint16_t>(f);
     else few_rows_typed<Fp32Math, float>(f);
+}
+
+void group_truth(const GroupTruth& c) {
+    if (c.attention.storage == Storage::bf16) group_truth_typed<uint16_t>(c);
+    else group_truth_typed<float>(c);
 }
 
 void line_sums(const LineSums& s) {

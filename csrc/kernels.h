@@ -13,6 +13,7 @@ struct KernelSet {
     void (*prefill)(const Attention&);
     void (*decode)(const Attention&);
     void (*few_rows)(const FewRows&);
+    void (*group_truth)(const GroupTruth&);
     void (*line_sums)(const LineSums&);
     void (*cover_rows)(const RowCovers&);
     double (*cover)(const CoverCall&);  // what was recovered

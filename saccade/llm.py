@@ -291,15 +291,18 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"need one each; give at least {layers * per_block} bytes"
         )
     storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
+    apart = config.kv_unit == "head" and spec.kv_heads > 1
     tier: Tier
     if config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage)
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart)
     elif config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)
     else:
         return BlockManager(storage, layers)
-    return BlockManager(storage, layers, tier=tier, replacement=config.kv_replacement, debug=debug.ON)
+    return BlockManager(
+        storage, layers, heads_apart=apart, tier=tier, replacement=config.kv_replacement, debug=debug.ON
+    )
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:

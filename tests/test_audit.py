@@ -12,13 +12,11 @@ from engine_helpers import finish, make, start, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.audit import Audit, AuditOptions, true_attention
+from saccade.engine.audit import Audit, AuditOptions
 from saccade.engine.estimates import Mean, Share, at_most
 from saccade.engine.observe import observing
 from saccade.engine.truth import selected_rows, true_rows
 from saccade.errors import RequestError, SaccadeError
-from saccade.kv.view import KVView
-from saccade.models.interface import LayerAttention
 
 SPARSE = "psa(epsilon=0.3, block_size=16, microbatch=1)"
 POLICIES = ["dense", SPARSE, "topk(k=24)", "streaming(sinks=2, window=40)", "cis(k=24, sinks=2, local=8)",
@@ -125,19 +123,6 @@ def test_a_preempted_request_is_audited_once_a_step(folder):
     finish(llm.engine)
     assert sum(one.report.preemptions for one in running) > 0
     assert all(one.report.audit.places == 29 * 4 == one.report.audit.error.samples for one in running if not one.error)
-
-
-def test_attention_within_a_window_capped_and_with_sinks():
-    rng = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 2, 100, 16, generator=rng)
-    q = torch.randn(3, 16, generator=rng)
-    spec = LayerAttention(0.3, window=37, softcap=2.0, sinks=torch.randn(6, generator=rng))
-    truth = true_attention(q, KVView.from_tensors(k, v, 16, shuffle_seed=1), 1, spec, slice(3, 6))
-    scores = 2.0 * torch.tanh(q @ k[1, 63:].T * 0.3 / 2.0)
-    weights = torch.softmax(torch.cat([scores, spec.sinks[3:, None]], 1), -1)[:, :-1]
-    torch.testing.assert_close(truth.out, weights @ v[1, 63:])
-    torch.testing.assert_close(truth.lse, scores.logsumexp(-1))
-    torch.testing.assert_close(truth.scale, weights @ v[1, 63:].norm(dim=-1))
 
 
 def test_intervals_hold_in_a_thousand_simulated_requests():

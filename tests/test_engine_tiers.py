@@ -64,17 +64,19 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
 
 
 @pytest.mark.parametrize(
-    ("slots", "replacement", "each", "host"),
+    ("slots", "replacement", "each", "host", "unit"),
     [
-        (9, "fifo", 3, False),
-        (18, "clock", 1, False),
-        (100, "lru", 3, False),
-        (9, "lru", 3, True),
-        (30, "clock", 1, True),
+        (9, "fifo", 3, False, "block"),
+        (18, "clock", 1, False, "block"),
+        (100, "lru", 3, False, "block"),
+        (9, "lru", 3, True, "block"),
+        (30, "clock", 1, True, "block"),
+        (9, "lru", 3, True, "head"),
+        (30, "clock", 1, True, "head"),
     ],
 )
-def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host):
-    with small(folder, tmp_path, slots, kv_replacement=replacement, host=host) as llm:
+def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host, unit):
+    with small(folder, tmp_path, slots, kv_replacement=replacement, host=host, kv_unit=unit) as llm:
         policies = POLICIES[::each]
         done = llm.generate(PROMPTS[::each], GREEDY, policy=policies)
         assert {policy: tokens(one) for policy, one in zip(policies, done)} == dict(zip(policies, expected[::each]))
@@ -107,6 +109,20 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
         assert llm.pool.tiers.counts.misses > 50
         nothing_left(llm.pool)
     assert max(asked) >= 64
+
+
+def test_heads_that_read_different_blocks_move_fewer_bytes(folder, tmp_path, whole):
+    policies = ["quest(budget=64, dense_layers=0)", "psa(epsilon=0.3, block_size=32, microbatch=1)"]
+    prompts = [random_ids(900, seed=seed) for seed in range(len(policies))]
+    expected = [tokens(one) for one in whole.generate(prompts, GREEDY, policy=policies)]
+    read = {}
+    for unit in ("block", "head"):
+        with small(folder, tmp_path, 40, host=True, kv_unit=unit, max_requests=1) as llm:
+            done = llm.generate(prompts, GREEDY, policy=policies)
+            assert [tokens(one) for one in done] == expected
+            read[unit] = [one.report["tiers"]["bytes_read"] for one in done]
+            nothing_left(llm.pool)
+    assert all(by_head < by_block for by_head, by_block in zip(read["head"], read["block"])), read
 
 
 def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
@@ -193,6 +209,8 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_disk": ":5GiB"},
         {"kv_disk": "/dev/null/x:5GiB"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_replacement": "best"},
+        {"kv_disk": f"{tmp_path}:1GiB", "kv_unit": "head"},
+        {"kv_host": "1GiB", "kv_unit": "layer"},
         {"kv_disk": f"{tmp_path}:1GiB", "device": "cuda"},
         {"kv_disk": f"{tmp_path}:1GiB", "kv_memory": 8 * SLOT},
         {"kv_host": "much"},

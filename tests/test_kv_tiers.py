@@ -30,7 +30,9 @@ def tiered(folder, slots: int = 12, layers: int = 2, disk: int = MIB, system=os,
     storage.k.fill_(float("nan"))
     storage.v.fill_(float("nan"))
     if host:
-        return BlockManager(storage, layers, tier=HostTier(disk, storage), debug=True, **options)
+        apart = host == "head"
+        tier = HostTier(disk, storage, heads_apart=apart)
+        return BlockManager(storage, layers, heads_apart=apart, tier=tier, debug=True, **options)
     return BlockManager(storage, layers, tier=DiskTier(folder, disk, storage, system), debug=True, **options)
 
 
@@ -63,7 +65,7 @@ def check(kv: SequenceKV, tokens: int, seed: int = 0, length: int | None = None)
             assert torch.equal(got, want[1, some])
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [False, True, "head"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sequences_larger_than_memory_read_as_written(tmp_path, policy, host):
     pool = tiered(tmp_path, replacement=policy, host=host)
@@ -77,7 +79,9 @@ def test_sequences_larger_than_memory_read_as_written(tmp_path, policy, host):
     written = pool.tiers.counts.bytes_written
     for _ in range(3):
         check(one, 333)
-    assert pool.tiers.counts.bytes_written - written <= 12 * pool.tiers.tier.cell_bytes  # sealed blocks have a copy
+    assert (
+        pool.tiers.counts.bytes_written - written <= 12 * pool.tiers.heads * pool.tiers.tier.cell_bytes
+    )  # sealed blocks have a copy
     assert pool.tiers.counts.misses > 0
     assert os.listdir(tmp_path) == []  # the file has no name
     one.free()
@@ -85,7 +89,7 @@ def test_sequences_larger_than_memory_read_as_written(tmp_path, policy, host):
     nothing_left(pool)
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [False, True, "head"])
 def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
     pool = tiered(tmp_path, host=host)
     one = filled(pool, 300)
@@ -113,7 +117,7 @@ def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
     nothing_left(pool)
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [False, True, "head"])
 def test_summaries_take_the_memory_of_slots(tmp_path, host):
     pool = tiered(tmp_path, slots=41, host=host)
     one, other = filled(pool, 400), filled(pool, 400, seed=3)
@@ -256,6 +260,26 @@ def test_full_blocks_are_on_the_host_before_they_leave(tmp_path):
     nothing_left(pool)
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_rows_after_a_device_listed_their_block_are_not_lost(tmp_path, count):
+    """Slots that a device may take are listed with copies of what they hold; rows that the host stores in such a block
+    in the same step, with nothing absent, make its copy the past."""
+    pool = tiered(tmp_path, slots=20, host=True)
+    kv, tokens = SequenceKV(pool), 40 + count
+    for start, stop in ((0, 40), (40, tokens)):
+        kv.reserve(stop)
+        if start:
+            pool.tiers.offer()._rows[0]._offerable(19)
+            assert pool.absent == 0
+            assert pool.tiers.stored == 2 * len(kv.block_table)
+        for layer in range(2):
+            k, v = rows(tokens, layer)
+            kv.append(layer, k[:, start:stop], v[:, start:stop])
+    pool.tiers._evict(2 * len(kv.block_table), 0)
+    assert pool.absent == 2 * len(kv.block_table)
+    check(kv, tokens)
+
+
 def test_a_cell_of_another_block_is_never_taken(tmp_path):
     pool = tiered(tmp_path, slots=12, host=True)
     kv = filled(pool, 300)
@@ -266,6 +290,49 @@ def test_a_cell_of_another_block_is_never_taken(tmp_path):
         kv.view(layer).keys()
     assert kv.damaged
     assert tiers.counts.lost == 1
+    kv.free()
+    nothing_left(pool)
+
+
+def test_what_one_head_wants_moves_for_that_head_and_the_others_are_not_there_to_be_read(tmp_path):
+    pool = tiered(tmp_path, slots=21, host="head")
+    kv, tiers = filled(pool, 600), pool.tiers
+    view = kv.view(0)
+    absent = np.nonzero((pool.lookup(kv.block_table.tolist())[0] < 0).all(0))[0]
+    assert len(absent) > 20
+    k, v = rows(600, 0)
+    some = torch.from_numpy(absent[:5] * 16 + 3)
+    before = tiers.counts.copy()
+    got = view.take(some, 1)
+    assert torch.equal(got[0], k[1, some])
+    assert torch.equal(got[1], v[1, some])
+    moved = tiers.counts.since(before)
+    assert (moved.misses, moved.bytes_read) == (5, 5 * FORMAT.block_bytes // 2)
+    ids = kv.block_table.numpy()
+    own = [absent[:2], absent[1:5]]
+    with view.hold(absent[:5], heads=own):
+        paged = view.held(absent[:5], own).paged()
+        for head in range(2):
+            assert (paged.block_table[head, np.delete(np.arange(38), own[head])] == tiers.guard).all()
+            for block in own[head]:
+                lies, there = paged.block_table[head, block], slice(block * 16, block * 16 + 16)
+                assert torch.equal(paged.k[lies, head], k[head, there])
+                assert torch.equal(paged.v[lies, head], v[head, there])
+        with pytest.raises(TierFull):  # 4 of head 1 stay
+            kv.view(1).hold(np.arange(17))
+        with kv.view(1).hold(np.arange(16)):
+            pass
+    assert paged.k[tiers.guard].isnan().all()  # whoever reads what was not brought in sees it
+    slot = int(pool.map_of(1)[0, ids[absent[4]]])
+    tiers.each[1]._vacate(0, ids[absent[4:5]])
+    assert pool.storage.k[slot, 1].isnan().all()
+    assert not pool.storage.k[slot, 0].isnan().all() or slot in pool.free_list(0)
+    check(kv, 600)
+    owner = tiers.each[0].tier._owner
+    owner[owner[:, 2] > 0, 2] += 1  # head 0's cells, as if they were of a later holder
+    with pytest.raises(LostKV, match="host"):
+        view.keys(0, 600)
+    assert kv.damaged
     kv.free()
     nothing_left(pool)
 
@@ -295,6 +362,7 @@ def test_who_leaves_first():
     assert leaving("lru", [3, 1], 4) == [14, 10, 12, 13]
     assert leaving("clock", [0, 1, 2], 2) == [13, 14]
     assert leaving("clock", [0, 1, 2], 4) == [13, 14, 10, 11]  # a second chance, not a third
+    assert [leaving(policy, [0], 0) for policy in POLICIES] == [[]] * len(POLICIES)
     some = [leaving("random", [], 3) for _ in range(2)]
     assert some[0] == some[1]  # chance, but the same in every run
     assert len(set(some[0])) == 3

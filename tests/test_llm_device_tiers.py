@@ -54,16 +54,18 @@ def expected(folder):
 
 
 @pytest.mark.parametrize(
-    ("slots", "replacement", "which"),
+    ("slots", "replacement", "which", "unit"),
     [
-        (30, "fifo", (0, 1, 2, 3, 4, 5)),
-        (34, "clock", (5, 0)),
-        pytest.param(40, "lru", (0, 3), marks=pytest.mark.thorough),
+        (30, "fifo", (0, 1, 2, 3, 4, 5), "block"),
+        (34, "clock", (5, 0), "block"),
+        (30, "clock", (0, 1, 2, 3, 4, 5), "head"),
+        pytest.param(40, "lru", (0, 3), "block", marks=pytest.mark.thorough),
+        pytest.param(34, "lru", (5, 0, 6), "head", marks=pytest.mark.thorough),
     ],
 )
-def test_answers_under_a_small_device(folder, expected, slots, replacement, which):
+def test_answers_under_a_small_device(folder, expected, slots, replacement, which, unit):
     policies, prompts = [POLICIES[at] for at in which], [PROMPTS[at] for at in which]
-    with engine(folder, slots, kv_replacement=replacement) as llm:
+    with engine(folder, slots, kv_replacement=replacement, kv_unit=unit) as llm:
         done = llm.generate(prompts, SOME, policy=policies)
         assert not {policy: one.error for policy, one in zip(policies, done) if one.error is not None}
         want = dict(zip(policies, [expected[at] for at in which]))
@@ -74,11 +76,14 @@ def test_answers_under_a_small_device(folder, expected, slots, replacement, whic
         nothing_left(llm.pool)
 
 
-@pytest.mark.parametrize("which", [0, pytest.param(6, marks=pytest.mark.thorough)])
-def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, monkeypatch):
+@pytest.mark.parametrize(
+    ("which", "unit"),
+    [(0, "block"), (0, "head"), *(pytest.param(6, unit, marks=pytest.mark.thorough) for unit in ("block", "head"))],
+)
+def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, monkeypatch):
     monkeypatch.setattr(offers, "FIRST_RANKED", 2)
     monkeypatch.setattr(residency, "LEAST_RANKED", 2)
-    with engine(folder, 24) as llm:  # 28 or 26 blocks in 23 slots
+    with engine(folder, 24, kv_unit=unit) as llm:  # 28 or 26 blocks in 23 slots
         (done,) = llm.generate([PROMPTS[which]], SOME, policy=POLICIES[which])
         assert tokens(done) == expected[which]
         backends = done.report["decode"]["backends"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.selection import Band, Blocks, Candidates, Cone, Dense, Lines, Mixed, Sampled, Shape, Tokens, Tri, cut
-from saccade.selection.pieces import between, grid_of, read_blocks
+from saccade.selection.pieces import between, grid_of, read_blocks, read_blocks_by_head
 
 ROWS = Shape.suffix(4, 2, 150, 700)  # at the end of a long context, on no border
 ROW = Shape.suffix(4, 2, 1, 701)
@@ -66,6 +66,15 @@ def test_pieces_make_up_the_whole(name, size):
     if name in ("one row's tokens", "sampled", "candidates"):
         read = torch.nn.functional.pad(mask.flatten(0, 1).any(0), (0, -length % size)).view(-1, size).any(1)
         assert torch.equal(read_blocks(selection, size), read)
+    heads = read_blocks_by_head(selection, size)
+    assert (heads is not None) == (name in ("blocks of 16", "blocks of 64", "tokens", "one row's tokens"))
+    if heads is not None:  # of two query heads each
+        read = mask.view(2, -1, mask.shape[-1]).any(1)
+        exact = torch.nn.functional.pad(read, (0, -length % size)).view(2, -1, size).any(2)
+        assert not (exact & ~heads).any()
+        assert torch.equal(heads.any(0), read_blocks(selection, size))
+        assert torch.equal(heads, exact) or name != "one row's tokens"
+        assert not torch.equal(heads[0], heads[1]) or name != "blocks of 64"
     grid, found = grid_of(selection, size), torch.zeros_like(mask)
     assert grid % size == 0
     for first in range(0, length, 2 * grid):

@@ -11,6 +11,7 @@ from tier_helpers import nothing_left
 from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
+from saccade.kv.offers import STEP
 from saccade.ops.triton import pages, residency
 from saccade.ops.triton.decode import KeyLists, Pages
 
@@ -33,10 +34,11 @@ def test_blocks_are_copied_whole_and_none_beside_them(dtype, shape):
         assert torch.equal(got, expected)
 
 
-def test_a_sequence_over_two_memories_by_kernels():
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_sequence_over_two_memories_by_kernels(apart):
     form = KVFormat(torch.float32, 2, 16, 16)
     storage = KVStorage(form, 11, "cpu", pages)
-    pool = BlockManager(storage, 2, tier=HostTier(1 << 18, storage), debug=True)
+    pool = BlockManager(storage, 2, heads_apart=apart, tier=HostTier(1 << 18, storage, apart), debug=True)
     kv, rows = SequenceKV(pool), torch.randn(2, 2, 2, 150, 16)
     for start, stop in ((0, 70), (70, 71), (71, 150)):
         kv.reserve(stop)
@@ -71,7 +73,7 @@ def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
             pass
     for step in range(14):
         offers.prepare(tail, tail)
-        offers.head[0] += 1
+        offers.head[:, STEP] += 1
         right = True
         for layer, (k, _) in enumerate(rows):
             picked = np.sort(rng.choice(42, 3 if step < 12 else 20, replace=False))
@@ -102,3 +104,63 @@ def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
     residency.bring_in(pool, offers, 0, kv.block_table[None].int(), where, lists)
     with pytest.raises(SaccadeError, match="other blocks"):
         offers.settle()
+
+
+@pytest.mark.parametrize("replacement", ["clock", "fifo"])
+def test_blocks_come_for_the_heads_that_read_them(replacement):
+    """Lists of single KV heads and of query heads, and a list for all: each head's blocks are right where it reads, and
+    what it does not read did not move."""
+    form = KVFormat(torch.float32, 2, 16, 16)
+    storage = KVStorage(form, 41, "cpu")
+    tier = HostTier(1 << 20, storage, heads_apart=True)
+    pool = BlockManager(storage, 2, heads_apart=True, tier=tier, debug=True, replacement=replacement)
+    kv, rows = SequenceKV(pool), torch.randn(2, 2, 2, 700, 16)
+    for start in range(0, 700, 100):
+        kv.reserve(start + 100)
+        for layer, (k, v) in enumerate(rows):
+            kv.append(layer, k[:, start : start + 100], v[:, start : start + 100])
+    tiers, offers = pool.tiers, pool.tiers.offer()
+    ids, length = kv.block_table.numpy(), torch.tensor([700], dtype=torch.int32)
+    tables, tail, rng = torch.zeros(2, 1, 2, 64, dtype=torch.int32), ids[-1:], np.random.default_rng(0)
+    for layer in range(2):
+        with tiers.fetch(layer, tail):
+            pass
+    for step in range(16):
+        units = (2, 4, 1)[step % 3]
+        offers.prepare(tail, tail)
+        offers.head[:, STEP] += 1
+        right, before, wanted = True, tiers.counts.copy(), 0
+        for layer, (k, v) in enumerate(rows):
+            some = 20 if step >= 14 else 1 if units == 4 else 2
+            picked = [np.sort(rng.choice(42, some, replace=False)) for _ in range(units)]
+            reads = [np.unique(np.concatenate(own)) for own in (picked[: -(-units // 2)], picked[units // 2 :])]
+            wanted += sum(int((pool.map_of(head)[layer, ids[own]] < 0).sum()) for head, own in enumerate(reads))
+            listed = torch.tensor(np.stack([np.append(own, [99] * 3) for own in picked])).int()
+            counts = torch.tensor([len(own) for own in picked])
+            lists = KeyLists(None, counts, listed, units, 16, listed.shape[1])
+            where = Pages(storage.k, storage.v, tables[layer], length, 700)
+            residency.bring_in(pool, offers, layer, kv.block_table[None].int(), where, lists)
+            for head, own in enumerate(reads):
+                for slot, block in zip(tables[layer, 0, head, own].tolist(), own):
+                    for pages_of, made in ((storage.k, k), (storage.v, v)):
+                        rest = made[head, block * 16 : block * 16 + 16]
+                        right &= torch.equal(pages_of[slot, head, : len(rest)], rest)
+        came = offers.settle()
+        assert came == (step < 14)
+        if came:
+            moved = tiers.counts.since(before)
+            assert right
+            assert moved.misses == wanted or replacement == "fifo"  # a layer may drive out what the next one reads
+            assert moved.bytes_read == moved.misses * form.block_bytes // 2
+        for head in range(2):
+            slots = pool.map_of(head)
+            taken = slots[slots >= 0].tolist()
+            assert len(set(taken)) == len(taken) == 40 - pool.free_in(head)
+            assert tiers.guard not in taken
+        assert pool.absent == sum(int((pool.map_of(head)[:, ids] < 0).sum()) for head in range(2))
+    assert len({pool.resident(0, block, 0) == pool.resident(0, block, 1) for block in ids.tolist()}) == 2
+    for layer, (k, v) in enumerate(rows):
+        assert torch.equal(kv.view(layer).keys(), k)
+        assert torch.equal(kv.view(layer).values(), v)
+    kv.free()
+    nothing_left(pool)

@@ -1,14 +1,15 @@
 """Decode over more keys and values than a GPU holds: the rest lies in pinned host memory (docs/tiers.md).
 
-    python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98]
-    python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304]
+    python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98] [--unit head]
+    python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304] [--only tiered]
     python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
-the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``parts``
-are one layer's keys and values of 32 tokens, 128 KiB. ``hit share``: of the parts that steps asked for, those that
-were on the device. ``steps recorded``: those that no host path served.
+the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``--unit``:
+what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
+``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
+that no host path served.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Tiered(Bench):
         self.rows = Results("tiers")
         self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
 
-    def pool_of(self, slots: int, host_bytes: int | None, replacement: str = "clock") -> None:
+    def pool_of(self, slots: int, host_bytes: int | None, replacement: str = "clock", unit: str = "block") -> None:
         """A pool of so many slots, in place of the one before."""
         if self.pool is not None and self.pool.tiers is not None:
             self.pool.tiers.close()
@@ -81,10 +82,11 @@ class Tiered(Bench):
         torch.cuda.empty_cache()
         storage = KVStorage(LAYOUT, slots, "cuda", triton.row_mover(torch.device("cuda")))
         began = time.perf_counter()
-        tier = None if host_bytes is None else HostTier(host_bytes, storage)
+        apart = unit == "head"
+        tier = None if host_bytes is None else HostTier(host_bytes, storage, heads_apart=apart)
         if host_bytes is not None:
             say(f"pinned {host_bytes / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s")
-        self.pool = BlockManager(storage, self.spec.layers, tier=tier, replacement=replacement)
+        self.pool = BlockManager(storage, self.spec.layers, heads_apart=apart, tier=tier, replacement=replacement)
 
     @torch.inference_mode()
     def filled(self, tokens: int, policy: str, steps: int) -> Request:
@@ -139,6 +141,7 @@ class Tiered(Bench):
             context=tokens,
             policy=policy,
             ms_per_step=ms,
+            mean_ms_per_step=statistics.mean(taken[half:]),
             tokens_per_second=sequences / ms * 1e3,
             first_steps_ms=str([round(one, 1) for one in taken[:4]]),
             density=report["decode"]["density"],
@@ -158,14 +161,14 @@ class Tiered(Bench):
 LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
 
 
-def rates(bench: Tiered, tokens: int, shares: list[float], steps: int) -> None:
+def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, unit: str) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
     parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
     for share in shares:
-        bench.pool_of(int(share * parts), int(1.02 * parts) * LAYOUT.block_bytes)
+        bench.pool_of(int(share * parts), int(1.02 * parts) * LAYOUT.block_bytes, unit=unit)
         ms = bench.measure(f"slots for {share:.0%}", 1, tokens, policy, steps)
         row = bench.rows.rows[-1]
         bound = max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
@@ -183,10 +186,12 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=98)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--replacement", default="clock")
+    parser.add_argument("--unit", default="block", choices=("block", "head"))
+    parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
     options = parser.parse_args()
     bench = Tiered()
     if options.what == "rates":
-        rates(bench, options.tokens or 98304, options.shares, options.steps)
+        rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit)
         return
     free = torch.cuda.mem_get_info()[0] / 2**30
     count = 1 if options.what == "long" else options.sequences
@@ -194,7 +199,7 @@ def main() -> None:
     device_gib = options.device_gib or (32.0 if options.what == "long" else min(96.0, free - 12))
     slots = int(device_gib * 2**30) // LAYOUT.block_bytes
     density = 0.025
-    if options.what == "batch":
+    if options.what == "batch" and options.only != "tiered":
         short = options.untiered
         per = bench.spec.layers * LAYOUT.blocks(short + options.steps + 40)
         fits = int((free - 8) * 2**30) // (per * LAYOUT.block_bytes)
@@ -202,11 +207,12 @@ def main() -> None:
         policy = QUEST.format(int(short * density) // 32 * 32)
         bench.pool_of(few * per, None)
         bench.measure("all resident, no tier", few, short, policy, options.steps)
+    if options.only == "resident":
+        return
     policy = QUEST.format(int(tokens * density) // 32 * 32)
-    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement)
-    bench.measure(
-        f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host", count, tokens, policy, options.steps
-    )
+    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, options.unit)
+    name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {options.unit}"
+    bench.measure(name, count, tokens, policy, options.steps)
 
 
 if __name__ == "__main__":

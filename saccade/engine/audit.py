@@ -9,10 +9,9 @@ observation: their mean. The estimates are of the mean over all places.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from saccade.engine.params import SamplingParams
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
+from saccade.ops.truth import Truth, group_truth
 from saccade.randomness import uniform
 
 HEADS, STEPS = 0x41554449, 0x5245504C  # seeds of draws that no token shares
-PART = 4096  # keys turned to float32 at once: they stay in a core's cache
-DEVICE_PART = 65536
 WAITING = 256  # observations that may lie on a device before they are fetched
 STEPS_FOR_TARGET = 0.05  # of steps replayed for a target, where nothing else is said
 
@@ -51,15 +49,6 @@ class AuditOptions:
         return cls(rate, steps, target) if rate or steps else None
 
 
-class Truth(NamedTuple):
-    """True attention of one group's query heads: ``out`` fp32 [group, head_dim], ``lse`` fp32 [group] over keys alone,
-    ``scale`` fp32 [group] the sum of weight times the value's norm."""
-
-    out: Tensor
-    lse: Tensor
-    scale: Tensor
-
-
 @dataclass
 class Audit:
     """One request's audit, and what it found so far."""
@@ -68,14 +57,16 @@ class Audit:
     seed: int
     sample: int = 0
     places: int = 0  # that might have been drawn
-    steps: int = 0  # likewise
+    left_out: int = 0  # of the drawn ones, those that could not be audited
+    steps: int = 0  # that might have been drawn
     mass: Mean = field(default_factory=Mean)
     error: Mean = field(default_factory=Mean)
     scaled: Mean = field(default_factory=Mean)
     agreement: Share = field(default_factory=Share)
     divergence: Mean = field(default_factory=Mean)
     controlled: Any = None  # what says where a target's dial stands
-    _waiting: list[Tensor] = field(default_factory=list)
+    _waiting: list[tuple[Tensor, bool]] = field(default_factory=list)
+    _held: int = 0  # observations that wait
 
     def draw(self, position: int, layers: int, kv_heads: int) -> dict[int, list[int]]:
         """The KV heads drawn for the step of the row at ``position``, by layer."""
@@ -97,28 +88,36 @@ class Audit:
         """Whether the step of the row at ``position`` is replayed."""
         return uniform(self.seed ^ STEPS, self.sample, position) < self.options.steps
 
-    def observe(self, q: Tensor, out: Tensor, lse: Tensor | None, truth: Truth) -> None:
-        """One group: ``q``, ``out`` [group, head_dim] of the step, ``lse`` [group] over the keys that it read, None
-        where something stands for those that it did not."""
+    def observe(self, out: Tensor, lse: Tensor, truth: Truth, whole: bool) -> None:
+        """One group: ``out`` [group, head_dim] of the step, ``lse`` [group] over the keys that it read; not
+        ``whole`` where something stands for those that it did not."""
         off = (out.float() - truth.out).norm(dim=-1)
         tiny = torch.finfo(torch.float32).tiny
         error, scaled = off / truth.out.norm(dim=-1).clamp(min=tiny), off / truth.scale.clamp(min=tiny)
-        mass = torch.full_like(error, -1.0) if lse is None else torch.exp(lse.float() - truth.lse).clamp(max=1.0)
-        values = torch.stack([mass, error.clamp(max=1.0), scaled.clamp(max=1.0)]).mean(1)
-        self._waiting.append(values)
-        if not values.is_cuda or len(self._waiting) >= WAITING:
+        mass = torch.exp(lse.float() - truth.lse)
+        self.found(torch.stack([mass, error, scaled]).clamp(max=1.0).mean(1)[None], whole)
+
+    def found(self, values: Tensor, whole: bool) -> None:
+        """``values`` fp32 [n, 3] of n groups: retained mass (where ``whole``), error and scaled error."""
+        self._waiting.append((values, whole))
+        self._held += len(values)
+        if not values.is_cuda or self._held >= WAITING:
             self.settle()
 
     def settle(self) -> None:
         """Count what still lies on a device."""
         if not self._waiting:
             return
-        for mass, error, scaled in torch.stack(self._waiting).tolist():
-            if mass >= 0:
+        waiting, self._waiting, self._held = self._waiting, [], 0
+        whole = [whole for values, whole in waiting for _ in range(len(values))]
+        for (mass, error, scaled), knows in zip(torch.cat([values for values, _ in waiting]).tolist(), whole):
+            if math.isnan(error + scaled) or (knows and math.isnan(mass)):  # of numbers that are not finite
+                self.left_out += 1
+                continue
+            if knows:
                 self.mass.add(mass)
             self.error.add(error)
             self.scaled.add(scaled)
-        self._waiting = []
 
     def compare(self, sparse: Tensor, dense: Tensor) -> bool:
         """One step's logits [vocab] and those of its dense replay: whether the likeliest token is the same."""
@@ -137,6 +136,7 @@ class Audit:
             "steps_rate": self.options.steps,
             "confidence": CONFIDENCE,
             "places": self.places,
+            "left_out": self.left_out,
             "retained_mass": self.mass.as_dict(),
             "output_error": self.error.as_dict(),
             "output_error_scaled": self.scaled.as_dict(),
@@ -156,72 +156,28 @@ class RowAudit:
     drawn: Mapping[int, list[int]]
     whole: bool
 
-    def take(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, kv: KVView, spec: LayerAttention) -> str | None:
+    def take(
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        kv: KVView,
+        spec: LayerAttention,
+        threads: int | None = None,
+    ) -> str | None:
         """Audit a row at ``layer``: ``q``, ``out`` [heads, head_dim], ``lse`` [heads] of the keys that it read. ``kv``
         ends with its own key. Returns why something could not be audited, or None: an audit fails no request."""
+        asked: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
         for kv_head in self.drawn.get(layer, ()):
             group = q.shape[0] // kv.kv_heads
             heads = slice(kv_head * group, (kv_head + 1) * group)
             try:
-                truth = true_attention(q[heads], kv, kv_head, spec, heads)
-                self.audit.observe(q[heads], out[heads], lse[heads] if self.whole else None, truth)
+                truth = group_truth(q, kv, kv_head, **asked, threads=threads)
+                if spec.sinks is not None:
+                    truth = truth.with_sinks(spec.sinks[heads])
+                self.audit.observe(out[heads], lse[heads], truth, self.whole)
             except (SaccadeError, ValueError, RuntimeError) as error:
+                self.audit.left_out += 1
                 return f"audit: a sample of layer {layer} was left out: {error}"
         return None
-
-
-def true_attention(q: Tensor, kv: KVView, kv_head: int, spec: LayerAttention, heads: slice) -> Truth:
-    """Attention in float32 of one row's query heads ``q`` [group, head_dim] (``heads`` of the layer's) over all keys of
-    their KV head, within the layer's own window and with its sink logits."""
-    own = kv.paged()
-    start = 0 if spec.window is None else max(0, kv.length - spec.window)
-    size = own.format.block_size
-    table = own.block_table[0 if own.block_table.shape[0] == 1 else kv_head]
-    slots = table[start // size : own.format.blocks(kv.length)].long()
-    if not q.is_cuda and bool((slots < 0).any()):
-        raise SaccadeError("some of its keys are in a tier")
-    query, skip = q.float() * spec.scale, start % size
-    step = (DEVICE_PART if q.is_cuda else PART) // size
-    count = kv.length - start + skip
-    places = slots * own.format.kv_heads + kv_head  # of single heads' parts of blocks
-    keys, values = own.k.flatten(0, 1), own.v.flatten(0, 1)
-    group, width = query.shape
-    rows = _room("rows", (step, size, width), own.k)
-    exact = _room("exact", (step * size, width), query)
-    scores = _room("scores", (group, len(places) * size), query)
-    for at, chosen in zip(range(0, len(places) * size, step * size), places.split(step)):
-        part = exact[: len(chosen) * size]
-        part.copy_(torch.index_select(keys, 0, chosen, out=rows[: len(chosen)]).flatten(0, 1))
-        scores[:, at : at + len(part)] = query @ part.T
-    scores = scores[:, :count]
-    if spec.softcap is not None:
-        scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
-    scores[:, :skip] = -torch.inf
-    lse = torch.logsumexp(scores, -1)
-    total = lse
-    if spec.sinks is not None:
-        total = torch.logaddexp(lse, spec.sinks[heads].to(lse.dtype))
-    weights = scores.sub_(total[:, None]).exp_()
-    out, scale = torch.zeros_like(query), torch.zeros_like(lse)
-    ones = query.new_ones(width)
-    for chosen, weight in zip(places.split(step), weights.split(step * size, 1)):
-        part = exact[: weight.shape[1]]
-        part.copy_(torch.index_select(values, 0, chosen, out=rows[: len(chosen)]).flatten(0, 1)[: len(part)])
-        out += weight @ part
-        scale += weight @ torch.mv(part.square_(), ones).sqrt_()  # a product is faster than a norm
-    return Truth(out, lse, scale)
-
-
-_rooms = threading.local()
-
-
-def _room(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A tensor to write to, kept for the next call: fresh memory costs more than what is done in it."""
-    if like.is_cuda:  # whose allocator keeps memory itself
-        return like.new_empty(shape)
-    held: dict[Any, Tensor] = _rooms.__dict__.setdefault("held", {})
-    count, key = math.prod(shape), (name, like.dtype)
-    if key not in held or held[key].numel() < count:
-        with torch.inference_mode(False):  # in which it may be written to later, too
-            held[key] = torch.empty(max(count, 2 * held[key].numel() if key in held else 0), dtype=like.dtype)
-    return held[key][:count].view(shape)

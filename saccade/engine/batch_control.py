@@ -111,7 +111,7 @@ class BatchControl:
         for number in over:
             self._turns[number] = 0
         order = [number for number in order if number not in set(over)] + over
-        room, runs = ROOM * tiers.slots, set[int]()
+        room, runs = ROOM * tiers.parts, set[int]()
         for number in order:
             wanted = self.working_set(decoding[number])
             if not runs or wanted <= room:
@@ -133,7 +133,7 @@ class BatchControl:
         """Parts of KV blocks that one iteration of a decoding request reads: the least of the last ones."""
         measured = self._working.get(request.id)
         kv = request.sequence.memory.kv
-        return min(measured) if measured else UNKNOWN * kv.blocks
+        return min(measured) if measured else UNKNOWN * kv.blocks * kv.pool.rows
 
     def chunk(self, request: Request, chunk: int) -> int:
         """Most prefill rows of ``request`` in the step, of a ``chunk`` of them."""

@@ -16,6 +16,7 @@ from saccade.machine import best_device, check_threads, folder_and_size, parse_b
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 
+UNITS = "block", "head"  # of what moves between a device and host memory
 SESSIONS = "16GiB"  # of a session_dir that names no size
 
 
@@ -31,20 +32,22 @@ class EngineConfig:
     a GPU), at most what ``max_requests`` full-length sequences need. ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU.
-    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``prefill_chunk``:
-    most prompt tokens of one request in one step. ``max_requests``: most requests that run at once. ``max_token_gap``:
-    seconds between two tokens of a request that the prefills of others keep to (engine/batch_control.py); None, the
-    default, for no bound. ``max_waiting``: most requests that queue behind them; whoever adds more waits until there is
-    room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu`` (C++ kernels or an error), ``triton``
-    (GPU kernels or an error) or ``reference``. ``threads``: of attention on a CPU, torch's by default. ``exact`` makes
-    a result independent of its batch to the last bit, at the price of one pass over the weights per request, and per
-    drafted row; by default yes in float32 and no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the
-    GPU where torch sees one, and from then on its name. ``cuda_graphs`` records batched decode steps on a GPU and
-    replays them; without it their kernels are launched one by one. ``generation_config``: where requests without
-    sampling parameters take theirs from: ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder
-    that holds such a file. ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed
-    the same way, share their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the
-    room. ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``kv_unit``: what
+    moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
+    ``prefill_chunk``: most prompt tokens of one request in one step. ``max_requests``: most requests that run at once.
+    ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
+    (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
+    them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
+    ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of
+    attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the last bit, at
+    the price of one pass over the weights per request, and per drafted row; by default yes in float32 and no
+    otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
+    its name. ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are
+    launched one by one. ``generation_config``: where requests without sampling parameters take theirs from:
+    ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
+    ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share
+    their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room.
+    ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
     ``kv_disk``.
 
@@ -61,6 +64,7 @@ class EngineConfig:
     kv_host: int | float | str | None = None
     kv_disk: str | None = None
     kv_replacement: str = "clock"
+    kv_unit: str = "block"
     prefill_chunk: int = 4096
     max_requests: int = 64
     max_token_gap: float | None = None
@@ -121,6 +125,10 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
             )
+        if not isinstance(self.kv_unit, str) or self.kv_unit not in UNITS:
+            raise SaccadeError(f"kv_unit={shown(self.kv_unit)} is unknown; known: {', '.join(UNITS)}")
+        if self.kv_unit == "head" and self.kv_host is None:
+            raise SaccadeError("kv_unit='head' is for KV that moves to host memory and back; give kv_host, too")
         for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):

@@ -1,8 +1,8 @@
 """The device backend: decode steps of many requests at once on a GPU, a few launches a layer, recorded in CUDA graphs.
 
-It serves requests whose method has a device plan (selection.plan); all others keep to the host backend, in the same
-step. Requests whose plans have one form are one group of rows, whatever their numbers. What is stored, read and counted
-is the same on both.
+It serves requests whose method has a device plan (selection.plan), and short chunks of dense prefills
+(engine.device_prefill); all others keep to the host backend, in the same step. Requests whose plans have one form are
+one group of rows, whatever their numbers. What is stored, read and counted is the same on both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine import device_prefill as prefill
 from saccade.engine.attention import Watch
 from saccade.engine.device_attention import DeviceAttention, Group
+from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_rows import RowBuffers
@@ -27,7 +29,7 @@ from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
-from saccade.engine.step import RequestResult, StepInput
+from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
@@ -37,9 +39,9 @@ from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
 from saccade.selection.plan import Everything
 
-MOST_ROWS = 64
+MOST_ROWS = 64  # that decode or verify
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
-EACH = 16  # rows of one request that a step verifies at once, at most
+EACH = prefill.EACH  # rows of one request that a step verifies at once, at most
 
 
 class StepFailedError(RuntimeError):
@@ -81,6 +83,8 @@ class DeviceBackend:
     def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
         """Why request ``index`` of a step cannot be part of a batched one; None where it can."""
         one = step.scheduled[index]
+        if one.phase == "prefill":
+            return self._serves_prefill(one, memory)
         if one.phase != "decode" or (one.length != 1 and not one.together):
             return "only single decode rows are batched"
         if one.together and (one.length > EACH or not self.watch.idle):
@@ -106,16 +110,34 @@ class DeviceBackend:
             return "rows with sliding windows are attended one by one"
         return planned.why_not
 
-    def parts(self, which: Sequence[int], before: Sequence[int] = (), verifying: Sequence[int] = ()) -> list[list[int]]:
+    def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
+        if not self.watch.idle:
+            return "somebody looks on"
+        if not self._forward.serves:
+            return "the model's rotary factors hang on more than a row's position"
+        if self._plans.prefilling(EACH) is None:
+            return "layers with sliding windows are attended by the host"
+        return prefill.why_not(one, memory)
+
+    def parts(
+        self,
+        which: Sequence[int],
+        before: Sequence[int] = (),
+        verifying: Sequence[int] = (),
+        prefilling: Mapping[int, ScheduledRequest] | None = None,
+    ) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
-        others, and those that are ``verifying`` drafts in steps of their own."""
-        early, several = set(before), set(verifying)
+        others, and those that are ``verifying`` drafts, or ``prefilling``, in steps of their own."""
+        sizes = {number: len(prefill.pieces(one)) for number, one in (prefilling or {}).items()}
+        early, several, last = set(before), set(verifying), [one for one in which if one in sizes]
+        which = [one for one in which if one not in sizes]
         kinds = (
             [one for one in which if one in early],
             [one for one in which if one not in early and one not in several],
             [one for one in which if one in several],
         )
-        return [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
+        found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
+        return found + prefill.parts(last, sizes)
 
     def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
         """Those of the served requests ``which`` whose blocks must all stay resident while those of others may not."""
@@ -123,7 +145,8 @@ class DeviceBackend:
         for number in which:
             one = step.scheduled[number]
             plan = self._plans.of(one.policy).plan
-            if plan is not None and not plan.listed and self._tiers.absent(memories[one.sequence_id].kv.pool):
+            absent = self._tiers.absent(memories[one.sequence_id].kv.pool)
+            if one.phase == "decode" and plan is not None and not plan.listed and absent:
                 found.append(number)
         return found
 
@@ -154,8 +177,11 @@ class DeviceBackend:
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
         before = self._tiers.counts(_rows(placed))
+        audits: StepAudits | None = None
         try:
             kind, offers = self._run(step, placed, key, groups, times)
+            if self.watch.audits and not key[4]:
+                audits = StepAudits(placed, self.watch.audits, self._buffers[False] if key[3] else None, kind.longest)
             for number, row in enumerate(placed):  # while the device works
                 for turn in range(times if row is not None and row.result.error is None else 0):
                     assert row is not None
@@ -165,7 +191,7 @@ class DeviceBackend:
             if times > 1:
                 fetch_repeated(self._chosen, placed)
             else:
-                fetch_tokens(kind, placed)
+                fetch_tokens(kind, placed, None if audits is None else audits.launch)
             if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
                 raise StepShortError(reason)
         except StepShortError:
@@ -183,14 +209,18 @@ class DeviceBackend:
             self._clean_up(counted)
             raise
         self.kinds.succeeded(key)
-        if self.watch.audits:
-            self._audit(placed, key)
+        if key[4]:
+            self._learn(step, memories, results, key)
+        elif audits is not None:
+            audits.settle()
         return results
 
     def _arranged(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], times: int
     ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
         """The rows, one form after the other and padded so that few numbers of rows occur."""
+        if step.scheduled[0].phase == "prefill":
+            return self._arranged_prefill(step, memories, results)
         grouped: dict[int, list[PlacedRow | None]] = {}
         each = pad(max(one.length for one in step.scheduled), 1)
         for one in step.scheduled:
@@ -203,7 +233,7 @@ class DeviceBackend:
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
         tapped = not absent and each == times == 1 and any(one in self.watch.audits for one in step.request_ids)
-        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped
+        key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped, False
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
         forms = self._plans.forms
@@ -215,6 +245,24 @@ class DeviceBackend:
             placed += own + [None] * (count - len(own))
         return placed, key, tuple(groups)
 
+    def _arranged_prefill(
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult]
+    ) -> tuple[list[PlacedRow | None], Key, tuple[Group, ...]]:
+        """The pieces of chunks, padded likewise."""
+        plan = self._plans.prefilling(EACH)
+        assert plan is not None
+        placed: list[PlacedRow | None] = []
+        for one in step.scheduled:
+            memory, result = memories[one.sequence_id], results[one.request_id]
+            memory.states  # noqa: B018  (back on the host, as they were before these rows)
+            placed += [PlacedRow(piece, memory, plan, result) for piece in prefill.pieces(one)]
+        form, learns = self._plans.forms.index(plan.form), any(map(prefill.learns, step.scheduled))
+        key: Key = ((form, pad(len(placed), 1)),), pad(max(step.seq_lens), SHORTEST), False, learns, True
+        if self.covers and (cover := self.kinds.cover(key)) is not None:
+            key = cover[0]
+        rows = key[0][0][1]
+        return placed + [None] * (rows - len(placed)), key, (Group(plan.form, 0, rows),)
+
     def _run(
         self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...], times: int
     ) -> tuple[StepKind, Offers | None]:
@@ -223,19 +271,23 @@ class DeviceBackend:
         buffers = self._room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
         self._load(buffers, step, placed, each, times)
         try:
-            offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else None
+            offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
-        if key[3]:
+        taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]
+        if taps:
             buffers.tap_for(self.runner.spec)
+        if asks:
+            buffers.asked_for(self.runner.spec, prefill.MOST_PIECES * EACH)
         kind = self.kinds.of(key, groups)
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            tap = buffers.tap if key[3] else None
-            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, tap)
+            tap, asked = buffers.tap if taps else None, buffers.asked if asks else None
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, tap, asked)
             tokens, positions = buffers.inputs[:2, : len(placed) * each]
-            kind.logits = self._forward.run(tokens, positions, context)
+            wanted = buffers.last_tokens(len(placed), each) if prefills else None
+            kind.logits = self._forward.run(tokens, positions, context, wanted)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
@@ -260,15 +312,16 @@ class DeviceBackend:
         if have is not None or not same:
             if not (verifies and same):
                 self._counts.detach()
-            self.kinds.clear()  # recordings know the old buffers and pool
+            self.kinds.clear(verifies if same else None)  # recordings know the old buffers and pool
         if have is not None:
             rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
             del have, self._buffers[verifies]
         if not same:
             self._buffers, self._kv = {}, weakref.ref(pool)
         spec, each = self.runner.spec, EACH if verifies else 1
+        rows = pad(rows, prefill.MOST_PIECES if verifies else 8)
         made = self._buffers[verifies] = RowBuffers(
-            spec.layers, pad(rows, 8), blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device, each
+            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device, each
         )
         return made
 
@@ -277,7 +330,8 @@ class DeviceBackend:
         self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None], each: int, times: int
     ) -> None:
         """Bring the rows' buffers up to date, and see whose counts each row gathers."""
-        ids, firsts = step.input_ids.tolist(), dict(zip(step.request_ids, step.query_start_loc))
+        ids = step.input_ids.tolist()
+        firsts = {one.request_id: at - one.start for one, at in zip(step.scheduled, step.query_start_loc)}
         inputs: list[tuple[int, int, int]] = []
         for number, row in enumerate(placed):
             if row is None:
@@ -290,7 +344,7 @@ class DeviceBackend:
                 buffers.own.hold(number, state, row.cones, one.stop)
                 for note in state.notes(one.stop):
                     row.result.note(note)
-            first = firsts[one.request_id]
+            first = firsts[one.request_id] + one.start
             inputs += [(ids[first + at], one.start + at, one.start + at + 1) for at in range(one.length)]
             if each > 1:
                 inputs += [(0, 0, 0)] * (each - one.length)
@@ -307,6 +361,8 @@ class DeviceBackend:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
         one, choice = row.scheduled, row.plan.blocks
         row.kv.appended(times * one.length)
+        if one.phase == "prefill":
+            return
         if choice is not None and one.stop // choice.size > one.start // choice.size:
             row.kv.summarized(choice.summary, choice.size)
         if one.together:
@@ -329,20 +385,16 @@ class DeviceBackend:
         row.result.late[row.plan.name] = counts
 
     @torch.inference_mode()
-    def _audit(self, placed: list[PlacedRow | None], key: Key) -> None:
-        """Hold what was drawn of the step against true attention, now that it has run."""
-        for number, row in enumerate(placed):
-            audit = None if row is None else self.watch.audits.get(row.scheduled.request_id)
-            if row is None or audit is None or row.result.error is not None:
-                continue
-            tap = self._buffers[False].tap if key[3] else None
-            if tap is None:
-                row.result.note("audit: steps whose keys may lie in host memory were left out")
-                continue
-            for layer in audit.drawn:
-                kv, spec = row.kv.view(layer).upto(row.scheduled.stop), tap.specs[layer]
-                q, out, lse = tap.q[layer, number], tap.out[layer, number], tap.lse[layer, number]
-                row.result.note_of(audit.take(layer, q, out, lse, kv, spec))
+    def _learn(
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], key: Key
+    ) -> None:
+        """Count what a prefill read, and let decode methods learn from it."""
+        asked, first = self._buffers[True].asked if key[3] else None, 0
+        for one in step.scheduled:
+            result = results[one.request_id]
+            result.note_of(self.kinds.note)
+            prefill.settle(one, memories[one.sequence_id], result, self.runner.spec, asked, first)
+            first += EACH * len(prefill.pieces(one))
 
     def _clean_up(self, counted: list[tuple[int, PlacedRow]]) -> None:
         """After a step that stopped halfway: nothing of it counts, and kernels that did not run have left words of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.engine.device_rows import RowBuffers, Tap
+from saccade.engine.device_rows import Asked, RowBuffers, Tap
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import SHORT, STEP, Offers
@@ -88,7 +88,7 @@ class Group:
 class DeviceAttention:
     """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
     at most ``longest`` keys. ``watch`` sees every call. With ``offers`` blocks may lie in host memory: what a layer
-    reads is brought in. ``tap`` takes what audits look at."""
+    reads is brought in. ``tap`` takes what audits look at, ``asked`` what methods learn from in a prefill."""
 
     def __init__(
         self,
@@ -99,14 +99,15 @@ class DeviceAttention:
         watch: StepWatch | None = None,
         offers: Offers | None = None,
         tap: Tap | None = None,
+        asked: Asked | None = None,
     ) -> None:
         self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
-        self.pool, self.storage, self.offers, self.tap = pool, pool.storage, offers, tap
+        self.pool, self.storage, self.offers, self.tap, self.asked = pool, pool.storage, offers, tap, asked
         self.lengths = buffers.resolve(pool, groups[-1].slice.stop, longest)
         several = groups[0].each > 1
         self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
         if offers is not None:
-            offers.head[STEP].add_(1)
+            offers.head[:, STEP].add_(1)
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
@@ -137,7 +138,7 @@ class DeviceAttention:
                 covered = torch.stack([progress.coverage for progress, _ in done])
                 ranked = torch.stack([counts[1] for _, counts in done])  # blocks; none where a row reads everything
                 if self.offers is not None:  # nothing that did not hold
-                    ranked = torch.where(self.offers.head[SHORT] > 0, 0, ranked)
+                    ranked = torch.where((self.offers.head[:, SHORT] > 0).any(), 0, ranked)
                 keys = torch.minimum(used * choice.microbatch, ranked).to(torch.int64) * choice.size
                 where, shape = (slice(layers[0], layers[-1] + 1), group.slice), (len(layers), group.rows, -1)
                 rules.keys[where] += keys.view(shape)
@@ -158,6 +159,8 @@ class DeviceAttention:
             summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
         append_rows(k, v, pages, summaries, limits)
         if limits is not None:
+            if self.asked is not None:
+                self.asked.take(layer, group.tokens, q, spec)
             out, lse = attend_rows(q, pages, limits, scale=spec.scale, softcap=spec.softcap)
             return _with_sinks(out, lse, spec)
         if isinstance(reading, OwnReading):

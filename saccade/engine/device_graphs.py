@@ -21,8 +21,9 @@ MOST_FAILURES = 3  # of one key in a row, then it is not tried again
 MOST_KEYS = 256  # whose failures are remembered
 PAUSE = 256  # steps without a recording after one ran out of memory
 
-# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent; whether audits tap it
-Key = tuple[tuple[tuple[int, int], ...], int, bool, bool]
+# (number of a form, rows) for each group; most keys of a row; whether blocks may be absent; whether its queries are
+# tapped; whether it prefills
+Key = tuple[tuple[tuple[int, int], ...], int, bool, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,12 @@ class StepKinds:
                 found = other, kind
         return found
 
-    def clear(self) -> None:
-        """Forget all kinds with their graphs."""
+    def clear(self, several: bool | None = None) -> None:
+        """Forget all kinds with their graphs; or those whose rows have ``several`` tokens, or one, alone."""
+        if several is not None:
+            for key in [key for key, kind in self._kinds.items() if (kind.groups[0].each > 1) == several]:
+                del self._kinds[key]
+            return
         self._kinds.clear()
         self._pool = None
 

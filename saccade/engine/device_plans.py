@@ -53,6 +53,13 @@ class DevicePlans:
         blocks = None if plan is None else plan.blocks
         return self._verifying(method, each, None if blocks is None else Summarized(blocks.size, blocks.summary))
 
+    def prefilling(self, each: int) -> DevicePlan | None:
+        """How at most ``each`` rows of a dense prefill read; None where a layer has a window of its own."""
+        plan = self.of(Policy()).plan
+        if plan is None or set(plan.layers) != {Everything()}:
+            return None
+        return self._verifying(Policy().decode, each, None).plan
+
     def _of(self, method: Method, window: WindowMethod | None) -> Planned:
         """``_plan``, without asking every number of the method for its hash twice a step."""
         key = id(method), id(window)

@@ -46,6 +46,19 @@ class Tap(NamedTuple):
         self.specs[layer] = spec  # also while a graph is recorded: replays ask the same
 
 
+class Asked(NamedTuple):
+    """What attention was asked by the tokens of a prefill: ``q`` [layers, tokens, heads, head_dim] in the model's
+    dtype. ``specs``: by layer, what it asks for."""
+
+    q: Tensor
+    specs: dict[int, LayerAttention]
+
+    def take(self, layer: int, tokens: slice, q: Tensor, spec: LayerAttention) -> None:
+        """Of ``tokens``, [tokens, heads, head_dim]."""
+        self.q[layer, tokens].copy_(q)
+        self.specs[layer] = spec  # also while a graph is recorded, as above
+
+
 class RowBuffers:
     """``rows`` rows of up to ``blocks`` KV blocks a layer, on ``device``.
 
@@ -57,7 +70,8 @@ class RowBuffers:
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
     ``rules``: what stopping rules did since this was last taken. ``own``: of rows whose methods
-    bring readings of their own. ``tap``: where steps that are audited leave queries and results.
+    bring readings of their own. ``tap``: where steps that are audited leave queries and results; ``asked``: where those
+    that prefill leave queries that methods learn from.
     """
 
     def __init__(
@@ -88,6 +102,7 @@ class RowBuffers:
         )
         self.own = RowWords(layers, rows, heads, device)
         self.tap: Tap | None = None
+        self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
 
     def tap_for(self, spec: ModelSpec) -> None:
@@ -96,6 +111,19 @@ class RowBuffers:
             shape = self.layers, self.rows, spec.heads, spec.head_dim
             q, out = torch.zeros(2, *shape, dtype=spec.dtype, device=self.device)
             self.tap = Tap(q, out, torch.zeros(shape[:3], device=self.device), {})
+
+    def asked_for(self, spec: ModelSpec, tokens: int) -> None:
+        """Have room for the queries of so many tokens."""
+        if self.asked is None or self.asked.q.shape[1] < tokens:
+            shape = self.layers, tokens, spec.heads, spec.head_dim
+            self.asked = Asked(torch.zeros(shape, dtype=spec.dtype, device=self.device), {})
+
+    def last_tokens(self, rows: int, each: int) -> Tensor:
+        """Where the last token of each of the first ``rows`` rows stands among those of all, ``each`` a row: int64
+        [rows]. 0 and on for padding."""
+        firsts = self.inputs[1, : rows * each : each]
+        last = (self.inputs[3, :rows] - firsts - 1).clamp(min=0)
+        return last + torch.arange(0, rows * each, each, device=self.device)
 
     def fits(self, rows: int, blocks: int) -> bool:
         return rows <= self.rows and blocks <= self.blocks

@@ -7,7 +7,7 @@ that are not finite, of which it says what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
 
 
 @torch.inference_mode()
-def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
+def fetch_tokens(
+    kind: StepKind, placed: Sequence[PlacedRow | None], meanwhile: Callable[[], None] | None = None
+) -> None:
     """Write down the token of each row that wants one, or its logits [1, vocab] on the CPU; of rows that verify drafts
-    the token of each of theirs. Waits for the step."""
-    likeliest = kind.best.tolist()
+    the token of each of theirs. Waits for the step; ``meanwhile`` runs before that, and launches what comes behind."""
+    likeliest = _fetched(kind.best, meanwhile)
     each = len(likeliest) // len(placed)
     if each > 1:
         _fetch_verified(kind, placed, likeliest, each)
@@ -58,6 +60,21 @@ def fetch_tokens(kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
         logits = kind.logits[_whole([number for number, _ in left], kind.logits.device)].cpu()
         for at, (_, row) in enumerate(left):
             row.result.logits = logits[at : at + 1]
+
+
+def _fetched(tokens: Tensor, meanwhile: Callable[[], None] | None) -> list[int]:
+    """``tokens`` on the host, without a wait for what ``meanwhile`` launches."""
+    if meanwhile is None:
+        return tokens.tolist()
+    held = tokens.to("cpu", non_blocking=True)
+    if not tokens.is_cuda:
+        meanwhile()
+        return held.tolist()
+    there = torch.cuda.Event()
+    there.record()
+    meanwhile()
+    there.synchronize()
+    return held.tolist()
 
 
 def fetch_repeated(chosen: Sequence[Tensor], placed: Sequence[PlacedRow | None]) -> None:

@@ -60,6 +60,15 @@ class DeviceTiers:
         tiers = rows[0].kv.pool.tiers
         return TierCounts() if tiers is None else tiers.counts.copy()
 
+    @staticmethod
+    def open(pool: BlockManager, rows: Sequence[PlacedRow]) -> None:
+        """A step that brings nothing in writes to the last blocks of ``rows``: what host memory has of them, from a
+        list that another step of the same turn made, is the past."""
+        if pool.tiers is not None:
+            size = pool.format.block_size
+            written = {int(row.kv.block_table[(row.scheduled.stop - 1) // size]) for row in rows}
+            pool.tiers.opened(slice(None), np.array(sorted(written)))
+
     def prepare(self, pool: BlockManager, rows: Sequence[PlacedRow]) -> Offers:
         """Make a step of ``rows`` of ``pool``, of which parts are absent, ready. TierError where what it writes to
         cannot be resident."""
@@ -82,7 +91,7 @@ class DeviceTiers:
                     holds.append(tiers.fetch(layer, needed))
                 for hold in holds:
                     hold.wait()
-                tiers.opened(slice(None), opened)
+            tiers.opened(slice(None), opened)  # a step before this one may have had them copied
             offers.prepare(needed, opened)
         finally:
             for hold in holds:
@@ -100,7 +109,7 @@ class DeviceTiers:
         """After a step: what moved counts for its rows, in equal parts. Why nothing of the step holds; None where it
         does."""
         came, self._begun = offers.settle(), None
-        moved = offers.tiers.counts.since(before)
+        moved = self.counts(rows).since(before)
         for number, row in enumerate(rows):
             row.result.tiers = row.result.tiers or TierCounts()
             row.result.tiers.add(moved.share(number, len(rows)))

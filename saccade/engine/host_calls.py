@@ -160,7 +160,9 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
             AttentionCall(scheduled.request_id, chunk.layer, scheduled.phase, chunk.q, chunk.kv, ran.used, spec, out)
         )
     if (audit := watch.audits.get(scheduled.request_id)) is not None and rows.decodes and not rows.drafted:
-        result.note_of(audit.take(chunk.layer, chunk.q[:, 0], out[:, 0], ran.lse[:, 0], chunk.kv, spec))
+        result.note_of(
+            audit.take(chunk.layer, chunk.q[:, 0], out[:, 0], ran.lse[:, 0], chunk.kv, spec, setting.threads)
+        )
     if watch.clock is None:
         _learn(chosen, ran)
     else:

@@ -186,7 +186,7 @@ class JoinedRows:
         if audit is None or layer not in audit.drawn:
             return
         kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
-        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec))
+        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec, self.setting.threads))
 
     def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""

@@ -8,11 +8,14 @@ for a row may hang on the later rows of its chunk, so it shares whole chunks.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from saccade.engine.prefix_hashes import Origin, PrefixHashes
+from saccade.engine.sequence import common
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 
@@ -82,7 +85,8 @@ class PrefixCache:
         self._hashes = PrefixHashes(self._size)
         self._kept: OrderedDict[int, _Donor] = OrderedDict()
         self._live: dict[Sequence, _Donor] = {}  # until they leave
-        self._places: dict[int, list[_Donor]] = {}  # by the hash of all tokens up to a block's end
+        # In order, by the hash of all tokens up to a block's end: hundreds of questions may hold one document.
+        self._places: dict[int, dict[_Donor, None]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -222,26 +226,34 @@ class PrefixCache:
         return donor
 
     def _find(self, asking: _Donor, most: int, running: Collection[Request]) -> Found:
-        deep: list[list[_Donor]] = []
-        for place in asking.hashes[: most // self._size]:
-            holders = [one for one in self._places[place] if one is not asking]
-            if not holders:
-                break
-            deep.append(holders)
         assert asking.sequence is not None
-        span, later = asking.sequence.spans[0], 0
-        for blocks in range(len(deep), 0, -1):
-            length = self._whole(span, blocks * self._size)
-            if length < blocks * self._size:
-                continue
-            for donor in reversed(deep[blocks - 1]):
-                if donor.origin != asking.origin or donor.tokens[:length] != asking.tokens[:length]:
+        own, span = asking.hashes[: most // self._size], asking.sequence.spans[0]
+        donor, length, later = None, 0, 0
+        known = {id(asking)}
+        while True:
+            # Who holds a block holds all before it: a few looks find the last one that somebody else holds.
+            depth = bisect_left(own, True, key=partial(self._held_by_few, len(known)))
+            reach = self._whole(span, depth * self._size)
+            if reach <= length:
+                return Found(donor, length, later)
+            for other in reversed(self._places[own[depth - 1]]):
+                if id(other) in known:
                     continue
-                if self._usable(donor) >= length:
+                known.add(id(other))
+                if other.origin != asking.origin:
+                    continue
+                alike = self._whole(span, _alike(other.tokens, asking.tokens, reach))
+                can = min(alike, self._whole(span, self._usable(other)))
+                if can > length:
+                    donor, length = other, can
+                if can == reach:
                     return Found(donor, length, later)
-                if not later and donor.sequence is not None and donor.sequence.turn in running:
-                    later = min(length, self._whole(span, donor.sequence.spans[0].stop))
-        return Found(None, 0, later)
+                if alike > later and other.sequence is not None and other.sequence.turn in running:
+                    later = max(later, min(alike, self._whole(span, other.sequence.spans[0].stop)))
+
+    def _held_by_few(self, count: int, place: int) -> bool:
+        """Whether at most ``count`` prefixes hold a block."""
+        return len(self._places[place]) <= count
 
     def _used(self, donor: _Donor) -> None:
         if id(donor) in self._kept:
@@ -250,15 +262,23 @@ class PrefixCache:
     def _remember(self, donor: _Donor, length: int) -> None:
         donor.hashes = self._hashes.of(donor.origin, donor.tokens, length)
         for place in donor.hashes:
-            self._places.setdefault(place, []).append(donor)
+            if (holders := self._places.get(place)) is None:
+                self._places[place] = {donor: None}
+            else:
+                holders[donor] = None
 
     def _forget(self, donor: _Donor) -> None:
         for place in donor.hashes:
             holders = self._places[place]
-            holders.remove(donor)
+            del holders[donor]
             if not holders:
                 del self._places[place]
         donor.hashes = []
+
+
+def _alike(theirs: list[int], ours: list[int], most: int) -> int:
+    """How many of the first ``most`` tokens are equal."""
+    return most if theirs[:most] == ours[:most] else common(theirs[:most], ours[:most])
 
 
 def _shares(span: Span) -> bool:

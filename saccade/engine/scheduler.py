@@ -181,18 +181,25 @@ def next_rows(request: Request, chunk: int) -> ScheduledRequest:
         span.length,
         span.after_cut,
         wants_logits=stop == len(sequence.tokens),
-        greedy=request.sampler.takes_likeliest,
-        sampling=_sampling(request, stop) if span.phase == "decode" else None,
+        greedy=_greedy(request),
+        sampling=_sampling(request, stop),
         scored=request.to_score(start, stop),
         top=request.params.prompt_logprobs or 0,
     )
 
 
+def _greedy(request: Request) -> bool:
+    """Whether the likeliest token is all that is wanted, by the samples that wait for this prompt too."""
+    return request.sampler.takes_likeliest and all(fork.sampler.takes_likeliest for fork in request.forks)
+
+
 def _sampling(request: Request, stop: int) -> RowSampling | None:
     """How the token after the row that ends at ``stop`` is to be chosen, where one is and it takes more than the
-    likeliest."""
+    likeliest. Samples that wait for this prompt each draw a token of their own from its logits."""
     tokens, sampler = request.sequence.tokens, request.sampler
-    return None if sampler.takes_likeliest or stop != len(tokens) else sampler.row(tokens)
+    if sampler.takes_likeliest or stop != len(tokens) or request.forks:
+        return None
+    return sampler.row(tokens)
 
 
 def step_input(batch: list[tuple[Request, ScheduledRequest]]) -> StepInput:

@@ -92,19 +92,22 @@ class Worker:
             why_not = device.serves(step, number, self.memories[step.scheduled[number].sequence_id])
             (served if why_not is None else left).append(number)
         verifying = [number for number in served if step.scheduled[number].together]
-        for part in device.parts(served, device.before(step, served, self.memories), verifying):
+        prefilling = {number: one for number in served if (one := step.scheduled[number]).phase == "prefill"}
+        for part in device.parts(served, device.before(step, served, self.memories), verifying, prefilling):
             try:
                 result.requests |= device.run(step.part(part), self.memories, times)
                 result.fresh |= device.fresh
             except device.Short as error:  # the host brings in as much as there is room for at a time
                 for number in part:
-                    result.requests[step.scheduled[number].request_id].note(f"decode: torch served steps: {error}")
+                    one = step.scheduled[number]
+                    result.requests[one.request_id].note(f"{one.phase}: torch served steps: {error}")
                 left += part
             except device.Failed as error:
-                logger.warning("a batched decode step failed, its rows run one by one: %s", error)
+                logger.warning("a batched step failed, its rows run one by one: %s", error)
                 for number in part:
-                    result.requests[step.scheduled[number].request_id].note(
-                        f"decode: the batched step failed and torch served rows one by one: {error}"
+                    one = step.scheduled[number]
+                    result.requests[one.request_id].note(
+                        f"{one.phase}: the batched step failed and torch served rows one by one: {error}"
                     )
                 left += part
         return sorted(left)

@@ -8,13 +8,15 @@ while the sequence keeps its block table.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.format import KVFormat
+from saccade.kv.head_tiers import HeadTiers
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
@@ -67,10 +69,12 @@ class BlockManager:
         self.slots = self.host_slots.to(storage.device)  # the same tensor on a CPU
         self._map = self.host_slots.numpy()
         self._free_slots = [list(range(storage.num_blocks - 1, -1, -1)) for _ in range(self.rows)]
-        self.tiers: Tiers | None = None
+        self.tiers: Tiers | HeadTiers | None = None
+        self._late: list[int] | None = None
         if tier is not None:
-            self.tiers = Tiers(self, tier, replacement, debug)
-            self._free_slots[0].remove(self.tiers.guard)
+            self.tiers = (Tiers if self.rows == 1 else HeadTiers)(self, tier, replacement, debug)
+            for free in self._free_slots:
+                free.remove(self.tiers.guard)
         self._free = list(range(count - 1, -1, -1))
         self._holders: list[tuple[int, ...]] = [()] * count  # sequences, the owner first
         self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
@@ -78,6 +82,7 @@ class BlockManager:
         self.version = 0  # grows when a part of a held block changes its slot
         self.absent = 0  # parts of held blocks that are not resident
         self._ids = 0
+        self._newest = 0  # greatest number of a sequence that has held a block
 
     @property
     def format(self) -> KVFormat:
@@ -181,12 +186,14 @@ class BlockManager:
             self._map[:, :, blocks] = np.stack(places, 1)
             self._publish(blocks)
             if self.tiers is not None:
-                for layer, slots in enumerate(places[0]):
-                    self.tiers.placed(layer, blocks, slots)
+                for row, own in enumerate(places):
+                    for layer, slots in enumerate(own):
+                        self.tiers.placed(layer, blocks, slots, row)
         else:
-            self.absent += wanted
+            self.absent += wanted * self.rows
         if self.tiers is not None:
             self.tiers.born(blocks)
+        self._newest = max(self._newest, owner)
         for block in blocks:
             self._holders[block] = (owner,)
         self.last_use[blocks] = self.step
@@ -195,7 +202,9 @@ class BlockManager:
     def share(self, blocks: Sequence[int], holder: int) -> None:
         """Let sequence ``holder`` hold ``blocks`` too. Raises SaccadeError, changing nothing, for a block that is free
         or that it holds already."""
-        for block, times in Counter(blocks).items():
+        newest, self._newest = self._newest, max(self._newest, holder)
+        fresh = holder > newest and len(set(blocks)) == len(blocks)  # it holds nothing, however many hold these
+        for block, times in () if fresh and all(map(self._holders.__getitem__, blocks)) else Counter(blocks).items():
             if not self._holders[block] or holder in self._holders[block] or times > 1:
                 raise SaccadeError(
                     f"KV block {block} cannot be shared with sequence {holder}: {self._held_by(block)}, and each "
@@ -236,7 +245,7 @@ class BlockManager:
             for layer in range(self.layers):
                 with self.tiers.fetch(layer, both):
                     self.tiers.opened(slice(layer, layer + 1), both[1:])
-                    slots = torch.from_numpy(self.slots_of(layer, both))[:, None]
+                    slots = torch.from_numpy(self._map[layer][:, both].T.copy())
                     self.storage.copy(slots[:1], slots[1:])
             return
         self.require_resident(source)
@@ -254,13 +263,19 @@ class BlockManager:
         """Slots of ``blocks``: int32 [layers, kv_heads or 1, len(blocks)], on the host."""
         return self._map[:, :, list(blocks)]
 
-    def slots_of(self, layer: int, blocks: np.ndarray) -> np.ndarray:
-        """Slots of ``blocks`` (int ids) in one layer, as all KV heads share them: int32 like them, on the host."""
-        return self._map[layer, 0, blocks]
-
     def map_flat(self) -> np.ndarray:
-        """The slot of every part as all KV heads share it, by layer * logical_blocks + block; not to be written to."""
-        return self._map[:, 0].reshape(-1)
+        """The slot of every part, by (layer * KV heads or 1 + KV head) * logical_blocks + block; not to be written
+        to."""
+        return self._map.reshape(-1)
+
+    def map_of(self, row: int) -> np.ndarray:
+        """The slots [layers, logical_blocks] of one KV head's parts, or of those that all share; not to be written
+        to."""
+        return self._map[:, row]
+
+    def free_in(self, row: int) -> int:
+        """Slots that nothing of one KV head lies in."""
+        return len(self._free_slots[row])
 
     def resident(self, layer: int, block: int, kv_head: int = 0) -> bool:
         """Whether one KV head's part of a block has a slot in ``layer``; heads that share slots answer alike."""
@@ -293,35 +308,48 @@ class BlockManager:
         for row in rows:
             self._map[layer, row, blocks] = _take(self._free_slots[row], len(blocks))
         if self.tiers is not None:
-            self.tiers.placed(layer, blocks, self._map[layer, 0, blocks])
+            for row in rows:
+                self.tiers.placed(layer, blocks, self._map[layer, row, blocks], row)
         self._publish(blocks)
         self.version += 1
         self.absent -= len(blocks) * len(rows)
 
-    def withhold(self, count: int) -> list[int]:
-        """Take free slots away: as many of ``count`` as there are."""
-        taken = _take(self._free_slots[0], min(count, len(self._free_slots[0])))
+    @contextmanager
+    def publishing_once(self) -> Iterator[None]:
+        """What changes in the map within comes to the device at the end, in one transfer."""
+        outer, self._late = self._late, [] if self._late is None else self._late
+        try:
+            yield
+        finally:
+            late, self._late = self._late, outer
+            if outer is None and late:
+                self._publish(list(dict.fromkeys(late)))
+
+    def withhold(self, count: int, row: int = 0) -> list[int]:
+        """Take free slots away: as many of ``count`` as there are, of one KV head if they lie apart."""
+        taken = _take(self._free_slots[row], min(count, len(self._free_slots[row])))
+        heads = self.rows
         for part in (self.storage.k, self.storage.v):
-            release_rows(part, taken)
+            release_rows(part if heads == 1 else part.flatten(0, 1), [slot * heads + row for slot in taken])
         return taken
 
-    def give_back(self, slots: list[int]) -> None:
+    def give_back(self, slots: list[int], row: int = 0) -> None:
         """Slots that were taken away are free again."""
-        self._free_slots[0].extend(slots)
+        self._free_slots[row].extend(slots)
 
-    def free_list(self) -> np.ndarray:
+    def free_list(self, row: int = 0) -> np.ndarray:
         """Slots that nothing lies in, those that are handed out last first: int64."""
-        return np.array(self._free_slots[0], dtype=np.int64)
+        return np.array(self._free_slots[row], dtype=np.int64)
 
-    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray) -> None:
-        """A device has moved parts (layer * logical_blocks + block) by itself: those of ``left`` (-1: none) out of
-        ``slots``, and ``came`` into them. Its own map says so already."""
-        flat = self._map[:, 0].reshape(-1)
+    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, row: int = 0) -> None:
+        """A device has moved parts (numbers as in ``map_flat``, all of ``row``) by itself: those of ``left`` (-1: none)
+        out of ``slots``, and ``came`` into them. Its own map says so already."""
+        flat = self._map.reshape(-1)
         flat[left[left >= 0]] = -1
         flat[came] = slots
         if (left < 0).any():
             gone = set(slots[left < 0].tolist())
-            self._free_slots[0] = [slot for slot in self._free_slots[0] if slot not in gone]
+            self._free_slots[row] = [slot for slot in self._free_slots[row] if slot not in gone]
         self.version += 1
         self.absent += int((left >= 0).sum()) - len(came)
 
@@ -341,6 +369,9 @@ class BlockManager:
     def _publish(self, blocks: list[int]) -> None:
         """Bring the device's map up to date for ``blocks``, in one transfer."""
         if self.slots is self.host_slots:
+            return
+        if self._late is not None:
+            self._late += blocks
             return
         index = torch.tensor(blocks, device="cpu")
         changed = torch.cat([self.host_slots[:, :, index].flatten(0, 1), index[None].int()]).to(self.slots.device)

@@ -21,12 +21,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from saccade.errors import SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Part, TierCounts
+from saccade.kv.tier import Part, Parts, TierCounts
 from saccade.machine import show_bytes
 from saccade.records import checksum
 
@@ -88,8 +89,9 @@ class DiskTier:
         """How large the file has grown."""
         return PAGE + (self._next - 1) * self.cell_bytes
 
-    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+    def write(self, parts: Parts, slots: Sequence[int]) -> list[int]:
         """See Tier. A record that cannot be written is tried again elsewhere."""
+        parts = _named(parts)
         began, cells = time.perf_counter(), self._take(min(len(parts), self.free_cells))
         done = [0] * len(parts)
         for first, last in self._runs(cells):
@@ -107,8 +109,9 @@ class DiskTier:
     def settle(self) -> None:
         """See Tier: a write is over when it returns."""
 
-    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> DiskLoading:
+    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> DiskLoading:
         """See Tier."""
+        parts = _named(parts)
         order = sorted(range(len(cells)), key=cells.__getitem__)
         ordered = [cells[i] for i in order]
         jobs: list[tuple[list[int], Future[list[int]]]] = []
@@ -204,6 +207,10 @@ class DiskLoading:
         self._jobs = []
         self._tier.counts.wait_seconds += time.perf_counter() - began
         return failed
+
+
+def _named(parts: Parts) -> list[Part]:
+    return [Part(*one) for one in (parts.tolist() if isinstance(parts, np.ndarray) else parts)]
 
 
 def _header(format: KVFormat, cell_bytes: int, tag: bytes) -> bytes:

@@ -41,7 +41,7 @@ class Hold:
         """Begin to read parts that have slots now."""
         if len(missing):
             tiers, layer = self._tiers, self._layer
-            cells, slots = tiers._cell[layer, missing].tolist(), tiers.pool.slots_of(layer, missing).tolist()
+            cells, slots = tiers._cell[layer, missing].tolist(), tiers.slots_of(layer, missing).tolist()
             self._missing, self._loading = missing, tiers.tier.read(tiers._parts(layer, missing), cells, slots)
 
     def release(self) -> None:
@@ -61,3 +61,19 @@ class Hold:
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+
+class JointHold(Hold):
+    """Holds that are waited for, and released, together."""
+
+    def __init__(self, holds: list[Hold]) -> None:
+        self._holds = holds
+
+    def wait(self) -> None:
+        for hold in self._holds:
+            hold.wait()
+
+    def release(self) -> None:
+        for hold in self._holds:
+            hold.release()
+        self._holds = []

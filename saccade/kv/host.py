@@ -11,62 +11,69 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.pinned import PinnedMemory
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Part, TierCounts
+from saccade.kv.tier import Parts, TierCounts
 from saccade.machine import show_bytes
+
+Array = np.ndarray[Any, Any]
+Halves = tuple[Tensor, Tensor]  # keys and values
 
 
 class HostTier:
-    """Keeps parts of ``storage`` in ``max_bytes`` of host memory. Raises SaccadeError where one part is too much,
-    CapacityError where there is no such memory."""
+    """Keeps parts of ``storage`` in ``max_bytes`` of host memory. With ``heads_apart`` a part is one KV head's, a cell
+    has room for one of each head, and each head's have an owner of their own (:meth:`of_head`). Raises SaccadeError
+    where one block is too much, CapacityError where there is no such memory."""
 
     name = "host"
     in_background = True
+    _written: Any  # event: the last write
 
-    def __init__(self, max_bytes: int, storage: KVStorage) -> None:
+    def __init__(self, max_bytes: int, storage: KVStorage, heads_apart: bool = False) -> None:
         self.storage, self.format = storage, storage.format
-        self.cell_bytes = storage.format.block_bytes
-        self.cells = max_bytes // self.cell_bytes
+        block_bytes = storage.format.block_bytes
+        self.heads, self._head = storage.format.kv_heads if heads_apart else 1, 0
+        self.cell_bytes = block_bytes // self.heads
+        self.cells = max_bytes // block_bytes
         if self.cells < 1:
-            raise SaccadeError(
-                f"kv_host={show_bytes(max_bytes)} holds no KV block; give at least {self.cell_bytes} bytes"
-            )
+            raise SaccadeError(f"kv_host={show_bytes(max_bytes)} holds no KV block; give at least {block_bytes} bytes")
         self.device = storage.device
-        self.memory = PinnedMemory(self.cells * self.cell_bytes, self.device)
+        self.memory = PinnedMemory(self.cells * block_bytes, self.device)
         shape = storage.format.shape(self.cells)
         self.k, self.v = (half.view(storage.format.dtype).view(shape) for half in self.memory.data.chunk(2))
-        # Whose part a cell holds: layer, block, generation. What comes back must be what was asked for.
-        self._owner = np.full((self.cells, 3), -1, dtype=np.int64)
-        self._next = 1  # cells from here on were never used
-        self._free: list[int] = []
+        self._begin()
         self.counts = TierCounts()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._written: Any = None  # event: the last write
         self._waits: deque[tuple[Any, Any]] = deque()  # events around what the device waited for
+
+    def of_head(self, head: int) -> HostTier:
+        """The cells of one KV head's parts, in the same memory, with the same counts; this one closes them."""
+        own = copy(self)
+        own._head = head
+        own._begin()
+        return own
 
     @property
     def free_cells(self) -> int:
         return len(self._free) + self.cells + 1 - self._next
 
-    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+    def write(self, parts: Parts, slots: Sequence[int]) -> list[int]:
         """See Tier."""
         cells = self._take(min(len(parts), self.free_cells))
         count = len(cells)
         if count:
             index = np.array(cells) - 1
             self._owner[index] = np.array(parts[:count])
-            own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
             with self._copying():
-                self.storage.mover.copy_blocks(
-                    own, torch.tensor(slots[:count], device="cpu"), kept, torch.from_numpy(index)
-                )
+                self._move((self.storage.k, self.storage.v), np.array(slots[:count]), (self.k, self.v), index)
                 self._written = self._event()
             self.counts.bytes_written += count * self.cell_bytes
         return cells + [0] * (len(parts) - count)
@@ -77,17 +84,16 @@ class HostTier:
             torch.cuda.current_stream(self.device).wait_event(self._written)
             self._written = None
 
-    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
+    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
         """See Tier."""
         index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
-        own, kept = (self.storage.k, self.storage.v), (self.k, self.v)
         with self._copying():
-            self.storage.mover.copy_blocks(kept, torch.from_numpy(index), own, torch.tensor(slots, device="cpu"))
+            self._move((self.k, self.v), index, (self.storage.k, self.storage.v), np.array(slots))
             loaded = self._event()
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return HostLoading(self, wrong, loaded)
 
-    def strangers(self, parts: Sequence[Part], cells: Sequence[int]) -> list[int]:
+    def strangers(self, parts: Parts, cells: Sequence[int]) -> list[int]:
         """Which of ``cells`` (numbers in this order) do not hold ``parts``."""
         return np.nonzero((self._owner[np.array(cells) - 1] != np.array(parts)).any(1))[0].tolist()
 
@@ -128,6 +134,22 @@ class HostTier:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             yield
+
+    def _move(self, source: Halves, which: Array, target: Halves, where: Array) -> None:
+        """Copy parts: blocks, or what lies there of one KV head."""
+        if self.heads > 1:
+            source, target = ((k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]) for k, v in (source, target))
+            which, where = which * self.heads + self._head, where * self.heads + self._head
+        listed = [torch.from_numpy(one.astype(np.int64)) for one in (which, where)]
+        self.storage.mover.copy_blocks(source, listed[0], target, listed[1])
+
+    def _begin(self) -> None:
+        """Own cells in which nothing lies."""
+        # Whose part a cell holds: layer, block, generation. What comes back must be what was asked for.
+        self._owner = np.full((self.cells, 3), -1, dtype=np.int64)
+        self._next = 1  # cells from here on were never used
+        self._free: list[int] = []
+        self._written = None
 
     def _event(self) -> Any:
         return None if self._stream is None else self._stream.record_event()

@@ -56,13 +56,14 @@ class Replacement:
         size = len(self._held)
         taken = np.zeros(size, dtype=bool)
         while count > 0:
-            window = np.arange(self._hand, min(size, self._hand + max(64, 2 * count)))
-            may = window[allowed(window, self._held[window]) & ~taken[window]]
-            old = may[self._seen[may] == 0][:count]
-            passed = window if len(old) < count else window[: old[-1] + 1 - self._hand]
-            self._seen[passed[self._seen[passed] > 0]] = 0
+            first, last = self._hand, min(size, self._hand + max(64, 2 * count))
+            may = allowed(np.arange(first, last), self._held[first:last]) & ~taken[first:last]
+            old = first + np.nonzero(may & (self._seen[first:last] == 0))[0][:count]
+            if len(old) == count:
+                last = int(old[-1]) + 1
+            self._seen[first:last] = 0
             found.append(self._held[old])
             taken[old] = True
             count -= len(old)
-            self._hand = int(passed[-1] + 1) % size
-        return np.concatenate(found)
+            self._hand = last % size
+        return np.concatenate(found) if found else self._held[:0]

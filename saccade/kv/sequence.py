@@ -127,6 +127,9 @@ class SequenceKV:
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
         start, count = self._lengths[layer], k.shape[1]
+        if self.pool.tiers is not None:  # a device's list may have had them copied since they were reserved
+            opened = self._table.numbers[start // self._size : -(-(start + count) // self._size)]
+            self.pool.tiers.opened(slice(layer, layer + 1), opened)
         if (
             count == 1 and self.pool.rows == 1 and not self.pool.absent
         ):  # a decode step: the host knows its slot, and a device needs no index

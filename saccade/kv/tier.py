@@ -1,13 +1,16 @@
 """What a tier of KV is: a place that keeps parts of blocks outside of the slots that kernels read, and what it counts.
 
-A *part* is one layer's keys and values of one logical block, all KV heads: what one slot holds.
+A *part* is one layer's keys and values of one logical block: what one slot holds, all KV heads, or one KV head's of it
+where heads have slots of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from saccade.errors import CapacityError, SaccadeError
 
@@ -30,6 +33,9 @@ class Part(NamedTuple):
     layer: int
     block: int
     generation: int
+
+
+Parts = Sequence[Part] | np.ndarray[Any, Any]  # or int64 [parts, 3]
 
 
 @dataclass
@@ -90,6 +96,7 @@ class Tier(Protocol):
 
     name: str
     cells: int  # parts that it holds at most
+    cell_bytes: int  # of one
     in_background: bool  # whether writes cost next to nothing, so that full blocks are written before they leave
 
     @property
@@ -98,7 +105,7 @@ class Tier(Protocol):
     @property
     def free_cells(self) -> int: ...
 
-    def write(self, parts: Sequence[Part], slots: Sequence[int]) -> list[int]:
+    def write(self, parts: Parts, slots: Sequence[int]) -> list[int]:
         """Keep the content of ``slots``: the cell of each, 0 where that failed. Slots may be reused after
         :meth:`settle`."""
         ...
@@ -107,7 +114,7 @@ class Tier(Protocol):
         """All that follows, on a device too, follows the writes so far."""
         ...
 
-    def read(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> Loading:
+    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> Loading:
         """Begin to bring cells into slots."""
         ...
 

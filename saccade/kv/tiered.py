@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.head_tiers import HeadTiers
 from saccade.kv.hold import Hold
 from saccade.kv.paged import Paged
 from saccade.kv.tier import TierFull
@@ -84,14 +85,22 @@ class TieredView(KVView):
         """As of KVView: nothing is brought in, and there is no table."""
         return self._paged
 
-    def hold(self, blocks: Array, ahead: bool = False) -> Hold:
-        """Have blocks (rising numbers within the sequence) brought in, and keep them while the Hold lasts."""
-        return self.tiers.fetch(self._layer, self._ids[blocks], ahead)
+    @property
+    def apart(self) -> bool:
+        """Whether KV heads have slots of their own."""
+        return self.tiers.heads > 1
 
-    def held(self, blocks: Array) -> KVView:
-        """What kernels may read of this while ``blocks`` are held: all others, of which some may be on their way, are
-        one of zeros."""
-        return KVView(self._guarded(self.length, blocks), self._summaries, self._mover)
+    def hold(self, blocks: Array, ahead: bool = False, heads: Sequence[Array] | None = None) -> Hold:
+        """Have blocks (rising numbers within the sequence) brought in, and keep them while the Hold lasts. Where KV
+        heads lie apart, ``heads`` are the blocks that each of them wants, of these."""
+        if heads is None or not isinstance(self.tiers, HeadTiers):
+            return self.tiers.fetch(self._layer, self._ids[blocks], ahead)
+        return self.tiers.fetch(self._layer, self._ids[blocks], ahead, [self._ids[own] for own in heads])
+
+    def held(self, blocks: Array, heads: Sequence[Array] | None = None) -> KVView:
+        """What kernels may read of this while ``blocks`` are held, or of each KV head its own of ``heads``: all others,
+        of which some may be on their way, are one of zeros."""
+        return KVView(self._guarded(self.length, blocks, heads), self._summaries, self._mover)
 
     def upto(self, length: int) -> KVView:
         if length == self.length:
@@ -114,8 +123,8 @@ class TieredView(KVView):
         out = own.k.new_empty(stop, self.head_dim)
         for blocks in self._pieces(0, stop):
             first, last = int(blocks[0]) * size, min(stop, (int(blocks[-1]) + 1) * size)
-            with self.hold(blocks):
-                out[first:last] = own.k[self._slots(blocks), kv_head].flatten(0, 1)[: last - first]
+            with self._hold_head(blocks, kv_head):
+                out[first:last] = own.k[self._slots(blocks, kv_head), kv_head].flatten(0, 1)[: last - first]
         return out
 
     def take(self, positions: Tensor, kv_head: int) -> tuple[Tensor, Tensor]:
@@ -126,12 +135,12 @@ class TieredView(KVView):
         k, v = (part.new_empty(index.numel(), self.head_dim) for part in (own.k, own.v))
         for first in range(0, len(wanted), self.piece_blocks):
             some = wanted[first : first + self.piece_blocks]
-            with self.hold(some):
+            with self._hold_head(some, kv_head):
                 if len(some) == len(wanted):
-                    slots = self._slots(block)
+                    slots = self._slots(block, kv_head)
                     return own.k[slots, kv_head, offset], own.v[slots, kv_head, offset]
                 found = np.nonzero((block >= some[0]) & (block <= some[-1]))[0]
-                here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found])
+                here, slots = torch.from_numpy(found).to(index.device), self._slots(block[found], kv_head)
                 k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
         return k, v
 
@@ -156,17 +165,21 @@ class TieredView(KVView):
             yield np.arange(first, min(last, first + self.piece_blocks))
             first += self.piece_blocks
 
-    def _slots(self, blocks: Array) -> Tensor:
-        slots = torch.from_numpy(self._pool.slots_of(self._layer, self._ids[blocks]).astype(np.int64))
-        return slots.to(self._pool.storage.device)
+    def _hold_head(self, blocks: Array, kv_head: int) -> Hold:
+        """Of one KV head alone where they lie apart."""
+        return self.hold(blocks, heads=[blocks if one == kv_head else blocks[:0] for one in range(self.kv_heads)])
 
-    def _guarded(self, length: int, blocks: Array | None = None) -> Paged:
+    def _slots(self, blocks: Array, kv_head: int) -> Tensor:
+        places = self._pool.map_of(kv_head if self._pool.rows > 1 else 0)[self._layer, self._ids[blocks]]
+        return torch.from_numpy(places.astype(np.int64)).to(self._pool.storage.device)
+
+    def _guarded(self, length: int, blocks: Array | None = None, heads: Sequence[Array] | None = None) -> Paged:
         """As kernels take it, the guard's slot in place of what is not resident, or none of ``blocks``."""
         storage = self._pool.storage
-        table = np.full((1, max(1, len(self._ids))), self.tiers.guard, dtype=np.int32)
-        if blocks is None:
-            slots = self._pool.slots_of(self._layer, self._ids)
-            np.copyto(table[0, : len(slots)], slots, where=slots >= 0)
-        else:
-            table[0, blocks] = self._pool.slots_of(self._layer, self._ids[blocks])
+        table = np.full((self._pool.rows, max(1, len(self._ids))), self.tiers.guard, dtype=np.int32)
+        whole = np.arange(len(self._ids)) if blocks is None else blocks
+        for row, own in enumerate(table):
+            which = whole if heads is None or not self.apart else heads[row]
+            slots = self._pool.map_of(row)[self._layer, self._ids[which]]
+            own[which] = np.where(slots < 0, self.tiers.guard, slots)
         return Paged(storage.k, storage.v, torch.from_numpy(table).to(storage.device), length, storage.format)

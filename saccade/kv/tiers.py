@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from saccade.errors import SaccadeError
 from saccade.kv.hold import Hold
 from saccade.kv.host import HostTier
-from saccade.kv.offers import Offers
+from saccade.kv.offers import Listed, Offers
 from saccade.kv.replacement import Replacement
-from saccade.kv.tier import LostKV, Part, Tier, TierCounts, TierError, TierFull
+from saccade.kv.tier import LostKV, Tier, TierCounts, TierError, TierFull
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
@@ -33,13 +32,19 @@ Array = np.ndarray[Any, Any]
 class Tiers:
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
     ``clock`` (second chance), ``lru``, ``fifo`` or ``random``. ``debug`` fills slots that parts have left, and the one
-    that stands for absent parts, with NaN, so that whoever reads them is seen."""
+    that stands for absent parts, with NaN, so that whoever reads them is seen.
 
-    def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
-        if pool.rows > 1:
-            raise SaccadeError("tiers keep all KV heads of a block together: they need a pool without heads_apart")
-        self.pool, self.tier, self.policy, self.debug = pool, tier, policy, debug
+    Of a pool whose KV heads lie apart it knows those of KV head ``row`` alone (see head_tiers.py). Parts are numbered
+    as they lie in the pool's map: (layer * KV heads or 1 + row) * logical blocks + block."""
+
+    heads = 1  # KV heads that have slots, and cells, of their own
+
+    def __init__(
+        self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False, row: int = 0
+    ) -> None:
+        self.pool, self.tier, self.policy, self.debug, self.row = pool, tier, policy, debug, row
         shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
+        self._head = row if pool.rows > 1 else None
         self.generation = np.zeros(shape[1], dtype=np.int64)
         self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
         self._lost = np.zeros(shape, dtype=bool)
@@ -50,11 +55,12 @@ class Tiers:
         self._charged = 0  # bytes beside the slots that their memory is to hold
         self._withheld: list[int] = []
         self._turn = Replacement(pool.storage.num_blocks, policy)
-        self.offers: Offers | None = None
+        self.offers: Listed | None = None  # this row's side of them
+        self._offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
         pool.storage.k[self.guard].fill_(float("nan") if debug else 0.0)
         pool.storage.v[self.guard].fill_(0.0)  # kernels that read whole tiles weigh what is not theirs with 0
-        self._batch = max(1, min(RECORD // pool.format.block_bytes, self.slots // 8))
+        self._batch = max(1, min(RECORD * pool.rows // pool.format.block_bytes, self.slots // 8))
 
     @property
     def slots(self) -> int:
@@ -65,6 +71,11 @@ class Tiers:
     def withheld(self) -> int:
         """Slots whose memory holds block summaries instead."""
         return len(self._withheld)
+
+    @property
+    def parts(self) -> int:
+        """The same, over all KV heads that have slots of their own."""
+        return self.slots
 
     @property
     def stored(self) -> int:
@@ -88,12 +99,15 @@ class Tiers:
         wanted = self._give_back()
         while wanted > len(self._withheld):
             short = wanted - len(self._withheld)
-            if not self.pool.free_slots:
+            if not self._free:
                 try:
                     self._evict(min(short, self._batch), 0)
                 except (TierError, TierFull):  # what is held, or cannot be written, stays
                     return
-            self._withheld += self.pool.withhold(short)
+            taken = self.pool.withhold(short, self.row)
+            if self.offers is not None:
+                self.offers.withdraw(np.array(taken, dtype=np.int64))
+            self._withheld += taken
 
     def loose(self, layer: int, blocks: Array) -> int:
         """How many of ``blocks`` nobody holds."""
@@ -108,7 +122,7 @@ class Tiers:
         ``ahead``: nobody waits for them yet. LostKV, TierFull or TierError, holding nothing, where that cannot be."""
         if self._losses and self._lost[layer, blocks].any():
             raise LostKV(f"KV blocks of layer {layer} were lost")
-        slots = self.pool.slots_of(layer, blocks)
+        slots = self.slots_of(layer, blocks)
         absent = slots < 0
         missing = blocks[absent]
         self.counts.hits += len(blocks) - len(missing)
@@ -120,9 +134,10 @@ class Tiers:
             self.counts.prefetched += ahead * len(missing)
             roomy = self.tier.free_cells >= len(missing) + self._batch
             step = max(1, len(missing)) if roomy else FEW  # what comes keeps its cell while others leave for it
-            for first in range(0, len(missing), step):
-                hold.wait()
-                hold._load(self._admit(layer, missing[first : first + step], len(missing) - first))
+            with self.pool.publishing_once():
+                for first in range(0, len(missing), step):
+                    hold.wait()
+                    hold._load(self._admit(layer, missing[first : first + step], len(missing) - first))
         except BaseException:
             self._unpin(layer, blocks)
             raise
@@ -132,19 +147,17 @@ class Tiers:
         """Rows are about to be written to ``blocks``: what the tier has of their resident parts is the past."""
         if not self._stored or not len(blocks):
             return
-        for layer in range(*layers.indices(self.pool.layers)):
-            cells = self._cell[layer, blocks]
-            stale = blocks[(cells > 0) & (self.pool.slots_of(layer, blocks) >= 0)]
-            self._drop_cells(layer, stale)
+        stale = (self._cell[layers][:, blocks] > 0) & (self.pool.map_of(self.row)[layers][:, blocks] >= 0)
+        for at in np.nonzero(stale.any(1))[0].tolist():
+            self._drop_cells(range(self.pool.layers)[layers][at], blocks[stale[at]])
 
     def sealed(self, layers: range, blocks: Array) -> None:
         """``blocks`` are full: where slots run short, a tier that works in the background gets their parts now, so
         that leaving costs nothing."""
-        if not self.tier.in_background or self.pool.free_slots >= self.slots // SHORT:
+        if not self.tier.in_background or self._free >= self.slots // SHORT:
             return
         which, own = np.repeat(np.array(layers), len(blocks)), np.tile(blocks, len(layers))
-        parts = which * len(self.generation) + own
-        fresh = (self.pool.map_flat()[parts] >= 0) & (self._cell[which, own] == 0)
+        fresh = (self.pool.map_of(self.row)[which, own] >= 0) & (self._cell[which, own] == 0)
         if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + self._batch:
             self._write(which[fresh], own[fresh], which[:0], own[:0])
 
@@ -152,16 +165,16 @@ class Tiers:
         """``blocks`` have been handed out."""
         self.generation[blocks] += 1
 
-    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array) -> None:
-        """``blocks`` have these slots from now on."""
-        self._turn.place(slots, layer * len(self.generation) + np.asarray(blocks, dtype=np.int64))
+    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array, row: int = 0) -> None:
+        """``blocks`` have these slots from now on, those of KV head ``row`` if they lie apart."""
+        self._turn.place(slots, self.numbers_of(layer, np.asarray(blocks, dtype=np.int64)))
         if self.offers is not None:
             self.offers.withdraw(slots)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """Nobody holds ``blocks`` any more."""
         if self.offers is not None:
-            slots = self.pool.lookup(blocks).reshape(-1)
+            slots = self.pool.map_of(self.row)[:, blocks].reshape(-1)
             self.offers.withdraw(slots[slots >= 0])
         if self._stored:
             for layer in range(self.pool.layers):
@@ -183,20 +196,33 @@ class Tiers:
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
 
+    def slots_of(self, layer: int | Array, blocks: Array) -> Array:
+        """Slots of ``blocks`` in a layer, or in one each, -1 where one is not resident."""
+        return self.pool.map_of(self.row)[layer, blocks]
+
+    def numbers_of(self, layers: int | Array, blocks: Array) -> Array:
+        """The numbers of parts."""
+        found: Array = (layers * self.pool.rows + self.row) * len(self.generation) + blocks
+        return found
+
+    def of_numbers(self, parts: Array) -> tuple[Array, Array]:
+        """Layers and blocks of parts of this row."""
+        blocks = len(self.generation)
+        return parts // (blocks * self.pool.rows), parts % blocks
+
     def owns(self, parts: Array) -> bool:
-        """Whether each of ``parts`` (layer * logical blocks + block) has a cell, with that part in it."""
-        layers, blocks = np.divmod(parts, len(self.generation))
-        cells = self._cell.reshape(-1)[parts]
-        named = [Part(*one) for one in zip(layers.tolist(), blocks.tolist(), self.generation[blocks].tolist())]
+        """Whether each of ``parts`` (numbers) has a cell, with that part in it."""
+        layers, blocks = self.of_numbers(parts)
+        cells = self._cell[layers, blocks]
         if not isinstance(self.tier, HostTier) or not (cells > 0).all():
             return False
-        return not len(parts) or not self.tier.strangers(named, cells.tolist())
+        return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
 
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
-        if self.offers is None:
-            self.offers = Offers(self)
-        return self.offers
+        if self._offers is None:
+            self._offers = Offers([self])
+        return self._offers
 
     def numbers(self) -> dict[str, float]:
         """What has moved, and how the tier stands; any thread may ask."""
@@ -207,29 +233,34 @@ class Tiers:
         """The tier gives everything back."""
         self.tier.close()
 
+    @property
+    def _free(self) -> int:
+        """Slots that nothing lies in."""
+        return self.pool.free_in(self.row)
+
     def _give_back(self) -> int:
         """How many slots are to be withheld; those beyond are free again."""
         every = self.pool.storage.num_blocks - 1
         most = max(0, every - max(LEAST_SLOTS, every // 8))
         wanted = max(0, min(-(-self._charged // self.pool.format.block_bytes), most))
         if wanted < len(self._withheld):
-            self.pool.give_back(self._withheld[wanted:])
+            self.pool.give_back(self._withheld[wanted:], self.row)
             del self._withheld[wanted:]
         return wanted
 
     def _admit(self, layer: int, missing: Array, arriving: int) -> Array:
         """Slots for ``missing``, of ``arriving`` parts that are held and not resident; those of them whose content must
         be read."""
-        short = len(missing) - self.pool.free_slots
+        short = len(missing) - self._free
         if short > 0:
             self._evict(short, arriving)
-        self.pool.admit(layer, missing.tolist())
+        self.pool.admit(layer, missing.tolist(), self._head)
         return missing[self._cell[layer, missing] > 0]
 
     def _evict(self, count: int, arriving: int) -> None:
         """Free ``count`` slots at least, while ``arriving`` parts are held that are not resident. TierFull or
         TierError where fewer can be had."""
-        wanted, spare = count, self.slots - self.pool.free_slots - self._pinned + arriving
+        wanted, spare = count, self.slots - self._free - self._pinned + arriving
         if count > spare:
             raise TierFull(
                 f"{count} KV blocks wanted in memory at once but {spare} of {self.slots} can be spared; raise kv_memory"
@@ -254,43 +285,41 @@ class Tiers:
     def _vacate(self, layer: int, blocks: Array) -> None:
         """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
         if self.offers is not None:
-            self.offers.withdraw(self.pool.slots_of(layer, blocks))
+            self.offers.withdraw(self.slots_of(layer, blocks))
         if self.debug:
-            slots = self.pool.slots_of(layer, blocks).tolist()
+            slots = self.slots_of(layer, blocks).tolist()
             for part in (self.pool.storage.k, self.pool.storage.v):
-                part[slots] = float("nan")
-        self.pool.evict(layer, blocks.tolist())
+                (part if self._head is None else part[:, self._head])[slots] = float("nan")
+        self.pool.evict(layer, blocks.tolist(), self._head)
 
     def _victims(self, count: int) -> tuple[Array, Array]:
         """``count`` resident parts that nobody holds: layers and blocks."""
         held = self.pool.map_flat()
-        blocks = len(self.generation)
 
         def allowed(slots: Array, parts: Array) -> Array:
             valid = parts >= 0
             own = np.where(valid, parts, 0)
-            return valid & (held[own] == slots) & (self._pins.reshape(-1)[own] == 0)
+            may = valid & (held[own] == slots)
+            return may & (self._pins[self.of_numbers(own)] == 0) if self._pinned else may
 
-        parts = self._turn.victims(count, allowed)
-        return parts // blocks, parts % blocks
+        return self.of_numbers(self._turn.victims(count, allowed))
 
     def _write(self, layers: Array, blocks: Array, clean_layers: Array, clean_blocks: Array) -> Array:
         """Write parts that have no cell; bool like them, whether that was done."""
         if self.tier.free_cells < len(blocks):
             self._reclaim(len(blocks) - self.tier.free_cells, clean_layers, clean_blocks)
-        parts = [Part(*one) for one in zip(layers.tolist(), blocks.tolist(), self.generation[blocks].tolist())]
-        slots = self.pool.map_flat()[layers * len(self.generation) + blocks].tolist()
-        cells = np.array(self.tier.write(parts, slots), dtype=np.int32)
+        slots = self.slots_of(layers, blocks).tolist()
+        cells = np.array(self.tier.write(self._parts(layers, blocks), slots), dtype=np.int32)
         self._cell[layers, blocks] = cells
         if self.offers is not None:
-            self.offers.cells_changed(layers * len(self.generation) + blocks)
+            self.offers.cells_changed(self.numbers_of(layers, blocks))
         self._stored += int((cells > 0).sum())
         return cells > 0
 
     def _reclaim(self, count: int, leaving_layers: Array, leaving_blocks: Array) -> None:
         """Take the cells of ``count`` resident parts, which must be written again when they leave; not of those that
         leave now."""
-        resident = (self._cell > 0) & (self.pool.map_flat().reshape(self._cell.shape) >= 0)
+        resident = (self._cell > 0) & (self.pool.map_of(self.row) >= 0)
         resident[leaving_layers, leaving_blocks] = False
         layers, blocks = (found[:count] for found in np.nonzero(resident))
         for layer in np.unique(layers).tolist():
@@ -304,12 +333,13 @@ class Tiers:
             self._cell[layer, blocks] = 0
             self._stored -= len(cells)
             if self.offers is not None:
-                self.offers.cells_changed(layer * len(self.generation) + np.asarray(blocks))
-                slots = self.pool.slots_of(layer, blocks)
+                self.offers.cells_changed(self.numbers_of(layer, np.asarray(blocks)))
+                slots = self.slots_of(layer, blocks)
                 self.offers.withdraw(slots[slots >= 0])
 
-    def _parts(self, layer: int, blocks: Array) -> list[Part]:
-        return [Part(layer, *one) for one in zip(blocks.tolist(), self.generation[blocks].tolist())]
+    def _parts(self, layers: int | Array, blocks: Array) -> Array:
+        """As a tier takes them: layer, block and generation, int64 [blocks, 3]."""
+        return np.stack(np.broadcast_arrays(layers, blocks, self.generation[blocks]), 1)
 
     def _pin(self, layer: int, blocks: Array) -> None:
         pins = self._pins[layer, blocks]

@@ -173,6 +173,11 @@ class Method(PolicyPart):
         """The method that decodes with ``state``: itself, unless it chooses among others."""
         return self
 
+    def reads_all(self, start: int, stop: int) -> bool:
+        """Whether it is known before they are there that the rows ``start .. stop - 1`` of a prefill read everything up
+        to their own: then :meth:`select_prefill` says so too, and counts nothing."""
+        return self.is_dense
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         """Which keys the rows of an appended chunk read (q_len <= k_len)."""
         return Dense(chunk.shape)

@@ -51,11 +51,15 @@ class FlashPrefill(Method):
         require_choice("block_size", self.block_size, (32, 64, 128))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
 
+    def reads_all(self, start: int, stop: int) -> bool:
+        size = self.block_size
+        few = -(-stop // size) <= self.sink_blocks + self.window_blocks
+        return self.alpha == 0 or few or (stop - 1) // size - start // size + 1 <= self.last_blocks
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         shape, size = chunk.shape, self.block_size
         first, k_blocks = shape.q_start // size, -(-shape.k_len // size)
-        q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
-        if self.alpha == 0 or k_blocks <= self.sink_blocks + self.window_blocks or q_blocks <= self.last_blocks:
+        if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
         chunk.cost.estimated += shape.q_len * k_blocks
         energies = block_energies(chunk.q, chunk.kv, shape, size, chunk.scale, chunk.softcap)

@@ -27,10 +27,14 @@ class AShape(Method):
         require_whole("sinks", self.sinks, 0)
         require_whole("window", self.window, 1)
 
+    def reads_all(self, start: int, stop: int) -> bool:
+        return stop <= self.sinks + self.window
+
     def select_prefill(self, chunk: Chunk) -> Selection:
-        if chunk.shape.k_len <= self.sinks + self.window:
-            return Dense(chunk.shape)
-        return Band(chunk.shape, window=self.window, sinks=self.sinks)
+        shape = chunk.shape
+        if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
+            return Dense(shape)
+        return Band(shape, window=self.window, sinks=self.sinks)
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,11 @@ class TriShape(AShape):
         super().__post_init__()
         require_whole("last", self.last, 0)
 
+    def reads_all(self, start: int, stop: int) -> bool:
+        return self.last >= stop - start or super().reads_all(start, stop)
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         shape = chunk.shape
-        if self.last >= shape.q_len or shape.k_len <= self.sinks + self.window:
+        if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
         return Tri(shape, window=self.window, sinks=self.sinks, dense_rows=self.last)

@@ -24,18 +24,22 @@ class DecodeStep:
         self._kernels = None if runner.llama is None else runner.llama.step_kernels()
 
     @torch.inference_mode()
-    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
-        """``token_ids``, ``positions`` int64 [rows] on the model's device, one row a sequence -> float32 logits [rows,
-        vocab_size]. ``ctx`` is asked to attend with all rows at once."""
+    def run(
+        self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """``token_ids``, ``positions`` int64 [rows] on the model's device -> float32 logits [rows, vocab_size], or
+        those of the rows ``wanted`` (int64 [n], there too) alone. ``ctx`` is asked to attend with all rows at once."""
         runner, kernels, llama = self.runner, self._kernels, self._llama
         hidden = runner.embed(token_ids)
         rotary = runner.rotary.embed(hidden, positions, ())
         if kernels is None or llama is None:
             for index in range(runner.spec.layers):
                 hidden = runner.modules.run(index, hidden, positions, rotary.layers[index], ctx)
-            return runner.logits(hidden)
+            return runner.logits(hidden if wanted is None else hidden[wanted])
         delta = None
         for index, layer in enumerate(kernels.layers):
             q, k, v = layer.project(hidden, *rotary.layers[index], delta)
             delta = layer.finish(hidden, ctx.run(index, q, k, v, llama.attention[index]))
+        if wanted is not None:
+            hidden, delta = hidden[wanted], None if delta is None else delta[wanted]
         return runner.finish_logits(kernels.logits(hidden, delta))

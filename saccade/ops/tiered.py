@@ -21,7 +21,7 @@ from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state
 from saccade.ops.progressive import attend_ranking
 from saccade.selection import Band, Blocks, Candidates, Dense, Ranking, Selection
-from saccade.selection.pieces import Between, between, grid_of, read_blocks
+from saccade.selection.pieces import Between, between, grid_of, read_blocks, read_blocks_by_head
 
 FIRST_RANKED = 64  # blocks of a ranking that are brought in at first, for each unit
 LEAST_RANKED = 16  # the same once it is known how far the step before went
@@ -36,8 +36,9 @@ def run(call: Call, view: TieredView, attend: Runs, named: str) -> tuple[Result,
         return _ranking(call, view, selection, attend, named)
     wanted = _wanted(selection, view)
     if len(wanted) <= view.piece_blocks:
-        with view.hold(wanted):
-            return attend(replace(call, kv=view.held(wanted))), True
+        heads = _by_head(selection, view)
+        with view.hold(wanted, heads=heads):
+            return attend(replace(call, kv=view.held(wanted, heads))), True
     used: Selection | None = None
     if isinstance(selection, Candidates):
         plain = replace(selection, rest=None)
@@ -56,6 +57,12 @@ def _wanted(selection: Selection, view: TieredView) -> np.ndarray:
         wanted = (listed[:, None] * each + np.arange(each)).ravel()
         return wanted[: np.searchsorted(wanted, view.blocks)]
     return np.nonzero(read_blocks(selection.to(view.device), size).cpu().numpy())[0]
+
+
+def _by_head(selection: Selection, view: TieredView) -> list[np.ndarray] | None:
+    """The same of each KV head, where they lie apart and do not all read the same."""
+    mask = read_blocks_by_head(selection.to(view.device), view.block_size) if view.apart else None
+    return None if mask is None else [np.nonzero(own)[0] for own in mask.cpu().numpy()]
 
 
 def _in_pieces(call: Call, view: TieredView, wanted: np.ndarray, attend: Runs, used: Selection) -> Result:
@@ -128,8 +135,9 @@ def _ranking(call: Call, view: TieredView, ranking: Ranking, attend: Runs, named
         wanted = _wanted(first, view)
         if len(wanted) > view.piece_blocks:
             break
-        with view.hold(wanted):
-            result = attend(replace(call, kv=view.held(wanted), selection=ranking))
+        heads = _by_head(first, view)
+        with view.hold(wanted, heads=heads):
+            result = attend(replace(call, kv=view.held(wanted, heads), selection=ranking))
         read = int(_read(result.used, ranking).max())
         if read <= count:
             view.hints[view.layer] = max(LEAST_RANKED, read + read // 4)

@@ -59,6 +59,23 @@ def read_blocks(selection: Selection, size: int) -> Tensor:
     return mask
 
 
+def read_blocks_by_head(selection: Selection, size: int) -> Tensor | None:
+    """The same for each KV head, bool [kv_heads, blocks]; None where all of them read alike, or nobody says."""
+    shape, kv_heads, units = selection.shape, selection.shape.kv_heads, selection.units
+    if not isinstance(selection, (Blocks, Tokens)) or kv_heads == 1 or units % kv_heads:
+        return None
+    lists = selection.q_blocks if isinstance(selection, Blocks) else shape.q_len
+    edges = selection.offsets[:: lists * (units // kv_heads)].tolist()
+    mask = torch.zeros(kv_heads, -(-shape.k_len // size), dtype=torch.bool, device=shape.device)
+    for own, first, last in zip(mask, edges, edges[1:]):
+        chosen = selection.indices[first:last].long()
+        if isinstance(selection, Blocks):
+            _mark(own, torch.unique(chosen) * selection.block_size, selection.block_size, size)
+        else:
+            own[chosen // size] = True
+    return mask
+
+
 def grid_of(selection: Selection, size: int) -> int:
     """Stretches of keys that begin and end on this grid are cut out without a rest, blocks of ``size`` too."""
     return math.lcm(size, selection.block_size if isinstance(selection, Blocks) else GRID)

@@ -70,6 +70,6 @@ def audited(audits: Sequence[JSON]) -> JSON:
         agreement.join(one["agreement"])
         for name, mean in whole.items():
             mean.join(one[name])
-    counts = {name: sum(one[name] for one in audits) for name in ("places", "steps")}
+    counts = {name: sum(one[name] for one in audits) for name in ("places", "left_out", "steps")}
     estimates = {name: mean.as_dict() for name, mean in whole.items()}
     return {**audits[-1], **counts, **estimates, "agreement": agreement.as_dict()}

@@ -60,3 +60,37 @@ def test_recorded_verifications_give_dense_tokens(engines, folder, count):
         assert output.report["speculation"]["verifications"] > 2
     assert gpu.engine.pool.used_blocks == 0
     gpu.close()
+
+
+def recorded_prefills(llm: LLM) -> int:
+    return sum(key[4] and kind.graph is not None for key, kind in llm.engine.worker.device.kinds._kinds.items())
+
+
+@pytest.mark.parametrize("policy", ["dense", "lfps", "cis", "psa(epsilon=0.9)", "h2o(budget=64)", "prefill=tri_shape"])
+def test_recorded_questions_after_a_shared_prefix(engines, folder, policy):
+    """Questions of unlike lengths, one by one and several at once; from the third of a kind on they are replayed."""
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False, enable_prefix_caching=True)
+    document = random_ids(512, seed=1)
+    asked = [document + random_ids(length, seed=length) for length in (20, 31, 25, 18, 60, 50, 64, 7, 1, 100, 120, 90)]
+    want = engines[0].generate(asked, GREEDY, policy=policy)
+    got = [gpu.generate(ids, GREEDY, policy=policy)[0] for ids in asked]
+    for _ in range(3):
+        got += gpu.generate(asked, GREEDY, policy=policy)
+    for number, output in enumerate(got):
+        assert output.error is None, output.error
+        assert tokens(output) == tokens(want[number % len(want)])
+        assert not output.report["notes"] or "failed" not in str(output.report["notes"])
+    assert recorded_prefills(gpu) > 1
+    assert gpu.engine.worker.device.graphs.recorded <= gpu.engine.worker.device.graphs.most
+    gpu.close()
+
+
+def test_tokens_of_a_recorded_question_are_drawn_on_the_device(engines, folder):
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=6, logprobs=2, ignore_eos=True)
+    prompts = [random_ids(256 + length, seed=length) for length in (12, 40, 17, 33)]
+    want = engines[0].generate(prompts, params)
+    for _ in range(4):
+        assert list(map(tokens, gpu.generate(prompts, params))) == list(map(tokens, want))
+    assert recorded_prefills(gpu) > 0
+    gpu.close()

@@ -4,7 +4,7 @@
 
 The callers of ``storm.run`` (threads and asyncio tasks with prompts, samples, streams that are left and turns of
 sessions, under every method) ask engines whose KV goes to a disk that fails in 1 % of its reads and writes: flipped
-bits, torn, short and stale writes, errors, no space; and one whose KV goes to host memory. What must hold: every answer
+bits, torn, short and stale writes, errors, no space; and two whose KV goes to host memory. What must hold: every answer
 is the one of a quiet engine whose memory holds everything, or the request ends with an error of the tier; at the end no
 block, slot, cell or file is left, and the engine answers as before.
 """
@@ -37,12 +37,14 @@ from saccade.kv.format import KVFormat
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 NEED = 600  # slots that two dozen callers' requests take together
-# Of the need, calling threads, who leaves first, shared prefixes, whether over host memory, share of the requests.
-PHASES = (
-    (0.02, 4, "clock", False, False, 0.25),
-    (0.1, 16, "fifo", True, False, 0.25),
-    (0.3, 16, "lru", True, False, 0.25),
-    (0.1, 16, "clock", True, True, 0.25),
+# Of the need, calling threads, who leaves first, shared prefixes, over host memory by block or KV head, share of the
+# requests.
+PHASES: tuple[tuple[float, int, str, bool, str | None, float], ...] = (
+    (0.02, 4, "clock", False, None, 0.2),
+    (0.1, 16, "fifo", True, None, 0.2),
+    (0.3, 16, "lru", True, None, 0.2),
+    (0.1, 16, "clock", True, "block", 0.2),
+    (0.1, 16, "clock", True, "head", 0.2),
 )
 
 
@@ -70,12 +72,11 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
         checkpoint = make_checkpoint("llama", Path(folder) / "model", max_position_embeddings=1024, head_dim=32)
         with LLM(checkpoint, dtype="float32", kv_memory="16MiB", prefill_chunk=64, threads=1) as quiet:
             asks, talks = questions(quiet, policies * each, seed)
-        for number, (part, callers, replacement, prefixes, host, share) in enumerate(PHASES):
+        for number, (part, callers, replacement, prefixes, unit, share) in enumerate(PHASES):
             system = FaultySystem(rate, seed + number)
             descriptors = len(os.listdir("/proc/self/fd"))
-            with _llm(
-                checkpoint, folder, None if host else system, max(9, int(part * NEED)), replacement, prefixes
-            ) as llm:
+            slots, over = max(9, int(part * NEED)), system if unit is None else unit
+            with _llm(checkpoint, folder, over, slots, replacement, prefixes) as llm:
                 ledger = Ledger(asks, talks, DiskFaults(), int(requests * share))  # type: ignore[arg-type]
                 _blow(llm, ledger, callers)
                 system.rate = 0
@@ -93,15 +94,14 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
     }
 
 
-def _llm(
-    checkpoint: Path, folder: str, system: FaultySystem | None, slots: int, replacement: str, prefixes: bool
-) -> LLM:
-    """Over a disk with ``system``'s faults, or over host memory without one."""
+def _llm(checkpoint: Path, folder: str, over: FaultySystem | str, slots: int, replacement: str, prefixes: bool) -> LLM:
+    """Over a disk with that system's faults, or over host memory by that unit."""
     import saccade.llm
 
     real = saccade.llm.DiskTier
-    behind = {"kv_host": "32MiB"} if system is None else {"kv_disk": f"{folder}/kv:32MiB"}
-    saccade.llm.DiskTier = lambda *args: DiskTier(*args, system=system or os)  # type: ignore[assignment,misc]
+    disk = isinstance(over, FaultySystem)
+    behind = {"kv_disk": f"{folder}/kv:32MiB"} if disk else {"kv_host": "32MiB", "kv_unit": over}
+    saccade.llm.DiskTier = lambda *args: DiskTier(*args, system=over if disk else os)  # type: ignore[assignment,misc]
     try:
         return LLM(
             checkpoint,

@@ -114,9 +114,12 @@ class LoopServe(Method):
             require_choice(name, getattr(self, name), (False, True))
         object.__setattr__(self, "tail_rows", self.n_d)
 
+    def reads_all(self, start: int, stop: int) -> bool:
+        return self.alpha >= 1.0 or stop - start < self.min_rows
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         shape = chunk.shape
-        if self.alpha >= 1.0 or shape.q_len < self.min_rows:
+        if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
         rows = self.sample(chunk)
         chunk.cost.scored += rows.numel() * shape.k_len

@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 SMALL = Tiles(keys=32, warps=4, stages=3, registers=96, resident=4)  # what kernels for single rows have
 LARGE = Tiles(keys=64, warps=8, stages=3, registers=None, resident=2)  # whose queries do not fit those registers
 TILE = 64  # rows and query heads of a KV head together, of a group
-MOST_ROWS, FEWEST_KEYS = 128, 65536  # of a call whose rows go in groups; with fewer keys launching is what takes time
+MOST_ROWS, FEWEST_KEYS = 128, 16384  # of a call whose rows go in groups; with fewer keys launching is what takes time
 FEW = 32  # query heads of a KV head, times rows, that do
 
 

@@ -56,17 +56,26 @@ def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tens
 
 
 def launch_copies(
-    source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor, count: Tensor, most: int
+    source: tuple[Tensor, Tensor],
+    which: Tensor,
+    target: tuple[Tensor, Tensor],
+    where: Tensor,
+    count: Tensor,
+    most: int,
+    lists: int = 1,
 ) -> None:
     """As :func:`copy_blocks`, with ``which`` and ``where`` on the device, of one dtype, of which the first ``count``
-    (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over."""
-    words = source[0][0].numel() * source[0].element_size() // 8 if len(source[0]) else 0
+    (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over. With as many
+    ``lists`` as there are KV heads, each with a row of ``which``, ``where`` and ``count`` (its first entry), a list is
+    of what lies in blocks of its head alone."""
+    words = source[0][0].numel() * source[0].element_size() // 8 // lists if len(source[0]) else 0
     if not most or not words:
         return
     tiles = 2 * -(-words // WORDS)
-    _copy[(min(COPIERS, most * tiles),)](
+    list_row, count_row = (0, 0) if lists == 1 else (which.stride(0), count.stride(0))
+    _copy[(min(COPIERS, most * tiles * lists),)](
         source[0].data_ptr(), source[1].data_ptr(), target[0].data_ptr(), target[1].data_ptr(), which, where, count,
-        PIECES=words, TILES=tiles // 2, WIDTH=WORDS, num_warps=4,
+        list_row, count_row, LISTS=lists, PIECES=words, TILES=tiles // 2, WIDTH=WORDS, num_warps=4,
     )  # fmt: skip
 
 
@@ -88,29 +97,36 @@ def resolve(
 
 
 @triton.jit(
-    do_not_specialize=["k_from", "v_from", "k_to", "v_to"],
+    do_not_specialize=["k_from", "v_from", "k_to", "v_to", "list_row", "count_row"],
     do_not_specialize_on_alignment=["which", "where", "count"],
 )
 def _copy(
-    k_from, v_from, k_to, v_to, which, where, count, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks and of the values', one after the other. The
-    addresses are integers, for Triton takes no tensor of the host."""
+    k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
+    LISTS: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks and of the values', one after the other; the
+    lists' tiles follow each other, so that programs have the same share of all of them. The addresses are integers, for
+    Triton takes no tensor of the host."""
     word = tl.pointer_type(tl.int64)
     step = tl.arange(0, WIDTH)
-    tiles = tl.load(count).to(tl.int32) * 2 * TILES
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        item, part = tile // (2 * TILES), tile % (2 * TILES)
-        block, place = tl.load(which + item).to(tl.int64), tl.load(where + item).to(tl.int64)
-        source, target = k_from, k_to
-        if part >= TILES:
-            source, target = v_from, v_to
-            part -= TILES
-        at = part * WIDTH + step
-        inside = at < tl.where(block >= 0, PIECES, 0)
-        ours = tl.multiple_of((source + block * PIECES * 8).to(word), 16)
-        theirs = tl.multiple_of((target + place * PIECES * 8).to(word), 16)
-        tl.store(theirs + at, tl.load(ours + at, mask=inside, other=0), mask=inside)
+    programs = tl.num_programs(0)
+    first = tl.program_id(0)
+    for own in tl.range(0, LISTS):
+        tiles = tl.load(count + own * count_row).to(tl.int32) * 2 * TILES
+        for tile in tl.range(first, tiles, programs):
+            item, part = tile // (2 * TILES), tile % (2 * TILES)
+            block = tl.load(which + own * list_row + item).to(tl.int64)
+            place = tl.load(where + own * list_row + item).to(tl.int64)
+            source, target = k_from, k_to
+            if part >= TILES:
+                source, target = v_from, v_to
+                part -= TILES
+            at = part * WIDTH + step
+            inside = at < tl.where(block >= 0, PIECES, 0)
+            ours = tl.multiple_of((source + (block * LISTS + own) * PIECES * 8).to(word), 16)
+            theirs = tl.multiple_of((target + (place * LISTS + own) * PIECES * 8).to(word), 16)
+            tl.store(theirs + at, tl.load(ours + at, mask=inside, other=0), mask=inside)
+        first = (first + programs - tiles % programs) % programs
 
 
 @triton.jit(

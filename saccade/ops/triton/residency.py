@@ -27,23 +27,31 @@ def bring_in(
     pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, *wanted: KeyLists | None
 ) -> None:
     """Have all blocks in slots that rows read at ``layer``: those of the lists ``wanted``, or for None all of their
-    keys. ``logical`` int32 [rows, >= blocks]: each row's logical blocks. ``pages.tables``, one row for all KV heads,
-    says afterwards where they lie. Where slots run short, ``head`` says so, and absent blocks are the guard's slot,
-    whose content is no key's."""
+    keys. ``logical`` int32 [rows, >= blocks]: each row's logical blocks. ``pages.tables``, with a row for all KV heads
+    or one for each as the pool has it, says afterwards where they lie; in the latter case a block comes for the heads
+    that read it. Where slots run short, ``head`` says so, and absent blocks are the guard's slot, whose content is no
+    key's."""
     tiers = pool.tiers
     assert tiers is not None
     assert isinstance(tiers.tier, HostTier)
     for lists in wanted:
         _look(pool, offers, layer, logical, pages, lists)
-    base, page, head = layer * pool.logical_blocks, pages.k.shape[2], offers.head
-    _take[(1,)](
+    page, head = pages.k.shape[2], offers.head
+    _take[(pool.rows,)](
         pool.slots, offers.cells, offers.listed, offers.holding, offers.taken, offers.stamp, offers.missing,
-        offers.which, offers.where, head, base, layer, pool.layers,
-        FIFO=tiers.policy == "fifo", WIDTH=TAKEN, W_STEP=STEP, W_SHORT=SHORT, W_NEXT=NEXT, W_END=END, W_LISTED=LISTED,
+        offers.which, offers.where, head, layer, pool.layers, pool.logical_blocks, offers.stamp.shape[1],
+        HEAD=head.shape[1], FIFO=tiers.policy == "fifo", WIDTH=TAKEN,
+        W_STEP=STEP, W_SHORT=SHORT, W_NEXT=NEXT, W_END=END, W_LISTED=LISTED,
         W_MISSED=MISSED, W_WANTED=WANTED, W_COUNT=COUNT, num_warps=8,
     )  # fmt: skip
     block_pages.launch_copies(
-        (tiers.tier.k, tiers.tier.v), offers.which, (pages.k, pages.v), offers.where, head[COUNT:], pool.logical_blocks
+        (tiers.tier.k, tiers.tier.v),
+        offers.which,
+        (pages.k, pages.v),
+        offers.where,
+        head[:, COUNT:],
+        pool.logical_blocks,
+        pool.rows,
     )
     part = pool.slots[layer : layer + 1]
     block_pages.resolve(part, logical, pages.lengths, page, pages.longest, pages.tables[None], absent=tiers.guard)
@@ -72,7 +80,8 @@ def follow_reach(offers: Offers, layer: int, used: Tensor, microbatch: int, rank
     """Rules have used so many microbatches (int32 [units]) of rankings of ``ranked`` blocks: where that is more than
     was brought in, what they made of it does not hold, and ``head`` says so; the next step brings in more."""
     _follow[(1,)](
-        used, ranked, offers.reach, offers.head, layer, used.numel(), microbatch,
+        used, ranked, offers.reach, offers.head, layer, used.numel(), microbatch, offers.head.numel(),
+        HEAD=offers.head.shape[1], HEADS=triton.next_power_of_2(offers.head.shape[0]),
         WIDTH=triton.next_power_of_2(used.numel()), LEAST=LEAST_RANKED, W_SHORT=SHORT, num_warps=1,
     )  # fmt: skip
 
@@ -84,28 +93,39 @@ def _look(
     size, units = (0, 1) if lists is None else (lists.size, lists.units)
     longest = -(-pages.longest // page) if lists is None else lists.longest
     none = pages.lengths  # unused pointers must still be pointers
-    base = layer * pool.logical_blocks
-    _want[(triton.cdiv(longest, ENTRIES), units, rows)](
+    wide = max(units, pool.rows)
+    _want[(triton.cdiv(longest, ENTRIES), wide, rows)](
         pool.slots, logical, pages.lengths,
         none if lists is None or lists.counts is None else lists.counts,
         none if lists is None else lists.indices,
-        offers.stamp, offers.mark, offers.missing, offers.head, base, layer, pool.layers, logical.stride(0), longest,
-        UNITS=units, SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, W_STEP=STEP, W_HITS=HITS,
+        offers.stamp, offers.mark, offers.missing, offers.head, layer, pool.layers, pool.logical_blocks,
+        offers.stamp.shape[1], logical.stride(0), longest,
+        UNITS=units, HEADS=pool.rows, WIDE=wide, HEAD=offers.head.shape[1],
+        SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, W_STEP=STEP, W_HITS=HITS,
         W_WANTED=WANTED, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["base", "layer", "layers", "logical_row", "longest"],
+    do_not_specialize=["layer", "layers", "blocks", "places", "logical_row", "longest"],
     do_not_specialize_on_alignment=["slots", "logical", "lengths", "counts", "indices"],
 )
 def _want(
-    slots, logical, lengths, counts, indices, stamp, mark, missing, head, base, layer, layers, logical_row, longest,
-    UNITS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr,
+    slots, logical, lengths, counts, indices, stamp, mark, missing, head, layer, layers, blocks, places, logical_row,
+    longest,
+    UNITS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr,
     W_STEP: tl.constexpr, W_HITS: tl.constexpr, W_WANTED: tl.constexpr,
 ):  # fmt: skip
-    """Stamp the slots of what one row's list names, and gather the blocks that have none, each once."""
-    unit, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Stamp the slots of what one row's list names, and gather the blocks that have none, each once; for one KV head
+    that has slots of its own, or for all of them."""
+    unit, row = tl.program_id(1) * UNITS // WIDE, tl.program_id(2).to(tl.int64)
+    own = tl.program_id(1) * HEADS // WIDE
+    slots += (layer * HEADS + own) * blocks
+    stamp += own * places
+    mark += own * blocks
+    missing += own * blocks
+    head += own * HEAD
     length = tl.load(lengths + row)
     now = tl.load(head + W_STEP) * layers + layer
     number = tl.program_id(0) * STEP + tl.arange(0, STEP)
@@ -122,7 +142,7 @@ def _want(
         page = first + more
         real = listed & (page * PAGE < length)
         block = tl.load(logical + row * logical_row + page, mask=real, other=0)
-        slot = tl.load(slots + base + block, mask=real, other=-1)
+        slot = tl.load(slots + block, mask=real, other=-1)
         here = real & (slot >= 0)
         before = tl.atomic_xchg(stamp + tl.where(here, slot, 0), now, mask=here)
         tl.atomic_add(head + W_HITS, tl.sum((here & (before != now)).to(tl.int32)))
@@ -136,14 +156,25 @@ def _want(
             tl.store(missing + place, block, mask=fresh)
 
 
-@triton.jit(do_not_specialize=["base", "layer", "layers"])
+@triton.jit(do_not_specialize=["layer", "layers", "blocks", "places"])
 def _take(
-    slots, cells, listed, holding, taken, stamp, missing, which, where, head, base, layer, layers,
-    FIFO: tl.constexpr, WIDTH: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr,
-    W_END: tl.constexpr, W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_WANTED: tl.constexpr,
+    slots, cells, listed, holding, taken, stamp, missing, which, where, head, layer, layers, blocks, places,
+    HEAD: tl.constexpr, FIFO: tl.constexpr, WIDTH: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr,
+    W_NEXT: tl.constexpr, W_END: tl.constexpr, W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_WANTED: tl.constexpr,
     W_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One program: the layer's misses take listed slots in order, passing over those that are used."""
+    """One program for a KV head, or for all: the layer's misses take listed slots in order, passing over those that are
+    used."""
+    own = tl.program_id(0)
+    base = (layer * tl.num_programs(0) + own) * blocks
+    listed += own * places
+    holding += own * places
+    taken += own * places
+    stamp += own * places
+    missing += own * blocks
+    which += own * blocks
+    where += own * blocks
+    head += own * HEAD
     now = tl.load(head + W_STEP) * layers + layer
     limit = now
     if not FIFO:
@@ -180,15 +211,19 @@ def _take(
         tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
 
 
-@triton.jit(do_not_specialize=["layer", "count", "microbatch"], do_not_specialize_on_alignment=["used", "ranked"])
+@triton.jit(
+    do_not_specialize=["layer", "count", "microbatch", "words"], do_not_specialize_on_alignment=["used", "ranked"]
+)
 def _follow(
-    used, ranked, reach, head, layer, count, microbatch,
-    WIDTH: tl.constexpr, LEAST: tl.constexpr, W_SHORT: tl.constexpr,
+    used, ranked, reach, head, layer, count, microbatch, words,
+    HEAD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr, W_SHORT: tl.constexpr,
 ):  # fmt: skip
     unit = tl.arange(0, WIDTH)
     blocks = tl.load(used + unit, mask=unit < count, other=0) * microbatch
     most = tl.max(tl.minimum(blocks, tl.load(ranked + unit, mask=unit < count, other=0)), 0)
-    came, before = tl.load(reach + layer), tl.load(head + W_SHORT)
+    at = tl.arange(0, HEADS) * HEAD + W_SHORT
+    short = tl.load(head + at, mask=at < words, other=0)
+    came, before = tl.load(reach + layer), tl.max(short & 1, 0) | tl.max(short & 2, 0)
     if most > came:
         tl.store(head + W_SHORT, before | 2)
     after = tl.where(most > came, 2 * came, tl.maximum(most + most // 2, came - came // 4))

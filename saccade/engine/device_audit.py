@@ -1,0 +1,89 @@
+"""Audits of recorded steps: kernels launched behind the step hold what its recording left in the tap against true
+attention, while the host settles the step and prepares the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from saccade.engine.audit import RowAudit
+from saccade.engine.device_rows import RowBuffers, Tap
+from saccade.engine.device_watch import PlacedRow
+from saccade.ops.triton.decode import Pages
+from saccade.ops.triton.truth import compare
+
+Placed = Sequence[PlacedRow | None]
+
+
+class StepAudits:
+    """The audits (``audits``, by request) of one step of ``placed`` rows, that has been launched. ``buffers``: those
+    of its rows, None where they have no tap; ``longest``: most keys of a row."""
+
+    def __init__(
+        self, placed: Placed, audits: Mapping[int, RowAudit], buffers: RowBuffers | None, longest: int
+    ) -> None:
+        self._tap = None if buffers is None else buffers.tap
+        self._buffers, self._longest = buffers, longest
+        rows = [(number, row, audits.get(row.scheduled.request_id)) for number, row in enumerate(placed) if row]
+        self._rows = [(number, row, audit) for number, row, audit in rows if audit is not None]
+        self._found: list[tuple[Tensor, list[tuple[RowAudit, int]]]] = []
+        self._failed: str | None = None
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        """Compute what was drawn. It fails no step: :meth:`settle` says what was left out."""
+        if self._tap is None or self._buffers is None:
+            return
+        asked: dict[tuple[float, float | None], list[tuple[list[int], RowAudit]]] = {}
+        for number, _, audit in self._rows:
+            for layer, heads in audit.drawn.items():
+                spec = self._tap.specs[layer]
+                if spec.sinks is None:
+                    same = asked.setdefault((spec.scale, spec.softcap), [])
+                    same += [([layer, number, head, spec.window or 0], audit) for head in heads]
+        try:
+            for (scale, softcap), listed in asked.items():
+                found = self._compare(self._tap, self._buffers, [place for place, _ in listed], scale, softcap)
+                counts: dict[int, tuple[RowAudit, int]] = {}
+                for _, audit in listed:
+                    counts[id(audit)] = audit, counts.get(id(audit), (audit, 0))[1] + 1
+                self._found.append((found, list(counts.values())))
+        except Exception as error:
+            self._failed = f"audit: a step's samples were left out: {type(error).__name__}: {error}"
+
+    def _compare(
+        self, tap: Tap, buffers: RowBuffers, listed: list[list[int]], scale: float, softcap: float | None
+    ) -> Tensor:
+        paged = next(row.kv.pool.storage for _, row, _ in self._rows)
+        places = torch.tensor(listed, dtype=torch.int32, device="cpu")
+        if tap.q.is_cuda:  # from other memory a copy would wait for the step
+            places = places.pin_memory()
+        pages = Pages(paged.k, paged.v, buffers.tables, buffers.inputs[3], self._longest)
+        return compare(
+            places.to(tap.q.device, non_blocking=True), tap.q, tap.out, tap.lse, pages, scale=scale, softcap=softcap
+        )
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """The step holds: count what was found, and the layers with sinks, which torch computes."""
+        for found, parts in self._found:
+            for (audit, _), own in zip(parts, found.split([count for _, count in parts])):
+                audit.audit.found(own, audit.whole)
+        for number, row, audit in self._rows:
+            if row.result.error is not None:
+                continue
+            if self._tap is None:
+                row.result.note("audit: steps whose keys may lie in host memory were left out")
+                continue
+            if self._failed is not None:
+                audit.audit.left_out += sum(map(len, audit.drawn.values()))
+                row.result.note(self._failed)
+                continue
+            for layer in audit.drawn:
+                spec = self._tap.specs[layer]
+                if spec.sinks is not None:
+                    kv = row.kv.view(layer).upto(row.scheduled.stop)
+                    q, out, lse = (part[layer, number] for part in self._tap[:3])
+                    row.result.note_of(audit.take(layer, q, out, lse, kv, spec))

@@ -1,0 +1,138 @@
+"""Tiers of a pool whose KV heads have slots of their own: a block that one of eight heads wants moves for that head.
+
+Head g of a slot holds a part of head g, and head g of a cell keeps one: each head has as many slots and cells as there
+are, and who leaves is decided head by head. So a ``Tiers`` for each head does what it does for all of them together;
+here they are asked in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from saccade.errors import SaccadeError
+from saccade.kv.hold import Hold, JointHold
+from saccade.kv.host import HostTier
+from saccade.kv.offers import Offers
+from saccade.kv.tier import Tier, TierCounts
+from saccade.kv.tiers import Tiers
+
+if TYPE_CHECKING:
+    from saccade.kv.blocks import BlockManager
+
+Array = np.ndarray[Any, Any]
+
+
+class HeadTiers:
+    """As ``Tiers``, over a pool with ``heads_apart`` and a HostTier with ``heads_apart``; SaccadeError for others.
+    ``slots``, ``withheld`` and ``room`` are those of each KV head, as the pool's blocks are; ``counts`` counts parts of
+    one KV head."""
+
+    def __init__(self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False) -> None:
+        if not isinstance(tier, HostTier) or tier.heads != pool.rows:
+            raise SaccadeError("KV heads have slots of their own only over a host tier that keeps them apart, too")
+        self.pool, self.tier, self.policy, self.debug = pool, tier, policy, debug
+        self.heads = pool.rows
+        self.each = [Tiers(pool, tier.of_head(head), policy, debug, head) for head in range(self.heads)]
+        self.guard = self.each[0].guard
+        self._offers: Offers | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.each[0].slots
+
+    @property
+    def parts(self) -> int:
+        return sum(one.slots for one in self.each)
+
+    @property
+    def withheld(self) -> int:
+        return max(one.withheld for one in self.each)
+
+    @property
+    def stored(self) -> int:
+        return sum(one.stored for one in self.each) // self.heads
+
+    @property
+    def room(self) -> int:
+        return min(one.room for one in self.each)
+
+    @property
+    def counts(self) -> TierCounts:
+        return self.tier.counts
+
+    def charge(self, change: int) -> None:
+        """See Tiers: slots of all heads together hold what is charged."""
+        for one in self.each:
+            one.charge(change)
+
+    def settle_charges(self) -> None:
+        """See Tiers."""
+        for one in self.each:
+            one.settle_charges()
+
+    def loose(self, layer: int, blocks: Array) -> int:
+        """See Tiers: the least of all heads."""
+        return min(one.loose(layer, blocks) for one in self.each)
+
+    def fetch(self, layer: int, blocks: Array, ahead: bool = False, heads: Sequence[Array] | None = None) -> Hold:
+        """See Tiers. ``heads``: of each KV head the blocks that are wanted, else ``blocks`` of all of them."""
+        holds: list[Hold] = []
+        try:
+            with self.pool.publishing_once():
+                for one, own in zip(self.each, [blocks] * self.heads if heads is None else heads):
+                    holds.append(one.fetch(layer, own, ahead))
+        except BaseException:
+            JointHold(holds).release()
+            raise
+        return JointHold(holds)
+
+    def opened(self, layers: slice, blocks: Array) -> None:
+        """See Tiers."""
+        for one in self.each:
+            one.opened(layers, blocks)
+
+    def sealed(self, layers: range, blocks: Array) -> None:
+        """See Tiers."""
+        for one in self.each:
+            one.sealed(layers, blocks)
+
+    def born(self, blocks: Sequence[int]) -> None:
+        """See Tiers."""
+        for one in self.each:
+            one.born(blocks)
+
+    def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array, row: int = 0) -> None:
+        """See Tiers."""
+        self.each[row].placed(layer, blocks, slots)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """See Tiers."""
+        for one in self.each:
+            one.forget(blocks)
+
+    def damaged(self, blocks: Array) -> bool:
+        """See Tiers."""
+        return any(one.damaged(blocks) for one in self.each)
+
+    def offer(self) -> Offers:
+        """See Tiers."""
+        if self._offers is None:
+            self._offers = Offers(self.each)
+        return self._offers
+
+    def numbers(self) -> dict[str, float]:
+        """See Tiers: slots and cells count parts of one KV head."""
+        counts, cells = self.counts.as_dict(), self.tier.cells * self.heads
+        return {
+            **counts,
+            "slots": self.parts,
+            "cells": cells,
+            "free_cells": sum(one.tier.free_cells for one in self.each),
+        }
+
+    def close(self) -> None:
+        """See Tiers."""
+        self.tier.close()

@@ -1,0 +1,142 @@
+"""True attention of single KV heads of a batch's rows, beside what a step gave for them: all places that audits drew of
+one step in two launches, read where queries, results and keys lie.
+
+A program reads one share of a place's keys, as decode does (``decode.py``); a second kernel merges the shares and
+compares. Products of bfloat16 queries and keys are exact, all else is float32. The sum of weight times norm of value is
+added up with the output.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.decode import Pages, even_splits
+
+KEYS = 32  # of a tile
+RESIDENT = 4  # programs on a processor
+TINY = torch.finfo(torch.float32).tiny
+
+
+def compare(
+    places: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pages: Pages,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """What steps lost at ``places`` int32 [n, 4]: layer, row, KV head and window, 0 for none. ``q``, ``out`` [layers,
+    rows, heads, head_dim] and ``lse`` fp32 [layers, rows, heads] are what attention was asked and gave, contiguous;
+    ``pages.tables`` int32 [layers, rows, kv_heads or 1, blocks] and ``lengths`` [rows].
+
+    Returns fp32 [n, 3]: retained mass, error of the output and the same scaled (``engine.audit``), means over the KV
+    head's query heads of values that are 1 at most; NaN where numbers are not finite."""
+    _, rows, heads, head_dim = q.shape
+    count, kv_heads = len(places), pages.k.shape[1]
+    group = heads // kv_heads
+    splits = even_splits(count, RESIDENT * processors(q.device), max(1, min(-(-pages.longest // (3 * KEYS)), 128)))
+    parts = torch.empty(count, splits, group, head_dim + 2, dtype=torch.float32, device=q.device)
+    found = torch.empty(count, 3, dtype=torch.float32, device=q.device)
+    sizes = {"GROUP": group, "GROUP_PAD": pad(group), "D": head_dim, "D_PAD": pad(head_dim)}
+    _parts[(splits, count)](
+        places, q, pages.k, pages.v, pages.tables, pages.lengths, parts, rows, *pages.tables.shape[2:], scale * LOG2E,
+        softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=KEYS, CAPPED=softcap is not None,
+        PRECISION=precision(q.dtype), num_warps=4, num_stages=2, **sizes,
+    )  # fmt: skip
+    _compare[(count,)](places, out, lse, parts, found, rows, splits, heads, TINY=TINY, num_warps=4, **sizes)
+    return found
+
+
+@triton.jit(do_not_specialize=["rows", "table_rows", "blocks"])
+def _parts(
+    places, q_ptr, k_pool, v_pool, tables, lengths, parts, rows, table_rows, blocks, scale_log2, softcap,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    split, place = tl.program_id(0), tl.program_id(1)
+    splits = tl.num_programs(0)
+    layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
+    kv_head, window = tl.load(places + place * 4 + 2), tl.load(places + place * 4 + 3)
+    length = tl.load(lengths + row).to(tl.int32)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    line = layer.to(tl.int64) * rows + row
+    table = tables + (line * table_rows + tl.where(table_rows > 1, kv_head, 0)) * blocks
+    member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
+    inside = (member[:, None] < GROUP) & (channel[None, :] < D)
+    head = (line * KV_HEADS + kv_head) * GROUP + member
+    q = tl.load(q_ptr + head[:, None] * D + channel[None, :], mask=inside, other=0.0)
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    weight = tl.zeros([GROUP_PAD], tl.float32)
+    scaled = tl.zeros([GROUP_PAD], tl.float32)
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    for tile in tl.range(split, tl.cdiv(length - first, KEYS), splits):
+        key = first + tile * KEYS + tl.arange(0, KEYS)
+        seen = key < length
+        offset = pool_rows(table, key, seen, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+        there = seen[:, None] & (channel[None, :] < D)
+        k = tl.load(k_pool + offset, mask=there, other=0.0)
+        v = tl.load(v_pool + offset, mask=there, other=0.0).to(tl.float32)
+        scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - anchor)
+        p = tl.exp2(scores - anchor[:, None])
+        norm = tl.sqrt(tl.sum(v * v, 1))
+        weight = weight * shrink + tl.sum(p, 1)
+        scaled = scaled * shrink + tl.sum(p * norm[None, :], 1)
+        acc = tl.dot(p, v, acc * shrink[:, None], input_precision="tf32x3")
+        top = higher
+    total = tl.where(weight == 0.0, 1.0, weight)
+    to = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
+    mine = member < GROUP
+    tl.store(to[:, None] + channel[None, :], acc / total[:, None], mask=inside)
+    tl.store(to + D, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)), mask=mine)
+    tl.store(to + D + 1, scaled / total, mask=mine)
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "heads"])
+def _compare(
+    places, out, lse, parts, found, rows, splits, heads,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
+    kv_head = tl.load(places + place * 4 + 2)
+    member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
+    mine = member < GROUP
+    inside = mine[:, None] & (channel[None, :] < D)
+    acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    weight = tl.zeros([GROUP_PAD], tl.float32)
+    scaled = tl.zeros([GROUP_PAD], tl.float32)
+    top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    for split in tl.range(0, splits):
+        at = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
+        log = tl.load(at + D, mask=mine, other=float("-inf"))
+        higher = tl.maximum(top, log)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, p = tl.exp2(top - anchor), tl.exp2(log - anchor)
+        acc = acc * shrink[:, None] + p[:, None] * tl.load(at[:, None] + channel[None, :], mask=inside, other=0.0)
+        scaled = scaled * shrink + p * tl.load(at + D + 1, mask=mine, other=0.0)
+        weight = weight * shrink + p
+        top = higher
+    total = tl.where(weight == 0.0, 1.0, weight)
+    true = acc / total[:, None]
+    head = (layer.to(tl.int64) * rows + row) * heads + kv_head * GROUP + member
+    given = tl.load(out + head[:, None] * D + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    off = tl.sqrt(tl.sum((given - true) * (given - true), 1))
+    norm, scale = tl.sqrt(tl.sum(true * true, 1)), scaled / total
+    error = off / tl.where(norm < TINY, TINY, norm)  # not maximum, which takes NaN for a small number
+    scaled = off / tl.where(scale < TINY, TINY, scale)
+    read = tl.load(lse + head, mask=mine, other=float("-inf"))
+    mass = tl.exp2(read * 1.4426950408889634 - (top + tl.log2(total)))
+    to = found + place * 3
+    tl.store(to, tl.sum(tl.where(mine, tl.where(mass > 1.0, 1.0, mass), 0.0)) / GROUP)
+    tl.store(to + 1, tl.sum(tl.where(mine, tl.where(error > 1.0, 1.0, error), 0.0)) / GROUP)
+    tl.store(to + 2, tl.sum(tl.where(mine, tl.where(scaled > 1.0, 1.0, scaled), 0.0)) / GROUP)
