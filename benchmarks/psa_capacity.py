@@ -24,7 +24,7 @@ TOKENS_A_WORD = 1.3
 HBM, MEMORY, FLOPS, LINK = 1.555e12 * 0.8, 40e9 * 0.9 - 2e9, 312e12 * 0.5, 32e9 * 0.8  # bytes, bytes/s, operations/s
 HOST = 96e9  # bytes of host memory for KV
 OVERHEAD = 2e-3  # seconds of an iteration that are neither bytes nor operations
-SUMMARY = 1 / 32  # of the KV: two vectors for 32 keys and values
+SUMMARY = 1 / 32  # of the KV: two vectors for the keys and values of 32 tokens
 ROOM = 0.75  # of the slots that working sets may fill (engine/batch_control.py)
 MOST = 256  # requests that run at once
 CHUNKS = (128, 512, 2048, 1 << 20)
@@ -57,6 +57,7 @@ class System:
     keys: float = 0.0
     pipelined: bool = True
     uneven: float = 1.0
+    summary: float = SUMMARY
 
 
 class Running:
@@ -81,7 +82,7 @@ def fits(model: Model, system: System, running: list[Running], new: Running) -> 
         return whole * model.token <= memory
     working = sum(min(one.prompt, system.keys) for one in (*running, new)) * system.uneven / ROOM
     prefilled = max([one.prompt for one in running if one.done < one.prompt] + [new.prompt])
-    return whole * model.token <= HOST and (working + prefilled + whole * SUMMARY) * model.token <= memory
+    return whole * model.token <= HOST and (working + prefilled + whole * system.summary) * model.token <= memory
 
 
 def seconds(
@@ -96,7 +97,7 @@ def seconds(
     work, moved = model.weights * (len(decoding) + rows), 0.0
     if system.keys:
         moved = (1 - hits) * read + rows
-        read += known * SUMMARY
+        read += known * system.summary
     if first is not None:
         work += 4 * model.width * rows * (first.done + rows / 2)
         read += first.done
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--hits", type=float, default=0.977, help="share of what a step reads that is on the GPU")
     parser.add_argument("--psa-keys", type=float, default=2110, help="measured, all eleven tasks")
     parser.add_argument("--arkvale-keys", type=float, default=2531)
+    parser.add_argument("--moments-keys", type=float, default=856, help="protocol B")
     parser.add_argument("--uneven", type=float, default=2.0, help="the greediest layer's keys over the mean layer's")
     options = parser.parse_args()
     psa = System("psa", options.psa_keys)
@@ -177,6 +179,7 @@ def main() -> None:
             psa,
             replace(psa, name="psa, not pipelined", pipelined=False),
             replace(psa, name="psa, a pool a layer", uneven=options.uneven),
+            System("psa, blocks of 16 by moments", options.moments_keys, summary=2 * SUMMARY),
             System("arkvale, paper's ratio", options.psa_keys * model.paper, pipelined=False),
         )
         base: list[float] = []
