@@ -11,7 +11,7 @@ from saccade.eval.figures import new_figure, styled
 from saccade.eval.summary import Cell, Group, Run, depth_table, position_scores
 
 # Okabe and Ito's colours, which eyes of every kind tell apart; dense is black, the oracle grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8A6D00", "#5B3FA0")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8A6D00", "#5B3FA0")
 _MARKERS = ("s", "^", "D", "v", "P", "X", "h", "p")
 _PLACES: dict[str, dict[str, Any]] = {  # of a question in its turn
     "begin": {"marker": "<", "color": "#0072B2"},
@@ -19,8 +19,8 @@ _PLACES: dict[str, dict[str, Any]] = {  # of a question in its turn
     "end": {"marker": ">", "color": "#D55E00"},
 }
 _LINES = {"A": "-", "B": "--", "C": "-", "D": ":"}  # of a protocol
-_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_STYLE = {
+TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,
@@ -44,7 +44,7 @@ def frontier(group: Group) -> str | None:
     if not panels:
         return None
     dense = next((cell.score for cell in group.overall if cell.run.policy == "dense"), None)
-    with styled(_STYLE):
+    with styled(STYLE):
         figure = new_figure(figsize=(6.4 * len(panels), 4.6))
         axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)
         for axis, (phase, cells) in zip(axes[0], panels):
@@ -57,7 +57,7 @@ def frontier(group: Group) -> str | None:
                 look = {"linewidth": 1.2, "capsize": 2.5, "linestyle": _LINES[curve[1]], **looks[curve[0]]}
                 axis.errorbar(x, y, yerr=[below, above], label=f"{curve[0]} ({curve[1]})", **look)
             sparsest = min(cell.density(phase) or 1.0 for cell in cells)
-            ticks = [tick for tick in _TICKS if tick >= sparsest / 2.1]
+            ticks = [tick for tick in TICKS if tick >= sparsest / 2.1]
             axis.set_xscale("log")
             axis.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
             axis.set_xticks([], minor=True)
@@ -69,7 +69,7 @@ def frontier(group: Group) -> str | None:
             axis.set_axisbelow(True)
         axes[0][0].set_ylabel("score")
         _legend(figure, axes[0])
-        return _svg(figure)
+        return svg(figure)
 
 
 def _floor(cells: Sequence[Cell], dense: float | None) -> float:
@@ -99,7 +99,7 @@ def depth_maps(group: Group, bins: int = 10) -> str | None:
     lengths = sorted({length for _, table in tables for length, _ in table})
     columns = min(3, len(tables))
     rows = -(-len(tables) // columns)
-    with styled(_STYLE):
+    with styled(STYLE):
         height = 0.9 + 0.34 * len(lengths)
         figure = new_figure(figsize=(4.3 * columns, height * rows + 0.4))
         axes = figure.subplots(rows, columns, squeeze=False)
@@ -119,7 +119,7 @@ def depth_maps(group: Group, bins: int = 10) -> str | None:
                     text = "–" if value is None else f"{100 * value:.0f}"
                     dark = value is not None and value < 0.55
                     axis.text(column, row, text, ha="center", va="center", fontsize=7.5, color="w" if dark else "k")
-            axis.set_yticks(range(len(lengths)), [_length(length) for length in lengths])
+            axis.set_yticks(range(len(lengths)), [in_k(length) for length in lengths])
             axis.set_xticks(range(bins), [f"{100 * depth // bins}" for depth in range(bins)])
             axis.tick_params(length=0, labelsize=8)
             for spine in axis.spines.values():
@@ -129,7 +129,7 @@ def depth_maps(group: Group, bins: int = 10) -> str | None:
             if at // columns == rows - 1 or at + columns >= len(tables):
                 axis.set_xlabel("depth in the context, % (bin's begin)", fontsize=8)
         figure.tight_layout(h_pad=1.4, w_pad=1.6)
-        return _svg(figure)
+        return svg(figure)
 
 
 def positions(group: Group) -> str | None:
@@ -139,7 +139,7 @@ def positions(group: Group) -> str | None:
     shown = [(run, scores) for run in group.runs if run.policy != "dense" and len(scores := position_scores(run)) > 1]
     if len(dense) < 2 or not shown:
         return None
-    with styled(_STYLE):
+    with styled(STYLE):
         figure = new_figure(figsize=(9.5, 1.5 + 0.36 * len(shown)))
         axis = figure.subplots()
         axis.axvline(0, color="#111111", linewidth=1, linestyle="--")
@@ -156,7 +156,7 @@ def positions(group: Group) -> str | None:
         axis.grid(axis="x", color="#e6e6e6", linewidth=0.7)
         axis.set_axisbelow(True)
         _legend(figure, [axis])
-        return _svg(figure)
+        return svg(figure)
 
 
 def _looks(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -165,8 +165,8 @@ def _looks(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     looks: dict[str, dict[str, Any]] = {"dense": {"color": "#111111", "marker": "*", "markersize": 9}, "topk": ring}
     others = [method for method in dict.fromkeys(run.method for run in runs) if method not in looks]
     for at, method in enumerate(others):
-        turn = at // len(_COLOURS)  # each time round, colours meet other markers
-        colour, marker = _COLOURS[at % len(_COLOURS)], _MARKERS[(at + turn) % len(_MARKERS)]
+        turn = at // len(COLOURS)  # each time round, colours meet other markers
+        colour, marker = COLOURS[at % len(COLOURS)], _MARKERS[(at + turn) % len(_MARKERS)]
         looks[method] = {"color": colour, "marker": marker, "markersize": 7}
     return looks
 
@@ -191,11 +191,11 @@ def _short(policy: str, most: int) -> str:
     return policy if len(policy) <= most else policy[: most - 1] + "…"
 
 
-def _length(length: int) -> str:
+def in_k(length: int) -> str:
     return f"{length // 1024}K" if length % 1024 == 0 else str(length)
 
 
-def _svg(figure: Any) -> str:
+def svg(figure: Any) -> str:
     """The figure as an ``<svg>`` element without prologue, the same text for the same figure."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

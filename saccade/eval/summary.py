@@ -107,23 +107,23 @@ class Cell:
     @property
     def percent(self) -> float | None:
         """Of the dense score over the same samples."""
-        dense = _mean([other for _, other in self._pairs])
-        return 100 * sum(own for own, _ in self._pairs) / len(self._pairs) / dense if dense else None
+        dense = _mean([other for _, other in self.pairs])
+        return 100 * sum(own for own, _ in self.pairs) / len(self.pairs) / dense if dense else None
 
     @cached_property
     def difference(self) -> Interval | None:
         """Score minus dense over samples that both have, with its paired 95 % interval."""
-        if not self._pairs:
+        if not self.pairs:
             return None
-        own, dense = zip(*self._pairs)
+        own, dense = zip(*self.pairs)
         return paired_difference(own, dense)
 
     @cached_property
     def chance(self) -> float | None:
         """McNemar's p over the samples that one of the two answered wholly right and the other not."""
-        if not self._pairs:
+        if not self.pairs:
             return None
-        own, dense = ([float(score > _RIGHT) for score in side] for side in zip(*self._pairs))
+        own, dense = ([float(score > _RIGHT) for score in side] for side in zip(*self.pairs))
         return mcnemar(own, dense)
 
     @property
@@ -133,7 +133,7 @@ class Cell:
 
     @property
     def paired(self) -> int:
-        return len(self._pairs)
+        return len(self.pairs)
 
     @property
     def seconds(self) -> float | None:
@@ -182,7 +182,8 @@ class Cell:
         return [row for row in self.rows if row["score"] is not None]
 
     @cached_property
-    def _pairs(self) -> list[tuple[float, float]]:
+    def pairs(self) -> list[tuple[float, float]]:
+        """(own, dense's) score of every sample that both have."""
         other = {row_id: row["score"] for row_id, row in self.base.items()}
         return [(row["score"], other[row["id"]]) for row in self._scored if other.get(row["id"]) is not None]
 

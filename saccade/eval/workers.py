@@ -1,4 +1,4 @@
-"""Answering samples one after the other, or in several processes; answers come in the samples' order either way."""
+"""Work on a model one item after the other, or in several processes; results come in the items' order either way."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
@@ -20,6 +21,8 @@ from saccade.eval.setting import Setting, load
 from saccade.llm import LLM
 
 Answer = tuple[dict[str, Any], dict[str, float]]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _AHEAD = 3  # samples given out per worker: enough that none waits for a slow neighbour, few enough to hold in memory
 
 
@@ -28,20 +31,28 @@ def answers_in_order(
 ) -> Iterator[Answer]:
     """``answer`` of each sample. With more than one worker each process loads ``model`` for itself; samples share
     nothing, so the answers are the same. Raises RequestError for ``workers`` below 1."""
+    return in_order(partial(_answer, setting=setting), samples, llm, model, workers)
+
+
+def in_order(
+    work: Callable[[LLM, Item], Result], items: Sequence[Item], llm: LLM, model: EngineConfig, workers: int = 1
+) -> Iterator[Result]:
+    """``work(llm, item)`` of each item, in order. ``work`` and items must pickle where there are ``workers``; each
+    loads ``model`` for itself. Raises RequestError for ``workers`` below 1, and what ``work`` raises."""
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise RequestError(f"workers={workers!r} must be an integer >= 1")
-    if workers == 1 or len(samples) < 2:
-        yield from (answer(llm, sample, setting) for sample in samples)
+    if workers == 1 or len(items) < 2:
+        yield from (work(llm, item) for item in items)
         return
     # The same rounding as here: sums depend on how many threads share them.
     alike = replace(model, threads=model.threads or _threads())
     context = multiprocessing.get_context("spawn")
     begin = (alike, os.getpid())
-    with ProcessPoolExecutor(min(workers, len(samples)), context, initializer=_begin, initargs=begin) as pool:
-        given: deque[Future[Answer]] = deque()
+    with ProcessPoolExecutor(min(workers, len(items)), context, initializer=_begin, initargs=begin) as pool:
+        given: deque[Future[Result]] = deque()
         try:
-            for sample in samples:
-                given.append(pool.submit(_answer, sample, setting))
+            for item in items:
+                given.append(pool.submit(_do, work, item))
                 if len(given) == _AHEAD * workers:
                     yield given.popleft().result()
             while given:
@@ -66,9 +77,13 @@ def _follow(parent: int) -> None:
     os._exit(1)
 
 
-def _answer(sample: Sample, setting: Setting) -> Answer:
+def _do(work: Callable[[LLM, Item], Result], item: Item) -> Result:
     assert _llm is not None
-    return answer(_llm, sample, setting)
+    return work(_llm, item)
+
+
+def _answer(llm: LLM, sample: Sample, setting: Setting) -> Answer:
+    return answer(llm, sample, setting)
 
 
 def _threads() -> int:

@@ -1,0 +1,98 @@
+"""``saccade eval board``: every method at equal keys, equal bytes and equal recall, sorted by what a user loses."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from saccade.cli.options import say_device, takes_engine
+
+if TYPE_CHECKING:
+    from saccade.engine.config import EngineConfig
+
+
+@takes_engine(model="reference")
+def board(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="4K, two budgets, four tasks, a sample of each: a few minutes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="2K to 32K, five budgets, 20 samples, oracles of prefill.")
+    ] = False,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", help="Rank this method alone; may be given several times.")
+    ] = None,
+    budget: Annotated[
+        list[float] | None,
+        typer.Option("--budget", help="Share of the keys that dense reads; may be given several times."),
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option("--length", help="Tokens; may be given several times.")] = None,
+    protocol: Annotated[list[str] | None, typer.Option("--protocol", help="B or D; both if it is not given.")] = None,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task; may be given several times.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", help="Samples of each task and length.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Answer the first N of them for now; a later call goes on.")
+    ] = None,
+    recall: Annotated[
+        int | None, typer.Option("--recall", help="Samples of each task whose true attention is computed too; 0: none.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Begin nothing more after so long, and write what is finished.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", help="Rows that run side by side, each with a model of its own.")
+    ] = 1,
+    mix: Annotated[
+        bool, typer.Option("--mix", help="Continue results that other versions, commits or machines began.")
+    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("board"),
+    *,
+    config: EngineConfig,
+) -> None:
+    """Rank every method that applies by what a user loses, at equal keys, equal bytes and equal recall.
+
+    A killed run goes on where it was. The page is OUT/board.html, beside it board.json and board.md.
+    """
+    from saccade.errors import RequestError
+    from saccade.eval.board import grid as grids
+    from saccade.eval.board import play
+    from saccade.eval.board.page import write_board
+    from saccade.eval.setting import load
+
+    if quick and full:
+        raise RequestError("--quick and --full are different grids; give one of them")
+    if seconds is not None and seconds <= 0:
+        raise RequestError(f"seconds={seconds!r} must be above 0")
+    if limit is not None and limit < 1:
+        raise RequestError(f"limit={limit!r} must be an integer >= 1: samples of each task and length")
+    begun = time.monotonic()
+    base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
+    grid = base.changed(budget, length, protocol, samples, task, recall, method)
+    data = play.prepare_data(grid, str(config.model), out / "data")
+    until = None if seconds is None else begun + seconds
+    what = play.Play(grid, config, out / "results", mix, limit, until)
+    todo = play.jobs(grid, data)
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    llm = say_device(load(config))
+    placed = [one for ones in play.play(todo, llm, what, workers, note) for one in ones]
+    missing = sum(play.wanted(job, grid) for job in todo) - len(placed)
+    for file in write_board(placed, grid, out, shlex.join(["saccade", *_shown(sys.argv[1:])]), missing):
+        print(file)
+
+
+def _shown(words: list[str]) -> list[str]:
+    """The command without where it wrote."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word not in ("--out", "-o") and not word.startswith("--out="):
+            kept.append(word)
+        skip = not skip and word in ("--out", "-o")
+    return kept

@@ -1,0 +1,73 @@
+"""How much of the board is run: the fixed grid, which rows of different models share, a quick one, and a full one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from saccade.errors import RequestError
+from saccade.eval.board.entries import ENTRIES, Entry
+
+PROTOCOLS = ("B", "D")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``budgets``: shares of the keys that dense attention reads; ``samples`` of each task and length; ``recall``:
+    samples of each task whose attention is compared with the true one."""
+
+    budgets: tuple[float, ...] = (0.05, 0.1, 0.25)
+    lengths: tuple[int, ...] = (4096, 16384)
+    protocols: tuple[str, ...] = PROTOCOLS
+    samples: int = 4
+    tasks: tuple[str, ...] = ("all",)
+    recall: int = 1
+    entries: tuple[Entry, ...] = tuple(entry for entry in ENTRIES if not entry.slow)
+
+    def changed(
+        self,
+        budgets: Sequence[float] | None = None,
+        lengths: Sequence[int] | None = None,
+        protocols: Sequence[str] | None = None,
+        samples: int | None = None,
+        tasks: Sequence[str] | None = None,
+        recall: int | None = None,
+        methods: Sequence[str] | None = None,
+    ) -> Grid:
+        """The grid with what is given in the place of its own. RequestError for a value that cannot be run."""
+        for budget in budgets or ():
+            if not 0 < budget < 1:
+                raise RequestError(f"budget={budget!r} must be above 0 and below 1: a share of the keys dense reads")
+        for letter in protocols or ():
+            if letter not in PROTOCOLS:
+                raise RequestError(f"protocol={letter!r} is not on the board; known: {', '.join(PROTOCOLS)}")
+        if samples is not None and samples < 1:
+            raise RequestError(f"samples={samples!r} must be an integer >= 1")
+        if recall is not None and recall < 0:
+            raise RequestError(f"recall={recall!r} must be an integer >= 0")
+        return replace(
+            self,
+            budgets=tuple(sorted(set(budgets))) if budgets else self.budgets,
+            lengths=tuple(sorted(set(lengths))) if lengths else self.lengths,
+            protocols=tuple(sorted(set(protocols))) if protocols else self.protocols,
+            samples=self.samples if samples is None else samples,
+            tasks=tuple(tasks) if tasks else self.tasks,
+            recall=self.recall if recall is None else recall,
+            entries=named(methods) if methods else self.entries,
+        )
+
+
+def named(methods: Sequence[str]) -> tuple[Entry, ...]:
+    """The rows of the methods named, in the board's order; a name is a row's, or a method's for
+    all its rows but slow ones. RequestError for one that is not on the board."""
+    known = {entry.name for entry in ENTRIES} | set().union(*(entry.methods for entry in ENTRIES))
+    unknown = next((name for name in methods if name not in known), None)
+    if unknown is not None:
+        raise RequestError(f"method '{unknown}' is not on the board; known: {', '.join(sorted(known))}")
+    wanted = set(methods)
+    return tuple(entry for entry in ENTRIES if entry.name in wanted or (entry.methods & wanted and not entry.slow))
+
+
+FIXED = Grid()
+QUICK = Grid((0.1, 0.25), (4096,), samples=1, tasks=("single", "multikey", "vt", "span_copy"))
+FULL = Grid((0.02, 0.05, 0.1, 0.25, 0.5), (2048, 4096, 8192, 16384, 32768), samples=20, entries=ENTRIES)

@@ -1,0 +1,270 @@
+"""The board as one HTML page with nothing from outside, the same as JSON, and its tables as Markdown."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from saccade.errors import RequestError
+from saccade.eval import figures
+from saccade.eval.board.entries import EXCLUDED, KINDS
+from saccade.eval.board.grid import Grid
+from saccade.eval.board.matching import MATCHED
+from saccade.eval.board.pictures import marker, panels
+from saccade.eval.board.play import Placed
+from saccade.eval.board.rows import RECALLS, Equal, Row, equal_bytes, equal_recall, fold
+from saccade.eval.plots import in_k
+from saccade.eval.stats import Interval
+from saccade.eval.summary import Run
+from saccade.files import write_text
+
+PROTOCOLS = {
+    "B": "Dense prefill of the context; question and answer run as decode steps by the method.",
+    "D": "Sparse prefill and sparse decode. Decode methods follow a prefill by flexprefill at its "
+    "defaults; prefill methods are followed by the exact top-k at the budget, so that what is lost is theirs.",
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table as text. ``worse``: its whole interval lies below dense."""
+
+    name: str
+    cells: tuple[str, ...]
+    kind: str = ""
+    worse: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """``more``: how many of the last columns small screens leave out."""
+
+    title: str
+    head: tuple[str, ...]
+    lines: tuple[Line, ...]
+    said: str = ""
+    more: int = 0
+
+
+def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = "", missing: int = 0) -> list[Path]:
+    """Write board.html, board.json and board.md to ``out`` and return their paths. Without matplotlib the page has its
+    tables and no figures. ``missing``: settings that are not finished. RequestError where nothing is, or
+    ``out`` cannot be written."""
+    if all(one.folder is None for one in placed):
+        raise RequestError("nothing of the board is finished yet; the same command goes on where it stopped")
+    lengths = sorted({one.length for one in placed})
+    rows = fold(placed, lengths)
+    sections = [_section(rows, letter, grid, lengths) for letter in grid.protocols]
+    about = _about(placed, command, missing)
+    files = {
+        "board.html": _page(sections, about, rows),
+        "board.json": json.dumps(_plain(rows, grid, about), indent=1, ensure_ascii=False) + "\n",
+        "board.md": _markdown(sections, about),
+    }
+    for name, text in files.items():
+        write_text(out / name, text)
+    return [out / name for name in files]
+
+
+def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int]) -> dict[str, Any]:
+    own = [row for row in rows if row.protocol == letter]
+    tables = [_budget_table(own, budget, lengths) for budget in grid.budgets]
+    fixed = [row for row in own if row.budget is None]
+    if fixed:
+        tables.append(
+            Table("The same at every budget", _head(lengths), tuple(_line(row, lengths) for row in fixed), "", 2)
+        )
+    others = [
+        _equal_table(f"At equal bytes: {100 * x:g} % of what dense reads", ones, "between the two settings around it")
+        for x, ones in equal_bytes(rows, letter, grid.budgets).items()
+        if ones
+    ]
+    others += [
+        _equal_table(f"At equal recall: {100 * x:g} % of the attention's mass", ones, "fewest keys first")
+        for x, ones in equal_recall(rows, letter).items()
+        if ones
+    ]
+    drawn = figures.available()
+    shown = [one for phase in ("decode", "prefill") for one in (panels(rows, letter, phase) if drawn else ())]
+    names = list(dict.fromkeys(row.entry.name for row in own if row.parts))
+    return {
+        "letter": letter,
+        "said": PROTOCOLS[letter],
+        "tables": tables,
+        "others": others,
+        "panels": shown,
+        "names": names,
+    }
+
+
+def _head(lengths: Sequence[int]) -> tuple[str, ...]:
+    return (
+        "points lost [95 %]",
+        *(f"at {in_k(length)}" for length in lengths),
+        "keys read",
+        "bytes read",
+        "recall",
+        *("p (McNemar)", "setting"),
+    )
+
+
+def _budget_table(rows: Sequence[Row], budget: float, lengths: Sequence[int]) -> Table:
+    own = [row for row in rows if row.budget == budget]
+    off = sum(not row.matched for row in own)
+    said = f"{len(own) - off} methods within {100 * MATCHED:g} % of the budget"
+    said += f"; {off} below them could not be set to read that many keys, so no rank is theirs." if off else "."
+    lines = tuple(_line(row, lengths) for row in own)
+    return Table(f"At equal keys: {100 * budget:g} % of what dense reads", _head(lengths), lines, said, 2)
+
+
+def _line(row: Row, lengths: Sequence[int]) -> Line:
+    parts = [row.parts.get(length) for length in lengths]
+    chances = [part.cell.chance for part in parts if part is not None and part.cell.chance is not None]
+    settings = dict.fromkeys(part.policy for part in parts if part is not None)
+    cells = (
+        _lost(row.loss),
+        *("–" if part is None else _mean_lost(part.cell.difference) for part in parts),
+        _share(row.keys),
+        _share(row.read),
+        "–" if row.recall is None else f"{100 * row.recall:.1f} %",
+        f"{min(chances):.2g}" if chances else "–",
+        "; ".join(settings) or "; ".join(row.errors) or "not finished",
+    )
+    note = ""
+    if row.errors:
+        note = row.errors[0]
+    elif not row.complete:
+        note = "not finished at every length"
+    elif row.budget is not None and not row.matched:
+        note = "off the budget"
+    return Line(row.entry.name, cells, row.entry.kind, row.loss is not None and row.loss.high < 0, note)
+
+
+def _equal_table(title: str, ones: Sequence[Equal], said: str) -> Table:
+    lines = tuple(
+        Line(one.entry.name, (_lost(one.loss), _share(one.keys)), one.entry.kind, one.loss.high < 0) for one in ones
+    )
+    return Table(title, ("points lost [95 %]", "keys read"), lines, said)
+
+
+def _lost(loss: Interval | None) -> str:
+    if loss is None:
+        return "–"
+    return f"{_points(-loss.mean)} [{_points(-loss.high)}, {_points(-loss.low)}]"
+
+
+def _mean_lost(loss: Interval | None) -> str:
+    return "–" if loss is None else _points(-loss.mean)
+
+
+def _points(value: float) -> str:
+    text = f"{100 * value:.1f}"
+    return "0.0" if text == "-0.0" else text
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any]:
+    first = next(one.folder for one in placed if one.folder is not None)
+    run = Run.load(first)
+    config, machine = run.config, run.config["machine"]
+    counts = {len(Run.load(one.folder).rows) for one in placed if one.folder is not None and one.name == "dense"}
+    commit = (config["commit"] or "no commit")[:12]
+    lines = [
+        f"{Path(config['model']['name']).name}, weights {config['model']['weights_sha256'][:12]}, "
+        f"{config['model']['dtype']}; {len(run.tasks)} tasks, {' or '.join(map(str, sorted(counts)))} samples a "
+        f"length; saccade {config['versions']['saccade']} at {commit}, torch {config['versions']['torch']}; "
+        f"{machine['processor']}, {machine['cores']} cores.",
+    ]
+    lines += [f"{missing} settings are not finished; the same command goes on with them."] if missing else []
+    return {
+        "lines": lines,
+        "command": command,
+        "tasks": run.tasks,
+        "config": {name: config[name] for name in ("versions", "commit", "machine")},
+        "weights": config["model"]["weights_sha256"],
+        "dtype": config["model"]["dtype"],
+    }
+
+
+def _made(about: dict[str, Any]) -> list[str]:
+    return [f"Made by `{about['command']}`."] if about["command"] else []
+
+
+HOW = (
+    "Points lost: dense's score minus the method's over the same samples, with the paired 95 % bootstrap interval. "
+    "Rows are sorted by it, the least first; equal losses by keys read. Every method has one option, its dial, which "
+    "was turned until the keys that it read on the first sample of each task met the budget; the keys in a row are "
+    "those of all its samples.",
+    "Bytes are keys, values, keys scored exactly and block summaries or labels, over what dense reads; – where the "
+    "size of what stands for keys is not known. In prefill they are products, not traffic. Tables at equal bytes and "
+    "equal recall take the straight line between a method's two nearest budgets, sample by sample, and nothing beyond.",
+    "Recall is the mean share of the true softmax weight that lay on keys read, over layers, heads and rows of the "
+    "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths.",
+    "A small model's scores rank methods; they predict no large model's.",
+)
+
+
+def _page(sections: Sequence[dict[str, Any]], about: dict[str, Any], rows: Sequence[Row]) -> str:
+    here = jinja2.Environment(
+        loader=jinja2.PackageLoader("saccade.eval", ""), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    names = list(dict.fromkeys(row.entry.name for row in rows))
+    drawn = figures.available()
+    markers = {name: base64.b64encode(marker(name).encode()).decode() for name in names} if drawn else {}
+    page = here.get_template("board/board.html.jinja").render(
+        sections=sections,
+        about=about,
+        how=HOW,
+        kinds=KINDS,
+        excluded=EXCLUDED,
+        numbers={name: number for number, name in enumerate(names)},
+        markers=markers,
+        missing="" if drawn else figures.MISSING,
+    )
+    return page + "\n"
+
+
+def _plain(rows: Sequence[Row], grid: Grid, about: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: list(getattr(grid, name)) for name in ("budgets", "lengths", "protocols")}
+    equal: dict[str, Any] = {"bytes": [], "recall": []}
+    for letter in grid.protocols:
+        for ones in equal_bytes(rows, letter, grid.budgets).values():
+            equal["bytes"] += [one.as_dict() for one in ones]
+        for ones in equal_recall(rows, letter).values():
+            equal["recall"] += [one.as_dict() for one in ones]
+    return {
+        "about": {key: value for key, value in about.items() if key != "lines"},
+        "grid": {**shown, "samples": grid.samples, "recall_samples": grid.recall, "recalls": list(RECALLS)},
+        "rows": [row.as_dict() for row in rows],
+        "equal": equal,
+    }
+
+
+def _markdown(sections: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
+    parts = ["# The board\n", *(f"{line}\n" for line in (*about["lines"], *_made(about), *HOW))]
+    for section in sections:
+        parts += [f"## Protocol {section['letter']}\n", f"{section['said']}\n"]
+        for table in (*section["tables"], *section["others"]):
+            head = ["method", *table.head, "note"]
+            body = [
+                [
+                    f"`{line.name}`",
+                    *line.cells,
+                    ", ".join(one for one in (line.kind, line.note) if one != "method" and one),
+                ]
+                for line in table.lines
+            ]
+            lines = [head, ["---", *["---:"] * len(table.head), "---"], *body]
+            text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+            parts += [f"### {table.title}\n", *([f"{table.said}\n"] if table.said else []), text + "\n"]
+    return "\n".join(parts)

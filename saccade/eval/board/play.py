@@ -1,0 +1,197 @@
+"""Running the board: every row's dial is turned until it reads what the budget says, then its samples are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from saccade.engine.config import EngineConfig
+from saccade.errors import SaccadeError
+from saccade.eval.board.entries import Entry
+from saccade.eval.board.grid import Grid
+from saccade.eval.board.matching import distance, nearest
+from saccade.eval.micro import micro_samples, micro_table
+from saccade.eval.predict import Setting, predict, take
+from saccade.eval.results import read_json, write_json
+from saccade.eval.runner import Note, data_name, given_by, prepare
+from saccade.eval.score import score_folder
+from saccade.eval.setting import sparse_in
+from saccade.eval.summary import Group, Run
+from saccade.eval.workers import in_order
+from saccade.llm import LLM
+from saccade.methods.policy import Policy
+
+RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
+_ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the board under one protocol at one length, for all budgets. ``name``: of the ENTRIES."""
+
+    entry: Entry | None  # None: dense
+    protocol: str
+    length: int
+    data: Path
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A setting that was run for a budget (None: the same at all). ``folder``: its results; ``error``: why there are
+    none."""
+
+    name: str
+    protocol: str
+    length: int
+    budget: float | None
+    policy: str
+    folder: Path | None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Play:
+    """What every job needs, as plain data that pickles. ``until``: when no more is begun, on ``monotonic``'s clock."""
+
+    grid: Grid
+    model: EngineConfig
+    results: Path
+    mix: bool = False
+    limit: int | None = None
+    until: float | None = None
+
+    @property
+    def late(self) -> bool:
+        return self.until is not None and monotonic() > self.until
+
+
+class _Late(Exception):
+    pass
+
+
+def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:
+    """The samples of each length, a file each. RequestError as ``runner.prepare``."""
+    tasks = ["facts:all"] if model == "retriever" and grid.tasks == ("all",) else list(grid.tasks)
+    made = {}
+    for length in grid.lengths:
+        name = "board-" + data_name("core", ("all",) if tasks == ["all"] else tasks, [length], grid.samples, seed)
+        made[length] = prepare(out, tasks, [length], grid.samples, seed, name=name, given=given_by(model))
+    return made
+
+
+def jobs(grid: Grid, data: dict[int, Path]) -> list[Job]:
+    """Dense of both kinds first, then every row; long contexts first, so that no worker ends with one alone."""
+    rows: list[Job] = []
+    for length in sorted(grid.lengths, reverse=True):
+        for letter in grid.protocols:
+            rows.append(Job(None, letter, length, data[length]))
+            rows += [Job(entry, letter, length, data[length]) for entry in grid.entries if entry.serves(letter)]
+    return sorted(rows, key=lambda job: job.entry is not None)
+
+
+def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:
+    """Run jobs, side by side with ``workers``; what a job placed comes as it ends. What lies in the results already is
+    used again. Jobs that ``play.until`` cut off give what they had finished."""
+    work = _Work(play)
+    for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers)):
+        name = job.entry.name if job.entry else "dense"
+        note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job, play.grid)} settings")
+        yield placed
+
+
+@dataclass(frozen=True)
+class _Work:
+    play: Play
+
+    def __call__(self, llm: LLM, job: Job) -> list[Placed]:
+        return list(_run(llm, job, self.play))
+
+
+def wanted(job: Job, grid: Grid) -> int:
+    return len(grid.budgets) if job.entry is not None and job.entry.dial is not None else 1
+
+
+def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
+    def placed(policy: str, budget: float | None, folder: Path | None, error: str | None = None) -> Placed:
+        name = job.entry.name if job.entry else "dense"
+        return Placed(name, job.protocol, job.length, budget, policy, folder, error)
+
+    entry = job.entry
+    try:
+        if entry is None:
+            yield placed("dense", None, _answer(llm, job, play, Policy()))
+            return
+        if entry.dial is None:
+            policy = entry.policy(job.protocol, 1.0, None)
+            yield placed(policy.text, None, _answer(llm, job, play, policy))
+            return
+        values = entry.dial.values(job.length)
+        seen: dict[int, float] = {}
+        for budget in play.grid.budgets:
+            policies = [entry.policy(job.protocol, budget, value) for value in values]
+
+            def measure(at: int, policies: list[Policy] = policies) -> float:
+                if at not in seen:
+                    run = Run.load(_answer(llm, job, play, policies[at], probe=True))
+                    seen[at] = _density(run, entry.phase)
+                return seen[at]
+
+            first = entry.dial.first(budget, job.length)
+            if entry.dial.guess is None and seen:
+                first = min(seen, key=lambda at: distance(seen[at], budget))
+            try:
+                found = nearest(len(values), measure, budget, first, entry.dial.step)
+                policy = policies[found.at]
+                yield placed(policy.text, budget, _answer(llm, job, play, policy))
+            except SaccadeError as error:
+                yield placed(policies[first].text, budget, None, " ".join(str(error).split()))
+    except _Late:
+        return
+
+
+def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False) -> Path:
+    """The result folder of a policy, answered and scored; with what it keeps of the attention, unless it is a probe of
+    the first sample of each task."""
+    letter = "B" if job.protocol == "B" and not sparse_in("prefill", policy) else "A"
+    setting = Setting(policy, letter)
+    if play.late:
+        raise _Late
+    limit = 1 if probe else play.limit
+    folder = predict(job.data, llm, play.model, setting, play.results, limit=limit, mix=play.mix, progress=_stop(play))
+    score_folder(folder, job.data)
+    if job.entry is not None and job.entry.kind != "lossless" and play.grid.recall and not probe:
+        _keep(folder, llm, job, setting, play)
+    return folder
+
+
+def _stop(play: Play) -> Any:
+    """Between two samples: what is finished is written, and the next call goes on there."""
+
+    def say(done: int, whole: int) -> None:
+        if play.late and done < whole:
+            raise _Late
+
+    return say
+
+
+def _keep(folder: Path, llm: LLM, job: Job, setting: Setting, play: Play) -> None:
+    """Write the mean share of the true attention's mass that was kept, by phase, over layers, heads, steps, samples."""
+    if (folder / RECALL).is_file() and read_json(folder / RECALL)["samples"] >= play.grid.recall:
+        return
+    records = list(micro_samples(llm, take(job.data, play.grid.recall), setting, rows=_ROWS))
+    kept = {row["phase"]: row["mass"] for row in micro_table(records, ("phase",))}
+    write_json(folder / RECALL, {"samples": play.grid.recall, "rows": _ROWS, **kept})
+
+
+def _density(run: Run, phase: str) -> float:
+    """Of the first samples alone, so that a search takes the same way when the folder holds more. SaccadeError, with
+    what a sample says, where nothing ran."""
+    first = min((row["index"] for row in run.rows.values()), default=0)
+    cell = Group([run]).cell(run, lambda row: row["index"] == first)
+    density = cell.density(phase)
+    if density is None:
+        raise SaccadeError(next((row["error"] for row in cell.rows if row["error"]), "no sample was answered"))
+    return density

@@ -1,0 +1,270 @@
+"""The board: settings that read alike, what is lost between them, and a page of every row, the least lost first."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from math import exp, log
+
+import pytest
+from test_eval_report import config, row, write
+from tiny_models import one_thread  # noqa: F401 - a fixture
+
+from saccade.cli.main import main
+from saccade.engine.config import EngineConfig
+from saccade.eval.board import grid as grids
+from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
+from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
+from saccade.eval.board.page import write_board
+from saccade.eval.board.pictures import look
+from saccade.eval.board.play import Placed, Play, jobs, play, prepare_data
+from saccade.eval.board.rows import equal_bytes, equal_recall, fold
+from saccade.eval.setting import load
+from saccade.methods.registry import AROUND, METHODS, MODIFIERS
+
+
+def test_every_registered_method_is_ranked_or_says_why_not():
+    ranked = set().union(*(entry.methods for entry in ENTRIES))
+    assert ranked | EXCLUDED.keys() == {*METHODS, *MODIFIERS, *AROUND}
+    assert not ranked & EXCLUDED.keys()
+    fixed = [entry for entry in grids.FIXED.entries if entry.kind in ("method", "baseline") and entry.dial]
+    assert len(set().union(*(entry.methods for entry in fixed))) >= 20
+    assert {"oracle", "lossless", "certified"} <= {entry.kind for entry in grids.FIXED.entries} <= set(KINDS)
+    assert (len(grids.FIXED.budgets), grids.FIXED.lengths, grids.FIXED.protocols, grids.FIXED.samples) == (
+        3, (4096, 16384), ("B", "D"), 4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [256, 16384])
+def test_every_setting_of_a_dial_is_a_policy_that_serves_its_protocol(length):
+    for entry in ENTRIES:
+        for letter in filter(entry.serves, "BD"):
+            values = [None] if entry.dial is None else entry.dial.values(length)
+            policies = {entry.policy(letter, 0.1, value).text for value in values}
+            assert len(policies) == len(values) == len(set(values))
+            if letter == "B":
+                assert all(
+                    entry.policy(letter, 0.1, value).prefill.name == "dense" for value in (values[0], values[-1])
+                )
+        assert entry.serves("B") or entry.serves("D")
+
+
+def test_no_two_rows_share_a_marker():
+    looks = [look(entry.name) for entry in ENTRIES]
+    assert len({(one["marker"], one["markerfacecolor"] == "none") for one in looks}) == len(ENTRIES)
+
+
+DENSITIES = {
+    "as the option": lambda at: 0.002 * 1.06**at,
+    "a little more than the option": lambda at: 0.01 + 0.003 * 1.06**at,
+    "slow, then steep": lambda at: 1 / (1 + exp(-(at - 70) / 6)),
+    "a floor, then a rise": lambda at: max(0.04, at / 100),
+    "steps": lambda at: 0.004 * 1.02 ** (4 * (at // 4)) * (1 + at // 20),
+}
+
+
+@pytest.mark.parametrize("step", [log(1.06), None])
+@pytest.mark.parametrize("name", DENSITIES)
+def test_the_search_finds_the_setting_that_reads_what_it_should(name, step):
+    density = DENSITIES[name]
+    for target in (0.05, 0.1, 0.25):
+        for first in (0, 50, 99):
+            asked: list[int] = []
+
+            def measure(at: int, asked: list[int] = asked) -> float:
+                asked.append(at)
+                return density(at)
+
+            found = nearest(100, measure, target, first, step)
+            assert len(asked) == len(set(asked)) <= PROBES
+            best = min(distance(density(at), target) for at in range(100))
+            assert distance(density(found.at), target) <= max(SEARCHED, best, 0.12)
+            assert found.density[found.at] == density(found.at)
+
+
+def test_the_search_ends_at_what_cannot_be_had():
+    """What reads too much at its sparsest setting is left there, and what reads too little at its densest."""
+    assert nearest(50, lambda at: 0.33 + at / 100, 0.05, 25, None).at == 0
+    assert nearest(50, lambda at: 0.02 * (at + 1) / 50, 0.25, 0, 0.06).at == 49
+    assert nearest(1, lambda at: 0.5, 0.1, 0).at == 0
+
+
+def test_between_two_settings_a_sample_moves_on_a_straight_line():
+    points = [Point(0.1, 0.05, {"a": 1.0, "b": 0.0}), Point(0.4, 0.2, {"a": 0.0, "b": 1.0, "c": 1.0})]
+    found = at_equal(points, 0.2, logs=True)
+    assert found is not None
+    assert found.scores == {"a": pytest.approx(0.5), "b": pytest.approx(0.5)}  # of samples that both answered
+    assert found.keys == pytest.approx(0.1)
+    linear = at_equal(points, 0.175, logs=False)
+    assert linear is not None
+    assert linear.scores["a"] == pytest.approx(0.75)
+    assert at_equal(points, 0.5, logs=True) is at_equal(points, 0.05, logs=True) is at_equal([], 0.1, True) is None
+    assert at_equal(points[:1], 0.1, logs=True) == points[0]
+
+
+# (row, budget) -> keys attended of 1000, scores of the eight samples
+MADE = {
+    ("quest", 0.1): (100, [1, 1, 1, 1, 1, 1, 1, 0]),
+    ("quest", 0.25): (250, [1] * 8),
+    ("snapkv", 0.1): (104, [1, 0, 0, 1, 0, 0, 0, 0]),
+    ("snapkv", 0.25): (240, [1, 0, 1, 1, 0, 0, 0, 0]),
+    ("topk", 0.1): (98, [1] * 8),
+    ("topk", 0.25): (252, [1] * 8),
+    ("cis", 0.1): (300, [1] * 8),  # could not be set to read less
+    ("cis", 0.25): (300, [1] * 8),
+    ("lossless", None): (600, [1] * 8),
+}
+
+
+@pytest.fixture
+def made(tmp_path) -> list[Placed]:
+    """Results of five rows at two budgets and one length, as a run leaves them."""
+    placed = []
+    for (name, budget), (attended, scores) in {("dense", None): (1000, [1] * 8), **MADE}.items():
+        folder = tmp_path / f"{name}-{budget}"
+        settings = config(f"{name}(at={budget})" if name != "dense" else name, "B")
+        write(folder, settings, [row("one", at, score, attended, protocol="B") for at, score in enumerate(scores)])
+        (folder / "recall.json").write_text(json.dumps({"samples": 1, "decode": attended / 1000 + 0.6}))
+        placed.append(Placed(name, "B", 2048, budget, settings["policy"], folder))
+    return placed
+
+
+GRID = grids.Grid((0.1, 0.25), (2048,), ("B",))
+
+
+def test_rows_are_sorted_by_what_is_lost_and_only_those_that_read_alike_are_ranked(made):
+    rows = fold(made, [2048])
+    at_tenth = [(one.entry.name, one.matched) for one in rows if one.budget == 0.1]
+    assert at_tenth == [("topk", True), ("quest", True), ("snapkv", True), ("cis", False)]
+    assert [one.entry.name for one in rows if one.budget == 0.25] == ["quest", "topk", "snapkv", "cis"]
+    quest = next(one for one in rows if (one.entry.name, one.budget) == ("quest", 0.1))
+    assert quest.loss.mean == pytest.approx(-1 / 8)
+    assert quest.loss.low < -1 / 8 < quest.loss.high <= 0
+    assert quest.keys == pytest.approx(0.1)
+    assert quest.read == pytest.approx((2 * 100 + 40) / 2000)  # 40 keys scored exactly, no summaries counted
+    assert quest.recall == pytest.approx(0.7)
+    partly = [Placed(**{**vars(one), "length": 4096}) for one in made if one.name == "dense"]
+    rows = fold([*made, *partly], [2048, 4096])
+    assert not any(one.matched or one.complete for one in rows)  # every row lacks a length
+
+
+def test_equal_bytes_and_equal_recall_lie_between_settings(made):
+    rows = fold(made, [2048])
+    found = equal_bytes(rows, "B", [0.2, 0.9])
+    assert [one.entry.name for one in found[0.2]] == ["topk", "quest", "snapkv"]  # cis never reads so little
+    assert found[0.9] == []
+    topk, quest, _ = found[0.2]
+    place = log(0.2 / 0.12) / log(0.27 / 0.12)  # quest reads 240 and 540 of 2000
+    assert quest.keys == pytest.approx(exp((1 - place) * log(0.1) + place * log(0.25)))
+    assert quest.loss.mean == pytest.approx(-(1 - place) / 8)
+    assert topk.loss.mean == 0
+    (eighty, *_) = equal_recall(rows, "B").values()
+    assert {one.entry.name for one in eighty} == {"topk", "quest", "snapkv"}  # cis: no two settings enclose it
+    assert all(left.keys <= right.keys for left, right in pairwise(eighty))
+
+
+def test_the_page_holds_every_row_in_order_and_nothing_from_outside(made, tmp_path):
+    failed = Placed("infinigen", "B", 2048, 0.1, "infinigen", None, "<b>no</b> calibration; run saccade calibrate")
+    files = write_board([*made, failed], GRID, tmp_path / "out", "saccade eval board --quick", missing=2)
+    page, plain, markdown = (file.read_text() for file in files)
+    shown = [name.strip() for name in re.findall(r'<td class="label who"[^>]*>(?:<i [^>]*></i>)?([^<\n]+)', page)]
+    assert shown[:10] == [
+        *("topk", "quest", "snapkv", "cis", "infinigen"),
+        *("quest", "topk", "snapkv", "cis"), "lossless",
+    ]  # fmt: skip
+    data = json.loads(plain)
+    listed = [one["method"] for budget in (0.1, 0.25, None) for one in data["rows"] if one["budget"] == budget]
+    assert listed == shown[:10]
+    assert data["rows"][1]["lengths"]["2048"]["policy"] == "topk(at=0.1)"
+    assert re.findall(r"^\| `([\w ,]+)`", markdown, re.MULTILINE)[:10] == shown[:10]
+    assert "| `quest` | 12.5 [0.0, 37.5] |" in markdown
+    assert page.count("<figure>") == page.count("<svg") == 3  # keys, bytes, recall
+    assert not re.search(r"(src|href)=(?![\"']?(data:|#))|url\((?!#|data:)|@import|<script|<link", page)
+    assert "2 settings are not finished" in page
+    assert "&lt;b&gt;no&lt;/b&gt; calibration" in page
+    assert "<b>" not in page
+    assert page.count("off the budget") == 2  # cis, twice
+
+
+def test_without_matplotlib_the_tables_are_whole(made, tmp_path, monkeypatch):
+    whole = write_board(made, GRID, tmp_path / "whole")
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    files = write_board(made, GRID, tmp_path / "out")
+    assert "<svg" not in files[0].read_text()
+    assert "matplotlib is not installed" in files[0].read_text()
+    assert files[0].read_text().count("<tr") == whole[0].read_text().count("<tr")
+    assert [file.read_text() for file in files[1:]] == [file.read_text() for file in whole[1:]]
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return int(end.value.code or 0)
+
+
+def test_three_methods_of_a_users_checkpoint_are_ranked_and_a_cut_run_goes_on(tmp_path, tiny_llama, capsys):
+    out = tmp_path / "out"
+    command = [
+        *("eval", "board", "--quick", "--model", tiny_llama, "--method", "streaming", "--method", "topk"),
+        *("--method", "quest", "-t", "single", "--length", 256, "--budget", 0.2, "--samples", 2, "--protocol", "B"),
+        *("--dtype", "float32", "--kv-memory", "8MiB", "--out", out),
+    ]
+    assert run(*command, "--seconds", 1e-9) == 2
+    assert "nothing of the board is finished" in capsys.readouterr().err
+    assert run(*command, "--limit", 1) == 0
+    first = {file.parent.name: file.read_bytes() for file in out.glob("results/*/predictions.jsonl")}
+    assert run(*command) == 0
+    last = {file.parent.name: file.read_bytes() for file in out.glob("results/*/predictions.jsonl")}
+    assert all(last[name].startswith(text) for name, text in first.items())
+    assert any(last[name] != text for name, text in first.items())
+    times = {file: file.read_bytes() for file in out.glob("results/*/timings.jsonl")}
+    page = (out / "board.html").read_text()
+    assert run(*command) == 0
+    assert {file: file.read_bytes() for file in out.glob("results/*/timings.jsonl")} == times  # nothing ran again
+    assert (out / "board.html").read_text() == page
+    data = json.loads((out / "board.json").read_text())
+    ranked = {(one["method"], one["protocol"], one["budget"]) for one in data["rows"] if one["matched"]}
+    assert ranked == {(name, "B", 0.2) for name in ("streaming", "topk", "quest")}
+    assert len(data["rows"]) == 3
+    assert all(0 < one["recall"] <= 1 for one in data["rows"])
+    assert str(tmp_path) not in page
+
+
+def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_llama):
+    model = EngineConfig(str(tiny_llama), dtype="float32", kv_memory="8MiB")
+    grid = grids.QUICK.changed(
+        [0.3], [256], ["D"], tasks=["single"], recall=0, methods=["streaming, prefill", "tri_shape"]
+    )
+    data = prepare_data(grid, str(tiny_llama), tmp_path / "data")
+    todo = jobs(grid, data)
+    assert [job.entry and job.entry.name for job in todo] == [None, "tri_shape", "streaming, prefill"]
+    placed = [one for ones in play(todo, load(model), Play(grid, model, tmp_path), note=str) for one in ones]
+    rows = {row.entry.name: row for row in fold(placed, [256])}
+    for name in ("streaming, prefill", "tri_shape"):
+        (part,) = rows[name].parts.values()
+        assert rows[name].matched
+        assert part.cell.density("prefill") == pytest.approx(0.3, rel=0.12)
+        assert part.policy.endswith("topk(k=0.3)")
+        assert part.cell.run.protocol == "D"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--budget", "1.5"], "budget=1.5 must be above 0 and below 1"),
+        (["--protocol", "C"], "protocol='C' is not on the board; known: B, D"),
+        (["--method", "qest"], "method 'qest' is not on the board; known: .*quest"),
+        (["--quick", "--full"], "different grids"),
+        (["--samples", "0"], "samples=0 must be"),
+        (["--limit", "0"], "limit=0 must be"),
+        (["--recall", "-1"], "recall=-1 must be"),
+        (["--seconds", "0"], "seconds=0.0 must be above 0"),
+        (["--length", "8"], "length=8 must be an integer >= 64"),
+        (["--task", "sinle"], "did you mean 'single'"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, capsys, words, says):
+    assert run("eval", "board", *words, "--out", tmp_path / "out") == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert not (tmp_path / "out" / "results").exists()
