@@ -1,4 +1,4 @@
-"""The site's pages that lie outside of docs/: CONTRIBUTING.md, SECURITY.md and CHANGELOG.md, with links that fit both."""
+"""Pages of the site that lie outside of docs/: CONTRIBUTING.md, SECURITY.md, CHANGELOG.md, with links that fit both."""
 
 from __future__ import annotations
 
