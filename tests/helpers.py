@@ -294,6 +294,17 @@ MATRIX = (
         units={unit: {"p": 0.7, "unit": unit} for unit in ("q_head", "kv_head")},
     ),
     MethodCase(
+        "twilight",
+        (
+            {"p": 0.8, "base": 96, "dense_layers": 0},
+            {"p": 0.5, "base": 0.3, "bits": 2, "block_size": 32, "dense_layers": 0, "unit": "q_head"},
+        ),
+        {"p": 1.0, "base": 100_000},
+        budget=lambda m: {"p": 1.0, "base": m, "dense_layers": 0},
+        boundary=(16, 32, 48, 96),
+        units={unit: {"p": 0.7, "base": 96, "dense_layers": 0, "unit": unit} for unit in ("q_head", "kv_head")},
+    ),
+    MethodCase(
         "snapkv",
         (
             {"capacity": 60, "window": 16},

@@ -244,7 +244,13 @@ def test_who_is_not_served_is_told_why(runner):
         return device.serves(step, 0, sequences.memories[0])
 
     assert reason("dense") is None
-    assert reason("dense", phase="prefill") == reason("dense", stop=43) == "only single decode rows are batched"
+    assert reason("dense", stop=43) == "only single decode rows are batched"
+    assert reason("dense", phase="prefill") is None
+    assert "follow others" in reason("dense", phase="prefill", start=0)
+    assert "at most 128 rows" in reason("dense", phase="prefill", start=1, stop=130)
+    assert "log-probabilities" in reason("dense", phase="prefill", scored=((40, 5),))
+    for policy in ("streaming(sinks=1, window=4)", "dense+psaw(start_layer=1)", "dense+etf"):
+        assert "read everything" in reason(policy, phase="prefill")
     assert "log-probabilities" in reason("dense", scored=((40, 5),))
     assert "window" in reason("arkvale+psaw(start_layer=1)")
     assert "share of the weight" in reason("topp")

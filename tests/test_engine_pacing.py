@@ -14,7 +14,8 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import SamplingParams
 from saccade.engine.acceptance import Proposal, decided, propose
 from saccade.engine.lookup import Lookup
-from saccade.engine.pacing import LEAST, Kind, Pace, Pacing, Times, best_length, forecast, tokens_of_round
+from saccade.engine.pacing import LEAST, Pace, Pacing, forecast
+from saccade.engine.step_times import Kind, Times, best_length, tokens_of_round
 from saccade.kv.view import KVView
 from saccade.methods.verified import MOST
 from saccade.ops import Call, few_rows, run

@@ -73,11 +73,8 @@ def test_several_requests_in_one_step_with_a_prefix_shared_and_not(engines, step
         own, batched = (one.generate(asked(*lengths), FEW) for one in engines)
         for left, right in zip(own, batched):
             same(left, right)
-    assert steps[:2] == [[16], [1, 17]]
+    assert steps == [[16], [1, 17]]
     assert device_of(engines[1]).graphs.kinds > 2
-    long = SHARED + random_ids(43, seed=5)
-    same(*(one.generate(long, FEW)[0] for one in engines))
-    assert steps[2:] == [[32], [11]]
 
 
 def test_stored_keys_are_those_of_the_host(engines, steps):

@@ -128,7 +128,7 @@ def ops(
         for row in run(settings, limits):
             rows.append(row)
             typer.echo(f"  {row.context} {row.method}: {row.ms:.2f} ms, density {row.density:.3f}", err=True)
-    _write_facts(json_file, clock, rows, limits, suite=suite)
+    write_facts(json_file, clock, rows, limits, suite=suite)
     from saccade.bench.table import print_ops
 
     print_ops(rows, limits)
@@ -179,7 +179,7 @@ def ttft(
             typer.echo(f"  {row.context} {row.method}: {row.seconds:.2f} s, density {row.density:.3f}", err=True)
     compare(rows)
     rows.sort(key=lambda row: row.context)
-    _write_facts(json_file, clock, rows)
+    write_facts(json_file, clock, rows)
     if markdown_file is not None:
         write_text(markdown_file, markdown(rows))
     print_ttft(rows)
@@ -253,7 +253,7 @@ def generate(
             )
     compare(rows)
     rows.sort(key=lambda row: row.context)
-    _write_facts(json_file, clock, rows, limits)
+    write_facts(json_file, clock, rows, limits)
     if markdown_file is not None:
         write_text(markdown_file, markdown(rows))
     print_generate(rows)
@@ -285,8 +285,8 @@ def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 
     return checkpoint_folder(model)
 
 
-def _write_facts(
-    file: Path | None, clock: str, rows: Sequence[Any], limits: dict[str, float] | None = None, **more: str
+def write_facts(
+    file: Path | None, clock: str, rows: Sequence[Any], limits: dict[str, float] | None = None, **more: Any
 ) -> None:
     from saccade.bench.limits import machine
 

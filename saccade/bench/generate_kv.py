@@ -70,8 +70,8 @@ class _Planting:
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        made = plant(q, self.past, self.kv_heads, spec.scale, self.generator)
-        old_k, old_v = (part.to(self.dtype) for part in made)
+        made = plant(q.cpu(), self.past, self.kv_heads, spec.scale, self.generator)
+        old_k, old_v = (part.to(q.device, self.dtype) for part in made)
         self.layers.append((old_k, old_v))
         return attend(q, (torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)), scale=spec.scale, softcap=spec.softcap)[
             0
@@ -82,7 +82,8 @@ class _Planting:
 
 
 def plant(q: Tensor, past: int, kv_heads: int, scale: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer. The sinks
+    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer, on the CPU
+    (so that they are the same everywhere). The sinks
     are every head's, a heavy column is one head's of each group; some point away from it, for a head whose queries have
     no common direction."""
     head_dim = q.shape[-1]

@@ -78,13 +78,20 @@ def _make(
     size = 2 * k.numel() * k.element_size()
     # Sparse reads leave most of a copy untouched: even of a large one there are several.
     copies = max(4 if size <= LARGE_BYTES else 1, min(16, COLD_BYTES // size)) if q_len == 1 else 1
-    layout = KVFormat(dtype, kv_heads, head_dim)
+    return problem_of(q, k, v, copies)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> Problem:
+    """``q`` [heads, q_len, head_dim] as the last rows over ``copies`` stored copies of ``k`` and ``v`` [kv_heads,
+    context, head_dim]."""
+    kv_heads, context, head_dim = k.shape
+    layout = KVFormat(k.dtype, kv_heads, head_dim)
     storage = KVStorage(layout, copies * layout.blocks(context), k.device, triton.row_mover(k.device))
     sequence = SequenceKV(BlockManager(storage, copies))
     sequence.reserve(context)
     for copy in range(copies):
         sequence.append(copy, k, v)
-    shape = Shape.suffix(heads, kv_heads, q_len, context, q.device)
+    shape = Shape.suffix(q.shape[0], kv_heads, q.shape[1], context, q.device)
     return Problem(q, k, v, [sequence.view(copy) for copy in range(copies)], shape, sequence)
 
 

@@ -71,7 +71,7 @@ def inspect(
     if promises:
         from saccade.eval.micro import promised_against_measured, text_table
 
-        prompts = _task_prompts(llm, task, length) if task else [text]
+        prompts = task_prompts(llm, task, length) if task else [text]
         print(text_table(promised_against_measured(llm, prompts, rows=rows, seed=seed)), end="")
         return
     from saccade.eval.inspect import inspect as draw_maps
@@ -85,7 +85,7 @@ def inspect(
         print(path)
 
 
-def _task_prompts(llm: LLM, tasks: Sequence[str], length: int) -> list[list[int]]:
+def task_prompts(llm: LLM, tasks: Sequence[str], length: int) -> list[list[int]]:
     """The first turn of each task's first sample, as ids."""
     from saccade.eval.render import render
     from saccade.eval.sources import find_tasks

@@ -59,7 +59,9 @@ def _root(
 @functools.cache  # once: what is mounted again is listed and searched again
 def _mount_bench() -> None:
     from saccade.bench.cli import app as bench_app
+    from saccade.cli.recall import recall  # which may record a model's attention: eval and bench do not meet below
 
+    bench_app.command("recall")(recall)
     app.add_typer(bench_app, name="bench", help="Measure kernels and methods against dense and the machine's limits.")
 
 

@@ -296,7 +296,9 @@ class Engine:
                 self.watch.audits = self.auditing.rows(batch)
                 self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
                 began = time.perf_counter()
-                result = self.worker.run(step_input(batch))
+                ahead = self.worker.runs_ahead and self.drafter is None and self.scheduler.goes_on(batch)
+                step = step_input(batch)
+                result = self.worker.run(step, goes_on=True) if ahead else self.worker.run(step)
             except BaseException as error:  # some layers hold the new rows and others do not
                 for request, rows in batch:
                     request.sequence.undo(rows)

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from saccade.engine import device_prefill as prefill
 from saccade.engine.attention import Watch
+from saccade.engine.device_ahead import Ahead, Copied, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_rows import RowBuffers
-from saccade.engine.device_sampling import fetch_repeated, fetch_tokens
+from saccade.engine.device_sampling import fetch_likeliest, fetch_repeated, fetch_tokens
 from saccade.engine.device_tally import RowCounts
 from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
@@ -64,9 +65,12 @@ class DeviceBackend:
         self, runner: HFRunner, cuda_graphs: bool = True, watch: Watch | None = None, covers: bool = True
     ) -> None:
         self.runner, self.covers = runner, covers
+        self.runs_ahead = runner.device.type == "cuda"  # whether steps may be launched before they are asked for
         self.watch = Watch() if watch is None else watch
         self.kinds = StepKinds(runner.device, cuda_graphs)
         self.fresh = False  # see StepResult
+        self._launched: Launched | None = None  # what ran last
+        self._ahead: Ahead | None = None
         self._chosen: list[Tensor] = []  # by a step that ran several times: each time's tokens, int64 [rows]
         self._forward = DecodeStep(runner)
         self._tiers = DeviceTiers()
@@ -163,11 +167,18 @@ class DeviceBackend:
                 return False
         return True
 
-    def run(self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1) -> dict[int, RequestResult]:
+    def forget_ahead(self) -> None:
+        """Something else runs in between: what was launched ahead of its turn is not asked for any more."""
+        self._ahead = None
+
+    def run(
+        self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1, goes_on: bool = False
+    ) -> dict[int, RequestResult]:
         """Run a step of requests that are all served, at most ``MOST_ROWS``. ``memories`` by sequence id; results by
         request id: where logits are wanted, the token that is to be chosen from them if the step says how and they are
         sound, else logits fp32 [1, vocab] on the CPU. ``times``: a step that ``repeats`` runs so often, for which there
-        are blocks.
+        are blocks. ``goes_on``: the next step will most likely have the same rows, each with the token that this one
+        chooses; it may be launched already.
 
         StepFailedError if the step cannot be run. Nothing counts as stored then, and the next step is tried again.
         """
@@ -178,8 +189,14 @@ class DeviceBackend:
         counted: list[tuple[int, PlacedRow]] = []
         before = self._tiers.counts(_rows(placed))
         audits: StepAudits | None = None
+        ahead, self._ahead = self._ahead, None
         try:
-            kind, offers = self._run(step, placed, key, groups, times)
+            quiet = self.watch.idle and not self.watch.audits and times == 1
+            if quiet and ahead is not None and ahead.serves(step, placed, key):
+                self._launched, self.fresh = ahead.launched, False
+                kind, offers = ahead.launched.kind, None
+            else:
+                kind, offers = self._run(step, placed, key, groups, times)
             if self.watch.audits and not key[4]:
                 audits = StepAudits(placed, self.watch.audits, self._buffers[False] if key[3] else None, kind.longest)
             for number, row in enumerate(placed):  # while the device works
@@ -190,6 +207,8 @@ class DeviceBackend:
                     counted.append((number, row))
             if times > 1:
                 fetch_repeated(self._chosen, placed)
+            elif goes_on and quiet and self._may_go_on(key, kind, placed):
+                self._go_on(placed)
             else:
                 fetch_tokens(kind, placed, None if audits is None else audits.launch)
             if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
@@ -302,7 +321,28 @@ class DeviceBackend:
                 self._chosen.append(kind.best.clone())
         if watch is not None:
             watch.settle()
+        self._launched = Launched(kind, key, buffers, forward)
         return kind, offers
+
+    def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
+        replayed = kind.graph is not None or self.runner.device.type != "cuda"
+        return self.runs_ahead and replayed and not any(key[2:]) and may_follow(placed, key[1])
+
+    @torch.inference_mode()
+    def _go_on(self, placed: Sequence[PlacedRow | None]) -> None:
+        """Launch the next step behind the one that runs, and write down this one's tokens meanwhile."""
+        launched = self._launched
+        assert launched is not None
+        kind, buffers = launched.kind, launched.buffers
+        for number, row in enumerate(placed):
+            if row is not None:
+                buffers.hold(number, row.kv, row.plan, row.scheduled.stop + 1)
+        copied = Copied(kind.best)
+        buffers.advance(kind.best)
+        self.kinds.launch(kind, launched.forward, watched=False)
+        tokens = copied.wait()
+        fetch_likeliest(tokens, placed, self.runner.spec.vocab_size)
+        self._ahead = Ahead.of(launched, placed, tokens)
 
     def _room(self, pool: BlockManager, rows: int, blocks: int, verifies: bool) -> RowBuffers:
         same = self._kv is not None and self._kv() is pool

@@ -37,8 +37,8 @@ def why_not(one: ScheduledRequest, memory: SequenceMemory) -> str | None:
         return "what its decode method was calibrated for lies with the host"
     if memory.evicts:
         return "an earlier turn evicted keys"
-    if memory.kv.pool.absent:
-        return "some KV blocks are not resident"
+    if memory.kv.pool.absent or memory.kv.pool.tiers is not None:
+        return "KV blocks are not resident, or may leave"
     return None
 
 

@@ -90,6 +90,17 @@ def fetch_repeated(chosen: Sequence[Tensor], placed: Sequence[PlacedRow | None])
             row.result.error = NOT_FINITE
 
 
+def fetch_likeliest(tokens: Sequence[int], placed: Sequence[PlacedRow | None], vocab_size: int) -> None:
+    """Write down each row's likeliest token, which is here already."""
+    for token, row in zip(tokens, placed):
+        if row is None or row.result.error is not None:
+            continue
+        if token == LEFT:  # its own logits have been written over; their sampler says the same of these
+            row.result.logits = torch.full((1, vocab_size), torch.nan, device="cpu")
+        else:
+            row.result.tokens = [token]
+
+
 def _fetch_verified(kind: StepKind, placed: Sequence[PlacedRow | None], likeliest: list[int], each: int) -> None:
     """As ``fetch_tokens`` where a row has ``each`` tokens at most. Requests whose sampler sees the tokens one by one
     share a copy of their logits."""

@@ -8,108 +8,39 @@ at about this length and batch; before any was taken, bytes stand for time: a st
 and values, a draft step the weights and some of the keys.
 
 A request that stops drafting stays so until its context has doubled, so it stops and begins again a few times at most.
+Estimates may be wrong, and near the break-even they are slow: a ledger bounds what is lost whatever they say.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
+from saccade.engine.step_times import PLAIN, Kind, Times, best_length, best_shared, tokens_of_round, typical
 from saccade.methods.verified import MOST
 
 LEAST = 1.03  # times the speed of plain steps: less is no gain
 TRIAL = 3  # tokens drafted before times are known
-PLAIN = 2  # plain steps that are timed first; the first of all warms caches
 HOPE = 0.95  # the chance that a token stays, in the forecast by bytes
 SHARE = 0.1  # of the keys that a draft step reads, likewise
 FORGET = 0.99  # of each earlier count, by test
 DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
-FIRST = 8.0  # rows that the fixed cost of a verification is worth, before it is known
 KEPT = 256  # kinds of steps whose times are remembered
 NEAR = 4  # quarters of powers of two between kinds that tell of each other
+SPEND = 0.015  # of the time of plain steps that drafts may lose in all
+HORIZON = 512  # tokens whose share of that may be lost at once
+KEEP = 4  # times that, of what was gained before
+SPIKE = 3.0  # times what a round mostly takes: more is no doing of drafts
 
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-
-class Kind(NamedTuple):
-    """Steps that take about the same time: ``draft`` the draft's text, ``keys`` and ``rows`` of the decoding requests
-    together, in quarters of powers of two."""
-
-    draft: str
-    keys: int
-    rows: int
-
-    @classmethod
-    def of(cls, draft: str, lengths: Iterable[int]) -> Kind:
-        lengths = list(lengths)
-        return cls(draft, round(4 * math.log2(max(1, sum(lengths)))), round(4 * math.log2(max(1, len(lengths)))))
-
-
-@dataclass
-class Times:
-    """Seconds of the last plain steps, of draft steps, and of verifications, each with its drafts a request. With
-    ``padded`` a verification takes as many rows as the next power of two, and is put down so."""
-
-    padded: bool = False
-    plain: deque[float] = field(default_factory=lambda: deque(maxlen=5))
-    draft: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=15))
-    bytes: float = 0.0  # of keys and values that plain steps read
-    _made: tuple[Any, list[float]] | None = None  # rounds(), and the times that they were made of
-
-    @property
-    def known(self) -> bool:
-        return len(self.plain) >= PLAIN and bool(self.draft) and len(self.verify) >= 2
-
-    def of_round(self, drafts: int) -> float:
-        """Of drafting and verifying so many tokens, at most ``MOST``."""
-        return self.rounds()[drafts - 1]
-
-    def rounds(self) -> list[float]:
-        """Of rounds of 1 to ``MOST`` drafts. Every request asks in every step: made anew where times have changed."""
-        known = tuple(self.plain), tuple(self.draft), tuple(self.verify)
-        if self._made is not None and self._made[0] == known:
-            return self._made[1]
-        level, had, row = self._verification
-        plain, draft = typical(self.plain), typical(self.draft)
-        made = []
-        for drafts in range(1, MOST + 1):
-            verified = self.rounded(drafts)
-            took = level + row * (verified - had)
-            if self.padded:
-                took = typical([seconds for count, seconds in self.verify if count == verified] or [took])
-            made.append(drafts * draft + max(plain, took))
-        self._made = known, made
-        return made
-
-    def rounded(self, drafts: float) -> float:
-        """The drafts that a verification of ``drafts`` has room for."""
-        return 2.0 ** math.ceil(math.log2(drafts + 1)) - 1 if self.padded else drafts
-
-    @property
-    def _verification(self) -> tuple[float, float, float]:
-        """Seconds of a verification, of how many drafts, and of one draft more: a line through the times. Before there
-        were unlike numbers, what it takes beyond a plain step is thought of as eight rows' worth that come first, and
-        the rows that it had."""
-        counts, times = zip(*self.verify)
-        had, middle = sum(counts) / len(counts), sum(times) / len(times)
-        guess = max(0.0, typical(times) - typical(self.plain)) / (had + FIRST)
-        spread = sum((count - had) ** 2 for count in counts) + FIRST
-        row = sum((count - had) * (took - middle) for count, took in zip(counts, times)) + FIRST * guess
-        row = max(0.0, row / spread)
-        return typical([took - row * (count - had) for count, took in zip(counts, times)]), had, row
-
-
-def typical(seconds: Collection[float]) -> float:
-    """The lower quartile: what others do on the machine makes steps longer, never shorter."""
-    return sorted(seconds)[len(seconds) // 4]
 
 
 @dataclass
@@ -128,44 +59,57 @@ class Chance:
         return (self.stayed + prior * weight) / (self.tests + weight)
 
 
-def tokens_of_round(chance: float, drafts: int) -> float:
-    """Expected tokens of a round with so many drafts, the one that verification adds among them."""
-    return drafts + 1.0 if chance >= 1.0 else (1.0 - chance ** (drafts + 1)) / (1.0 - chance)
-
-
-def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
-    """The number of drafts, from 1 to ``most``, of most tokens a second, and how many times the speed of plain steps
-    that is."""
-    plain, rounds = typical(times.plain), times.rounds()
-    best, speed, tokens, stays = 1, 0.0, 1.0, 1.0
-    for drafts in range(1, most + 1):
-        stays *= chance  # that all drafts up to here do
-        tokens += stays  # tokens_of_round
-        if tokens * plain > speed * rounds[drafts - 1]:
-            best, speed = drafts, tokens * plain / rounds[drafts - 1]
-    return best, speed
+def share_of_step(weights: int, keys: int) -> float:
+    """What part of a plain step a draft step takes, by bytes."""
+    return (weights + SHARE * keys) / max(1, weights + keys)
 
 
 def forecast(weights: int, keys: int) -> float:
     """How many times the speed of plain steps the best round could have by bytes alone, ``weights`` those of the model
     and ``keys`` those of the keys and values that the step reads."""
-    step = (weights + SHARE * keys) / max(1, weights + keys)
+    step = share_of_step(weights, keys)
     return max(tokens_of_round(HOPE, drafts) / (drafts * step + 1.0) for drafts in range(1, MOST + 1))
 
 
+@dataclass
+class Ledger:
+    """What rounds of one draft have cost so far, in plain steps: ``lost`` more than what they gave was worth, of
+    ``worth`` steps in all. It holds whatever estimates say: at most ``SPEND`` is lost of ``HORIZON`` tokens and more,
+    and one round. Of what was gained only some is kept to lose again, for a draft that turns bad."""
+
+    lost: float = 0.0
+    worth: float = 0.0
+
+    @property
+    def room(self) -> float:
+        return SPEND * max(HORIZON, self.worth)
+
+    def add(self, took: float, gave: float) -> None:
+        """A round took as long as ``took`` plain steps and gave what ``gave`` of them do."""
+        self.worth += gave
+        self.lost = max(-KEEP * self.room, self.lost + took - gave)
+
+    def allows(self, risk: float) -> bool:
+        """Whether ``risk`` plain steps may be lost."""
+        return self.lost + risk <= self.room
+
+
 class Pacing:
-    """What an engine has measured: times by kind of step, and of each draft how often its tokens stayed.
+    """What an engine has measured: times by kind of step, and of each draft how often its tokens stayed and what its
+    rounds have cost.
     ``weights``: bytes of the model. ``padded``: as of :class:`Times`."""
 
     def __init__(self, weights: int, padded: bool = False) -> None:
         self.weights, self.padded = weights, padded
         self._times: OrderedDict[Kind, Times] = OrderedDict()
         self._chances: OrderedDict[str, Chance] = OrderedDict()
+        self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
 
     def forget(self) -> None:
         """Begin anew."""
         self._times.clear()
         self._chances.clear()
+        self._ledgers.clear()
 
     def times(self, kind: Kind) -> Times:
         """What is known of steps of ``kind``; at first what neighbours of it took, scaled by bytes, so that a request
@@ -211,6 +155,20 @@ class Pacing:
     def chance(self, draft: str) -> Chance:
         return _latest(self._chances, draft, Chance)
 
+    def ledger(self, draft: str) -> Ledger:
+        return _latest(self._ledgers, draft, Ledger)
+
+    def took(self, kind: Kind, seconds: float, gave: float, drafts: float) -> None:
+        """A step of ``kind`` with its drafting took ``seconds`` and gave ``gave`` tokens a request; with ``drafts`` a
+        request, 0 of a plain step."""
+        times, ledger = self.times(kind), self.ledger(kind.draft)
+        if not drafts:
+            ledger.worth += 1
+        elif times.plain:
+            if times.known:
+                seconds = min(seconds, SPIKE * times.of_round(min(MOST, math.ceil(drafts))))
+            ledger.add(seconds / statistics.median(times.plain), gave)
+
 
 def _latest(known: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
     """The value of ``key``, made if need be; those asked for longest ago are forgotten."""
@@ -241,19 +199,23 @@ class Pace:
             return True
         if self.off is not None and length < self._until:
             return False
-        times = self.pacing.times(kind)
+        times, ledger = self.pacing.times(kind), self.pacing.ledger(self.draft)
+        risk = self._risk(self.length(kind), times) if times.known else TRIAL * share_of_step(self.pacing.weights, keys)
+        if not ledger.allows(risk):
+            why = f"its rounds have lost the time of {ledger.lost:.1f} plain steps, and may lose {ledger.room:.1f}"
+            self._stop(length, why)
+            return False
         if not times.known:
             speed = forecast(self.pacing.weights, keys)
             if speed < LEAST:
                 self._stop(length, f"by bytes a round could be {speed:.2f} times as fast as plain steps at best")
                 return False
         elif self._tests >= EVIDENCE:
-            doubt = DOUBT * math.sqrt(self._mean * (1.0 - self._mean) / self._tests)
-            count, speed = best_length(min(1.0, self._mean + doubt), times, MOST)
+            count, speed = best_length(self.hoped, times, MOST)
             if speed < LEAST:
                 self._stop(
                     length,
-                    f"{self._mean:.2f} of the drafted tokens stay: with steps as measured rounds of {count} would be "
+                    f"{self.mean:.2f} of the drafted tokens stay: with steps as measured rounds of {count} would be "
                     f"{speed:.2f} times as fast as plain steps at best",
                 )
                 return False
@@ -269,11 +231,16 @@ class Pace:
         return bool(self.fixed) or len(self.pacing.times(kind).plain) >= PLAIN
 
     def length(self, kind: Kind) -> int:
-        """How many tokens to draft."""
+        """How many tokens to draft: fewer than seem best as long as they may lose more than there is room for."""
         if self.fixed:
             return self.fixed
-        times = self.pacing.times(kind)
-        return best_length(self._mean, times, MOST)[0] if times.known else TRIAL
+        times, ledger = self.pacing.times(kind), self.pacing.ledger(self.draft)
+        if not times.known:
+            return TRIAL
+        best = best_length(self.mean, times, MOST)[0]
+        while best > 1 and not ledger.allows(self._risk(best, times)):
+            best //= 2
+        return best
 
     def took(self, drafted: int, found: int, stayed: int) -> None:
         """Of ``drafted`` tokens and ``found`` ones behind them, the first ``stayed`` did."""
@@ -283,9 +250,23 @@ class Pace:
         if found and stayed >= drafted:
             self.found.add(stayed - drafted, stayed < drafted + found)
 
+    def _risk(self, drafts: int, times: Times) -> float:
+        """Plain steps that a round of ``drafts`` may well lose."""
+        gives = tokens_of_round(max(0.0, self.mean - self._doubt), drafts)
+        return max(0.0, times.of_round(drafts) / typical(times.plain) - gives)
+
     @property
-    def _mean(self) -> float:
-        """The request's own count, with what others measured for a prior."""
+    def hoped(self) -> float:
+        """The chance that a token stays, in the draft's favour; 1 before it was tested."""
+        return 1.0 if self._tests < EVIDENCE else min(1.0, self.mean + self._doubt)
+
+    @property
+    def _doubt(self) -> float:
+        return DOUBT * math.sqrt(self.mean * (1.0 - self.mean) / max(1.0, self._tests))
+
+    @property
+    def mean(self) -> float:
+        """The request's own count of that, with what others measured for a prior."""
         others = self.pacing.chance(self.draft)
         return self.chance.mean(others.mean(0.8, 2.0), min(EVIDENCE, others.tests + 2.0))
 
@@ -297,3 +278,14 @@ class Pace:
         if self.off is None:
             self.stops += 1
         self.off, self._until = why, 2 * length
+
+
+def shared_length(paces: Sequence[Pace], others: int, kind: Kind) -> int:
+    """How many tokens the requests of ``paces`` draft in a step in which ``others`` decode too, of one pacing; 0 where
+    what others wait for is more than what these can gain."""
+    times = paces[0].pacing.times(kind)
+    if len(paces) + others == 1 or any(pace.fixed for pace in paces) or not times.known:
+        return MOST
+    if others and best_shared([pace.hoped for pace in paces], others, times)[1] < LEAST:
+        return 0
+    return best_shared([pace.mean for pace in paces], others, times)[0]

@@ -100,6 +100,25 @@ class Scheduler:
             rows += work.length
         return batch
 
+    def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
+        """Whether the next step will most likely have the same requests, each with the likeliest token that this one
+        finds: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many are free."""
+        if self.waiting or len(batch) != len(self.running) or self.pool.tiers is not None:
+            return False
+        for request, rows in batch:
+            single = rows.phase == "decode" and rows.length == 1 and rows.greedy and rows.wants_logits
+            if not single or request.speculation is not None:
+                return False
+            if len(request.sequence.tokens) + 1 - request.output_start >= request.max_tokens:
+                return False
+        for request, rows in batch:
+            kv = request.sequence.memory.kv
+            if kv.missing_blocks(rows.stop + 1):
+                if not self.pool.roomy:
+                    return False
+                kv.reserve(rows.stop + 1)
+        return True
+
     def preempt(self, request: Request) -> None:
         """Drop a running request's KV and queue it first; it computes everything again when it returns."""
         self.running.remove(request)

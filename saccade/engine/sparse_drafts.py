@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from saccade.engine.draft_rounds import Round, speculation_of
 from saccade.engine.drafting import has_one_row, room
-from saccade.engine.pacing import Kind, Pacing
+from saccade.engine.pacing import Pacing, shared_length
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.speculation import Speculation
 from saccade.engine.step import ScheduledRequest
+from saccade.engine.step_times import Kind
 from saccade.engine.worker import Worker
 from saccade.methods.verified import MOST, UNLEARNT, Verified
 
@@ -41,6 +42,11 @@ class Timed:
     alone: bool
     learns: bool = False
     drafted: bool = False
+    fixed: bool = False  # some draft as many as they were told to
+    drafting: float = 0.0  # seconds of its draft steps
+    seconds: float | None = None  # of the step itself, where they tell of its kind
+    drafts: float = 0.0  # a request
+    made: list[tuple[Request, int]] = field(default_factory=list)  # who decodes, and its tokens before
 
 
 class SparseDrafts:
@@ -54,6 +60,7 @@ class SparseDrafts:
 
     def added(self, batch: Batch) -> Batch:
         """``batch`` as scheduled, with drafted rows where that pays. Their blocks are reserved."""
+        self._account()
         self._step = None
         able = [number for number, (request, rows) in enumerate(batch) if self._serves(request, rows)]
         if not able:
@@ -64,11 +71,16 @@ class SparseDrafts:
             rows.phase == "decode" and request.sequence.memory.has_state and rows.start - rows.span_start >= UNLEARNT
             for request, rows in batch
         )
-        if not wanting or not all(speculation_of(batch[number][0]).pace.is_timed(step.kind) for number in wanting):
+        paces = [speculation_of(batch[number][0]).pace for number in wanting]
+        step.fixed = any(pace.fixed for pace in paces)
+        if not wanting or not all(pace.is_timed(step.kind) for pace in paces):
+            return batch
+        most = shared_length(paces, len(step.made) - len(wanting), step.kind)
+        if not most:
             return batch
         rounds: dict[int, Round] = {}  # by number in the batch
         try:
-            self._begin(rounds, batch, wanting, step.kind)
+            self._begin(rounds, batch, wanting, step.kind, most)
             self._draft(rounds, step)
         finally:
             for one in rounds.values():
@@ -86,7 +98,8 @@ class SparseDrafts:
         assert isinstance(method, Verified)
         kind = Kind.of(method.draft.text, [rows.stop for _, rows in decoding])
         keys = sum(rows.stop * request.sequence.memory.kv.token_bytes for request, rows in decoding)
-        return Timed(kind, keys, alone=len(decoding) == len(batch))
+        made = [(request, len(request.sequence.tokens)) for request, _ in decoding]
+        return Timed(kind, keys, alone=len(decoding) == len(batch), made=made)
 
     def _wants(self, request: Request, rows: ScheduledRequest, step: Timed) -> bool:
         """Whether the request drafts in this step. One that ends drafting forgets what its draft knew."""
@@ -113,16 +126,25 @@ class SparseDrafts:
         step = self._step
         if step is None or not step.alone or fresh:
             return
+        step.seconds, step.drafts = seconds, sum(drafts) / max(1, len(drafts))
         times = self.pacing.times(step.kind)
         packed = sum(rows.length for _, rows in batch)
         if step.drafted and packed not in self._warm:  # the first product of so many rows is prepared meanwhile
             self._warm.add(packed)
+            step.seconds = None
         elif step.drafted:
             count = max(drafts) if times.padded else sum(drafts) / len(drafts)
             times.verify.append((times.rounded(count), seconds))
         elif not step.learns:
             times.plain.append(seconds)
             times.bytes = step.keys
+
+    def _account(self) -> None:
+        """The last step is settled: put down what it gave."""
+        step = self._step
+        if step is not None and step.seconds is not None and not step.learns and not step.fixed:
+            gave = sum(len(request.sequence.tokens) - before for request, before in step.made) / len(step.made)
+            self.pacing.took(step.kind, step.drafting + step.seconds, gave, step.drafts if step.drafted else 0.0)
 
     def _serves(self, request: Request, rows: ScheduledRequest) -> bool:
         """Whether the row may be the first of a verification."""
@@ -137,13 +159,13 @@ class SparseDrafts:
             request.report.speculation = request.speculation
         return not has_one_row(request)
 
-    def _begin(self, rounds: dict[int, Round], batch: Batch, wanting: list[int], kind: Kind) -> None:
-        """Begin a round for each of ``wanting`` for which there are rows and blocks."""
+    def _begin(self, rounds: dict[int, Round], batch: Batch, wanting: list[int], kind: Kind, longest: int) -> None:
+        """Begin a round of at most ``longest`` drafts for each of ``wanting`` for which there are rows and blocks."""
         spare = self.scheduler.max_batch_rows - sum(rows.length for _, rows in batch)
         for number in wanting:
             request, rows = batch[number]
             most = room(request, rows, self.scheduler, min(spare, MOST))
-            steps = min(most, speculation_of(request).pace.length(kind))
+            steps = min(most, longest, speculation_of(request).pace.length(kind))
             if steps < 1:
                 continue
             try:
@@ -169,6 +191,7 @@ class SparseDrafts:
                     one.failed(f"{type(error).__name__}: {error}")
                 return
             seconds = time.perf_counter() - began
+            timed.drafting += seconds
             for one in drafting:
                 one.take(result.requests[one.request.id], seconds, self.model.eos_token_ids)
             if timed.alone and not result.fresh:

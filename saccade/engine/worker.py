@@ -42,15 +42,21 @@ class Worker:
         self.host = HostBackend(setting, llama is not None and llama.has_row_kernels)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be launched before it is asked for."""
+        return self.device is not None and self.device.runs_ahead and not self.exact and not self._alone
+
     def repeats(self, step: StepInput) -> bool:
         """Whether the device can run the step again and again by itself (``run``'s ``times``)."""
         if self.device is None or self.exact or self._alone:
             return False
         return self.device.repeats(step, self.memories)
 
-    def run(self, step: StepInput, times: int = 1) -> StepResult:
+    def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         """Compute the rows of ``step`` and store their keys and values. ``times``: a step that ``repeats`` runs so
         often, each row with the token before it, or once where the device failed; results have each time's tokens.
+        ``goes_on``: the next step will most likely have the same requests, each with the token that this one chooses.
 
         A request whose own rows fail gets an ``error``; the others are unaffected. What an interrupt leaves half-done
         is the caller's to undo.
@@ -61,7 +67,7 @@ class Worker:
         for part in self._parts(step):
             if step is not whole:  # rows of drafts have passes of their own, and one before them may have failed
                 part = [at for at in part if results_of(result.requests, step.scheduled[at])[0].error is None]
-            left = self._run_on_device(step, part, result, times)
+            left = self._run_on_device(step, part, result, times, goes_on and len(part) == len(step))
             if left:
                 packed = step.part(left)
                 try:
@@ -81,7 +87,9 @@ class Worker:
         together = [number for number in range(len(step)) if number not in single]
         return [together, *alone] if together else alone
 
-    def _run_on_device(self, step: StepInput, which: Sequence[int], result: StepResult, times: int) -> list[int]:
+    def _run_on_device(
+        self, step: StepInput, which: Sequence[int], result: StepResult, times: int, goes_on: bool
+    ) -> list[int]:
         """Run the requests among ``which`` that recorded steps serve; returns the others."""
         device = self.device
         if device is None:
@@ -93,9 +101,13 @@ class Worker:
             (served if why_not is None else left).append(number)
         verifying = [number for number in served if step.scheduled[number].together]
         prefilling = {number: one for number in served if (one := step.scheduled[number]).phase == "prefill"}
-        for part in device.parts(served, device.before(step, served, self.memories), verifying, prefilling):
+        parts = device.parts(served, device.before(step, served, self.memories), verifying, prefilling)
+        if not parts:
+            device.forget_ahead()
+        goes_on = goes_on and not left and len(parts) == 1
+        for part in parts:
             try:
-                result.requests |= device.run(step.part(part), self.memories, times)
+                result.requests |= device.run(step.part(part), self.memories, times, goes_on)
                 result.fresh |= device.fresh
             except device.Short as error:  # the host brings in as much as there is room for at a time
                 for number in part:

@@ -3,9 +3,11 @@
 ``cuboid`` is ArkVale's cuboid-mean, PSA's metadata: with c = (max + min) / 2 and u = mean_i |c - k_i| per channel,
 parts (hi, lo) = (c + u, c - u). ``minmax`` is Quest's (max, min), a true bound of every dot product. ``mean`` is the
 mean key, ``stored_mean`` the same in the keys' dtype; ``moments`` are the mean and the variance of every channel.
+``mean_value`` is the mean of the block's values.
 
-All but ``mean`` are kept in the keys' own dtype: every decode step reads them all, so half the bytes is half the time.
-Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its digests in the model's dtype.
+All but ``mean`` and ``mean_value`` are kept in the keys' own dtype: every decode step reads them all, so half the bytes
+is half the time. Extremes lose nothing by it; the others are rounded, as in ArkVale's code, which keeps its digests in
+the model's dtype.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from saccade.errors import SaccadeError
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
 
-KINDS = ("cuboid", "minmax", "mean", "stored_mean", "moments")
+KINDS = ("cuboid", "minmax", "mean", "stored_mean", "moments", "mean_value")
+FLOAT = ("mean", "mean_value")  # kept in fp32
 TILE_KEYS = 8192  # keys summarized at once
 
 
 def summarize(keys: Tensor, kind: str) -> Tensor:
-    """Summarize ``keys`` [..., block, head_dim] over the block axis: fp32 [parts, ..., head_dim]."""
+    """Summarize ``keys`` (for ``mean_value``: values) [..., block, head_dim] over the block axis: fp32 [parts, ...,
+    head_dim]."""
     keys = keys.float()
-    if kind in ("mean", "stored_mean"):
+    if kind in ("mean", "stored_mean", "mean_value"):
         return keys.mean(-2)[None]
     if kind == "moments":
         mean = keys.mean(-2)
@@ -44,13 +48,14 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
 
 def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: int) -> Tensor:
     """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], fp32 for
-    ``mean``, else of the keys' dtype."""
-    own = kind != "mean"
+    ``FLOAT`` kinds, else of the keys' dtype."""
+    own = kind not in FLOAT
+    rows = view.values if kind == "mean_value" else view.keys
     step = max(1, TILE_KEYS // block_size)
     tiles = []
     for start in range(first, max(last, first + 1), step):
         stop = min(start + step, last)
-        keys = view.keys(start * block_size, stop * block_size)  # [G, m * block, d]
+        keys = rows(start * block_size, stop * block_size)  # [G, m * block, d]
         parts = summarize(keys.unflatten(1, (stop - start, block_size)), kind)  # [parts, G, m, d]
         tiles.append(parts.permute(2, 0, 1, 3).to(view.dtype if own else torch.float32))
     return torch.cat(tiles).contiguous()

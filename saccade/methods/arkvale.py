@@ -8,15 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saccade.methods.base import Method, Query, require_choice, require_whole
+from saccade.methods.base import Query, require_choice, require_whole
 from saccade.methods.dial import Dial
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
+from saccade.methods.tails import BlockMethod
 from saccade.selection import Selection
 from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
 
 
 @dataclass(frozen=True)
-class ArkVale(Method):
+class ArkVale(BlockMethod):
     """``budget`` keys in pages of ``block_size``: the first ``sinks`` and last ``window`` pages, the partial one
     included, and the best others. One set per layer as published (``unit="layer"``), by scores meaned over its query
     heads.
@@ -42,12 +43,13 @@ class ArkVale(Method):
         require_whole("sinks", self.sinks, 0)
         require_whole("window", self.window, 1)
         require_choice("unit", self.unit, UNITS)
+        self.check_tail()
 
     def select_decode(self, query: Query, state: Any) -> Selection:
-        return top_pages(query, self._choice(query.shape))
+        return self.with_tail(query, top_pages(query, self._choice(query.shape)), self.block_size)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        return DevicePlan.alike(self, spec, self._choice(spec))
+        return None if self.stands_in else DevicePlan.alike(self, spec, self._choice(spec))
 
     def _choice(self, shape: Heads) -> BestBlocks:
         units = units_of(self.unit, shape)

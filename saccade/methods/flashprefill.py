@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.methods.base import Chunk, Method, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, require_choice, require_number, require_whole
+from saccade.methods.tails import BlockMethod
 from saccade.ops.block_energies import block_energies
 from saccade.ops.scores import NOT_FINITE
 from saccade.selection import Blocks, Dense, Selection
 
 
 @dataclass(frozen=True)
-class FlashPrefill(Method):
+class FlashPrefill(BlockMethod):
     """Per query head (or group: ``unit=kv_head``) and query block of ``block_size``: the first ``sink_blocks``, the
     last ``window_blocks`` (its own among them), and every block whose energy is at least ``alpha`` times the largest.
     The last ``last_blocks`` query blocks of a chunk read everything. ``alpha=0`` is dense."""
@@ -50,6 +51,7 @@ class FlashPrefill(Method):
         require_whole("last_blocks", self.last_blocks, 0)
         require_choice("block_size", self.block_size, (32, 64, 128))
         require_choice("unit", self.unit, ("q_head", "kv_head"))
+        self.check_tail()
 
     def reads_all(self, start: int, stop: int) -> bool:
         size = self.block_size
@@ -69,10 +71,10 @@ class FlashPrefill(Method):
         if taken.is_cuda:
             from saccade.ops.triton.choose import compact
 
-            return compact(shape, size, taken)
+            return self.with_tail(chunk, compact(shape, size, taken), size)
         if energies.isnan().any():
             raise ModelError(NOT_FINITE)
-        return Blocks.from_block_mask(shape, size, taken)
+        return self.with_tail(chunk, Blocks.from_block_mask(shape, size, taken), size)
 
     def _near(self, energies: Tensor, first: int) -> Tensor:
         """bool [units, q_blocks, k_blocks]: what query blocks (the first one is block ``first``) read."""

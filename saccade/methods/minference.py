@@ -17,13 +17,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, require_choice, require_whole
+from saccade.errors import PolicyError
+from saccade.methods.base import Chunk, require_choice, require_whole
+from saccade.methods.tails import BlockMethod
 from saccade.ops.scores import line_sums, mean_keys, mean_queries
 from saccade.selection import Blocks, Dense, Lines, Selection
 
 
 @dataclass(frozen=True)
-class MInference(Method):
+class MInference(BlockMethod):
     """``pattern="vertical_slash"``: the ``vertical`` heaviest key columns and ``slash`` heaviest distances by the
     weight of the chunk's last ``last_rows`` rows; the first ``keep_columns`` columns and the nearest ``keep_diagonals``
     distances are always among them. ``pattern="block_sparse"``: per query block of 64 the ``blocks`` key blocks of
@@ -51,6 +53,12 @@ class MInference(Method):
         require_whole("keep_diagonals", self.keep_diagonals, 1)  # distance 0: no row without a key
         require_whole("blocks", self.blocks, 1)
         require_choice("block_size", self.block_size, (32, 64, 128))
+        self.check_tail()
+        if self.stands_in and self.pattern != "block_sparse":
+            raise PolicyError(
+                f"tail={self.tail} stands for unread blocks and pattern={self.pattern} reads lines; "
+                "give pattern=block_sparse, or leave tail out"
+            )
 
     def select_prefill(self, chunk: Chunk) -> Selection:
         return self._lines(chunk) if self.pattern == "vertical_slash" else self._blocks(chunk)
@@ -79,7 +87,7 @@ class MInference(Method):
         scores = scores.masked_fill(torch.arange(k_blocks, device=scores.device) > q_blocks[:, None], -torch.inf)
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.blocks]
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
-        return Blocks.from_block_mask(shape, size, chosen)
+        return self.with_tail(chunk, Blocks.from_block_mask(shape, size, chosen), size)
 
 
 def _heaviest(sums: Tensor, count: int, forced: int) -> list[Tensor]:

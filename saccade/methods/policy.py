@@ -18,6 +18,7 @@ from saccade.errors import PolicyError, shown
 from saccade.methods.base import FreezeMethod, Method, PolicyPart, WindowMethod
 from saccade.methods.dense import DenseMethod
 from saccade.methods.registry import AROUND, METHODS, MODIFIERS
+from saccade.methods.tails import BlockMethod
 
 LONGEST_TEXT = 2000  # every option of every place of a policy spelt out takes fewer characters
 PHASES = ("prefill", "decode", "window", "freeze")  # the places of a policy
@@ -46,6 +47,10 @@ class Policy:
             if phase not in part.phases:
                 role = f"does not select in {phase}" if phase in ("prefill", "decode") else f"is no {phase}"
                 raise PolicyError(f"method '{part.name}' {role}, only in {', '.join(part.phases)}")
+            if self.window is not None and isinstance(part, BlockMethod) and part.stands_in:
+                raise PolicyError(
+                    f"'{part.text}' does not go with the window '{self.window.name}'; leave one of them out"
+                )
 
     @classmethod
     def parse(cls, policy: Policy | PolicyPart | str | Mapping[str, Any] | None) -> Policy:

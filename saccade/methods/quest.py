@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saccade.methods.base import Method, Query, require_choice, require_whole
+from saccade.methods.base import Query, require_choice, require_whole
 from saccade.methods.dial import Dial
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
+from saccade.methods.tails import BlockMethod
 from saccade.selection import Dense, Selection
 from saccade.selection.plan import BestBlocks, DevicePlan, PlanSpec
 
@@ -15,7 +16,7 @@ LEAST_PAGES = 3  # of the evaluation code, where the current page competes
 
 
 @dataclass(frozen=True)
-class Quest(Method):
+class Quest(BlockMethod):
     """Pages of ``block_size`` keys, ``budget`` keys in all, by ``sum_d max(q_d min_d, q_d max_d)`` over the page's
     channel-wise minima and maxima: no key of a page can score higher.
 
@@ -41,14 +42,15 @@ class Quest(Method):
         require_whole("dense_layers", self.dense_layers, 0)
         require_choice("unit", self.unit, UNITS)
         require_choice("current", self.current, ("always", "competes"))
+        self.check_tail()
 
     def select_decode(self, query: Query, state: Any) -> Selection:
         if query.layer < self.dense_layers:
             return Dense(query.shape)
-        return top_pages(query, self._choice(query.shape))
+        return self.with_tail(query, top_pages(query, self._choice(query.shape)), self.block_size)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        if self.current == "competes":  # a device has no summary of a partial page
+        if self.current == "competes" or self.stands_in:  # a device has no summary of a partial page, and no tails
             return None
         return DevicePlan.alike(self, spec, self._choice(spec), self.dense_layers)
 

@@ -27,6 +27,7 @@ from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.methods.topp import TopP
+from saccade.methods.twilight import Twilight
 from saccade.methods.vattention import VAttention
 from saccade.methods.xattention import XAttention
 
@@ -57,6 +58,7 @@ METHODS: dict[str, type[Method]] = {
         TopK,
         TopP,
         TriShape,
+        Twilight,
         VAttention,
         XAttention,
     )

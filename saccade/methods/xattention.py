@@ -22,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, require, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, require, require_choice, require_number, require_whole
+from saccade.methods.tails import BlockMethod
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Blocks, Dense, Selection
 
@@ -30,7 +31,7 @@ PUBLISHED_ROWS = 16384  # rows that the published code scores at once
 
 
 @dataclass(frozen=True)
-class XAttention(Method):
+class XAttention(BlockMethod):
     """Per query head and query block of ``block_size``: the first and the diagonal key block, then others in descending
     share until all together reach ``threshold``. ``stride`` divides ``block_size``. ``threshold=1`` is dense.
     ``sink="published"`` counts as the published code does: for the rows below 16384 the first block's share counts only
@@ -50,6 +51,7 @@ class XAttention(Method):
         require_choice("block_size", self.block_size, (32, 64, 128))
         require_choice("sink", self.sink, ("counted", "published"))
         require_whole("stride", self.stride, 1)
+        self.check_tail()
         require(
             self.stride <= self.block_size and self.block_size % self.stride == 0,
             "stride",
@@ -65,7 +67,8 @@ class XAttention(Method):
         chunk.cost.estimated += shape.q_len * -(-shape.k_len // self.stride)
         shares = antidiagonal_shares(chunk.q, chunk.kv, shape, self.stride, size, chunk.scale, chunk.softcap)
         lagging = PUBLISHED_ROWS // size if self.sink == "published" else 0
-        return Blocks.from_block_mask(shape, size, _reach(shares, first, self.threshold, lagging))
+        taken = _reach(shares, first, self.threshold, lagging)
+        return self.with_tail(chunk, Blocks.from_block_mask(shape, size, taken), size)
 
 
 def _reach(shares: Tensor, first: int, threshold: float, lagging: int = 0) -> Tensor:

@@ -24,9 +24,7 @@ class DecodeStep:
         self._kernels = None if runner.llama is None else runner.llama.step_kernels()
 
     @torch.inference_mode()
-    def run(
-        self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, wanted: Tensor | None = None
-    ) -> Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, wanted: Tensor | None = None) -> Tensor:
         """``token_ids``, ``positions`` int64 [rows] on the model's device -> float32 logits [rows, vocab_size], or
         those of the rows ``wanted`` (int64 [n], there too) alone. ``ctx`` is asked to attend with all rows at once."""
         runner, kernels, llama = self.runner, self._kernels, self._llama

@@ -69,7 +69,7 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
     refuse_more_layers(checkpoint, checkpoint.config.get("num_hidden_layers"))
-    target = _device(device)
+    target = checked_device(device)
     run_dtype, notes = _run_dtype(checkpoint, dtype, target)
     with quiet_transformers():
         config = _read_hf_config(checkpoint)
@@ -97,7 +97,8 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     )
 
 
-def _device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
+    """The device of that name. ModelError for one that is unknown, or that torch does not see here."""
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,9 +15,10 @@ from saccade.kv.view import KVView
 from saccade.ops import debug, tiered
 from saccade.ops.backends import CPU, NAMED, REFERENCE, TRITON
 from saccade.ops.call import Backend, Call, KVLike, Result, pair
+from saccade.ops.mean_tail import mean_tail
 from saccade.ops.merge import merge_state
 from saccade.ops.weights import selected_weights
-from saccade.selection import Candidates, Selection
+from saccade.selection import Candidates, Corrected, Selection
 
 BACKENDS = ("auto", *NAMED)
 
@@ -56,6 +58,8 @@ def run(call: Call, backend: str = "auto") -> Result:
     Raises SaccadeError for a call that does not fit together, and for a backend that cannot serve it, with its reason.
     """
     call.check()
+    if isinstance(call.selection, Corrected):
+        return _corrected(call, call.selection, backend)
     if isinstance(call.kv, TieredView):
         result, whole = tiered.run(call, call.kv, partial(run, backend=backend), backend)
         if whole:
@@ -73,6 +77,18 @@ def run(call: Call, backend: str = "auto") -> Result:
         out, lse = merge_state(result.out, result.lse, rest_value, rest_lse)
         result = result._replace(out=out, lse=lse)
     return result
+
+
+def _corrected(call: Call, corrected: Corrected, backend: str) -> Result:
+    """What a backend reads, and block means for what it does not."""
+    if isinstance(call.kv, TieredView):
+        raise SaccadeError(
+            "tail=mean needs the means of all blocks: it does not run with kv_host or kv_disk; leave one"
+        )
+    ran = run(replace(call, selection=corrected.inner), backend)
+    out, lse = mean_tail(call.q, call.kv, corrected, ran.used, scale=call.scale, softcap=call.softcap)
+    out, lse = merge_state(ran.out, ran.lse, out, lse)
+    return ran._replace(out=out, lse=lse)
 
 
 def _chosen(call: Call, name: str) -> Backend:

@@ -13,6 +13,7 @@ Ragged lists are stored flat (CSR): list ``j`` is ``indices[offsets[j] : offsets
 from saccade.selection.base import Band, Dense, Selection, Shape, Tokens
 from saccade.selection.blocks import Blocks, Ranking
 from saccade.selection.candidates import Candidates
+from saccade.selection.corrected import Corrected
 from saccade.selection.evicted import Without, gone_for, without
 from saccade.selection.lines import Lines
 from saccade.selection.mixed import Mixed
@@ -25,6 +26,7 @@ __all__ = [
     "Blocks",
     "Candidates",
     "Cone",
+    "Corrected",
     "Dense",
     "Lines",
     "Mixed",

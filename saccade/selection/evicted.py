@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.selection.base import Selection
 from saccade.selection.candidates import Candidates
+from saccade.selection.corrected import Corrected
 from saccade.selection.csr import offsets_of_lists
 from saccade.selection.narrowed import Narrowed, plain
 
@@ -36,6 +37,8 @@ def without(selection: Selection, gone: Tensor) -> Selection:
         return selection
     if isinstance(selection, Candidates):
         return _without_candidates(selection, gone_for(gone, selection.units))
+    if isinstance(selection, Corrected):
+        return replace(selection, inner=without(selection.inner, gone), gone=gone)
     return plain(Without(selection, gone))
 
 

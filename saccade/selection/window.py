@@ -13,6 +13,7 @@ from saccade.errors import SaccadeError
 from saccade.selection.base import Band, Dense, Selection, Shape, Tokens
 from saccade.selection.blocks import Blocks, Ranking
 from saccade.selection.candidates import Candidates
+from saccade.selection.corrected import Corrected
 from saccade.selection.csr import list_ids, offsets_of
 from saccade.selection.lines import Lines
 from saccade.selection.mixed import Mixed
@@ -110,6 +111,8 @@ def cut(selection: Selection, cone: Cone) -> Selection:
     last = shape.q_start + shape.q_len - 1
     if cone.start(last) <= cone.sink_keys:
         return selection
+    if isinstance(selection, Corrected):  # block means would show what the window hides
+        raise SaccadeError("tail=mean does not go with a window; leave one of them out")
     if isinstance(selection, Dense):
         return _cut_dense(shape, cone, last)
     if isinstance(selection, Band):

@@ -94,3 +94,27 @@ def test_tokens_of_a_recorded_question_are_drawn_on_the_device(engines, folder):
         assert list(map(tokens, gpu.generate(prompts, params))) == list(map(tokens, want))
     assert recorded_prefills(gpu) > 0
     gpu.close()
+
+
+@pytest.mark.parametrize(
+    "policy", ["dense", "streaming(sinks=4, window=64)", "arkvale(budget=128)", "quest(budget=96)"]
+)
+def test_steps_launched_before_they_are_asked_for(folder, policy):
+    """Tokens and counts of requests that come, go and fill blocks are those of steps that wait for each other."""
+    gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
+    prompts = [random_ids(length, seed=length) for length in (300, 130, 200, 31)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (120, 40, 90, 64)]
+    device, found = gpu.engine.worker.device, []
+    assert device.runs_ahead
+    for ahead in (False, True, False, True):
+        device.runs_ahead = ahead
+        found.append(gpu.generate(prompts, params, policy=policy))
+        found[-1] += [gpu.generate(prompts[0], params[0], policy=policy)[0]]
+    for other in found[1:]:
+        for left, right in zip(found[0], other):
+            assert right.error is None
+            assert tokens(left) == tokens(right)
+            for name in ("keys_attended", "keys_estimated", "tokens", "selections"):
+                assert left.report["decode"][name] == right.report["decode"][name]
+    assert gpu.engine.pool.used_blocks == 0
+    gpu.close()

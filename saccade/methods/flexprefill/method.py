@@ -24,16 +24,17 @@ import torch
 from torch import Tensor
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Chunk, Method, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, require_choice, require_number, require_whole
 from saccade.methods.flexprefill.device import select_blocks, select_lines
 from saccade.methods.flexprefill.modes import reference_blocks, token_lines
+from saccade.methods.tails import BlockMethod
 from saccade.ops import triton
 from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
 from saccade.selection import Blocks, Dense, Lines, Mixed, Selection, Shape
 
 
 @dataclass(frozen=True)
-class FlexPrefill(Method):
+class FlexPrefill(BlockMethod):
     """``gamma`` of the attention weight of the chunk's last ``block_size`` rows is kept; a head is query-aware when the
     square root of the Jensen-Shannon divergence between pooled and true block weights is below ``tau``; at least
     ``min_budget`` and, if given, at most ``max_budget`` tokens are kept per query block. ``gamma=1`` is dense.
@@ -70,6 +71,12 @@ class FlexPrefill(Method):
             raise PolicyError(f"lines={self.lines} does not go with mode={self.mode}, which says what a line is")
         if self.mode == "reference" and not self.flatten:
             raise PolicyError("flatten=false does not go with mode=reference, whose code knows no such choice")
+        self.check_tail()
+        if self.stands_in and self.lines != "block":
+            raise PolicyError(
+                f"tail={self.tail} stands for unread blocks and lines={self.lines} reads lines; give lines=block, or "
+                "leave tail out"
+            )
 
     @property
     def budget_blocks(self) -> tuple[int, int | None]:
@@ -78,6 +85,9 @@ class FlexPrefill(Method):
         return least, None if self.max_budget is None else max(least, self.max_budget // self.block_size)
 
     def select_prefill(self, chunk: Chunk) -> Selection:
+        return self.with_tail(chunk, self._select(chunk), self.block_size)
+
+    def _select(self, chunk: Chunk) -> Selection:
         shape, size = chunk.shape, self.block_size
         if shape.k_len <= max(2 * size, -(-self.min_budget // size) * size):
             return Dense(shape)

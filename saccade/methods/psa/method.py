@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Method, Query, require_choice, require_number, require_whole
+from saccade.methods.base import Query, require_choice, require_number, require_whole
 from saccade.methods.dial import Dial
 from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
+from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
 from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
@@ -25,7 +26,7 @@ FIRST_RANKED = 256  # blocks that a ranking of very many begins with
 
 
 @dataclass(frozen=True)
-class PSA(Method):
+class PSA(BlockMethod):
     """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
 
     ``rank="cuboid"`` is ArkVale's criticality, the cuboid-mean score averaged over the unit's query heads, as in the
@@ -63,6 +64,7 @@ class PSA(Method):
         require_choice("stop", self.stop, ("all", "mean"))
         require_choice("rank", self.rank, ("cuboid", "moments"))
         require_number("margin", self.margin, 0.0, 100.0)
+        self.check_tail()
         if self.rest == "estimate" and self.rank != "moments":
             raise PolicyError(f"rest=estimate goes by what rank=moments guesses, got rank={self.rank}; give both")
 
@@ -94,7 +96,7 @@ class PSA(Method):
         count = SINK_BLOCKS + LAST_BLOCKS + (rest > 0)
         always = torch.arange(count, dtype=torch.int32, device=order.device)  # a list from the host would wait for it
         always[SINK_BLOCKS:] += stop - SINK_BLOCKS
-        return Ranking(
+        ranking = Ranking(
             shape,
             size,
             always.expand(units, -1),
@@ -108,8 +110,11 @@ class PSA(Method):
             ranked=stop - SINK_BLOCKS if begun is not None else None,
             complete=complete if begun is not None else None,
         )
+        return self.with_tail(query, ranking, size)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
+        if self.stands_in:
+            return None
         units = spec.kv_heads if self.unit == "kv_head" else 1
         ranked = RankedBlocks(
             self.block_size,

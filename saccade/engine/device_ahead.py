@@ -1,0 +1,104 @@
+"""The next step of greedy rows, launched before this one's tokens are read: the device goes on while the host turns
+tokens into answers and schedules what follows.
+
+The host then finds the step that it asks for done, or lets it lie: whatever it stored lies behind all keys that count,
+in blocks that the rows had reserved, and is written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.engine.device_graphs import Key, StepKind
+from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_watch import PlacedRow
+from saccade.engine.step import StepInput
+from saccade.kv.sequence import SequenceKV
+from saccade.selection.plan import DevicePlan
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A step that runs: its kind, and ``forward`` over ``buffers``, which launches it again."""
+
+    kind: StepKind
+    key: Key
+    buffers: RowBuffers
+    forward: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A step that was launched ahead of its turn: a row is a sequence under a plan whose ``token`` goes to place
+    ``start``, in a slot; None for padding."""
+
+    launched: Launched
+    rows: tuple[tuple[SequenceKV, DevicePlan, int, int, int] | None, ...]
+
+    @classmethod
+    def of(cls, launched: Launched, placed: Sequence[PlacedRow | None], tokens: Sequence[int]) -> Ahead:
+        """After a step of ``placed``, whose rows go on with ``tokens``."""
+        rows = []
+        for row, token in zip(placed, tokens):
+            stop = 0 if row is None else row.scheduled.stop
+            rows.append(None if row is None else (row.kv, row.plan, stop, _slot(row.kv, stop), token))
+        return cls(launched, tuple(rows))
+
+    def serves(self, step: StepInput, placed: Sequence[PlacedRow | None], key: Key) -> bool:
+        """Whether it is the step that the host asks for."""
+        if key != self.launched.key or len(placed) != len(self.rows):
+            return False
+        tokens = dict(zip(step.request_ids, step.input_ids.tolist()))
+        for row, own in zip(placed, self.rows):
+            if row is None or own is None:
+                if row is not own:
+                    return False
+                continue
+            one = row.scheduled
+            kv, plan, start, slot, token = own
+            same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1
+            if not same or one.together or tokens[one.request_id] != token or _slot(kv, start) != slot:
+                return False
+        return True
+
+
+def may_follow(placed: Sequence[PlacedRow | None], longest: int) -> bool:
+    """Whether rows that have run, and are counted, can go on by themselves: each wants its likeliest token alone, has
+    room for it, and nothing that a step leaves behind would count if it were not asked for."""
+    for row in placed:
+        if row is None:
+            continue
+        one, plan = row.scheduled, row.plan
+        if not (one.greedy and one.wants_logits) or one.length > 1 or one.together or plan.keeps or plan.ruled:
+            return False
+        if row.kv.pool.tiers is not None or one.stop + 1 > longest or row.kv.missing_blocks(one.stop + 1):
+            return False
+    return True
+
+
+class Copied:
+    """A copy of ``tokens`` int64 [rows] on its way to the host."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._here = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._here.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._here = tokens.clone()
+
+    def wait(self) -> list[int]:
+        """The tokens, once they are here; what was launched behind them may still run."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._here.tolist()
+
+
+def _slot(kv: SequenceKV, place: int) -> int:
+    return kv.logical_slots(place, place + 1)[0]

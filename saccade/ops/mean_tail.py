@@ -1,0 +1,82 @@
+"""What stands for blocks that a row reads nothing of: their mean key and mean value, as often as they have keys.
+
+torch, on the device of the keys: the means are a block_size-th of the keys. It joins what any kernel read by
+log-sum-exp (see merge).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from saccade.kv.view import KVView
+from saccade.ops.reference import logits
+from saccade.selection import Blocks, Corrected, Dense, Selection, gone_for
+
+MOST = 2**22  # scores held at once: 16 MiB
+
+
+def mean_tail(
+    q: Tensor, kv: KVView, corrected: Corrected, used: Selection, *, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the means of the blocks that ``corrected`` represents where ``used`` is what was read.
+
+    ``q`` [heads, q_len, head_dim]. Returns ``out`` fp32 [heads, q_len, head_dim] and ``lse`` fp32 [heads, q_len] of the
+    logits q . mean key, each with the weight of ``block_size`` keys; rows without such a block give ``(0, -inf)``.
+    """
+    shape, size = corrected.shape, corrected.block_size
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    full = (shape.q_start + shape.q_len) // size  # blocks that the last row sees whole
+    if full == 0 or isinstance(used, Dense):
+        return out, lse
+    keys, values = (kv.summary(kind, size)[:full, 0] for kind in ("mean", "mean_value"))  # [full, G, d]
+    last_keys = torch.arange(1, full + 1, device=q.device) * size - 1
+    units = math.lcm(used.units, shape.kv_heads)
+    heads, step = shape.heads // units, max(1, MOST // (full * shape.heads // units))
+    evicted = None if corrected.gone is None else _blocks_gone(gone_for(corrected.gone, units), size, full)
+    for unit in range(units):
+        rows_of, kv_head = slice(unit * heads, (unit + 1) * heads), unit * shape.kv_heads // units
+        k, v = keys[:, kv_head].float(), values[:, kv_head].float()
+        for start in range(0, shape.q_len, step):
+            stop = min(start + step, shape.q_len)
+            rows = torch.arange(shape.q_start + start, shape.q_start + stop, device=q.device)
+            stands = ~_read(used, unit * used.units // units, start, stop, size, full).to(q.device)
+            stands &= rows[:, None] >= last_keys
+            if evicted is not None:
+                stands &= ~evicted[unit].to(q.device)
+            scores = logits(q[rows_of, start:stop].float(), k, scale, softcap) + math.log(size)
+            scores = scores.masked_fill(~stands, -torch.inf)
+            lse[rows_of, start:stop] = torch.logsumexp(scores, -1)
+            none = ~stands.any(-1)
+            out[rows_of, start:stop] = torch.softmax(scores, -1).masked_fill(none[:, None], 0.0) @ v
+    return out, lse
+
+
+def _read(used: Selection, unit: int, start: int, stop: int, size: int, full: int) -> Tensor:
+    """bool [stop - start, full]: the blocks of which rows ``start .. stop - 1`` of a unit read some key."""
+    if isinstance(used, Blocks) and used.block_size == size:
+        shape, offsets = used.shape, used.offsets
+        at = torch.arange(shape.q_start + start, shape.q_start + stop, device=offsets.device) // size
+        first = int(shape.q_start + start) // size
+        last = int(shape.q_start + stop - 1) // size
+        mask = torch.zeros(last - first + 1, max(full, last + 1), dtype=torch.bool, device=offsets.device)
+        bounds = offsets[unit * used.q_blocks + first - used.first_q_block :][: last - first + 2].tolist()
+        for j, (a, b) in enumerate(pairwise(bounds)):
+            mask[j, used.indices[a:b].long()] = True
+        return mask[at - first, :full]
+    tile = max(1, MOST // used.shape.k_len)
+    parts = []
+    for a in range(start, stop, tile):
+        mask = used.row_mask(unit, a, min(a + tile, stop))
+        parts.append(mask[:, : full * size].unflatten(1, (full, size)).any(-1))
+    return torch.cat(parts)
+
+
+def _blocks_gone(gone: Tensor, size: int, full: int) -> Tensor:
+    """bool [units, full]: blocks with an evicted key. ``gone`` [units, m]."""
+    padded = torch.nn.functional.pad(gone[:, : full * size], (0, max(0, full * size - gone.shape[1])))
+    return padded.unflatten(1, (full, size)).any(-1)

@@ -1,0 +1,134 @@
+"""Steps that the device backend launches before they are asked for change no token, count or stored key. CPU tensors,
+Triton's interpreter, no graphs."""
+
+from __future__ import annotations
+
+import pytest
+import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from device_helpers import Once, device_of, put_on_device
+from engine_helpers import finish, start, tokens
+from tiny_models import make_checkpoint, random_ids
+
+from saccade import LLM, SamplingParams
+from saccade.engine import device_ahead, device_attention
+from saccade.engine.device_ahead import Ahead
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    small = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048, **small)
+    own, batched = (LLM(folder, kv_memory="16MiB", prefill_chunk=256, exact=False) for _ in range(2))
+    put_on_device(batched)
+    device_of(batched).runs_ahead = True
+    return own, batched
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Whether each step that was launched ahead was the one that came."""
+    seen: list[bool] = []
+    real = Ahead.serves
+
+    def noted(self, step, placed, key):
+        seen.append(real(self, step, placed, key))
+        return seen[-1]
+
+    monkeypatch.setattr(Ahead, "serves", noted)
+    return seen
+
+
+def greedy(count: int, **options) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
+
+
+def same(own, batched) -> None:
+    assert batched.error is None
+    assert tokens(own) == tokens(batched)
+    left, right = own.report["decode"], batched.report["decode"]
+    for name in ("tokens", "keys_attended", "keys_causal", "keys_estimated", "density_per_head", "selections"):
+        assert left[name] == right[name], name
+
+
+def test_rows_of_unlike_lengths_and_ends(engines, asked):
+    """A block of keys fills on the way, in two rows; one request ends before the others."""
+    prompts = [random_ids(length, seed=length) for length in (30, 20, 158)]
+    policies = ["dense", "streaming(sinks=2, window=16)", "arkvale(budget=96)"]
+    own, batched = (one.generate(prompts, [greedy(6), greedy(3), greedy(6)], policy=policies) for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+    assert asked == [True] * 3  # of five steps: the first of each set of rows is loaded
+    assert engines[1].engine.pool.used_blocks == 0
+
+
+def test_a_request_that_ends_by_a_token_leaves_one_step_unasked(engines, asked):
+    prompts = [random_ids(25, seed=length) for length in (1, 2)]
+    free = [tokens(one) for one in engines[0].generate(prompts, greedy(6))]
+    assert free[0][2] not in free[0][:2]
+    params = [greedy(6, stop_token_ids=[free[0][2]]), greedy(6)]
+    own, batched = (one.generate(prompts, params) for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+    assert len(tokens(batched[0])) == 3
+    assert False in asked
+    assert True in asked
+
+
+def test_who_draws_or_steers_its_own_state_does_not_go_on(engines, asked):
+    """Nor does a method that counts on the device, nor one that learns."""
+    params = [SamplingParams(max_tokens=3, seed=3, ignore_eos=True), greedy(3), greedy(3)]
+    for one, policy in zip(params, ("dense", "psa(epsilon=0.4, microbatch=1)", "h2o(budget=40)")):
+        own, batched = (engine.generate(random_ids(40, seed=5), one, policy=policy)[0] for engine in engines)
+        same(own, batched)
+    assert not asked
+
+
+def test_requests_that_come_and_go_in_between(engines, asked):
+    own, batched = engines
+    prompts = [random_ids(length, seed=length) for length in (33, 34, 35)]
+    expected = [tokens(one.generate(prompt, greedy(6))[0]) for one, prompt in zip([own] * 3, prompts)]
+    engine = batched.engine
+    first = start(batched, prompts[0], greedy(6))
+    for _ in range(3):
+        engine.step()
+    gone = start(batched, prompts[1], greedy(6))
+    engine.step()
+    assert asked == [True, True]  # the host's pass over a new prompt comes after it
+    engine.step()
+    engine.step()
+    engine.cancel(gone)
+    last = start(batched, prompts[2], greedy(6))
+    finish(engine)
+    assert [first.output_ids, last.output_ids] == [expected[0], expected[2]]
+    assert gone.output_ids == expected[1][: len(gone.output_ids)]
+    assert True in asked
+    assert engine.pool.used_blocks == 0
+
+
+def test_a_launch_that_fails_takes_back_its_step_alone(engines, asked, monkeypatch):
+    own, batched = engines
+    prompt = random_ids(40, seed=6)
+    (expected,) = own.generate(prompt, greedy(6))
+    fails = Once(device_attention.attend_decode, ZeroDivisionError("it broke"), at=4)  # the step after the first
+    monkeypatch.setattr(device_attention, "attend_decode", fails)
+    (output,) = batched.generate(prompt, greedy(6))
+    same(expected, output)
+    assert len([note for note in output.report["notes"] if "failed" in note]) == 1
+    assert True in asked
+
+
+def test_logits_that_are_not_finite_end_their_request(engines, monkeypatch):
+    prompts = [random_ids(20, seed=8), random_ids(21, seed=9)]
+    expected = tokens(engines[0].generate(prompts[1], greedy(5))[0])
+    real = device_ahead.Copied.wait
+    turns = []
+
+    def wait(self):
+        turns.append(real(self))
+        return [-1, turns[-1][1]] if len(turns) == 2 else turns[-1]
+
+    monkeypatch.setattr(device_ahead.Copied, "wait", wait)
+    broken, whole = engines[1].generate(prompts, greedy(5))
+    assert "finite" in broken.error
+    assert whole.error is None
+    assert tokens(whole) == expected
