@@ -82,10 +82,9 @@ class _Planting:
 
 
 def plant(q: Tensor, past: int, kv_heads: int, scale: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer, on the CPU
-    (so that they are the same everywhere). The sinks
-    are every head's, a heavy column is one head's of each group; some point away from it, for a head whose queries have
-    no common direction."""
+    """Keys and values fp32 [kv_heads, past, head_dim] for queries ``q`` [heads, rows, head_dim] of one layer, both on
+    the CPU, so that they are the same everywhere. The sinks are every head's, a heavy column is one head's of each
+    group; some point away from it, for a head whose queries have no common direction."""
     head_dim = q.shape[-1]
     toward = torch.nn.functional.normalize(q.float().mean(1), dim=-1)  # [H, d]
     reach = torch.einsum("hrd,hd->hr", q.float(), toward).square().mean(1).sqrt().clamp(min=1e-6)
