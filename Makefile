@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test test-all lint types build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
+.PHONY: setup demo test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
   fuzz-server storm-server test-page conformance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
@@ -43,6 +43,20 @@ test-all: setup
 lock:
 	$(PYTHON) -m uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-annotate --custom-compile-command 'make lock' $(addprefix --no-emit-package ,$(UNLOCKED)) -o $(LOCK)
+
+# The site, strictly: a link, an anchor or a docstring that does not resolve is an error. Its packages have an environment of
+# their own, each checked by its hash; `make docs-lock` writes them anew. Nothing is fetched while it is built or read.
+SITE := build/docs/bin/python
+$(SITE): requirements/docs.lock
+	$(PYTHON) -m venv build/docs && $(SITE) -m pip install -q --no-deps --require-hashes -r $< && touch $@
+
+docs: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build -q --strict
+
+docs-lock:
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" | \
+	  $(PYTHON) -m uv pip compile -q - --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command 'make docs-lock' -o requirements/docs.lock
 
 lint: setup
 	$(BIN)/ruff check .

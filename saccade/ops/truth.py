@@ -131,7 +131,6 @@ def _room(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     count, key = math.prod(shape), (name, like.dtype)
     if key not in held or held[key].numel() < count:
         with torch.inference_mode(False):  # in which it may be written to later, too
-            held[key] = torch.empty(
-                max(count, 2 * held[key].numel() if key in held else 0), dtype=like.dtype, device="cpu"
-            )
+            most = max(count, 2 * held[key].numel() if key in held else 0)
+            held[key] = torch.empty(most, dtype=like.dtype, device="cpu")
     return held[key][:count].view(shape)

@@ -134,6 +134,7 @@ ENTRIES = (
     _decode("cis", "cis(k={value})", _keys(forced=80), 1.0),
     _decode("loopserve", "loopserve(budget={value}, first=1, n_d=4)", _keys(16)),
     _decode("quest", "quest(budget={value}, dense_layers=0)", _keys(32, 16), 2.0),
+    _decode("twilight", "twilight(p={value}, base=0.5, dense_layers=0)", THRESHOLD, None),
     _decode("arkvale", "arkvale(budget={value})", _keys(160, 32), 2.0),
     _decode("snapkv", "snapkv(capacity={value}, window=32)", _keys(40)),
     _decode("adakv", "adakv(capacity={value}, window=32)", _keys(40)),

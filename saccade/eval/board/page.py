@@ -178,7 +178,8 @@ def _about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, An
     run = Run.load(first)
     config, machine = run.config, run.config["machine"]
     counts = {len(Run.load(one.folder).rows) for one in placed if one.folder is not None and one.name == "dense"}
-    commit = (config["commit"] or "no commit")[:12]
+    commit, _, changed = (config["commit"] or "no commit").partition("+")
+    commit = commit[:12] + (" with changes" if changed else "")
     lines = [
         f"{Path(config['model']['name']).name}, weights {config['model']['weights_sha256'][:12]}, "
         f"{config['model']['dtype']}; {len(run.tasks)} tasks, {' or '.join(map(str, sorted(counts)))} samples a "

@@ -12,12 +12,9 @@ from saccade.eval.figures import new_figure, styled
 from saccade.eval.plots import COLOURS, STYLE, TICKS, in_k, svg
 
 _SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "d", "h", "8", "H")
-# Filled, hollow, and six that are lines: no two rows share one, whatever their colours.
-MARKERS = [
-    *((shape, True) for shape in _SHAPES),
-    *((shape, False) for shape in _SHAPES),
-    *((m, True) for m in "x+1234"),
-]
+_STROKES = ("x", "+", "1", "2", "3", "4", "|", "_", "$A$", "$B$", "$C$", "$E$", "$F$", "$G$", "$K$", "$R$", "$S$")
+# Filled, hollow, lines and letters: no two rows share one, whatever their colours.
+MARKERS = [*((one, True) for one in _SHAPES), *((one, False) for one in _SHAPES), *((one, True) for one in _STROKES)]
 _LOOKS = {
     entry.name: {
         "marker": shape,
