@@ -9,7 +9,7 @@ import pytest
 from engine_helpers import make
 from server_helpers import serving
 
-from saccade.bench.serve import Load, percentiles, plan, summary, words
+from saccade.bench.serve import LONGBENCH, Load, percentiles, plan, summary, words
 from saccade.bench.serve_client import Sample, Target, complete
 from saccade.cli.main import main
 from saccade.server.keys import Key, KeyRing, digest
@@ -106,6 +106,12 @@ def test_plans_texts_and_percentiles_are_what_they_say():
     lengths = sorted(one.turns[0][0] for one in plan(load))
     assert lengths[1000] == pytest.approx(160, rel=0.1)
     assert len(plan(Load(mix="sessions", requests=40))) == 10
+    eight = plan(Load(mix="longbench", requests=4000))
+    for most in {answer for _, answer in LONGBENCH.values()}:
+        sets = {own for own, (_, answer) in LONGBENCH.items() if answer == most}
+        found = [one.turns[0][0] for one in eight if one.turns[0][1] == most]
+        assert len(found) == pytest.approx(500 * len(sets), rel=0.15)
+        assert sum(found) / len(found) == pytest.approx(sum(LONGBENCH[own][0] for own in sets) / len(sets), rel=0.1)
     assert words(50, 1) != words(50, 2)
     assert percentiles([float(value) for value in range(1, 101)]) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
     samples = [

@@ -162,6 +162,7 @@ def test_kinds_that_come_and_go_push_no_recording_out():
         kinds.of(key, ())
     assert kinds.of(keys[2], ()).graph is not None
     assert kinds.stats.recorded == MOST_GRAPHS
+    assert kinds.recorded == (MOST_GRAPHS, MOST_GRAPHS)
     assert kinds.stats.kinds == MOST_GRAPHS + MOST_NEW
     assert kinds.of(keys[-1], ()) is kinds.of(keys[-1], ())
     assert keys[0] not in kinds._kinds

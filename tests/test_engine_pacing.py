@@ -17,6 +17,7 @@ from saccade.engine.lookup import Lookup
 from saccade.engine.pacing import LEAST, Pace, Pacing, forecast
 from saccade.engine.step_times import Kind, Times, best_length, tokens_of_round
 from saccade.kv.view import KVView
+from saccade.methods.policy import Policy
 from saccade.methods.verified import MOST
 from saccade.ops import Call, few_rows, run
 
@@ -187,6 +188,24 @@ def test_requests_that_gain_nothing_say_so(small):
     said = output.report["speculation"]
     assert output.outputs[0].token_ids == small.generate(ids, params)[0].outputs[0].token_ids
     assert said["off"] is not None or said["verifications"] > 0
+
+
+def test_an_engine_keeps_the_ledger_and_heeds_it(small):
+    """Plain steps and rounds are worth what they give; a draft that has lost too much is told so, its answers stay."""
+    params, ids = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), random_ids(100, seed=3)
+    pacing = small.engine.sparse_drafts.pacing
+    pacing.forget()
+    pacing.weights = 1  # bytes would say no otherwise
+    drafts = [f"streaming(sinks=1, window={window})" for window in (40, 50)]
+    pacing.ledger(Policy.parse(drafts[1]).decode.text).lost = 1e9
+    outputs = [small.generate(ids, params, policy=f"lossless(draft={draft}, lookup=0)")[0] for draft in drafts]
+    said = [output.report["speculation"] for output in outputs]
+    ledger = pacing.ledger(Policy.parse(drafts[0]).decode.text)
+    assert said[0]["verifications"] > 0
+    assert 40 < ledger.worth <= 80
+    assert said[1]["verifications"] == 0
+    assert "have lost the time of" in said[1]["off"]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
 def test_a_draft_that_is_given_up_costs_nothing_more(small):

@@ -8,13 +8,16 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_helpers import BLOCK_BYTES, make
 from server_helpers import GREEDY, error, serving
 
+from saccade.engine.messages import EngineStatistics
 from saccade.errors import SaccadeError
 from saccade.methods.policy import Policy
+from saccade.server import metrics
 from saccade.server.keys import Key, KeyRing, digest
 from saccade.server.logs import JsonLines
 from saccade.server.settings import ServerConfig
@@ -302,3 +305,13 @@ def test_audits_are_told_in_usage_and_added_up_in_metrics(server):
     }
     told = server.client.post("/v1/completions", json=sure).json()["usage"]["saccade"]["certified"]
     assert told["heads"] == told["bounds"] + told["sample"] + told["exact"] == 2 * 2 * 3 * 4  # samples, steps, layers
+
+
+def test_recorded_steps_are_shown_where_there_are_any():
+    def shown(graphs) -> dict[str, float]:
+        engine = SimpleNamespace(statistics=lambda: EngineStatistics(0, 0, 0, 8, 0, graphs=graphs))
+        found = metrics._Engine(engine, "tiny").collect()
+        return {one.name: one.samples[0].value for one in found if one.samples and "recorded" in one.name}
+
+    assert shown((3, 64)) == {"saccade:recorded_steps": 3, "saccade:recorded_steps_max": 64}
+    assert shown(None) == {}

@@ -13,10 +13,20 @@ from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.flexprefill import triton_shares as shares
 from saccade.methods.flexprefill.device import _block_means, select_blocks, select_lines
 from saccade.methods.flexprefill.modes import token_lines
+from saccade.methods.xattention import _reach
 from saccade.ops import attend
 from saccade.ops.block_energies import block_energies
-from saccade.ops.scores import block_sums, mean_queries, needed_shares, root_jsd, row_logits, row_weights, slash_sums
-from saccade.ops.triton import choose
+from saccade.ops.scores import (
+    antidiagonal_shares,
+    block_sums,
+    mean_queries,
+    needed_shares,
+    root_jsd,
+    row_logits,
+    row_weights,
+    slash_sums,
+)
+from saccade.ops.triton import antidiagonals, choose
 from saccade.ops.triton import line_sums as sums
 from saccade.ops.triton.block_energies import energies
 from saccade.ops.triton.block_sums import line_sums
@@ -53,6 +63,45 @@ def test_block_energies_are_the_host_s(q_len, n, size, softcap, head_dim):
     given = torch.cat([chunk.q, chunk.q], -1)[..., head_dim:]  # rows that lie apart
     arguments = (chunk.kv, chunk.shape, size, chunk.scale, softcap)
     torch.testing.assert_close(energies(given, *arguments), block_energies(chunk.q, *arguments), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "n", "stride", "size", "softcap"),
+    [
+        (300, 300, 8, 64, None),
+        (40, 300, 4, 32, None),
+        (129, 515, 16, 128, 5.0),
+        pytest.param(200, 400, 1, 32, None, marks=pytest.mark.thorough),
+        (77, 333, 32, 32, None),
+    ],
+)
+def test_antidiagonals_choose_as_the_host_does(q_len, n, stride, size, softcap, monkeypatch):
+    chunk = chunk_of(4, 2, q_len, n)
+    given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]  # rows that lie apart
+    if stride == 8:  # one head at a time
+        monkeypatch.setattr(antidiagonals, "MOST_BYTES", 1)
+    at = chunk.kv, chunk.shape, stride, size
+    shares = antidiagonals.shares(given, *at, chunk.scale, softcap)
+    expected = antidiagonal_shares(chunk.q, *at, chunk.scale, softcap)
+    torch.testing.assert_close(shares, expected, atol=1e-5, rtol=1e-5)
+    for threshold, lagging in ((0.0, 9), (0.9, 0), (0.97, 3)):
+        mask = _reach(shares, chunk.shape.q_start // size, threshold, lagging)
+        want = Blocks.from_block_mask(chunk.shape, size, mask)
+        got = antidiagonals.choose(given, *at, threshold, lagging, chunk.scale, softcap)
+        assert torch.equal(got.offsets, want.offsets)
+        assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
+
+
+def test_blocks_of_equal_shares_are_taken_in_their_order():
+    """Keys that are all alike: every block has the same share, and so many of the lowest are taken."""
+    q, k = torch.randn(2, 256, 32), torch.ones(1, 256, 32)
+    chunk = Chunk.of(q, KVView.from_tensors(k, k, block_size=32))
+    at = q, chunk.kv, chunk.shape, 8, 32
+    shares = antidiagonals.shares(*at, chunk.scale)
+    got = antidiagonals.choose(*at, 0.55, 0, chunk.scale)
+    want = Blocks.from_block_mask(chunk.shape, 32, _reach(shares, 0, 0.55))
+    assert torch.equal(got.offsets, want.offsets)
+    assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
 
 
 @pytest.mark.parametrize(("q_len", "n", "rows"), [(300, 300, 64), (40, 300, 40), (129, 515, 100), (7, 7, 5)])

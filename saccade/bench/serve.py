@@ -16,7 +16,19 @@ from typing import Any
 from saccade.bench.serve_client import Sample, Target, complete
 from saccade.errors import SaccadeError, shown
 
-MIXES = ("chat", "documents", "sessions")
+MIXES = ("chat", "documents", "sessions", "longbench")
+# PSA's eight sets (its section 5.1): the mean words of a prompt and the most tokens of an answer in LongBench.
+LONGBENCH = {
+    "hotpotqa": (9151, 32),
+    "2wikimqa": (4887, 32),
+    "multifieldqa_en": (4559, 64),
+    "qasper": (3619, 128),
+    "gov_report": (8734, 512),
+    "qmsum": (10614, 512),
+    "multi_news": (2113, 512),
+    "samsum": (6258, 128),
+}
+SPREAD = 0.4  # of their prompts' lengths
 TURNS = 4  # of a session
 _PERCENTILES = (50, 90, 99)
 
@@ -24,7 +36,8 @@ _PERCENTILES = (50, 90, 99)
 @dataclass(frozen=True)
 class Load:
     """``mix``: ``chat``, short prompts and answers whose lengths are log-normal, as in ShareGPT; ``documents``, long
-    texts with a question and a short answer; ``sessions``, conversations of four turns over a document. ``rate``:
+    texts with a question and a short answer; ``sessions``, conversations of four turns over a document; ``longbench``,
+    prompts and answers as long as those of the eight sets of LongBench that PSA combines in one trace. ``rate``:
     arrivals a second, Poisson; None sends all at once. ``concurrency``: most requests at work. ``scale`` multiplies
     lengths. ``trace``: lines of JSON with ``at`` (seconds), ``prompt_words`` and ``max_tokens`` in place of the mix."""
 
@@ -56,6 +69,10 @@ def plan(load: Load) -> list[Planned]:
     for number in range(math.ceil(load.requests / turns)):
         if load.mix == "chat":
             asked = [(_lognormal(rng, 160, 1.0, load.scale), _lognormal(rng, 150, 0.8, load.scale))]
+        elif load.mix == "longbench":
+            mean, most = rng.choice(list(LONGBENCH.values()))
+            median = mean * math.exp(-(SPREAD**2) / 2)
+            asked = [(_lognormal(rng, median, SPREAD, load.scale), max(4, round(load.scale * most)))]
         else:
             asked = [(_lognormal(rng, 6000, 0.6, load.scale), _lognormal(rng, 60, 0.5, load.scale))]
             asked += [(_lognormal(rng, 30, 0.5, load.scale), asked[0][1]) for _ in range(turns - 1)]

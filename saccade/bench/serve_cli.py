@@ -18,7 +18,7 @@ def serve(
         str | None, typer.Option(help="What it calls the model; the first that it lists by default.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="SACCADE_API_KEY", help="Its API key.")] = None,
-    mix: Annotated[str, typer.Option(help="chat, documents or sessions.")] = "chat",
+    mix: Annotated[str, typer.Option(help="chat, documents, sessions or longbench.")] = "chat",
     requests: Annotated[int, typer.Option(help="Requests of the run.")] = 100,
     rate: Annotated[float | None, typer.Option(help="Arrivals a second, Poisson; all at once by default.")] = None,
     concurrency: Annotated[int, typer.Option(help="Most requests at work.")] = 32,

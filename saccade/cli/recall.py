@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CAPTURE = "capture:"
 LEAST = 128  # tokens of the shortest input
+QUESTION = 128  # last tokens of a task's prompt, which are kept
 
 
 def recall(
@@ -197,11 +198,12 @@ def _plain(spec: LayerAttention, head_dim: int) -> bool:
 
 
 def _prompt(llm: LLM, task: str, file: Path | None, size: int) -> list[int]:
-    """``size`` token ids at most: of a text, whose beginning is taken, or of a task's sample of that length."""
+    """``size`` token ids at most: a text's first ones, or a task's sample, with its middle cut out if it is longer."""
     if file is None:
         from saccade.cli.inspect import task_prompts
 
-        return task_prompts(llm, [task], size)[0]
+        ids, end = task_prompts(llm, [task], size)[0], min(QUESTION, size // 2)
+        return ids if len(ids) <= size else ids[: size - end] + ids[-end:]
     from saccade.cli.inputs import read_text
     from saccade.eval.capture import token_ids
 

@@ -68,12 +68,17 @@ class StepKinds:
 
     @property
     def stats(self) -> GraphStats:
-        recorded = sum(kind.graph is not None for kind in self._kinds.values())
+        recorded, _ = self.recorded
         held = None
         if self._pool is not None:
             segments = torch.cuda.memory_snapshot()
             held = sum(one["total_size"] for one in segments if one.get("segment_pool_id") == self._pool)
         return GraphStats(len(self._kinds), recorded, MOST_GRAPHS, held if recorded else 0)
+
+    @property
+    def recorded(self) -> tuple[int, int]:
+        """How many kinds are recorded, and how many may be. For any thread."""
+        return sum(kind.graph is not None for kind in list(self._kinds.values())), MOST_GRAPHS
 
     def of(self, key: Key, groups: tuple[Group, ...]) -> StepKind:
         """The kind of step with this key, whose rows are ``groups``."""

@@ -64,16 +64,7 @@ class Mean:
 
     def as_dict(self) -> dict[str, Any] | None:
         """Plain data; None without a sample. ``variance`` is of one value: with it estimates can be joined."""
-        if not self.samples:
-            return None
-        low, high = self.interval()
-        return {
-            "samples": self.samples,
-            "mean": round(self.mean, DIGITS),
-            "low": round(low, DIGITS),
-            "high": round(high, DIGITS),
-            "variance": float(f"{self.variance:.9g}"),
-        }
+        return _plain(self, variance=float(f"{self.variance:.9g}"))
 
 
 @dataclass
@@ -107,15 +98,14 @@ class Share:
 
     def as_dict(self) -> dict[str, Any] | None:
         """Plain data; None without a sample."""
-        if not self.samples:
-            return None
-        low, high = self.interval()
-        return {
-            "samples": self.samples,
-            "mean": round(self.mean, DIGITS),
-            "low": round(low, DIGITS),
-            "high": round(high, DIGITS),
-        }
+        return _plain(self)
+
+
+def _plain(estimate: Mean | Share, **more: float) -> dict[str, Any] | None:
+    if not estimate.samples:
+        return None
+    low, high = (round(bound, DIGITS) for bound in estimate.interval())
+    return {"samples": estimate.samples, "mean": round(estimate.mean, DIGITS), "low": low, "high": high, **more}
 
 
 def at_most(hits: int, trials: int, chance: float) -> float:

@@ -152,7 +152,7 @@ class AsyncEngine:
 
     def statistics(self) -> EngineStatistics:
         """How the engine stands."""
-        pool, prefixes = self.engine.pool, self.engine.prefixes
+        pool, prefixes, device = self.engine.pool, self.engine.prefixes, self.engine.worker.device
         kept = 0 if prefixes is None else prefixes.kept_slots
         return EngineStatistics(
             self.running,
@@ -163,6 +163,7 @@ class AsyncEngine:
             kept,
             tiers=None if pool.tiers is None else pool.tiers.numbers(),
             bytes_by_tier=pool.bytes_by_tier(),
+            graphs=None if device is None else device.kinds.recorded,
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:

@@ -99,7 +99,8 @@ class EngineStatistics:
     ``used_blocks``: slots of the KV pool that are taken, of ``num_blocks``; ``kept_blocks`` of them hold what ended
     requests left for others. ``stored``: what DurableSessions reports, where sessions are stored. ``tiers``: where KV
     goes to a tier, what has moved, and the tier's cells, by name.
-    ``bytes_by_tier``: of keys and values, those that are taken and those that there are."""
+    ``bytes_by_tier``: of keys and values, those that are taken and those that there are. ``graphs``: on a GPU, how many
+    kinds of step are recorded, and how many may be."""
 
     running: int
     waiting: int
@@ -110,6 +111,7 @@ class EngineStatistics:
     stored: dict[str, int | None] | None = None
     tiers: dict[str, float] | None = None
     bytes_by_tier: dict[str, list[int]] = field(default_factory=dict)
+    graphs: tuple[int, int] | None = None
 
 
 @dataclass

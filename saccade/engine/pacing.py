@@ -165,9 +165,9 @@ class Pacing:
         if not drafts:
             ledger.worth += 1
         elif times.plain:
-            if times.known:
-                seconds = min(seconds, SPIKE * times.of_round(min(MOST, math.ceil(drafts))))
-            ledger.add(seconds / statistics.median(times.plain), gave)
+            plain, count = statistics.median(times.plain), min(MOST, math.ceil(drafts))
+            usual = times.of_round(count) if times.known else plain * (count + 2)
+            ledger.add(min(seconds, SPIKE * usual) / plain, gave)
 
 
 def _latest(known: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:

@@ -43,6 +43,7 @@ class Timed:
     learns: bool = False
     drafted: bool = False
     fixed: bool = False  # some draft as many as they were told to
+    fresh: bool = False  # draft steps compiled or recorded something
     drafting: float = 0.0  # seconds of its draft steps
     seconds: float | None = None  # of the step itself, where they tell of its kind
     drafts: float = 0.0  # a request
@@ -142,7 +143,7 @@ class SparseDrafts:
     def _account(self) -> None:
         """The last step is settled: put down what it gave."""
         step = self._step
-        if step is not None and step.seconds is not None and not step.learns and not step.fixed:
+        if step is not None and step.seconds is not None and not (step.learns or step.fixed or step.fresh):
             gave = sum(len(request.sequence.tokens) - before for request, before in step.made) / len(step.made)
             self.pacing.took(step.kind, step.drafting + step.seconds, gave, step.drafts if step.drafted else 0.0)
 
@@ -191,7 +192,7 @@ class SparseDrafts:
                     one.failed(f"{type(error).__name__}: {error}")
                 return
             seconds = time.perf_counter() - began
-            timed.drafting += seconds
+            timed.drafting, timed.fresh = timed.drafting + seconds, timed.fresh or result.fresh
             for one in drafting:
                 one.take(result.requests[one.request.id], seconds, self.model.eos_token_ids)
             if timed.alone and not result.fresh:

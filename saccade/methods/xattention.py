@@ -24,6 +24,7 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, require, require_choice, require_number, require_whole
 from saccade.methods.tails import BlockMethod
+from saccade.ops import triton
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Blocks, Dense, Selection
 
@@ -65,8 +66,13 @@ class XAttention(BlockMethod):
         if self.threshold >= 1.0 or last <= 1:  # the first and the diagonal block are always read
             return Dense(shape)
         chunk.cost.estimated += shape.q_len * -(-shape.k_len // self.stride)
-        shares = antidiagonal_shares(chunk.q, chunk.kv, shape, self.stride, size, chunk.scale, chunk.softcap)
         lagging = PUBLISHED_ROWS // size if self.sink == "published" else 0
+        if chunk.q.is_cuda and triton.serves_tiles(chunk.q, chunk.kv, shape.k_len, size) is None:
+            from saccade.ops.triton.antidiagonals import choose
+
+            at = chunk.q, chunk.kv, shape, self.stride, size, self.threshold, lagging
+            return self.with_tail(chunk, choose(*at, chunk.scale, chunk.softcap), size)
+        shares = antidiagonal_shares(chunk.q, chunk.kv, shape, self.stride, size, chunk.scale, chunk.softcap)
         taken = _reach(shares, first, self.threshold, lagging)
         return self.with_tail(chunk, Blocks.from_block_mask(shape, size, taken), size)
 

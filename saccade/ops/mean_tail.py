@@ -7,7 +7,6 @@ log-sum-exp (see merge).
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.reference import logits
 from saccade.selection import Blocks, Corrected, Dense, Selection, gone_for
+from saccade.selection.csr import list_ids
 
 MOST = 2**22  # scores held at once: 16 MiB
 
@@ -41,11 +41,15 @@ def mean_tail(
     for unit in range(units):
         rows_of, kv_head = slice(unit * heads, (unit + 1) * heads), unit * shape.kv_heads // units
         k, v = keys[:, kv_head].float(), values[:, kv_head].float()
+        listed = _listed(used, unit * used.units // units, size, full)
         for start in range(0, shape.q_len, step):
             stop = min(start + step, shape.q_len)
             rows = torch.arange(shape.q_start + start, shape.q_start + stop, device=q.device)
-            stands = ~_read(used, unit * used.units // units, start, stop, size, full).to(q.device)
-            stands &= rows[:, None] >= last_keys
+            if listed is None:
+                read = _read(used, unit * used.units // units, start, stop, size, full).to(q.device)
+            else:
+                read = listed.to(q.device)[rows // size - shape.q_start // size]
+            stands = ~read & (rows[:, None] >= last_keys)
             if evicted is not None:
                 stands &= ~evicted[unit].to(q.device)
             scores = logits(q[rows_of, start:stop].float(), k, scale, softcap) + math.log(size)
@@ -56,18 +60,18 @@ def mean_tail(
     return out, lse
 
 
+def _listed(used: Selection, unit: int, size: int, full: int) -> Tensor | None:
+    """bool [query blocks, full]: the blocks that a unit's lists name; None for what has no lists of such blocks."""
+    if not isinstance(used, Blocks) or used.block_size != size:
+        return None
+    offsets = used.offsets[unit * used.q_blocks : (unit + 1) * used.q_blocks + 1]
+    mask = torch.zeros(used.q_blocks, -(-used.shape.k_len // size), dtype=torch.bool, device=offsets.device)
+    mask[list_ids(offsets), used.indices[int(offsets[0]) : int(offsets[-1])].long()] = True
+    return mask[:, :full]
+
+
 def _read(used: Selection, unit: int, start: int, stop: int, size: int, full: int) -> Tensor:
     """bool [stop - start, full]: the blocks of which rows ``start .. stop - 1`` of a unit read some key."""
-    if isinstance(used, Blocks) and used.block_size == size:
-        shape, offsets = used.shape, used.offsets
-        at = torch.arange(shape.q_start + start, shape.q_start + stop, device=offsets.device) // size
-        first = int(shape.q_start + start) // size
-        last = int(shape.q_start + stop - 1) // size
-        mask = torch.zeros(last - first + 1, max(full, last + 1), dtype=torch.bool, device=offsets.device)
-        bounds = offsets[unit * used.q_blocks + first - used.first_q_block :][: last - first + 2].tolist()
-        for j, (a, b) in enumerate(pairwise(bounds)):
-            mask[j, used.indices[a:b].long()] = True
-        return mask[at - first, :full]
     tile = max(1, MOST // used.shape.k_len)
     parts = []
     for a in range(start, stop, tile):

@@ -123,6 +123,10 @@ def antidiagonal_shares(
     """
     if cpu_sums.serves_tiles(q, kv, stride, block_size) is None:
         shares = cpu_sums.antidiagonals(q, kv, shape, stride, block_size, scale, softcap)
+    elif q.is_cuda and triton.serves_tiles(q, kv, shape.k_len, block_size) is None:
+        from saccade.ops.triton.antidiagonals import shares as tile_shares
+
+        return tile_shares(q, kv, shape, stride, block_size, scale, softcap)
     else:
         shares = torch.cat(
             [_group_shares(q, kv, shape, g, stride, block_size, scale, softcap) for g in range(shape.kv_heads)]

@@ -59,9 +59,9 @@ def _by_kernel(
     q: Tensor, kv: KVView, kv_head: int, scale: float, softcap: float | None, window: int | None, threads: int | None
 ) -> Truth:
     heads, width = q.shape
-    call = Call(q[:, None], kv, Shape.suffix(heads, kv.kv_heads, 1, kv.length), scale, softcap, threads)
+    call = Call(q[:, None], kv, Shape.suffix(heads, kv.kv_heads, 1, kv.length, q.device), scale, softcap, threads)
     group = heads // kv.kv_heads
-    made = torch.empty(group * (width + 2))
+    made = torch.empty(group * (width + 2), device="cpu")
     out, lse, norm = made.split([group * width, group, group])
     wanted = native.GroupTruth(kv_head=kv_head, out=out.data_ptr(), lse=lse.data_ptr(), scale=norm.data_ptr())
     keys = ALL_KEYS if window is None or window >= kv.length else band_keys(window, 0)
@@ -131,5 +131,6 @@ def _room(name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
     count, key = math.prod(shape), (name, like.dtype)
     if key not in held or held[key].numel() < count:
         with torch.inference_mode(False):  # in which it may be written to later, too
-            held[key] = torch.empty(max(count, 2 * held[key].numel() if key in held else 0), dtype=like.dtype)
+            most = max(count, 2 * held[key].numel() if key in held else 0)
+            held[key] = torch.empty(most, dtype=like.dtype, device="cpu")
     return held[key][:count].view(shape)

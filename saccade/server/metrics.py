@@ -250,6 +250,12 @@ class _Engine(Collector):
                 ("num_stored_sessions", "Sessions in the folder.", stored["sessions"] or 0),
                 ("stored_session_bytes", "Bytes of them.", stored["bytes"] or 0),
             )
+        if now.graphs is not None:
+            rows = (
+                *rows,
+                ("recorded_steps", "Kinds of step that are recorded as CUDA graphs.", now.graphs[0]),
+                ("recorded_steps_max", "As many as may be; the least recently used goes first.", now.graphs[1]),
+            )
         for name, said, value in rows:
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)

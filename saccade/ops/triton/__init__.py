@@ -14,6 +14,7 @@ from saccade.ops import cpu
 from saccade.selection import Candidates, Selection
 
 MOST_ROWS = 128  # that are summed over at once
+MOST_KEY_BLOCKS = 1 << 14  # that one program chooses among
 
 _installed = importlib.util.find_spec("triton") is not None
 
@@ -66,6 +67,12 @@ def serves_sums(q: Tensor, kv: KVView, rows: int) -> str | None:
 def serves_energies(q: Tensor, kv: KVView, block_size: int) -> str | None:
     """Why ``block_energies.energies`` cannot run this call; None where it can."""
     return serves_scores(q, kv) if block_size in (64, 128) else f"it takes blocks of 64 or 128 keys; got {block_size}"
+
+
+def serves_tiles(q: Tensor, kv: KVView, k_len: int, block_size: int) -> str | None:
+    """Why ``antidiagonals.choose`` cannot run this call; None where it can."""
+    most = MOST_KEY_BLOCKS * block_size
+    return serves_scores(q, kv) if k_len <= most else f"it chooses among up to {most} keys; got {k_len}"
 
 
 def serves_candidates(q: Tensor, kv: KVView, selection: Candidates) -> str | None:
