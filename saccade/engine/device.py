@@ -7,11 +7,9 @@ one group of rows, whatever their numbers. What is stored, read and counted is t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +21,15 @@ from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_plans import DevicePlans
-from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_rooms import EACH, RowRooms
 from saccade.engine.device_sampling import fetch_likeliest, fetch_repeated, fetch_tokens
-from saccade.engine.device_tally import RowCounts
 from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput
-from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
-from saccade.methods.device_state import DeviceState, Opening
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
@@ -42,7 +37,6 @@ from saccade.selection.plan import Everything
 
 MOST_ROWS = 64  # that decode or verify
 SHORTEST = 1024  # keys: rows of up to so many share their graphs
-EACH = prefill.EACH  # rows of one request that a step verifies at once, at most
 
 
 class StepFailedError(RuntimeError):
@@ -75,9 +69,7 @@ class DeviceBackend:
         self._forward = DecodeStep(runner)
         self._tiers = DeviceTiers()
         self._plans = DevicePlans(runner.spec)
-        self._buffers: dict[bool, RowBuffers] = {}  # for steps that verify, and for all others
-        self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
-        self._counts = RowCounts(runner.spec.heads)
+        self._rooms = RowRooms(runner.spec, runner.device, self.kinds)
 
     @property
     def graphs(self) -> GraphStats:
@@ -198,7 +190,9 @@ class DeviceBackend:
             else:
                 kind, offers = self._run(step, placed, key, groups, times)
             if self.watch.audits and not key[4]:
-                audits = StepAudits(placed, self.watch.audits, self._buffers[False] if key[3] else None, kind.longest)
+                audits = StepAudits(
+                    placed, self.watch.audits, self._rooms.buffers[False] if key[3] else None, kind.longest
+                )
             for number, row in enumerate(placed):  # while the device works
                 for turn in range(times if row is not None and row.result.error is None else 0):
                     assert row is not None
@@ -287,8 +281,8 @@ class DeviceBackend:
     ) -> tuple[StepKind, Offers | None]:
         pool = next(row.kv.pool for row in placed if row is not None)
         each = groups[0].each
-        buffers = self._room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
-        self._load(buffers, step, placed, each, times)
+        buffers = self._rooms.room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
+        self._rooms.load(buffers, step, placed, each, times)
         try:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
         except TierError as error:
@@ -344,59 +338,6 @@ class DeviceBackend:
         fetch_likeliest(tokens, placed, self.runner.spec.vocab_size)
         self._ahead = Ahead.of(launched, placed, tokens)
 
-    def _room(self, pool: BlockManager, rows: int, blocks: int, verifies: bool) -> RowBuffers:
-        same = self._kv is not None and self._kv() is pool
-        have = self._buffers.get(verifies)
-        if have is not None and same and have.fits(rows, blocks):
-            return have
-        if have is not None or not same:
-            if not (verifies and same):
-                self._counts.detach()
-            self.kinds.clear(verifies if same else None)  # recordings know the old buffers and pool
-        if have is not None:
-            rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
-            del have, self._buffers[verifies]
-        if not same:
-            self._buffers, self._kv = {}, weakref.ref(pool)
-        spec, each = self.runner.spec, EACH if verifies else 1
-        rows = pad(rows, prefill.MOST_PIECES if verifies else 8)
-        made = self._buffers[verifies] = RowBuffers(
-            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self.runner.device, each
-        )
-        return made
-
-    @torch.inference_mode()  # in which the host path may have made summaries
-    def _load(
-        self, buffers: RowBuffers, step: StepInput, placed: list[PlacedRow | None], each: int, times: int
-    ) -> None:
-        """Bring the rows' buffers up to date, and see whose counts each row gathers."""
-        ids = step.input_ids.tolist()
-        firsts = {one.request_id: at - one.start for one, at in zip(step.scheduled, step.query_start_loc)}
-        inputs: list[tuple[int, int, int]] = []
-        for number, row in enumerate(placed):
-            if row is None:
-                inputs += [(0, 0, 0)] * each
-                continue
-            one = row.scheduled
-            buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
-            if row.plan.keeps:
-                state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
-                buffers.own.hold(number, state, row.cones, one.stop)
-                for note in state.notes(one.stop):
-                    row.result.note(note)
-            first = firsts[one.request_id] + one.start
-            inputs += [(ids[first + at], one.start + at, one.start + at + 1) for at in range(one.length)]
-            if each > 1:
-                inputs += [(0, 0, 0)] * (each - one.length)
-            else:
-                self._counts.attach(number, one.request_id, row.plan, buffers)
-        buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
-
-    @torch.inference_mode()  # in which the host path's states were made
-    def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
-        one = row.scheduled
-        return one.policy.decode.device_state(Opening(states, row.kv, self.runner.spec, one.span_start, one.stop))
-
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
         one, choice = row.scheduled, row.plan.blocks
@@ -406,14 +347,14 @@ class DeviceBackend:
         if choice is not None and one.stop // choice.size > one.start // choice.size:
             row.kv.summarized(choice.summary, choice.size)
         if one.together:
-            verified = self._counts.of(one.request_id, row.plan)
+            verified = self._rooms.counts.of(one.request_id, row.plan)
             row.result.late[row.plan.name] = verified
             row.result.stay = partial(verified.add_first, one.start, "triton")
             return
-        counts = self._counts.rows[number]
+        counts = self._rooms.counts.rows[number]
         whole = False
         if row.plan.keeps:
-            state = row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
+            state = self._rooms.state(row)
             state.length = one.stop if times > 0 else one.start
             whole = state.reads_all(one.stop)
         backend = "triton" if self.watch.idle else "triton (eager)"
@@ -429,7 +370,7 @@ class DeviceBackend:
         self, step: StepInput, memories: Mapping[int, SequenceMemory], results: dict[int, RequestResult], key: Key
     ) -> None:
         """Count what a prefill read, and let decode methods learn from it."""
-        asked, first = self._buffers[True].asked if key[3] else None, 0
+        asked, first = self._rooms.buffers[True].asked if key[3] else None, 0
         for one in step.scheduled:
             result = results[one.request_id]
             result.note_of(self.kinds.note)

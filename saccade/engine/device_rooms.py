@@ -1,0 +1,92 @@
+"""What the rows of batched steps are loaded into: the buffers that recordings read, made as rows and blocks need."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from saccade.engine import device_prefill as prefill
+from saccade.engine.device_graphs import StepKinds
+from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_tally import RowCounts
+from saccade.engine.device_watch import PlacedRow
+from saccade.engine.step import StepInput
+from saccade.kv.blocks import BlockManager
+from saccade.methods.device_state import DeviceState, Opening
+from saccade.models.interface import ModelSpec
+from saccade.ops.triton.common import pad
+
+EACH = prefill.EACH  # rows of one request that a step verifies at once, at most
+
+
+class RowRooms:
+    """``buffers``: for steps that verify or prefill (True), and for all others. ``counts``: whose readings the rows of
+    the latter gather. ``kinds`` are what was recorded over them."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, kinds: StepKinds) -> None:
+        self._spec, self._device, self._kinds = spec, device, kinds
+        self.buffers: dict[bool, RowBuffers] = {}
+        self.counts = RowCounts(spec.heads)
+        self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
+
+    def room(self, pool: BlockManager, rows: int, blocks: int, verifies: bool) -> RowBuffers:
+        """Buffers for so many rows and blocks of ``pool``; ``verifies``: of EACH tokens a row."""
+        same = self._kv is not None and self._kv() is pool
+        have = self.buffers.get(verifies)
+        if have is not None and same and have.fits(rows, blocks):
+            return have
+        if have is not None or not same:
+            if not (verifies and same):
+                self.counts.detach()
+            self._kinds.clear(verifies if same else None)  # recordings know the old buffers and pool
+        if have is not None:
+            rows, blocks = max(rows, have.rows), max(blocks, have.blocks)
+            del have, self.buffers[verifies]
+        if not same:
+            self.buffers, self._kv = {}, weakref.ref(pool)
+        spec, each = self._spec, EACH if verifies else 1
+        rows = pad(rows, prefill.MOST_PIECES if verifies else 8)
+        made = self.buffers[verifies] = RowBuffers(
+            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self._device, each
+        )
+        return made
+
+    @torch.inference_mode()  # in which the host path may have made summaries
+    def load(
+        self, buffers: RowBuffers, step: StepInput, placed: Sequence[PlacedRow | None], each: int, times: int
+    ) -> None:
+        """Bring the rows' buffers up to date, and see whose counts each row gathers."""
+        ids = step.input_ids.tolist()
+        firsts = {one.request_id: at - one.start for one, at in zip(step.scheduled, step.query_start_loc)}
+        inputs: list[tuple[int, int, int]] = []
+        for number, row in enumerate(placed):
+            if row is None:
+                inputs += [(0, 0, 0)] * each
+                continue
+            one = row.scheduled
+            buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
+            if row.plan.keeps:
+                state = self.state(row)
+                buffers.own.hold(number, state, row.cones, one.stop)
+                for note in state.notes(one.stop):
+                    row.result.note(note)
+            first = firsts[one.request_id] + one.start
+            inputs += [(ids[first + at], one.start + at, one.start + at + 1) for at in range(one.length)]
+            if each > 1:
+                inputs += [(0, 0, 0)] * (each - one.length)
+            else:
+                self.counts.attach(number, one.request_id, row.plan, buffers)
+        buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
+
+    def state(self, row: PlacedRow) -> DeviceState:
+        """What the row's decode method keeps on the device."""
+        return row.memory.on_device(row.scheduled.policy.decode, partial(self._opened, row))
+
+    @torch.inference_mode()  # in which the host path's states were made
+    def _opened(self, row: PlacedRow, states: list[Any]) -> DeviceState:
+        one = row.scheduled
+        return one.policy.decode.device_state(Opening(states, row.kv, self._spec, one.span_start, one.stop))
