@@ -60,7 +60,8 @@ class Auditing:
             if audit is None or not audit.options.rate or not _first_time(request, rows):
                 continue
             drawn = audit.draw(rows.start, spec.layers, spec.kv_heads)
-            found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in)
+            if drawn:  # else the step is one like any other
+                found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in)
         return found
 
     def replayed(self, batch: Batch) -> Batch:
