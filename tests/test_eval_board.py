@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from itertools import pairwise
 from math import exp, log
+from pathlib import Path
 
 import pytest
 from test_eval_report import config, row, write
@@ -48,6 +50,15 @@ def test_every_setting_of_a_dial_is_a_policy_that_serves_its_protocol(length):
                     entry.policy(letter, 0.1, value).prefill.name == "dense" for value in (values[0], values[-1])
                 )
         assert entry.serves("B") or entry.serves("D")
+
+
+def test_jobs_travel_to_workers():
+    """Side by side, each row runs in a process of its own."""
+    data = {length: Path("data") for length in grids.FIXED.lengths}
+    todo = jobs(grids.FIXED, data)
+    assert pickle.loads(pickle.dumps(todo)) == todo
+    what = Play(grids.FIXED, EngineConfig("reference"), Path("results"))
+    assert pickle.loads(pickle.dumps(what)) == what
 
 
 def test_no_two_rows_share_a_marker():

@@ -62,6 +62,10 @@ class Entry:
     summary: float | None = 0.0
     slow: bool = False
 
+    def __reduce__(self) -> tuple[Callable[[str], Entry], tuple[str]]:
+        """By name: dials are functions, and workers know the same rows."""
+        return entry_named, (self.name,)
+
     @property
     def methods(self) -> set[str]:
         """Registered names that this row is about."""
@@ -177,3 +181,8 @@ ENTRIES = (
     Entry("psaw", {"prefill": "dense", "decode": "dense", "window": "psaw"}, None, "prefill", "window"),
     Entry("etf", {"prefill": "dense", "decode": "dense", "freeze": "etf"}, None, "prefill", "window"),
 )
+
+
+def entry_named(name: str) -> Entry:
+    """The row of a name. KeyError for one that is not on the board."""
+    return {entry.name: entry for entry in ENTRIES}[name]
