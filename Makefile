@@ -52,6 +52,7 @@ $(SITE): requirements/docs.lock
 
 docs: $(SITE)
 	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build -q --strict
+	! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?https?://' build/site --include='*.html'
 
 docs-lock:
 	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" | \
