@@ -66,8 +66,8 @@ class DeviceTiers:
         list that another step of the same turn made, is the past."""
         if pool.tiers is not None:
             size = pool.format.block_size
-            written = {int(row.kv.block_table[(row.scheduled.stop - 1) // size]) for row in rows}
-            pool.tiers.opened(slice(None), np.array(sorted(written)))
+            written = [row.kv.block_table[_written(row, size)].numpy() for row in rows]
+            pool.tiers.opened(slice(None), np.unique(np.concatenate(written)))
 
     def prepare(self, pool: BlockManager, rows: Sequence[PlacedRow]) -> Offers:
         """Make a step of ``rows`` of ``pool``, of which parts are absent, ready. TierError where what it writes to
@@ -75,14 +75,14 @@ class DeviceTiers:
         tiers, size = pool.tiers, pool.format.block_size
         assert tiers is not None
         kept: list[np.ndarray] = []
-        written: list[int] = []
+        written: list[np.ndarray] = []
         for row in rows:
             stop, blocks = row.scheduled.stop, row.kv.block_table
             reach = size if row.plan.blocks is None else max(size, row.plan.blocks.size)
-            first = (stop - 1) // reach * reach // size  # the summary of a block that is filled reads all of it
-            kept.append(blocks[first : (stop - 1) // size + 1].numpy())
-            written.append(int(blocks[(stop - 1) // size]))
-        needed, opened = np.unique(np.concatenate(kept)), np.unique(np.array(written))
+            last, first = (stop - 1) // size, row.scheduled.start // reach * reach // size
+            kept.append(blocks[first : last + 1].numpy())  # the summary of a block that is filled reads all of it
+            written.append(blocks[_written(row, size)].numpy())
+        needed, opened = np.unique(np.concatenate(kept)), np.unique(np.concatenate(written))
         holds: list[Hold] = []
         offers = tiers.offer()
         try:
@@ -118,3 +118,8 @@ class DeviceTiers:
                 pause = min(MOST_PAUSE, 2 * last + 1)
                 self._pauses[row.kv] = pause - 1, pause
         return None if came else "more KV blocks were wanted at once than slots could be taken for"
+
+
+def _written(row: PlacedRow, size: int) -> slice:
+    """The blocks of its sequence that a row, or the rows of a verification, are stored in."""
+    return slice(row.scheduled.start // size, (row.scheduled.stop - 1) // size + 1)
