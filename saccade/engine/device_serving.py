@@ -1,0 +1,111 @@
+"""Which requests of a step a device backend takes, and in which steps of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from saccade.engine import device_prefill as prefill
+from saccade.engine.attention import Watch
+from saccade.engine.device_plans import DevicePlans
+from saccade.engine.device_rooms import EACH
+from saccade.engine.device_tiers import DeviceTiers
+from saccade.engine.memory import SequenceMemory
+from saccade.engine.step import ScheduledRequest, StepInput
+from saccade.models.decode_step import DecodeStep
+from saccade.models.runner import HFRunner
+from saccade.selection.plan import Everything
+
+MOST_ROWS = 64  # that decode or verify
+
+
+class DeviceServing:
+    """For ``runner``, while ``watch`` sees every call."""
+
+    def __init__(self, runner: HFRunner, watch: Watch) -> None:
+        self.runner, self.watch = runner, watch
+        self._forward = DecodeStep(runner)
+        self._tiers = DeviceTiers()
+        self._plans = DevicePlans(runner.spec)
+
+    def serves(self, step: StepInput, index: int, memory: SequenceMemory) -> str | None:
+        """Why request ``index`` of a step cannot be part of a batched one; None where it can."""
+        one = step.scheduled[index]
+        if one.phase == "prefill":
+            return self._serves_prefill(one, memory)
+        if one.phase != "decode" or (one.length != 1 and not one.together):
+            return "only single decode rows are batched"
+        if one.together and (one.length > EACH or not self.watch.idle):
+            return f"more than {EACH} rows of a request, or somebody looks on"
+        if one.row is not None:
+            return "rows of drafts are counted, and taken back, one by one"
+        if not self._forward.serves:
+            return "the model's rotary factors hang on more than a row's position"
+        if one.scored:
+            return "log-probabilities of its tokens are wanted"
+        planned = self._plans.of(one.policy)
+        if memory.kv.pool.absent:
+            if not self.watch.idle and not memory.kv.resident:
+                return "somebody looks on, and some of its KV blocks are not resident"
+            if (reason := self._tiers.why_not(memory.kv, planned.plan)) is not None:
+                return reason
+        if planned.plan is not None:
+            if memory.has_state and not planned.plan.keeps:
+                return "the decode method keeps a state that its device plan does not know"
+            if memory.has_gone and not one.policy.decode.evicts:
+                return "an earlier turn evicted keys"
+        if one.together and planned.plan is not None and set(planned.plan.layers) != {Everything()}:
+            return "rows with sliding windows are attended one by one"
+        return planned.why_not
+
+    def _serves_prefill(self, one: ScheduledRequest, memory: SequenceMemory) -> str | None:
+        if not self.watch.idle:
+            return "somebody looks on"
+        if not self._forward.serves:
+            return "the model's rotary factors hang on more than a row's position"
+        if self._plans.prefilling(EACH) is None:
+            return "layers with sliding windows are attended by the host"
+        return prefill.why_not(one, memory)
+
+    def parts(
+        self,
+        which: Sequence[int],
+        before: Sequence[int] = (),
+        verifying: Sequence[int] = (),
+        prefilling: Mapping[int, ScheduledRequest] | None = None,
+    ) -> list[list[int]]:
+        """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
+        others, and those that are ``verifying`` drafts, or ``prefilling``, in steps of their own."""
+        sizes = {number: len(prefill.pieces(one)) for number, one in (prefilling or {}).items()}
+        early, several, last = set(before), set(verifying), [one for one in which if one in sizes]
+        which = [one for one in which if one not in sizes]
+        kinds = (
+            [one for one in which if one in early],
+            [one for one in which if one not in early and one not in several],
+            [one for one in which if one in several],
+        )
+        found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
+        return found + prefill.parts(last, sizes)
+
+    def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
+        """Those of the served requests ``which`` whose blocks must all stay resident while those of others may not."""
+        found = []
+        for number in which:
+            one = step.scheduled[number]
+            plan = self._plans.of(one.policy).plan
+            absent = self._tiers.absent(memories[one.sequence_id].kv.pool)
+            if one.phase == "decode" and plan is not None and not plan.listed and absent:
+                found.append(number)
+        return found
+
+    def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
+        """Whether the device can run a step again and again by itself, each row with the token that it chose before:
+        all rows want their likeliest token alone, and nothing on the way asks the host."""
+        if not self.watch.idle or self.watch.audits or not 0 < len(step) <= MOST_ROWS:
+            return False
+        for index, one in enumerate(step.scheduled):
+            memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan
+            if not one.greedy or plan is None or plan.keeps or memory.kv.pool.tiers is not None:
+                return False
+            if self.serves(step, index, memory) is not None:
+                return False
+        return True
