@@ -23,7 +23,9 @@ class BlockMethod(Method):
 
     def check_tail(self) -> None:
         """PolicyError for a ``tail`` that there is not."""
-        require(self.tail in (None, "mean"), "tail", self.tail, "none or mean")
+        require(
+            self.tail is None or (isinstance(self.tail, str) and self.tail == "mean"), "tail", self.tail, "none or mean"
+        )
 
     @property
     def stands_in(self) -> bool:
