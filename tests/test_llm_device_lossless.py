@@ -148,10 +148,10 @@ def test_what_recorded_rounds_leave_is_what_single_steps_leave(engines):
     """Keys, values and the draft's summaries after rounds that crossed blocks, against plain steps and summaries made
     anew. Draft steps follow each other on the device; some of their tokens are rejected."""
     host, device = engines
-    prompts = [random_ids(length, seed=length) for length in (95, 61)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [random_ids(length, seed=length) for length in (95, 89)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     left, kept = [], []
-    ours = "lossless(draft=quest(budget=64, dense_layers=0), tokens=5, lookup=2)"
+    ours = "lossless(draft=quest(budget=64, dense_layers=0), tokens=3, lookup=2)"
     for llm, policy in ((host, "dense"), (device, ours)):
         sessions = [llm.session(policy=policy) for _ in prompts]
         outputs = [session.generate(ids, params) for session, ids in zip(sessions, prompts)]
