@@ -68,14 +68,16 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def load(options: argparse.Namespace, port: int, model: str, requests: int, policy: str | None, folder: Path) -> dict:
+def load(
+    options: argparse.Namespace, port: int, model: str, requests: int, policy: str | None, folder: Path, seed: int = 0
+) -> dict:
     """What ``saccade bench serve`` saw."""
     saccade = str(Path(sys.executable).with_name("saccade"))
     file = folder / "run.json"
     command = [saccade] if Path(saccade).exists() else [sys.executable, "-m", "saccade"]
     command += ["bench", "serve", "--url", f"http://{HOST}:{port}", "--model", model, "--mix", options.mix]
     command += ["--requests", str(requests), "--concurrency", str(options.concurrency), "--scale", str(options.scale)]
-    command += ["--json", str(file), *(["--policy", policy] if policy else [])]
+    command += ["--seed", str(seed), "--json", str(file), *(["--policy", policy] if policy else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not file.exists():
         raise SystemExit(done.stdout + done.stderr)
@@ -124,7 +126,7 @@ def main() -> None:
             with running(command, port, folder / "log"):
                 for policy in policies:
                     known = model or _first_model(port)
-                    load(options, port, known, min(4, options.requests), policy, folder)
+                    load(options, port, known, min(4, options.requests), policy, folder, seed=1)  # shares no prefix
                     found = load(options, port, known, options.requests, policy, folder)
                     rows.append((name, policy, found))
                     print(name, policy or "", {k: v for k, v in found.items() if k != "samples"}, flush=True)
