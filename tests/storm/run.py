@@ -115,6 +115,7 @@ def _calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
         (output,) = llm.generate(ask.ids, ask.params, policy=ask.policy)
         if ledger.exact:
             assert [one.token_ids for one in output.outputs] == ask.answers, ask.policy
+    deadline = time.monotonic() + 10
     while True:  # the engine's thread may be in the end of the last answer's step
         alive = Counter(type(one).__name__ for one in fallen() if id(one) not in others)
         if not alive or time.monotonic() > deadline:
