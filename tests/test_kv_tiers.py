@@ -206,6 +206,36 @@ def test_what_was_written_wrong_is_never_taken_for_right(tmp_path, fault):
     nothing_left(pool)
 
 
+@pytest.mark.parametrize("fault", ["stale", "torn"])
+def test_an_older_version_of_a_part_in_its_own_cell_is_never_taken(tmp_path, fault):
+    """The first write came there, rows were added, and the second write of the same part to the same cell did not."""
+    system = FaultySystem()
+    pool = tiered(tmp_path, layers=1, system=system)
+    kv = filled(pool, 40)  # the last of three blocks is half full
+    tiers, last = pool.tiers, int(kv.block_table[-1])
+    others = [filled(pool, 150, seed=5), filled(pool, 150, seed=7)]
+    for other in others + others:
+        other.view(0).keys()  # all of theirs is written, whatever happens to writes from here on
+    assert not pool.resident(0, last)
+    before = int(tiers._cell[0, last])
+    assert torch.equal(kv.view(0).keys(0, 40), rows(40, 0)[0])  # comes back as it was
+    k, v = rows(44, 0)
+    kv.reserve(44)
+    kv.append(0, k[:, 40:], v[:, 40:])
+    system.writes = fault
+    for other in others + others:
+        other.view(0).keys()  # drives it out again
+    system.writes = None
+    assert not pool.resident(0, last)
+    assert tiers._cell[0, last] == before  # the same cell, or this test shows nothing
+    with pytest.raises(LostKV):
+        kv.view(0).keys()
+    assert kv.damaged
+    for each in (kv, *others):
+        each.free()
+    nothing_left(pool)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, "short"])
 def test_writes_that_fail_cost_nothing_that_is_there(tmp_path, code):
     system = FaultySystem()
@@ -235,7 +265,7 @@ def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
     assert folder_and_size("/a:b/c:5KiB", "kv_disk") == (Path("/a:b/c"), 5120)
     tier = DiskTier(tmp_path, MIB, storage)
     descriptor, gone = tier._fd, weakref.ref(tier)
-    assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 1')
+    assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 2')
     del tier
     assert gone() is None
     with pytest.raises(OSError, match="Bad file"):

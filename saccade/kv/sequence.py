@@ -127,7 +127,7 @@ class SequenceKV:
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store new rows ``k``, ``v`` [kv_heads, t, head_dim] of one layer after those it has."""
         start, count = self._lengths[layer], k.shape[1]
-        if self.pool.tiers is not None and self.pool.tiers.lists:  # which may have had them copied since reserve()
+        if self.pool.tiers is not None:  # which may have had them copied since reserve()
             opened = self._table.numbers[start // self._size : -(-(start + count) // self._size)]
             self.pool.tiers.opened(slice(layer, layer + 1), opened)
         if (

@@ -114,11 +114,6 @@ class Tiers:
         return int((self._pins[layer, blocks] == 0).sum()) if self._pinned else len(blocks)
 
     @property
-    def lists(self) -> bool:
-        """Whether a device takes slots by itself, from lists whose parts were copied for it."""
-        return self.offers is not None
-
-    @property
     def counts(self) -> TierCounts:
         return self.tier.counts
 
