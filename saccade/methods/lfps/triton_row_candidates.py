@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import budget_at, pointer
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.beside import LATE
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
@@ -32,8 +33,9 @@ class Found(NamedTuple):
     bounds: Tensor
 
 
-def candidates(rows: LayerRows, units: int, limits: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
-    """``limits`` as take_in leaves them; ``blocks`` as best_blocks marks those of ``size`` keys."""
+def scan(rows: LayerRows, units: int, limits: Tensor) -> Tensor:
+    """Which entries of a row's tables stand out, int32 [rows * units, 2, m] (``_scan``); ``limits`` as take_in leaves
+    them."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS.value)
     seen = torch.empty(count * units, 2, words, dtype=torch.int32, device=device)
@@ -41,13 +43,20 @@ def candidates(rows: LayerRows, units: int, limits: Tensor, idle: Tensor, blocks
         rows.words, rows.reals, rows.pages.lengths, limits, seen, rows.words.stride(0), rows.reals.stride(0), words,
         UNITS=units, SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
+    return seen
+
+
+def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
+    """``seen`` as scan gives it; ``blocks`` as best_blocks marks those of ``size`` keys, beside this stream."""
+    device, width, count = rows.q.device, rows.pages.longest, rows.count
+    words = triton.cdiv(width, BITS.value)
     parts = triton.cdiv(words, TILE)
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
     _mark[(parts, units, count)](
         rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **LATE,
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
