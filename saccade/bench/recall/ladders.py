@@ -12,7 +12,7 @@ from saccade.methods.registry import METHODS
 
 PREFILL = (
     "xattention(threshold=0.5|0.7|0.8|0.9|0.95|0.98)",
-    "flexprefill(gamma=0.8|0.9|0.95|0.98|0.995)",
+    "flexprefill(lines=token, gamma=0.8|0.9|0.95|0.98|0.995)",
     "flexprefill(lines=block, gamma=0.8|0.9|0.95|0.98|0.995)",
     "flashprefill(alpha=0.3|0.08|0.03|0.01|0.003)",
     "flashprefill(unit=kv_head, alpha=0.3|0.08|0.03|0.01|0.003)",
