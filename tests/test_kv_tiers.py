@@ -19,6 +19,7 @@ from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.kv.tier import LostKV, Part, TierError, TierFull
+from saccade.kv.tiers import Tiers
 from saccade.machine import folder_and_size
 
 FORMAT = KVFormat(torch.float32, 2, 16, 16)
@@ -206,6 +207,36 @@ def test_what_was_written_wrong_is_never_taken_for_right(tmp_path, fault):
     nothing_left(pool)
 
 
+@pytest.mark.parametrize("fault", ["stale", "torn"])
+def test_an_older_version_of_a_part_in_its_own_cell_is_never_taken(tmp_path, fault):
+    """The first write came there, rows were added, and the second write of the same part to the same cell did not."""
+    system = FaultySystem()
+    pool = tiered(tmp_path, layers=1, system=system)
+    kv = filled(pool, 40)  # the last of three blocks is half full
+    tiers, last = pool.tiers, int(kv.block_table[-1])
+    others = [filled(pool, 150, seed=5), filled(pool, 150, seed=7)]
+    for other in others + others:
+        other.view(0).keys()  # all of theirs is written, whatever happens to writes from here on
+    assert not pool.resident(0, last)
+    before = int(tiers._cell[0, last])
+    assert torch.equal(kv.view(0).keys(0, 40), rows(40, 0)[0])  # comes back as it was
+    k, v = rows(44, 0)
+    kv.reserve(44)
+    kv.append(0, k[:, 40:], v[:, 40:])
+    system.writes = fault
+    for other in others + others:
+        other.view(0).keys()  # drives it out again
+    system.writes = None
+    assert not pool.resident(0, last)
+    assert tiers._cell[0, last] == before  # the same cell, or this test shows nothing
+    with pytest.raises(LostKV):
+        kv.view(0).keys()
+    assert kv.damaged
+    for each in (kv, *others):
+        each.free()
+    nothing_left(pool)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, "short"])
 def test_writes_that_fail_cost_nothing_that_is_there(tmp_path, code):
     system = FaultySystem()
@@ -235,11 +266,26 @@ def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
     assert folder_and_size("/a:b/c:5KiB", "kv_disk") == (Path("/a:b/c"), 5120)
     tier = DiskTier(tmp_path, MIB, storage)
     descriptor, gone = tier._fd, weakref.ref(tier)
-    assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 1')
+    assert os.pread(descriptor, 4096, 0).startswith(b'{"kind": "saccade KV parts", "version": 2')
     del tier
     assert gone() is None
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("host", [True, "head"])
+def test_where_cells_run_short_many_are_given_up_at_once(tmp_path, host, monkeypatch):
+    """Whose cells can be had takes a look at all parts: not for every few parts that leave."""
+    looks = []
+    reclaim = Tiers._reclaim
+    monkeypatch.setattr(Tiers, "_reclaim", lambda self, *given: looks.append(self.row) or reclaim(self, *given))
+    pool = tiered(tmp_path, slots=3001, host=host, disk=2500 * FORMAT.block_bytes)
+    kv = filled(pool, 2600 * 16, step=10400)
+    assert pool.absent > 2000
+    assert 0 < len(looks) < 60 * pool.rows, len(looks)
+    check(kv, 2600 * 16)
+    kv.free()
+    nothing_left(pool)
 
 
 def test_full_blocks_are_on_the_host_before_they_leave(tmp_path):

@@ -47,8 +47,8 @@ class FaultySystem:
             return os.pwritev(fd, [content[: len(content) // 2]], offset)
         if fault == "torn":  # said to be whole
             os.pwritev(fd, [content[: len(content) // 2]], offset)
-        elif fault == "stale":  # never came there
-            os.pwritev(fd, [bytes(1)], offset + len(content) - 1)
+        elif fault == "stale":  # never came there: what was there before still is
+            os.ftruncate(fd, max(os.fstat(fd).st_size, offset + len(content)))
         else:
             if fault == "rotten":
                 content[len(content) // 3] ^= 16

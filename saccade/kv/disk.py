@@ -2,8 +2,10 @@
 
 The file has no name: it is unlinked as soon as it is open, so that the system takes it back however this process ends.
 A page at its head names the version and the KV format; behind it lie *cells* of equal size, each a frame and a part's
-keys and values. A frame says whose part it is (this file, layer, block, generation) and holds checksums of both, so
-that a torn, flipped, stale or misplaced part is known before anything reads it.
+keys and values. A frame says whose part it is (this file, layer, block, generation) and which write of the file it was,
+and holds checksums of both halves, so that a torn, flipped, stale or misplaced part is known before anything reads it.
+An older version of the same part in the same cell is sound in all else: its write alone tells that a later one was
+lost.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from saccade.kv.tier import Part, Parts, TierCounts
 from saccade.machine import show_bytes
 from saccade.records import checksum
 
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 RECORD = 1 << 20  # bytes that one call writes, or reads, at most (one cell at least)
 ATTEMPTS = 3
 THREADS = 4  # that read
 _VECTORS = 900  # buffers of one call: systems take 1024
-_FRAME = struct.Struct("<4sHHqq8s16s16s")  # magic, version, layer, block, generation, file, checksums of keys, values
+# Magic, version, layer, block, write, generation, file, checksums of keys and of values.
+_FRAME = struct.Struct("<4sHHIIq8s16s16s")
 _MAGIC = b"SKVp"
 
 
@@ -74,6 +77,8 @@ class DiskTier:
                 f"{show_bytes(max_bytes)} that were given; requests end with an error once it is full",
                 stacklevel=2,
             )
+        self._writes = 0
+        self._write_of = np.zeros(self.cells + 1, dtype=np.uint32)  # each cell's last; 2**32 of them tell all apart
         self._next = 1  # cells from here on were never used
         self._free: list[int] = []  # a heap: neighbours are written in one go
         self.counts = TierCounts()
@@ -147,15 +152,17 @@ class DiskTier:
                 first = at
         return runs if cells else []
 
-    def _frame(self, part: Part, k: Any, v: Any) -> bytes:
-        sums = bytes.fromhex(checksum(k)), bytes.fromhex(checksum(v))
-        return _FRAME.pack(_MAGIC, VERSION, part.layer, part.block, part.generation, self._tag, *sums)
+    def _frame(self, part: Part, cell: int, k: Any, v: Any) -> bytes:
+        sums, write = (bytes.fromhex(checksum(k)), bytes.fromhex(checksum(v))), int(self._write_of[cell])
+        return _FRAME.pack(_MAGIC, VERSION, part.layer, part.block, write, part.generation, self._tag, *sums)
 
     def _write_record(self, parts: Sequence[Part], cells: Sequence[int], slots: Sequence[int]) -> bool:
         buffers: list[Any] = []
-        for part, slot in zip(parts, slots):
+        for part, cell, slot in zip(parts, cells, slots):
             k, v = self._k[slot], self._v[slot]
-            buffers += (self._frame(part, k, v), k, v)
+            self._writes = (self._writes + 1) % (1 << 32)
+            self._write_of[cell] = self._writes
+            buffers += (self._frame(part, cell, k, v), k, v)
         try:
             written = self._system.pwritev(self._fd, buffers, self._offset(cells[0]))
         except OSError:
@@ -183,8 +190,8 @@ class DiskTier:
             got = 0
         return [
             i
-            for i, (frame, (part, _, slot)) in enumerate(zip(frames, own))
-            if i >= got or bytes(frame) != self._frame(part, self._k[slot], self._v[slot])
+            for i, (frame, (part, cell, slot)) in enumerate(zip(frames, own))
+            if i >= got or bytes(frame) != self._frame(part, cell, self._k[slot], self._v[slot])
         ]
 
     def _offset(self, cell: int) -> int:

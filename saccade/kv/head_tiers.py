@@ -60,11 +60,6 @@ class HeadTiers:
         return min(one.room for one in self.each)
 
     @property
-    def lists(self) -> bool:
-        """See Tiers."""
-        return self._offers is not None
-
-    @property
     def counts(self) -> TierCounts:
         return self.tier.counts
 
