@@ -13,6 +13,7 @@ import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from secrets import token_hex
 from typing import Any
 
@@ -24,6 +25,7 @@ from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, SaccadeError, shown
 from saccade.groups import Groups
 from saccade.records import Record, decode_record, encode_record
+from saccade.shared_store import SharedFileStore
 from saccade.stores import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -179,7 +181,10 @@ class DurableSessions:
         """Remove what is stored under a name; False where there is nothing."""
         group = _group(owner, name)
         self._wait(group)
-        return self._groups.remove(group)
+        removed = self._groups.remove(group)
+        if isinstance(self.store, SharedFileStore):
+            removed |= self.store.forget(self._groups.head(group))
+        return removed
 
     def stored(self) -> list[Listed]:
         """All sessions, the last used one first."""
@@ -300,7 +305,8 @@ class DurableSessions:
                 if lost is None and damaged:
                     lost = f"damaged: {', '.join(damaged)}"
                 mark, note = self._loop.piece(FinishRestore(number, saved, lost)).result()
-                self._kept[group] = Kept(loaded, mark)
+                own_ones = takewhile(lambda one: self._groups.has(one.key), loaded)  # others' may go at any time
+                self._kept[group] = Kept(list(own_ones), mark)
         except BaseException:
             self._loop.forget_soon(number)
             raise

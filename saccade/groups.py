@@ -67,6 +67,12 @@ class Groups:
         """The key of a group's head."""
         return f"{group}/{HEAD}"
 
+    def has(self, key: str) -> bool:
+        """Whether a record is stored here."""
+        with self._lock:
+            group = self._groups.get(key.partition("/")[0])
+            return group is not None and key in group.sizes
+
     def used(self, group: str) -> None:
         """A group was used now."""
         with self._lock:

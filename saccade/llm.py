@@ -28,6 +28,7 @@ from saccade.ops import cpu, debug, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.session import Session
+from saccade.shared_store import SharedFileStore
 from saccade.stores import BlockStore, FileStore
 
 
@@ -262,12 +263,13 @@ def _session_store(config: EngineConfig) -> tuple[BlockStore | None, int | None]
     ``kv_disk`` holds, unless another process has that."""
     if config.session_dir is not None:
         folder, most = folder_and_size(config.session_dir, "session_dir", SESSIONS)
-        return FileStore(folder), most
+        return (SharedFileStore if config.session_shared else FileStore)(folder), most
     if config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         if folder.is_dir():
             try:
-                return FileStore(folder / "sessions"), min(most, parse_bytes(SESSIONS))
+                store = (SharedFileStore if config.session_shared else FileStore)(folder / "sessions")
+                return store, min(most, parse_bytes(SESSIONS))
             except RequestError as error:
                 warnings.warn(f"sessions of this process do not survive it: {error}", stacklevel=3)
     return None, None

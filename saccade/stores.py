@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -18,7 +19,8 @@ from saccade.errors import RequestError, SaccadeError, shown
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}(/[a-z0-9][a-z0-9_-]{0,127})?")
 _ASIDE = ".part"
-WAIT = 2.0  # seconds for a lock
+LOCK = "lock"
+WAIT = 2.0  # seconds for it
 
 
 @dataclass(frozen=True)
@@ -58,36 +60,32 @@ class BlockStore(Protocol):
         """Let others have it. Nothing can be asked any more."""
 
 
-class FileStore:
-    """A file for each key under the folder ``path``, which one process at a time has. Only its owner can read them.
+class InUse(RequestError):
+    """Another process has the folder."""
 
-    A file is written beside the old one, brought to the disk and takes its place whole; what a process that was killed
-    left half written is removed when the folder is opened. RequestError where another process has the folder, or the
-    system refuses.
-    """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._unlock = weakref.finalize(self, os.close, _locked(self.path / "lock"))
-            for left in (*self.path.glob(f".*{_ASIDE}"), *self.path.glob(f"*/.*{_ASIDE}")):
-                left.unlink(missing_ok=True)
-        except OSError as error:
-            raise RequestError(f"{self.path} cannot hold sessions: {error.strerror or error}") from error
+class Files:
+    """A file for each key under the folder ``path``. A file is written beside the old one, brought to the disk and
+    takes its place whole. When it was written is its time of change, when it was last used its time of access."""
 
-    def get(self, key: str) -> Any:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, key: str, touch: bool = True) -> Any:
+        """See BlockStore. ``touch``: it counts as a use."""
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                content = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)  # a bytearray would be zeroed first
+                facts = os.fstat(file.fileno())
+                content = np.empty(facts.st_size, dtype=np.uint8)  # a bytearray would be zeroed first
                 view, have = memoryview(content), 0  # type: ignore[arg-type]
                 while have < len(content):
                     got = file.readinto(view[have:])
                     if not got:
                         break
                     have += got
-                os.utime(file.fileno())
+                if touch:
+                    os.utime(file.fileno(), ns=(time.time_ns(), facts.st_mtime_ns))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -95,6 +93,7 @@ class FileStore:
         return view[:have]
 
     def put(self, key: str, content: bytes) -> None:
+        """See BlockStore."""
         path = self._path(key)
         aside = path.with_name(f".{secrets.token_hex(8)}{_ASIDE}")
         try:
@@ -113,67 +112,101 @@ class FileStore:
             raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def delete(self, key: str) -> None:
+        """See BlockStore."""
         path = self._path(key)
         try:
             path.unlink(missing_ok=True)
-            if path.parent != self.path and path.parent.is_dir() and not any(path.parent.iterdir()):
-                path.parent.rmdir()
         except OSError as error:
             raise RequestError(f"{path} cannot be removed: {error.strerror or error}") from error
+        if path.parent != self.path:
+            with contextlib.suppress(OSError):  # something is left in it, or somebody else was first
+                path.parent.rmdir()
 
     def exists(self, key: str) -> bool:
+        """See BlockStore."""
         return self._path(key).is_file()
 
+    def written(self, key: str) -> int | None:
+        """When a key was put, nanoseconds since the epoch; None where there is none."""
+        try:
+            return self._path(key).stat().st_mtime_ns
+        except OSError:
+            return None
+
     def list(self) -> list[Entry]:
+        """See BlockStore."""
         entries = []
         for path in (*self.path.glob("*"), *self.path.glob("*/*")):
             key = path.relative_to(self.path).as_posix()
-            if key == "lock" or not _KEY.fullmatch(key):
+            if key == LOCK or not _KEY.fullmatch(key):
                 continue
             try:
                 facts = path.stat()
             except FileNotFoundError:
                 continue
             if path.is_file():
-                entries.append(Entry(key, facts.st_size, facts.st_mtime))
+                entries.append(Entry(key, facts.st_size, max(facts.st_mtime, facts.st_atime)))
         return entries
 
-    def close(self) -> None:
-        self._unlock()
-
     def _path(self, key: str) -> Path:
-        if not self._unlock.alive:
-            raise SaccadeError(f"{self.path} was closed")
-        if not _KEY.fullmatch(key) or key == "lock":
+        if not _KEY.fullmatch(key) or key == LOCK:
             raise SaccadeError(
                 f"key={shown(key)} must be lower-case letters, digits, '-' and '_', or two such with a /"
             )
         return self.path / key
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the lock file, which holds the lock until it is closed or the process ends. A process that was
-    killed may take a moment to end, so another's lock is waited for."""
+class FileStore(Files):
+    """The files of a folder that one process at a time has. Only its owner can read them.
+
+    What a process that was killed left half written is removed when the folder is opened. InUse where another process
+    has the folder for ``wait`` seconds, RequestError where the system refuses.
+    """
+
+    def __init__(self, path: str | Path, wait: float = WAIT) -> None:
+        super().__init__(Path(path).expanduser())
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._unlock = weakref.finalize(self, os.close, locked(self.path / LOCK, wait))
+            for left in (*self.path.glob(f".*{_ASIDE}"), *self.path.glob(f"*/.*{_ASIDE}")):
+                left.unlink(missing_ok=True)
+        except OSError as error:
+            raise RequestError(f"{self.path} cannot hold sessions: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """See BlockStore."""
+        self._unlock()
+
+    def _path(self, key: str) -> Path:
+        if not self._unlock.alive:
+            raise SaccadeError(f"{self.path} was closed")
+        return super()._path(key)
+
+
+def locked(path: Path, wait: float = WAIT, shared: bool = False) -> int:
+    """A descriptor of the lock file, which holds the lock until it is closed or the process ends. ``shared``: with
+    others that share it. A process that was killed may take a moment to end, so another's lock is waited for. InUse
+    where it is not to be had."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    until = time.monotonic() + WAIT
-    while not _lock(descriptor):
+    until = time.monotonic() + wait
+    while not _lock(descriptor, shared):
         owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-        if owner == str(os.getpid()) or time.monotonic() > until:
+        if owner == str(os.getpid()) or time.monotonic() >= until:
             os.close(descriptor)
             other = f"another process ({owner})" if owner else "another process"
-            raise RequestError(f"{path.parent} is in use by {other}; end it, or give another folder")
+            raise InUse(f"{path.parent} is in use by {other}; end it, or give another folder")
         time.sleep(0.02)
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, shared: bool) -> bool:
     """Take the lock; False where another has it."""
     try:
         import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except ImportError:  # no POSIX system: who wrote last has written
         pass
     except OSError:

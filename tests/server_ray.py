@@ -31,8 +31,10 @@ from saccade.server.settings import ServerConfig  # noqa: E402
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
-def target(folder, replicas: int):
-    engine = EngineConfig.of(model=str(folder), kv_memory="64MiB", threads=1, enable_prefix_caching=True)
+def target(folder, replicas: int, sessions: Path | None = None):
+    engine = EngineConfig.of(
+        model=str(folder), kv_memory="64MiB", threads=1, enable_prefix_caching=True, session_dir=sessions
+    )
     return application(engine, ServerConfig(), FleetConfig(replicas, cpus=0.2), True, "warning")
 
 
@@ -132,6 +134,37 @@ def test_a_replica_that_goes_ends_what_it_is_at(fleet):
     assert len(events) == 9
     assert all(one[-2]["choices"][0]["finish_reason"] == "length" for one in events)
     until(lambda: len(workers()) == 1, 60)
+
+
+def test_sessions_of_a_killed_replica_go_on_elsewhere(fleet, tmp_path):
+    client, folder = fleet
+    serve.run(target(folder, 2, tmp_path), name=APPLICATION, route_prefix="/")
+    until(lambda: len(workers()) == 2 and len(list(tmp_path.glob("process.*"))) == 2, 120)
+    prompts = {f"m{number}": random_ids(100, number) for number in range(8)}
+
+    def turn(number: int) -> None:
+        """Every session says something new, and what it had said before is found."""
+        for name, ids in prompts.items():
+            before, more = len(ids), random_ids(20, number)
+            ids += more if number else []
+            answer = client.post("/v1/completions", json={"prompt": ids, **GREEDY, "session_id": name}).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= (before - 1 if number else 0)
+        until(lambda: len(list(tmp_path.glob("process.*/s*/head"))) >= len(prompts), 60)
+
+    turn(0)
+    owners = {path.parent.parent.name for path in tmp_path.glob("process.*/s*/head")}
+    assert len(owners) == 2, "both replicas have some"
+    time.sleep(2.0)  # what the last turn said is stored behind it
+    killed = workers()[0]
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: killed not in workers() and client.get("/ready").status_code == 200, 60)
+    turn(1)
+    until(lambda: len(workers()) == 2, 120)
+    time.sleep(2.0)
+    turn(2)
+    name = next(iter(prompts))
+    assert client.delete(f"/v1/sessions/{name}").json()["deleted"]
+    assert len({path.parent.name for path in tmp_path.glob("process.*/s*/head")}) == len(prompts) - 1
 
 
 def test_the_manifest_builds_and_its_times_fit(monkeypatch):

@@ -16,12 +16,13 @@ from saccade import records
 from saccade.errors import RequestError, SaccadeError
 from saccade.machine import folder_and_size
 from saccade.records import Record, decode_record, encode_record, read_record, write_record
+from saccade.shared_store import SharedFileStore
 from saccade.stores import BlockStore, FileStore
 
 
-@pytest.fixture(params=[FileStore, MemoryStore])
+@pytest.fixture(params=[FileStore, SharedFileStore, MemoryStore])
 def store(request, tmp_path) -> BlockStore:
-    return FileStore(tmp_path / "store") if request.param is FileStore else MemoryStore()
+    return MemoryStore() if request.param is MemoryStore else request.param(tmp_path / "store")
 
 
 def test_the_protocol(store):

@@ -52,6 +52,9 @@ def serve(
         str | None,
         typer.Option(metavar="FOLDER[:SIZE]", help="Where sessions survive the server, and the most bytes (16GiB)."),
     ] = None,
+    session_shared: Annotated[
+        bool, typer.Option("--session-shared", help="Other servers have that folder, too. Replicas of --ray always.")
+    ] = False,
     tool_parser: Annotated[
         str | None, typer.Option(help="How the model writes calls of tools: hermes, qwen3_coder or llama3_json.")
     ] = None,
@@ -159,6 +162,7 @@ def serve(
         max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
         enable_prefix_caching=prefix_caching,
         session_dir=session_dir,
+        session_shared=session_shared,
     )
     if ray:
         if kv_events is not None:

@@ -49,7 +49,8 @@ class EngineConfig:
     their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room.
     ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
     default), where sessions that have a name survive (durable.py); without it, ``sessions`` in the folder of
-    ``kv_disk``.
+    ``kv_disk``. ``session_shared``: several processes have that folder at once, each with so many bytes of it
+    (shared_store.py).
 
     ``audit``, ``audit_steps``, ``target``: of requests that name none (docs/audit.md).
 
@@ -79,6 +80,7 @@ class EngineConfig:
     revision: str | None = None
     enable_prefix_caching: bool = False
     session_dir: str | Path | None = None
+    session_shared: bool = False
     audit: float = 0.0
     audit_steps: float = 0.0
     target: float | None = None
@@ -129,7 +131,7 @@ class EngineConfig:
             raise SaccadeError(f"kv_unit={shown(self.kv_unit)} is unknown; known: {', '.join(UNITS)}")
         if self.kv_unit == "head" and self.kv_host is None:
             raise SaccadeError("kv_unit='head' is for KV that moves to host memory and back; give kv_host, too")
-        for name in ("exact", "cuda_graphs", "enable_prefix_caching"):
+        for name in ("exact", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
@@ -138,6 +140,8 @@ class EngineConfig:
                 check_share(name, getattr(self, name), SaccadeError)
         if self.session_dir is not None:
             folder_and_size(self.session_dir, "session_dir", SESSIONS)
+        elif self.session_shared and self.kv_disk is None:
+            raise SaccadeError("session_shared=True shares a folder for sessions; give session_dir or kv_disk, too")
         if self.threads is not None:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from saccade.selection.base import Selection, Shape
+from saccade.selection.wrapped import Wrapped
 
 
 @dataclass(frozen=True, eq=False)
-class Corrected(Selection):
+class Corrected(Wrapped):
     """What ``inner`` selects is read. Every full block of ``block_size`` keys (on a grid from position 0) that a row
     may see whole, and of which it reads nothing, counts as ``block_size`` keys like their mean key, with their mean
     value: a tail of order zero.
@@ -19,29 +19,11 @@ class Corrected(Selection):
     As a selection it stands for what is read.
     """
 
-    inner: Selection
     block_size: int
     gone: Tensor | None = None
-
-    @property
-    def shape(self) -> Shape:  # type: ignore[override]
-        return self.inner.shape
-
-    @property
-    def units(self) -> int:
-        return self.inner.units
-
-    def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
-        return self.inner.row_mask(unit, start, stop)
-
-    def row_bias(self, unit: int, start: int, stop: int) -> Tensor | None:
-        return self.inner.row_bias(unit, start, stop)
 
     def unit_pairs(self) -> Tensor:
         return self.inner.unit_pairs()
 
     def even_pairs(self) -> int | None:
         return self.inner.even_pairs()
-
-    def check(self) -> None:
-        self.inner.check()

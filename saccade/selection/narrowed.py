@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from saccade.selection.base import Selection, Shape, Tokens
+from saccade.selection.base import Selection, Tokens
+from saccade.selection.wrapped import Wrapped
 
 
 @dataclass(frozen=True, eq=False)
-class Narrowed(Selection):
+class Narrowed(Wrapped):
     """What ``inner`` selects and ``allowed`` lets through. A row that would lose its last key keeps its own."""
-
-    inner: Selection
 
     def allowed(self, unit: int, start: int, stop: int) -> Tensor:
         """Bool [stop - start, k_len]: what these rows may see."""
         raise NotImplementedError
-
-    @property
-    def shape(self) -> Shape:  # type: ignore[override]
-        return self.inner.shape
-
-    @property
-    def units(self) -> int:
-        return self.inner.units
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         chosen = self.inner.row_mask(self._inner_unit(unit), start, stop)
@@ -37,14 +27,6 @@ class Narrowed(Selection):
 
     def row_bias(self, unit: int, start: int, stop: int) -> Tensor | None:
         return self.inner.row_bias(self._inner_unit(unit), start, stop)
-
-    def unit_pairs(self) -> Tensor:
-        rows, tile = self.shape.q_len, 256  # the whole mask may not fit in memory
-        tiles = [(start, min(start + tile, rows)) for start in range(0, rows, tile)]
-        return torch.stack([sum(self.row_mask(unit, *tile).sum() for tile in tiles) for unit in range(self.units)])  # type: ignore[misc]
-
-    def check(self) -> None:
-        self.inner.check()
 
     def _inner_unit(self, unit: int) -> int:
         return unit * self.inner.units // self.units

@@ -18,6 +18,7 @@ from saccade.selection.mixed import Mixed
 from saccade.selection.sampled import Sampled
 from saccade.selection.tri import Tri
 from saccade.selection.window import Windowed
+from saccade.selection.wrapped import Wrapped
 
 GRID = 128  # of the lists of blocks that stand for everything: coarse ones are quick to make and to read
 
@@ -99,31 +100,16 @@ def between(selection: Selection, first: int, last: int) -> Selection:
 
 
 @dataclass(frozen=True, eq=False)
-class Between(Selection):
+class Between(Wrapped):
     """What ``inner`` reads of the keys ``first .. last - 1``, for kinds that cannot say so themselves."""
 
-    inner: Selection
     first: int
     last: int
-
-    @property
-    def shape(self) -> Shape:  # type: ignore[override]
-        return self.inner.shape
-
-    @property
-    def units(self) -> int:
-        return self.inner.units
 
     def row_mask(self, unit: int, start: int, stop: int) -> Tensor:
         mask = self.inner.row_mask(unit, start, stop)
         keys = torch.arange(mask.shape[1], device=mask.device)
         return mask & (keys >= self.first) & (keys < self.last)
-
-    def row_bias(self, unit: int, start: int, stop: int) -> Tensor | None:
-        return self.inner.row_bias(unit, start, stop)
-
-    def check(self) -> None:
-        self.inner.check()
 
 
 def _dense_between(shape: Shape, first: int, last: int) -> Blocks:

@@ -152,10 +152,10 @@ def application(
     assert server.deadline is not None
     if 0 < fleet.gpus < 1 and engine.kv_memory is None:
         raise SaccadeError("replicas that share a GPU need kv_memory: each would take most of it; give --kv-memory")
-    if engine.session_dir is not None or engine.kv_disk is not None:
-        raise SaccadeError("a session_dir or kv_disk belongs to one process; leave them out with --ray")
-    # What "auto" found here says nothing about the machines that replicas run on.
-    engine = replace(engine, device="cuda" if fleet.gpus else "cpu")
+    # A replica goes on with what another one has stored. What "auto" found here says nothing about the machines that
+    # replicas run on.
+    shared = engine.session_dir is not None or engine.kv_disk is not None
+    engine = replace(engine, device="cuda" if fleet.gpus else "cpu", session_shared=shared)
     router = RequestRouterConfig(
         request_router_class=ROUTER, request_router_kwargs={"num_virtual_nodes": 100, "num_fallback_replicas": 2}
     )

@@ -160,6 +160,8 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
     if play.late:
         raise _Late
     limit = 1 if probe else play.limit
+    if job.entry is not None and job.entry.phase == "prefill":
+        llm.reset_prefix_cache()  # nobody else begins as its prompts do, and its prefill is to be counted
     folder = predict(job.data, llm, play.model, setting, play.results, limit=limit, mix=play.mix, progress=_stop(play))
     score_folder(folder, job.data)
     if job.entry is not None and job.entry.kind != "lossless" and play.grid.recall and not probe:
@@ -181,6 +183,7 @@ def _keep(folder: Path, llm: LLM, job: Job, setting: Setting, play: Play) -> Non
     """Write the mean share of the true attention's mass that was kept, by phase, over layers, heads, steps, samples."""
     if (folder / RECALL).is_file() and read_json(folder / RECALL)["samples"] >= play.grid.recall:
         return
+    llm.reset_prefix_cache()  # what is taken over is not seen
     records = list(micro_samples(llm, take(job.data, play.grid.recall), setting, rows=_ROWS))
     kept = {row["phase"]: row["mass"] for row in micro_table(records, ("phase",))}
     write_json(folder / RECALL, {"samples": play.grid.recall, "rows": _ROWS, **kept})
