@@ -36,6 +36,9 @@ class HeadTiers:
         self.pool, self.tier, self.policy, self.debug = pool, tier, policy, debug
         self.heads = pool.rows
         self.each = [Tiers(pool, tier.of_head(head), policy, debug, head) for head in range(self.heads)]
+        self._cells = np.zeros(pool.host_slots.shape, dtype=np.int32)
+        for row, one in enumerate(self.each):
+            one._cell = self._cells[:, row]
         self.guard = self.each[0].guard
         self._offers: Offers | None = None
 
@@ -91,8 +94,12 @@ class HeadTiers:
 
     def opened(self, layers: slice, blocks: Array) -> None:
         """See Tiers."""
-        for one in self.each:
-            one.opened(layers, blocks)
+        if not len(blocks) or not any(one.stored for one in self.each):
+            return
+        slots = self.pool.map_flat().reshape(self._cells.shape)
+        stale = (self._cells[layers][:, :, blocks] > 0) & (slots[layers][:, :, blocks] >= 0)
+        for row in np.nonzero(stale.any((0, 2)))[0].tolist():  # in most steps none
+            self.each[row].opened(layers, blocks)
 
     def sealed(self, layers: range, blocks: Array) -> None:
         """See Tiers."""
