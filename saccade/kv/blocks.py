@@ -346,17 +346,17 @@ class BlockManager:
         """Slots that nothing lies in, those that are handed out last first: int64."""
         return np.array(self._free_slots[row], dtype=np.int64)
 
-    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, row: int = 0) -> None:
-        """A device has moved parts (numbers as in ``map_flat``, all of ``row``) by itself: those of ``left`` (-1: none)
-        out of ``slots``, and ``came`` into them. Its own map says so already."""
-        flat = self._map.reshape(-1)
-        flat[left[left >= 0]] = -1
+    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, rows: np.ndarray) -> None:
+        """A device has moved parts (numbers as in ``map_flat``, each of one of ``rows``) by itself: those of ``left``
+        (-1: none) out of ``slots``, and ``came`` into them. Its own map says so already."""
+        flat, free = self._map.reshape(-1), left < 0
+        flat[left[~free]] = -1
         flat[came] = slots
-        if (left < 0).any():
-            gone = set(slots[left < 0].tolist())
+        for row in np.unique(rows[free]).tolist():
+            gone = set(slots[free & (rows == row)].tolist())
             self._free_slots[row] = [slot for slot in self._free_slots[row] if slot not in gone]
         self.version += 1
-        self.absent += int((left >= 0).sum()) - len(came)
+        self.absent += len(left) - int(free.sum()) - len(came)
 
     def _rows(self, kv_head: int | None) -> range:
         if kv_head is None:
