@@ -2,20 +2,24 @@
 
     python benchmarks/lossless.py [--model random|random-8b:LAYERS|reference] [--contexts 8192,32768] [--batch 1]
         [--tokens 64] [--warm 16] [--drafts "psa(epsilon=0.3);quest(dense_layers=0)"] [--lengths 0] [--replay 0.7,0.9]
-        [--threads N]
+        [--recorded 1,3,7,15] [--threads N]
 
 ``random`` is a 125M Llama and ``random-8b:LAYERS`` one of 8B shape, both with random weights and made-up keys;
-``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted; with ``--warm 1`` what it costs to
-find out what drafts are worth is. ``--lengths``: tokens drafted a round, 0 for as many as pay. With ``--replay``
-the draft's steps run as they are, and each token that they give is replaced by dense decode's with that chance, else by
-another one: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and verifications
-alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything counted. Before
-any measurement on a GPU, rounds of several lengths are run for a while, so that all kernels are compiled and recorded.
+``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted, their time is printed apart;
+with ``--warm 1`` what it costs to find out what drafts are worth is counted. ``--lengths``: tokens drafted a round, 0
+for as many as pay. With ``--replay`` the draft's steps run as they are, and each token that they give is replaced by
+dense decode's with that chance, else by another one: what speed such an acceptance would have. ``ideal`` is the tokens
+over the draft steps and verifications alone, each at the median of its time in the run; ``of ideal`` is what was
+achieved of it, everything counted.
+Before any measurement on a GPU dense decode and rounds of ``--recorded`` drafts run for a while, so that all kernels
+are compiled and recorded. Dense decode is measured before and after the others. A step that fails, or in which a
+request of the batch has no row, ends the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 import tempfile
@@ -36,16 +40,17 @@ from saccade.engine.request import Request
 from saccade.methods.policy import Policy
 from saccade.methods.verified import MOST
 
-RECORDED = (1, 3, 7, 15)  # drafts of a round whose steps are recorded first
 TASKS = ("span_copy", "vt", "single", "table_copy")  # of the suite
 
 
 @dataclass
 class Passes:
-    """Seconds of the worker's passes, by kind."""
+    """Seconds of the worker's passes, by kind. ``first``: seconds of the steps before those that are counted."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"draft": [], "verify": [], "plain": []})
     counted: bool = False
+    first: float = 0.0
+    fresh: int = 0  # passes, of those counted, that compiled or recorded something
 
     def median(self, kind: str) -> float:
         return statistics.median(self.seconds[kind]) if self.seconds[kind] else 0.0
@@ -58,18 +63,24 @@ Replay = Callable[[Any, Any], None] | None  # step, result
 
 
 @contextmanager
-def passes_of(llm: LLM, replay: Replay):
+def passes_of(llm: LLM, replay: Replay, batch: int):
     worker, made = llm.engine.worker, Passes()
     real = worker.run
 
-    def run(step, times=1):
+    def run(step, times=1, **options):
         began = time.perf_counter()
-        result = real(step, times)
+        result = real(step, times, **options)
         seconds = time.perf_counter() - began
+        for request, one in result.requests.items():
+            if one.error is not None or one.undone:
+                raise SystemExit(f"request {request}: {one.error or 'a pass broke'}")
         if made.counted:
             kind = "verify" if any(one.drafts for one in step.scheduled) else "draft"
             if kind == "draft" and any(one.policy.decode.name in ("dense", "lossless") for one in step.scheduled):
                 kind = "plain"
+            if kind != "draft" and len(step) != batch:
+                raise SystemExit(f"a step of {len(step)} of {batch} requests: the others do not fit, or one failed")
+            made.fresh += result.fresh
             made.seconds[kind] += [seconds / times] * times
         if replay is not None:
             replay(step, result)
@@ -104,6 +115,27 @@ def replaying(known: dict[int, list[int]], numbers: dict[int, int], chance: floa
     return replay
 
 
+@contextmanager
+def steps_that_fail():
+    """What the engine logs of steps that failed and were run again in another way."""
+    found: list[str] = []
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "failed" in record.msg:
+                found.append(f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}")
+
+    logger, seen = logging.getLogger("saccade"), Seen()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(seen)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(seen)
+
+
 Fill = Callable[[Request], None] | None
 
 
@@ -127,9 +159,12 @@ def measure(
             fill(request)
         requests.append(request)
     numbers = {request.id: number for number, request in enumerate(requests)}
-    with passes_of(llm, replaying(known, numbers, chance) if known and chance is not None else None) as made:
+    replay = replaying(known, numbers, chance) if known and chance is not None else None
+    with passes_of(llm, replay, len(requests)) as made, steps_that_fail() as failed:
+        began = time.perf_counter()
         while any(len(request.sequence.tokens) - request.output_start < warm for request in requests):
             engine.step()
+        made.first = time.perf_counter() - began
         before = sum(len(request.sequence.tokens) - request.output_start for request in requests)
         made.counted = True
         began = time.perf_counter()
@@ -143,6 +178,8 @@ def measure(
     for request in requests:
         if request.error is not None:
             raise SystemExit(f"{policy}: {request.error}")
+    if failed:
+        raise SystemExit(f"{policy}: {failed[0]}")
     return seconds, done - before, requests, made
 
 
@@ -182,17 +219,21 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
     else:
         prompts = [prompt(context, vocab, seed) for seed in range(chosen.batch)]
         fills = [filling(llm, prompts[0], chosen.model)] * chosen.batch
+    on_gpu = llm.model.runner.device.type == "cuda"
     seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
+    if on_gpu:  # its first steps have compiled and recorded
+        seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
     dense = made / seconds
     beyond = [0] * (2 * MOST)
     known = {number: [*prompts[number], *one.final_ids, *beyond] for number, one in enumerate(answered)}
-    if chosen.replay is not None and llm.model.runner.device.type == "cuda":
+    if chosen.replay is not None and on_gpu:
         for draft in chosen.drafts.split(";"):
-            for length in RECORDED:
+            for length in map(int, chosen.recorded.split(",")):
                 policy = f"lossless(draft={draft}, tokens={length}, lookup=0)"
-                measure(llm, prompts, fills, policy, 3 * (length + 1), known, 1.0)
+                measure(llm, prompts, fills, policy, 3 * (length + 1), known, 1.0, 2 * (length + 1))
     print(
-        f"{context} x {chosen.batch}: dense {1000 * passes.median('plain'):.2f} ms/step, {dense:.1f} tokens/s",
+        f"{context} x {chosen.batch}: dense {1000 * chosen.batch / dense:.2f} ms/step, {dense:.1f} tokens/s, "
+        f"the first {chosen.warm} in {passes.first:.2f} s, {passes.fresh} passes recorded meanwhile",
         flush=True,
     )
     for draft in chosen.drafts.split(";"):
@@ -222,9 +263,13 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                     f"answers equal {same}/{len(requests)}",
                     f"{verifies} verifications and {len(passes.seconds['plain'])} plain steps",
                     f"between passes {1000 * rest / max(1, verifies + len(passes.seconds['plain'])):.2f} ms a step",
+                    f"the first {chosen.warm} tokens in {passes.first:.2f} s, {passes.fresh} passes recorded later",
                     f"off: {said[0]['off']}",
                 )
                 print("; ".join(parts), flush=True)
+    seconds, made, _, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
+    again = made / seconds
+    print(f"  dense again: {1000 * chosen.batch / again:.2f} ms/step, {again / dense:.3f} of the first", flush=True)
 
 
 def main() -> None:
@@ -237,6 +282,7 @@ def main() -> None:
     parser.add_argument("--drafts", default="psa(epsilon=0.3);quest(dense_layers=0)")
     parser.add_argument("--lengths", default="0")
     parser.add_argument("--replay", default=None)
+    parser.add_argument("--recorded", default="1,3,7,15")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -6,9 +6,9 @@ process, and how much later a token arrives.
 
 The engine by itself answers all prompts in one batch; then ``saccade serve`` (its engine in a process of its own)
 answers the same prompts as streams that one client of plain sockets reads, on cores of its own where there are enough.
-Rounds of both follow a first one that compiles and fills the shared prefixes. *added*: a gap between two tokens at the
-client, less the median step of the engine by itself. Answers are held to letters, since a random model's are hardly
-text, and a stream says nothing where there is none.
+Rounds of both follow a first one that compiles and fills the shared prefixes. *added*: the 99th percentile of gaps
+between two tokens at the client, less the median step of the engine by itself, and less its own 99th percentile.
+Answers are held to letters, since a random model's are hardly text, and a stream says nothing where there is none.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,7 +34,31 @@ from server_cpu import PATHS, post
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
+from saccade.engine.core import new_request_id
+from saccade.engine.messages import AddRequest, StepOutput
+from saccade.engine.stream import Stream
+from saccade.methods.policy import Policy
 from saccade.models.reference.tokenizer import build_tokenizer
+
+
+@dataclass
+class Seen:
+    """Rounds as their reader saw them: tokens a second, ms to first tokens, ms between tokens."""
+
+    rates: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, began: float, times: list[list[float]]) -> None:
+        """One round: when tokens came, by stream."""
+        self.rates.append(sum(map(len, times)) / (max(one[-1] for one in times) - began))
+        self.first += [1000 * (one[0] - began) for one in times]
+        self.gaps += [1000 * (later - sooner) for one in times for sooner, later in itertools.pairwise(one)]
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * len(values))]
+
 
 LETTERS = dict.fromkeys(build_tokenizer().encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False), 1e4)
 
@@ -58,31 +83,44 @@ def arrivals(clients: list[socket.socket]) -> list[list[float]]:
     return list(times.values())
 
 
-def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> tuple[float, float]:
-    """Tokens a second of the best round, and the median step in ms."""
+class Clocked(Stream):
+    """A stream that notes when outputs with tokens come, on the engine's own thread."""
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(request_id)
+        self.times: list[float] = []
+
+    def put(self, output: StepOutput) -> None:
+        if output.new_tokens:
+            self.times.append(time.perf_counter())
+        super().put(output)
+
+
+def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Seen:
+    """All prompts in one letter, as ``LLM.generate`` writes it."""
     params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, logit_bias=LETTERS)
-    rates, steps = [], []
+    policy, seen = Policy.parse(given.policy), Seen()
     # What ``saccade serve`` is given below, and what it does by itself.
     settings = {"max_model_len": given.prompt + given.tokens + 64, "max_requests": given.streams}
     settings["enable_prefix_caching"] = True
     with LLM(model, dtype=given.dtype, device=given.device, **settings) as llm:
         for number in range(given.rounds + 1):
             began = time.perf_counter()
-            found = llm.generate(prompts, params, policy=given.policy)
-            took = time.perf_counter() - began
-            assert all(one.error is None for one in found), found[0].error
+            messages = [AddRequest(new_request_id(), ids, params, policy) for ids in prompts]
+            streams = [Clocked(one.request_id) for one in messages]
+            llm.loop.post(messages, streams).result()
+            for stream in streams:
+                while not (last := stream.wait()).finished:
+                    pass
+                error = None if last.outcome is None else last.outcome.error
+                assert error is None, error
             if number:
-                rates.append(given.streams * given.tokens / took)
-                steps += [
-                    1000 * (one.metrics.last_token_time - one.metrics.first_token_time) / (given.tokens - 1)
-                    for one in found
-                    if one.metrics is not None
-                ]
-    return max(rates), statistics.median(steps)
+                seen.add(began, [one.times for one in streams])
+    return seen
 
 
-def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> tuple[float, list[float]]:
-    """Tokens a second of the best round, and the gaps between tokens of all rounds in ms."""
+def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Seen:
+    """The same prompts as streams over HTTP, as one client sees them."""
     command = [sys.executable, "-m", "saccade", "serve", str(model), "--port", "0", "--device", given.device]
     command += ["--dtype", given.dtype, "--max-requests", str(given.streams)]
     command += ["--max-model-len", str(given.prompt + given.tokens + 64)]
@@ -93,26 +131,24 @@ def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> 
         command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, others)
     )
     os.sched_setaffinity(0, own)
-    rates, gaps = [], []
+    seen = Seen()
     try:
         assert server.stderr is not None
         url = next(json.loads(line)["address"] for line in server.stderr if '"serving"' in line)
         host, port = url.removeprefix("http://").split(":")
         common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": given.tokens}
         common |= {"policy": given.policy, "logit_bias": LETTERS}
+        bodies = [json.dumps({**common, "prompt": ids}).encode() for ids in prompts]
         for number in range(given.rounds + 1):
             began = time.perf_counter()
-            bodies = [json.dumps({**common, "prompt": ids}).encode() for ids in prompts]
             times = arrivals([post((host, int(port)), PATHS["completions"], one) for one in bodies])
-            took = max(one[-1] for one in times) - began
             if number:
-                rates.append(given.streams * given.tokens / took)
-                gaps += [1000 * (later - sooner) for one in times for sooner, later in itertools.pairwise(one)]
+                seen.add(began, times)
     finally:
         os.sched_setaffinity(0, set(cores))
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=60)
-    return max(rates), sorted(gaps)
+    return seen
 
 
 def main() -> None:
@@ -130,14 +166,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = model_folder(given.model, Path(scratch) / "model", getattr(torch, given.dtype))
         prompts = [prompt(given.prompt, 256, seed=number) for number in range(given.streams)]
-        alone, step = by_itself(given, model, prompts)
-        rate, gaps = served(given, model, prompts)
-    middle, late = gaps[len(gaps) // 2], gaps[int(0.99 * len(gaps))]
+        alone, over = by_itself(given, model, prompts), served(given, model, prompts)
     print(f"{given.model}, {given.device}, {given.streams} streams of {given.tokens} tokens after {given.prompt}")
-    print(f"engine by itself     {alone:10.0f} tokens/s, a step {step:.2f} ms (median)")
-    print(f"served               {rate:10.0f} tokens/s, {rate / alone:.3f} of it")
-    print(f"gaps at the client   {middle:10.2f} ms (median), {late:.2f} ms (99th percentile)")
-    print(f"added                {middle - step:10.2f} ms (median), {late - step:.2f} ms (99th percentile)")
+    print(f"{'':<18}{'tokens/s':>10}{'first token, ms':>24}{'between tokens, ms':>24}")
+    print(f"{'':<18}{'best round':>10}{'median':>12}{'last':>12}{'median':>12}{'99th':>12}")
+    for name, seen in (("engine by itself", alone), ("served", over)):
+        first, gaps = sorted(seen.first), seen.gaps
+        print(
+            f"{name:<18}{max(seen.rates):10.0f}{statistics.median(first):12.1f}{first[-1]:12.1f}"
+            f"{percentile(gaps, 0.5):12.2f}{percentile(gaps, 0.99):12.2f}"
+        )
+    late, step = percentile(over.gaps, 0.99), percentile(alone.gaps, 0.5)
+    print(f"served / by itself: {max(over.rates) / max(alone.rates):.3f} of the tokens a second")
+    print(
+        f"added, 99th percentile: {late - step:.2f} ms to a step (median), "
+        f"{late - percentile(alone.gaps, 0.99):.2f} ms to the engine's own 99th percentile"
+    )
 
 
 if __name__ == "__main__":

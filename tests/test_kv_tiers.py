@@ -19,6 +19,7 @@ from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.kv.tier import LostKV, Part, TierError, TierFull
+from saccade.kv.tiers import Tiers
 from saccade.machine import folder_and_size
 
 FORMAT = KVFormat(torch.float32, 2, 16, 16)
@@ -270,6 +271,21 @@ def test_the_disk_tier_refuses_what_it_cannot_use(tmp_path):
     assert gone() is None
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("host", [True, "head"])
+def test_where_cells_run_short_many_are_given_up_at_once(tmp_path, host, monkeypatch):
+    """Whose cells can be had takes a look at all parts: not for every few parts that leave."""
+    looks = []
+    reclaim = Tiers._reclaim
+    monkeypatch.setattr(Tiers, "_reclaim", lambda self, *given: looks.append(self.row) or reclaim(self, *given))
+    pool = tiered(tmp_path, slots=3001, host=host, disk=2500 * FORMAT.block_bytes)
+    kv = filled(pool, 2600 * 16, step=10400)
+    assert pool.absent > 2000
+    assert 0 < len(looks) < 60 * pool.rows, len(looks)
+    check(kv, 2600 * 16)
+    kv.free()
+    nothing_left(pool)
 
 
 def test_full_blocks_are_on_the_host_before_they_leave(tmp_path):

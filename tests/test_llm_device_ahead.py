@@ -74,6 +74,39 @@ def test_a_request_that_ends_by_a_token_leaves_one_step_unasked(engines, asked):
     assert True in asked
 
 
+def test_who_drafts_no_more_goes_on(engines, asked, monkeypatch):
+    """A draft that cannot pay is dropped at once, and its request's steps are as those of dense decoding."""
+    monkeypatch.setattr(engines[1].engine.sparse_drafts.pacing, "weights", 1 << 40)
+    prompts = [random_ids(length, seed=length) for length in (37, 55)]
+    (own, alike), batched = (
+        engines[0].generate(prompts, greedy(6), policy="dense"),
+        engines[1].generate(prompts, greedy(6), policy="lossless(draft=streaming(sinks=2, window=16))"),
+    )
+    for left, right in zip((own, alike), batched):
+        assert right.error is None
+        assert tokens(left) == tokens(right)
+        assert right.report["speculation"]["off"] is not None
+        assert right.report["speculation"]["verifications"] == 0
+        assert left.report["decode"]["keys_attended"] == right.report["decode"]["keys_attended"]
+    assert asked.count(True) >= 3
+
+
+@pytest.mark.parametrize("policy", ["quest(budget=64, dense_layers=1)", "streaming(sinks=2, window=16)"])
+def test_audits_of_steps_that_were_launched_ahead(engines, asked, policy):
+    """They look at their own step, though the next one was launched before they were counted."""
+    prompts = [random_ids(length, seed=length) for length in (140, 230)]
+    params = [greedy(7, audit=0.5, seed=3), greedy(7)]
+    own, batched = (one.generate(prompts, params, policy=policy) for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+    host, there = own[0].report["audit"], batched[0].report["audit"]
+    assert host["places"] == there["places"] == 6 * 2
+    for name in ("retained_mass", "output_error", "output_error_scaled"):
+        assert host[name]["samples"] == there[name]["samples"] > 0
+        assert there[name]["mean"] == pytest.approx(host[name]["mean"], abs=1e-4), name
+    assert asked.count(True) >= 4
+
+
 def test_who_draws_or_steers_its_own_state_does_not_go_on(engines, asked):
     """Nor does a method that counts on the device, nor one that learns."""
     params = [SamplingParams(max_tokens=3, seed=3, ignore_eos=True), greedy(3), greedy(3)]

@@ -147,12 +147,12 @@ def test_the_paper_forces_no_line():
         assert 0 in exact.distances.tolist()
 
 
-@pytest.mark.parametrize("overlap", ["exact", "paper"])
-def test_a_key_that_is_no_number_is_an_error(overlap):
+@pytest.mark.parametrize("taken", ["overlap=exact", "overlap=paper", "take=round"])
+def test_a_key_that_is_no_number_is_an_error(taken):
     """In every head's rows, and by chance in those of a sample: it chose the first column and the diagonal alone."""
     q, k, v = planted_heads(4, 2, 300, seed=3)
     k[1, 150, 4] = torch.nan
-    method = LoopServe(alpha=0.9, overlap=overlap)
+    method = LoopServe(alpha=0.9, **dict([taken.split("=")]))
     with pytest.raises(ModelError, match="attention weights are not finite"):
         method.select_prefill(Chunk.of(q[:, -150:], KVView.from_tensors(k, v)))
     decode = LoopServe(budget=40, first=0, n_d=4)
@@ -172,16 +172,16 @@ def test_the_papers_bookkeeping_ends_and_never_claims_too_much(count, share):
     assert mass >= share * count - 1e-4
 
 
-@pytest.mark.parametrize("overlap", ["exact", "paper"])
+@pytest.mark.parametrize("taken", ["overlap=exact", "overlap=paper", "take=round"])
 @pytest.mark.parametrize("alpha", [0.5, 0.9, 0.955, 0.995])
 @pytest.mark.parametrize(
     ("rows", "samples", "last"), [(700, 64, 0), (700, 40, 24), (200, 256, 64), (65, 30, 40), (1, 256, 0)]
 )
-def test_alpha_of_the_sampled_rows_is_kept(overlap, alpha, rows, samples, last):
+def test_alpha_of_the_sampled_rows_is_kept(taken, alpha, rows, samples, last):
     n = 700
     q, k, v = planted_heads(4, 2, n, seed=rows, pattern=PLANTED)
     view = KVView.from_tensors(k, v)
-    method = LoopServe(alpha=alpha, samples=samples, last_rows=last, overlap=overlap, min_rows=1)
+    method = LoopServe(alpha=alpha, samples=samples, last_rows=last, min_rows=1, **dict([taken.split("=")]))
     used = run_method(method, "prefill", q, view, rows)[2]
     looked_at = method.sample(Chunk.of(q[:, n - rows :], view))
     assert looked_at.numel() == min(rows, samples + last)
@@ -306,6 +306,8 @@ def test_samples_are_spread_over_the_turn():
         {"samples": 0},
         {"last_rows": -1},
         {"overlap": "none"},
+        {"take": "all"},
+        {"take": "round", "overlap": "paper"},
         {"min_rows": 0},
         {"seed": -1},
         {"seed": 0.5},

@@ -10,6 +10,8 @@ from kv_helpers import poisoned_pool
 from tiny_models import make_checkpoint
 
 from saccade.kv.sequence import SequenceKV
+from saccade.kv.summaries import summarize_view
+from saccade.kv.view import KVView
 from saccade.methods.arkvale import ArkVale
 from saccade.methods.base import Query
 from saccade.methods.psa import PSA
@@ -22,6 +24,7 @@ from saccade.models.loader import load_model
 from saccade.ops import Call, attend, run
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
 from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks
+from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.decode import Pages, attend_decode
 from saccade.ops.triton.progressive import Rule, attend_progressive
 from saccade.selection import Band, Blocks, Dense, Ranking
@@ -86,6 +89,20 @@ def test_rows_are_appended_and_full_blocks_summarized(size, kind, dtype):
         assert torch.equal(stored[row][0], view.keys(at))
         assert torch.equal(stored[row][1], view.values(at))
         torch.testing.assert_close(stored[row][2], view.summary(kind, size), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("minmax", 16), ("cuboid", 64), ("moments", 32), ("stored_mean", 16)])
+def test_a_prompts_blocks_are_summarized_in_one_launch(kind, size):
+    """Pages scattered over the storage, a part that begins within it, and keys that are not finite."""
+    rng = torch.Generator().manual_seed(5)
+    k, v = torch.randn(2, KV_HEADS, 300, DIM, generator=rng)
+    k[1, 70, 3], k[0, 200, 1] = torch.nan, torch.inf
+    view = KVView.from_tensors(k, v, 32, shuffle_seed=1)
+    for first, last in ((0, 300 // size), (1, 3), (2, 2)):
+        made = summarize(view.paged(), kind, size, first, last)
+        expected = summarize_view(view, kind, size, first, last)
+        torch.testing.assert_close(made, expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+    assert summarize(view.paged(), "mean_value", size, 0, 2) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

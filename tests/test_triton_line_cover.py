@@ -9,7 +9,8 @@ from helpers import Planted, planted_heads
 
 from saccade.kv.view import KVView
 from saccade.methods.loopserve.line_cover import cover_lines, cover_rows
-from saccade.methods.loopserve.triton_line_cover import cover, cover_marks
+from saccade.methods.loopserve.triton_line_cover import cover
+from saccade.ops.triton.row_weights import row_weights
 from saccade.selection import Shape
 
 
@@ -39,9 +40,9 @@ def test_the_lines_are_those_of_the_host(n, first, share):
 def test_a_share_of_all_takes_lines_until_all_is_recovered():
     weights, positions = causal_weights(5, 40, 0, seed=1)
     columns, distances = cover(weights[None].clone(), positions, 0, 1.0)
-    left = weights.masked_fill(columns[0][None, :], 0.0)
+    left = weights.masked_fill(columns[0].bool()[None, :], 0.0)
     distance = positions[:, None] - torch.arange(40)
-    left[distances[0][distance.clamp(min=0)] & (distance >= 0)] = 0.0
+    left[distances[0].bool()[distance.clamp(min=0)] & (distance >= 0)] = 0.0
     assert left.sum() < 1e-5
 
 
@@ -61,7 +62,8 @@ def test_heads_of_a_chunk():
     q, k, v = planted_heads(2, 1, 150, 16, 0, Planted(columns=(7,), slashes=(13,), blocks=()))
     q, view, shape = q[:, -60:], KVView.from_tensors(k, v), Shape.suffix(2, 1, 60, 150)
     rows = torch.arange(0, 60, 5)
-    columns, distances = cover_marks(q, view, shape, rows, 0.8, 0.25)
+    weights = row_weights(q, view, shape, range(2), rows, 0.25)
+    columns, distances = cover(weights, shape.q_start + rows, shape.q_start, 0.8)
     for head, (expected_columns, expected_distances) in enumerate(cover_rows(q, view, shape, rows, 0.8, 0.25)):
         assert columns[head].nonzero()[:, 0].tolist() == expected_columns.sort().values.tolist()
         assert distances[head].nonzero()[:, 0].tolist() == expected_distances.sort().values.tolist()

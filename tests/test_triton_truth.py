@@ -8,10 +8,11 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from helpers import generator
 
 from saccade.engine.audit import Audit, AuditOptions
+from saccade.engine.device_tap import Tap
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
 from saccade.ops.triton.decode import Pages
-from saccade.ops.triton.truth import compare
+from saccade.ops.triton.truth import Given, compare
 from saccade.ops.truth import by_torch
 
 LENGTHS = [1, 40, 333]
@@ -40,9 +41,17 @@ def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads,
                     pool[:, slot, head, at % size] = torch.randn(2, width, generator=rng).to(dtype)
     shape = layers, rows, heads
     q, out = torch.randn(2, *shape, width, generator=rng).to(dtype)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as the layers leave it: heads outermost
     lse = torch.randn(shape, generator=rng) + 1
+    tap = Tap()
+    for layer in range(layers):  # rows of two groups, the later one first
+        for at in (slice(1, rows), slice(0, 1)):
+            tap.take(layer, at, q[layer, at], out[layer, at], lse[layer, at], None)
+    given = Given(tap.addresses(), tap.dtype, tap.heads)
+    for taken, whole in zip(tap.row(1, 2), (q, out, lse)):
+        assert torch.equal(taken, whole[1, 2])
     pages = Pages(pool[0].contiguous(), pool[1].contiguous(), tables, torch.tensor(LENGTHS), max(LENGTHS))
-    found = compare(torch.tensor(PLACES, dtype=torch.int32), q, out, lse, pages, scale=0.2, softcap=softcap)
+    found = compare(torch.tensor(PLACES, dtype=torch.int32), given, pages, scale=0.2, softcap=softcap)
     fmt = KVView.from_tensors(
         torch.zeros(kv_heads, 1, width, dtype=dtype), torch.zeros(kv_heads, 1, width, dtype=dtype), size
     )
@@ -58,5 +67,5 @@ def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads,
     assert found.isfinite().all()
     pool[0, tables[0, 2, 0, 3], :, 5] = float("nan")  # in pages too, where the first table row finds it
     pages.k.copy_(pool[0])
-    again = compare(torch.tensor([(0, 2, 0, 0)], dtype=torch.int32), q, out, lse, pages, scale=0.2, softcap=softcap)
+    again = compare(torch.tensor([(0, 2, 0, 0)], dtype=torch.int32), given, pages, scale=0.2, softcap=softcap)
     assert again.isnan().all()

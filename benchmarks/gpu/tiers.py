@@ -2,30 +2,35 @@
 
     python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98] [--unit head]
     python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304] [--only tiered]
-    python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95]
+    python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95] [--profile]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
 the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
-that no host path served.
+that no host path served. ``--profile``: of further steps, the kernels (of such a run none starts early) and the host's
+functions.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
+import io
 import os
+import pstats
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("WANTED", "")
 os.environ.setdefault("LONGEST", str(1 << 20))
 
 import torch
-from endtoend import Bench
+from endtoend import Bench, profile
 from harness import Results, say
 from torch import Tensor
 
@@ -35,9 +40,11 @@ from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
 from saccade.models.interface import LayerAttention, Segment
 from saccade.ops import attend, triton
+from saccade.ops.triton import common
 
 LAYOUT = KVFormat(torch.bfloat16, 8, 128)
 PIECE = 1 << 15  # tokens of made-up KV at a time
+PROFILED = 8  # steps
 QUEST = "streaming+quest(budget={},block_size=32,dense_layers=0)"
 
 
@@ -67,8 +74,9 @@ class Filling:
 class Tiered(Bench):
     """Steps of the 8B shape over a pool with a host tier."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiled: bool = False) -> None:
         super().__init__()
+        self.profiled = profiled
         self.rows = Results("tiers")
         self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
 
@@ -94,7 +102,7 @@ class Tiered(Bench):
         request = self.request(tokens, policy)
         sequence, past = request.sequence, tokens - TAIL
         kv = sequence.memory.kv
-        kv.reserve(tokens + steps + 8)
+        kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.profiled)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
             ids, torch.arange(past, tokens), Filling(kv, past), segments=[Segment(0, TAIL, tokens)],
@@ -110,12 +118,17 @@ class Tiered(Bench):
         """Milliseconds of a step, the median of the later half."""
         assert self.pool is not None
         began = time.perf_counter()
-        requests = [self.filled(tokens, policy, steps) for _ in range(sequences)]
-        torch.cuda.synchronize()
+        requests = []
+        for number in range(sequences):
+            requests.append(self.filled(tokens, policy, steps))
+            torch.cuda.synchronize()
+            say(f"sequence {number}: {time.perf_counter() - began:.1f} s")
         say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
         tiers, taken, moved = self.pool.tiers, [], []
         recorded = 0
-        for _ in range(steps):
+
+        def step() -> None:
+            nonlocal recorded
             before = None if tiers is None else tiers.counts.copy()
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -130,6 +143,11 @@ class Tiered(Bench):
                 own = found[request.id]
                 token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
                 request.sequence.extend([token], "decode", request.policy)
+
+        for number in range(steps):
+            step()
+            if number % 8 == 0:
+                say(f"step {number}: {taken[-1]:.1f} ms")
         half = steps // 2
         late: list[Any] = [one for one in moved[half:] if one is not None]
         hits, misses, read = (sum(getattr(one, key) for one in late) for key in ("hits", "misses", "bytes_read"))
@@ -152,10 +170,25 @@ class Tiered(Bench):
             gbps_if_all_were_copies=read / max(1, len(late)) / ms / 1e6,
             notes=str(report["notes"])[:200],
         )
+        if self.profiled:
+            say(name)
+            profile(step, PROFILED)
+            functions(step, PROFILED)
         for request in requests:
             request.sequence.memory.drop()
             self.worker.memories.pop(request.sequence.id, None)
         return ms
+
+
+def functions(step: Callable[[], None], steps: int) -> None:
+    """Print where the host's time goes in a step."""
+    seen, text = cProfile.Profile(), io.StringIO()
+    seen.enable()
+    for _ in range(steps):
+        step()
+    seen.disable()
+    pstats.Stats(seen, stream=text).sort_stats("cumulative").print_stats(45)
+    say(f"{steps} steps:" + text.getvalue()[:6000])
 
 
 LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
@@ -164,7 +197,7 @@ LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
 def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, unit: str) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
-    parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40)
+    parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40 + 2 * PROFILED)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
     for share in shares:
@@ -187,9 +220,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--replacement", default="clock")
     parser.add_argument("--unit", default="block", choices=("block", "head"))
+    parser.add_argument("--profile", action="store_true", help="of rates: where the time goes")
     parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
     options = parser.parse_args()
-    bench = Tiered()
+    if options.profile:
+        common.is_hopper = lambda device: False
+    bench = Tiered(options.profile)
     if options.what == "rates":
         rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit)
         return

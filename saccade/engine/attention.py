@@ -23,9 +23,8 @@ class Watch:
     observer: Observer | None = None  # see engine.observe
     clock: Clock | None = None  # see engine.clock
     maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
-    audits: Mapping[int, RowAudit] = field(
-        default_factory=dict
-    )  # of rows of this step, by request; they change nothing
+    audits: Mapping[int, RowAudit] = field(default_factory=dict)  # of this step's rows, by request; they change nothing
+    audited: frozenset[int] = frozenset()  # requests of this step that are audited now and then
 
     @property
     def idle(self) -> bool:

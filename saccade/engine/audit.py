@@ -25,6 +25,7 @@ from saccade.ops.truth import Truth, group_truth
 from saccade.randomness import uniform
 
 HEADS, STEPS = 0x41554449, 0x5245504C  # seeds of draws that no token shares
+TOGETHER = 16  # places of several steps that are drawn at once, about: few draws a step are what they cost
 WAITING = 256  # observations that may lie on a device before they are fetched
 STEPS_FOR_TARGET = 0.05  # of steps replayed for a target, where nothing else is said
 
@@ -67,22 +68,34 @@ class Audit:
     controlled: Any = None  # what says where a target's dial stands
     _waiting: list[tuple[Tensor, bool]] = field(default_factory=list)
     _held: int = 0  # observations that wait
+    _window: tuple[int, int, int] | None = None  # the steps drawn for last
+    _drawn: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # in them
 
     def draw(self, position: int, layers: int, kv_heads: int) -> dict[int, list[int]]:
         """The KV heads drawn for the step of the row at ``position``, by layer."""
         count, rate = layers * kv_heads, self.options.rate
         self.places += count
-        drawn: dict[int, list[int]] = {}
-        place, number = -1, 0
-        while rate > 0:
+        if rate <= 0:
+            return {}
+        steps = 1 << max(0, int(math.log2(max(1.0, TOGETHER / (rate * count)))))
+        window, step = divmod(position, steps)
+        if self._window != (window, layers, kv_heads):
+            self._window, self._drawn = (window, layers, kv_heads), self._draw(window, steps * count, count, kv_heads)
+        return self._drawn.get(step, {})
+
+    def _draw(self, window: int, places: int, count: int, kv_heads: int) -> dict[int, dict[int, list[int]]]:
+        """The KV heads drawn in a stretch of ``places``, ``count`` a step, by step and layer."""
+        drawn: dict[int, dict[int, list[int]]] = {}
+        rate, place, number = self.options.rate, -1, 0
+        while True:
             if rate < 1:  # how many places are passed over follows a geometric law
-                chance = uniform(self.seed ^ HEADS, self.sample + (number << 32), position)
-                place += int(min(count, math.log1p(-chance) / math.log1p(-rate)))
+                chance = uniform(self.seed ^ HEADS, self.sample + (number << 32), window)
+                place += int(min(places, math.log1p(-chance) / math.log1p(-rate)))
             place, number = place + 1, number + 1
-            if place >= count:
-                break
-            drawn.setdefault(place // kv_heads, []).append(place % kv_heads)
-        return drawn
+            if place >= places:
+                return drawn
+            step, head = divmod(place, count)
+            drawn.setdefault(step, {}).setdefault(head // kv_heads, []).append(head % kv_heads)
 
     def draws_step(self, position: int) -> bool:
         """Whether the step of the row at ``position`` is replayed."""

@@ -52,17 +52,17 @@ class Auditing:
         if control is not None:
             request.report.dialed = request.policy.decode.text
 
-    def rows(self, batch: Batch) -> dict[int, RowAudit]:
-        """What is audited of the step of ``batch``, by request."""
-        spec, found = self.worker.setting.spec, {}
+    def rows(self, batch: Batch) -> tuple[dict[int, RowAudit], frozenset[int]]:
+        """What is audited of the step of ``batch``, by request; and whose steps are now and then."""
+        spec, found, now_and_then = self.worker.setting.spec, {}, set()
         for request, rows in batch:
             audit = request.audit
             if audit is None or not audit.options.rate or not _first_time(request, rows):
                 continue
-            drawn = audit.draw(rows.start, spec.layers, spec.kv_heads)
-            if drawn:  # else the step is one like any other
+            now_and_then.add(request.id)
+            if drawn := audit.draw(rows.start, spec.layers, spec.kv_heads):
                 found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in)
-        return found
+        return found, frozenset(now_and_then)
 
     def replayed(self, batch: Batch) -> Batch:
         """``batch``, whose audited rows give their logits now; their dense replays have run."""

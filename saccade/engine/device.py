@@ -23,6 +23,7 @@ from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_rooms import EACH, RowRooms
 from saccade.engine.device_sampling import fetch_likeliest, fetch_repeated, fetch_tokens
 from saccade.engine.device_serving import DeviceServing
+from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
@@ -93,16 +94,15 @@ class DeviceBackend(DeviceServing):
         audits: StepAudits | None = None
         ahead, self._ahead = self._ahead, None
         try:
-            quiet = self.watch.idle and not self.watch.audits and times == 1
+            quiet = self.watch.idle and times == 1
             if quiet and ahead is not None and ahead.serves(step, placed, key):
                 self._launched, self.fresh = ahead.launched, False
                 kind, offers = ahead.launched.kind, None
             else:
                 kind, offers = self._run(step, placed, key, groups, times)
             if self.watch.audits and not key[4]:
-                audits = StepAudits(
-                    placed, self.watch.audits, self._rooms.buffers[False] if key[3] else None, kind.longest
-                )
+                tap = kind.tap if key[3] else None
+                audits = StepAudits(placed, self.watch.audits, tap, self._rooms.buffers[False], kind.longest)
             for number, row in enumerate(placed):  # while the device works
                 for turn in range(times if row is not None and row.result.error is None else 0):
                     assert row is not None
@@ -111,8 +111,8 @@ class DeviceBackend(DeviceServing):
                     counted.append((number, row))
             if times > 1:
                 fetch_repeated(self._chosen, placed)
-            elif goes_on and quiet and self._may_go_on(key, kind, placed):
-                self._go_on(placed)
+            elif goes_on and quiet and self._may_go_on(key, kind, placed) and (audits is None or audits.launches):
+                self._go_on(placed, audits)
             else:
                 fetch_tokens(kind, placed, None if audits is None else audits.launch)
             if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
@@ -155,7 +155,7 @@ class DeviceBackend(DeviceServing):
         sizes = tuple((form, pad(len(grouped[form]), 1)) for form in sorted(grouped))
         rows = [row for own in grouped.values() for row in own if row is not None]
         absent = self._tiers.absent(rows[0].kv.pool) and all(row.plan.listed for row in rows)
-        tapped = not absent and each == times == 1 and any(one in self.watch.audits for one in step.request_ids)
+        tapped = not absent and each == times == 1 and not self.watch.audited.isdisjoint(step.request_ids)
         key = sizes, pad(max(step.seq_lens) + times - 1, SHORTEST), absent, tapped, False
         if self.covers and not absent and self.watch.idle and (cover := self.kinds.cover(key)) is not None:
             key = cover[0]
@@ -192,22 +192,20 @@ class DeviceBackend(DeviceServing):
         pool = next(row.kv.pool for row in placed if row is not None)
         each = groups[0].each
         buffers = self._rooms.room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
-        self._rooms.load(buffers, step, placed, each, times)
+        self.fresh, self._chosen = self._rooms.load(buffers, step, placed, each, times), []
         try:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
         taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]
-        if taps:
-            buffers.tap_for(self.runner.spec)
         if asks:
             buffers.asked_for(self.runner.spec, prefill.MOST_PIECES * EACH)
         kind = self.kinds.of(key, groups)
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
 
         def forward() -> None:
-            tap, asked = buffers.tap if taps else None, buffers.asked if asks else None
-            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, tap, asked)
+            kind.tap, asked = Tap() if taps else None, buffers.asked if asks else None
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
             tokens, positions = buffers.inputs[:2, : len(placed) * each]
             wanted = buffers.last_tokens(len(placed), each) if prefills else None
             kind.logits = self._forward.run(tokens, positions, context, wanted)
@@ -215,7 +213,6 @@ class DeviceBackend(DeviceServing):
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()
 
-        self.fresh, self._chosen = False, []
         for turn in range(times):
             if turn:
                 buffers.advance(self._chosen[-1])
@@ -230,11 +227,11 @@ class DeviceBackend(DeviceServing):
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
-        return self.runs_ahead and replayed and not any(key[2:]) and may_follow(placed, key[1])
+        return self.runs_ahead and replayed and not (key[2] or key[4]) and may_follow(placed, key[1])
 
     @torch.inference_mode()
-    def _go_on(self, placed: Sequence[PlacedRow | None]) -> None:
-        """Launch the next step behind the one that runs, and write down this one's tokens meanwhile."""
+    def _go_on(self, placed: Sequence[PlacedRow | None], audits: StepAudits | None) -> None:
+        """Launch the next step behind the one that runs and its audits, and write down this one's tokens meanwhile."""
         launched = self._launched
         assert launched is not None
         kind, buffers = launched.kind, launched.buffers
@@ -242,6 +239,8 @@ class DeviceBackend(DeviceServing):
             if row is not None:
                 buffers.hold(number, row.kv, row.plan, row.scheduled.stop + 1)
         copied = Copied(kind.best)
+        if audits is not None:
+            audits.launch()  # before anything that they look at is written over
         buffers.advance(kind.best)
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()

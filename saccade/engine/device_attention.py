@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saccade.engine.device_rows import Asked, RowBuffers, Tap
+from saccade.engine.device_rows import Asked, RowBuffers
+from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import SHORT, STEP, Offers

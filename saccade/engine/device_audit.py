@@ -9,32 +9,37 @@ import torch
 from torch import Tensor
 
 from saccade.engine.audit import RowAudit
-from saccade.engine.device_rows import RowBuffers, Tap
+from saccade.engine.device_rows import RowBuffers
+from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow
 from saccade.ops.triton.decode import Pages
-from saccade.ops.triton.truth import compare
+from saccade.ops.triton.truth import Given, compare
 
 Placed = Sequence[PlacedRow | None]
 
 
 class StepAudits:
-    """The audits (``audits``, by request) of one step of ``placed`` rows, that has been launched. ``buffers``: those
-    of its rows, None where they have no tap; ``longest``: most keys of a row."""
+    """The audits (``audits``, by request) of one step of ``placed`` rows, that has been launched. ``tap``: what it
+    leaves, None where nothing can be audited; ``buffers``: those of its rows; ``longest``: most keys of a row."""
 
     def __init__(
-        self, placed: Placed, audits: Mapping[int, RowAudit], buffers: RowBuffers | None, longest: int
+        self, placed: Placed, audits: Mapping[int, RowAudit], tap: Tap | None, buffers: RowBuffers, longest: int
     ) -> None:
-        self._tap = None if buffers is None else buffers.tap
-        self._buffers, self._longest = buffers, longest
+        self._tap, self._buffers, self._longest = tap, buffers, longest
         rows = [(number, row, audits.get(row.scheduled.request_id)) for number, row in enumerate(placed) if row]
         self._rows = [(number, row, audit) for number, row, audit in rows if audit is not None]
         self._found: list[tuple[Tensor, list[tuple[RowAudit, int]]]] = []
         self._failed: str | None = None
 
+    @property
+    def launches(self) -> bool:
+        """Whether :meth:`launch` does all of it: another step may then be launched behind it."""
+        return self._tap is None or all(spec.sinks is None for spec in self._tap.specs.values())
+
     @torch.inference_mode()
     def launch(self) -> None:
         """Compute what was drawn. It fails no step: :meth:`settle` says what was left out."""
-        if self._tap is None or self._buffers is None:
+        if self._tap is None:
             return
         asked: dict[tuple[float, float | None], list[tuple[list[int], RowAudit]]] = {}
         for number, _, audit in self._rows:
@@ -58,12 +63,12 @@ class StepAudits:
     ) -> Tensor:
         paged = next(row.kv.pool.storage for _, row, _ in self._rows)
         places = torch.tensor(listed, dtype=torch.int32, device="cpu")
-        if tap.q.is_cuda:  # from other memory a copy would wait for the step
+        taps = tap.addresses()
+        if taps.is_cuda:  # from other memory a copy would wait for the step
             places = places.pin_memory()
         pages = Pages(paged.k, paged.v, buffers.tables, buffers.inputs[3], self._longest)
-        return compare(
-            places.to(tap.q.device, non_blocking=True), tap.q, tap.out, tap.lse, pages, scale=scale, softcap=softcap
-        )
+        given = Given(taps, tap.dtype, tap.heads)
+        return compare(places.to(taps.device, non_blocking=True), given, pages, scale=scale, softcap=softcap)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -85,5 +90,5 @@ class StepAudits:
                 spec = self._tap.specs[layer]
                 if spec.sinks is not None:
                     kv = row.kv.view(layer).upto(row.scheduled.stop)
-                    q, out, lse = (part[layer, number] for part in self._tap[:3])
+                    q, out, lse = self._tap.row(layer, number)
                     row.result.note_of(audit.take(layer, q, out, lse, kv, spec))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.device_attention import Group
+from saccade.engine.device_tap import Tap
 
 MOST_GRAPHS = 64  # kept while they are used; the least recently used goes first
 MOST_NEW = 16  # kinds kept that have no graph: those that come and go push no graphs out
@@ -46,6 +47,7 @@ class StepKind:
     runs: int = 0
     records: bool = True
     graph: torch.cuda.CUDAGraph | None = None
+    tap: Tap | None = None  # of what ran last, which replays write to
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     best: Tensor = field(default_factory=lambda: torch.empty(0))
 

@@ -58,8 +58,10 @@ class RowRooms:
     @torch.inference_mode()  # in which the host path may have made summaries
     def load(
         self, buffers: RowBuffers, step: StepInput, placed: Sequence[PlacedRow | None], each: int, times: int
-    ) -> None:
-        """Bring the rows' buffers up to date, and see whose counts each row gathers."""
+    ) -> bool:
+        """Bring the rows' buffers up to date, and see whose counts each row gathers. Returns whether that took long:
+        the first step after a prompt makes the summaries of its blocks."""
+        prepared = False
         ids = step.input_ids.tolist()
         firsts = {one.request_id: at - one.start for one, at in zip(step.scheduled, step.query_start_loc)}
         inputs: list[tuple[int, int, int]] = []
@@ -68,7 +70,7 @@ class RowRooms:
                 inputs += [(0, 0, 0)] * each
                 continue
             one = row.scheduled
-            buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
+            prepared |= buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
             if row.plan.keeps:
                 state = self.state(row)
                 buffers.own.hold(number, state, row.cones, one.stop)
@@ -81,6 +83,7 @@ class RowRooms:
             else:
                 self.counts.attach(number, one.request_id, row.plan, buffers)
         buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
+        return prepared
 
     def state(self, row: PlacedRow) -> DeviceState:
         """What the row's decode method keeps on the device."""

@@ -17,6 +17,8 @@ from saccade.models.interface import LayerAttention, ModelSpec
 from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
 
+MANY = 64  # summaries of blocks that a step makes first: it takes longer than those like it
+
 
 @dataclass
 class _Row:
@@ -27,23 +29,6 @@ class _Row:
     plan: DevicePlan | None = None
     room: int = 0  # blocks that the summaries have room for
     places: list[int] = field(default_factory=list)  # of the summaries, by layer
-
-
-class Tap(NamedTuple):
-    """What attention was asked and what it gave, of a step's rows: ``q``, ``out`` [layers, rows, heads, head_dim] in
-    the model's dtype, ``lse`` fp32 [layers, rows, heads] over what was read. ``specs``: by layer, what it asks for."""
-
-    q: Tensor
-    out: Tensor
-    lse: Tensor
-    specs: dict[int, LayerAttention]
-
-    def take(self, layer: int, rows: slice, q: Tensor, out: Tensor, lse: Tensor, spec: LayerAttention) -> None:
-        """Of ``rows``, [rows, heads, head_dim] and [rows, heads]."""
-        self.q[layer, rows].copy_(q)
-        self.out[layer, rows].copy_(out)
-        self.lse[layer, rows].copy_(lse)
-        self.specs[layer] = spec  # also while a graph is recorded: replays ask the same
 
 
 class Asked(NamedTuple):
@@ -70,8 +55,7 @@ class RowBuffers:
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
     ``rules``: what stopping rules did since this was last taken. ``own``: of rows whose methods
-    bring readings of their own. ``tap``: where steps that are audited leave queries and results; ``asked``: where those
-    that prefill leave queries that methods learn from.
+    bring readings of their own. ``asked``: where steps that prefill leave queries that methods learn from.
     """
 
     def __init__(
@@ -101,16 +85,8 @@ class RowBuffers:
             torch.ones(every, dtype=torch.float32, device=device),
         )
         self.own = RowWords(layers, rows, heads, device)
-        self.tap: Tap | None = None
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
-
-    def tap_for(self, spec: ModelSpec) -> None:
-        """Have room for what audits look at."""
-        if self.tap is None:
-            shape = self.layers, self.rows, spec.heads, spec.head_dim
-            q, out = torch.zeros(2, *shape, dtype=spec.dtype, device=self.device)
-            self.tap = Tap(q, out, torch.zeros(shape[:3], device=self.device), {})
 
     def asked_for(self, spec: ModelSpec, tokens: int) -> None:
         """Have room for the queries of so many tokens."""
@@ -128,8 +104,9 @@ class RowBuffers:
     def fits(self, rows: int, blocks: int) -> bool:
         return rows <= self.rows and blocks <= self.blocks
 
-    def hold(self, row: int, kv: SequenceKV, plan: DevicePlan, length: int) -> None:
-        """Make ``row`` show ``kv``, whose ``length`` th key this step stores, under ``plan``."""
+    def hold(self, row: int, kv: SequenceKV, plan: DevicePlan, length: int) -> bool:
+        """Make ``row`` show ``kv``, whose ``length`` th key this step stores, under ``plan``. Returns whether summaries
+        of many blocks had to be made first."""
         held, choice = self._held[row], plan.blocks
         wanted = 0 if choice is None else length // choice.size
         if held.plan is None or (held.plan is not plan and held.plan.numbers != plan.numbers):
@@ -138,7 +115,7 @@ class RowBuffers:
         full = 0 if choice is None else kv.length // choice.size
         made = 0 if choice is None else kv.summarized_blocks(choice.summary, choice.size)
         if same and held.plan is plan and wanted <= held.room and made >= full:
-            return
+            return False
         room, places = 0, held.places
         if choice is not None:
             summaries = kv.summary_buffers(choice.summary, choice.size, wanted)
@@ -148,6 +125,7 @@ class RowBuffers:
         if not same:
             self._write_blocks(row, kv)
         self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room, places)
+        return full > max(made, 0) + MANY
 
     def load(self, inputs: list[tuple[int, int, int]], lengths: list[int]) -> None:
         """Take each token, its position and what it sees over to the device, and each row's length."""

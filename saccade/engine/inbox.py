@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -90,7 +91,7 @@ os.register_at_fork(after_in_child=_orphaned)
 @dataclass(eq=False)
 class Loop:
     """What the loop's thread works on. It refers to the engine weakly while it sleeps. ``delivered``: what that thread
-    calls after each letter and each step, once their outputs are with the streams."""
+    calls after each step, and after the letters read before one, once their outputs are with the streams."""
 
     engine_ref: weakref.ref[Engine]
     max_waiting: int
@@ -123,6 +124,24 @@ class Loop:
             self.held.append(letter)
         else:
             self._answer(letter)
+
+    def read_all(self, letter: Letter | None = None) -> bool:
+        """Read ``letter`` and what else is in the inbox; False once the loop has been stopped."""
+        some = False
+        with suppress(Empty):
+            letter = self.inbox.get_nowait() if letter is None else letter
+            while letter is not STOP:
+                self.read(letter)
+                some = True
+                letter = self.inbox.get_nowait()
+            self.end()
+            return False
+        if some:
+            self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Call those who wait for what is with the streams by now."""
         for call in self.delivered:
             call()
 
@@ -193,8 +212,7 @@ class Loop:
                 known[1].put(output)
         while self.held and len(engine.scheduler.waiting) < self.max_waiting:
             self._answer(self.held.popleft())
-        for call in self.delivered:
-            call()
+        self._tell()
 
     def end(self) -> None:
         """Cancel all requests and turn away all letters."""
@@ -211,6 +229,8 @@ class Loop:
             if letter is not STOP and letter.reply.set_running_or_notify_cancel():
                 letter.reply.set_exception(SaccadeError("this engine was closed"))
         self.held.clear()
+        if self.engine_ref() is not None:
+            self._tell()
 
 
 def drive(loop: Loop) -> None:
@@ -227,21 +247,14 @@ def _work(loop: Loop) -> None:
     while True:
         letter = loop.inbox.get()
         engine = loop.engine_ref()  # held while there is work
-        if letter is STOP or engine is None:
+        if engine is None:
             loop.end()
             return
-        loop.read(letter)
+        if not loop.read_all(letter):
+            return
         del letter
         while loop.live or loop.held:
-            try:
-                while True:
-                    letter = loop.inbox.get_nowait()
-                    if letter is STOP:
-                        loop.end()
-                        return
-                    loop.read(letter)
-            except Empty:
-                pass
-            if loop.live or loop.held:
-                loop.step()
+            loop.step()
+            if not loop.read_all():
+                return
         del engine

@@ -197,7 +197,7 @@ class Pace:
         Where this says so, :meth:`length` says how many once plain steps of the kind were timed."""
         if self.fixed:
             return True
-        if self.off is not None and length < self._until:
+        if self.rests(length):
             return False
         times, ledger = self.pacing.times(kind), self.pacing.ledger(self.draft)
         risk = self._risk(self.length(kind), times) if times.known else TRIAL * share_of_step(self.pacing.weights, keys)
@@ -221,6 +221,10 @@ class Pace:
                 return False
         self.off = None
         return True
+
+    def rests(self, length: int) -> bool:
+        """Whether nothing will be drafted after ``length`` tokens, whatever is measured until then."""
+        return not self.fixed and self.off is not None and length < self._until
 
     def end(self) -> None:
         """Draft no more: what the draft knew is gone."""

@@ -126,26 +126,31 @@ class SamplingParams:
     def for_sample(self, index: int) -> SamplingParams:
         """Parameters of sample ``index`` of ``n``: the seed's own draws for each, so that sample 0 equals the n=1 run.
         The prompt is scored once, by sample 0."""
+        if self.n == 1 and index == 0:
+            return self
         prompt_logprobs = None if index else self.prompt_logprobs
         return replace(self, n=1, sample=self.sample + index, prompt_logprobs=prompt_logprobs)
 
 
 def _biases(value: object) -> dict[int, float]:
     """``logit_bias`` by token id; ids may be text, as JSON has them."""
-    wrong = (
-        f"logit_bias={shown(value)} must map token ids (integers >= 0) to numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
-    )
     if not isinstance(value, Mapping):
-        raise RequestError(wrong)
+        raise _no_biases(value)
     biases: dict[int, float] = {}
     for token, bias in value.items():
         if isinstance(token, str) and token.isdecimal() and len(token) < 20:
             token = int(token)
         fits = isinstance(bias, (int, float)) and not isinstance(bias, bool) and abs(bias) <= MOST_BIAS
         if not isinstance(token, int) or isinstance(token, bool) or token < 0 or not fits:
-            raise RequestError(wrong)
+            raise _no_biases(value)
         biases[token] = float(bias)
     return biases
+
+
+def _no_biases(value: object) -> RequestError:
+    return RequestError(
+        f"logit_bias={shown(value)} must map token ids (integers >= 0) to numbers from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+    )
 
 
 def one_params(value: object) -> SamplingParams:

@@ -107,7 +107,8 @@ class Scheduler:
             return False
         for request, rows in batch:
             single = rows.phase == "decode" and rows.length == 1 and rows.greedy and rows.wants_logits
-            if not single or request.speculation is not None:
+            drafts = request.speculation is not None and not request.speculation.pace.rests(rows.stop + 1)
+            if not single or drafts:
                 return False
             if len(request.sequence.tokens) + 1 - request.output_start >= request.max_tokens:
                 return False

@@ -230,9 +230,9 @@ def results_of(results: dict[int, RequestResult], one: ScheduledRequest) -> list
 
 @dataclass
 class StepResult:
-    """What a step did, by request id. ``fresh``: it was the first of its kind, or recorded, so the next one may take
-    much less time. ``bytes_moved`` between tiers, ``misses`` (blocks that were not resident) and
-    ``waits`` (seconds that the step waited for them) belong to the step as a whole."""
+    """What a step did, by request id. ``fresh``: it was the first of its kind, or recorded, or made what a prompt had
+    left to be made, so the next one may take much less time. ``bytes_moved`` between tiers, ``misses`` (blocks that
+    were not resident) and ``waits`` (seconds that the step waited for them) belong to the step as a whole."""
 
     requests: dict[int, RequestResult]
     seconds: float = 0.0

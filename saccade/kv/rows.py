@@ -26,6 +26,10 @@ class RowMover(Protocol):
         """Copy blocks ``which`` of ``source`` to ``where`` in ``target``, keys and values ([blocks, kv_heads,
         block_size, head_dim] each) of a device, or of host memory that it reaches. Both int64 [n] on the host."""
 
+    def summarize(self, paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
+        """Summaries of full blocks ``first .. last - 1`` (see summaries.py), in the keys' dtype; None where torch is to
+        make them."""
+
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
     """See RowMover."""
@@ -68,3 +72,8 @@ def copy_blocks(source: Blocks, which: Tensor, target: Blocks, where: Tensor) ->
     """See RowMover."""
     for ours, theirs in zip(source, target):
         theirs[where.to(theirs.device)] = ours[which.to(ours.device)].to(theirs.device)
+
+
+def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
+    """See RowMover."""
+    return None

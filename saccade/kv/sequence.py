@@ -15,6 +15,7 @@ from saccade.kv.hold import Hold
 from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.paged import Paged
 from saccade.kv.saved import SavedKV, described
+from saccade.kv.sequence_summaries import SequenceSummaries
 from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
 from saccade.kv.view import KVView
@@ -37,14 +38,14 @@ class SequenceKV:
         self._size = pool.format.block_size
         self._table = BlockTable(pool, self.id)
         self._lengths = [0] * pool.layers
-        self._summaries: dict[tuple[str, int], list[KeptSummaries]] = {}  # by kind and block size, one a layer
+        self._known = SequenceSummaries(pool.layers)
         self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
         self._hints: dict[int, int] = {}  # of tiered views
         self._charged = 0  # bytes of summaries that the pool's tiers know of
 
     @property
     def version(self) -> int:
-        return self._version + self._table.version
+        return self._version + self._table.version + self._known.version
 
     @property
     def layers(self) -> int:
@@ -142,10 +143,8 @@ class SequenceKV:
         self._plain_view(layer, start).write(start, k, v)
         self._lengths[layer] = start + count
         self._version += 1
-        if self.pool.tiers is not None and self.pool.absent:  # while the keys are at hand
-            for (kind, size), kept in self._summaries.items():
-                if kept[layer].buffer.dim() > 1 and kept[layer].filled >= start // size:
-                    self._summaries_of(layer, kind, size)
+        if self.pool.tiers is not None and self.pool.absent:
+            self._known.grown(self._plain_view, layer, start)
         self._sealed(range(layer, layer + 1), start, start + count)
 
     def place(self, layer: int) -> tuple[int, int]:
@@ -181,36 +180,24 @@ class SequenceKV:
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        kept = self._kept(kind, block_size)
-        if kept[0].buffer.dim() == 1 or min([one.filled for one in kept]) < self.length // block_size:
-            for layer in range(self.layers):
-                self._summaries_of(layer, kind, block_size)
-        return [one.buffer for one in kept]
+        return self._known.full(self._plain_view, kind, block_size, self.length)
 
     def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
-        """What is known of each layer's summaries in 4 bits (see block_codes.py), once :meth:`summaries` were asked
-        for; empty where they are too few."""
-        codes = [one.codes() for one in self._kept(kind, block_size)]
-        return [one for one in codes if one is not None] if None not in codes else []
+        """See SequenceSummaries.codes."""
+        return self._known.codes(kind, block_size)
 
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
         parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
-        kept = self._kept(kind, block_size)
-        if self.summarized_blocks(kind, block_size) >= self.length // block_size and len(kept[0].buffer) >= blocks:
-            return [one.buffer for one in kept]
-        self._version += 1
-        return [one.room(blocks, self._plain_view(layer)) for layer, one in enumerate(kept)]
+        return self._known.buffers(self._plain_view, kind, block_size, self.length, blocks)
 
     def summarized_blocks(self, kind: str, block_size: int) -> int:
         """How many blocks have a summary in every layer; -1 where there is no room for any."""
-        kept = self._kept(kind, block_size)
-        return min([one.filled if one.buffer.dim() > 1 else -1 for one in kept])
+        return self._known.made(kind, block_size)
 
     def summarized(self, kind: str, block_size: int) -> None:
         """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
-        for length, one in zip(self._lengths, self._kept(kind, block_size)):
-            one.filled = length // block_size
+        self._known.written(kind, block_size, self._lengths)
 
     def hold_all(self) -> list[Hold]:
         """Bring in every part, and keep them until all of these are released; rows that follow may be written. Raises
@@ -247,14 +234,12 @@ class SequenceKV:
         self._lengths = [min(own, length) for own in self._lengths]
         if not holds:
             self._table.cut(-(-length // self._size))
-        for kept in self._summaries.values():
-            for one in kept:
-                one.truncate(length)
+        self._known.truncate(length)
 
     def free(self) -> None:
         """Let go of every block, and of what is known of them."""
         self.truncate(0)
-        self._summaries.clear()
+        self._known.clear()
         self._charge()
 
     def fork(self, length: int | None = None) -> SequenceKV:
@@ -275,7 +260,7 @@ class SequenceKV:
         self.pool.share(ids[:full], other.id)
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
-        other._summaries = {key: [one.fork(length) for one in kept] for key, kept in self._summaries.items()}
+        self._known.copy_to(other._known, length)
         other._charge()
         return other
 
@@ -288,11 +273,7 @@ class SequenceKV:
             "k": torch.stack([view.keys() for view in views]),
             "v": torch.stack([view.values() for view in views]),
         }
-        for (kind, block_size), kept in self._summaries.items():
-            for layer, one in enumerate(kept):
-                if one.buffer.dim() > 1:
-                    tensors[f"summary/{layer}/{kind}/{block_size}"] = one.made.clone()
-        return SavedKV(tensors, described(self._format, self.layers) | {"length": length})
+        return SavedKV(tensors | self._known.save(), described(self._format, self.layers) | {"length": length})
 
     def mark(self, number: int) -> None:
         """Note from now on in ``stood[number]`` how much of what is stored stays as it is. The last marks are kept."""
@@ -309,11 +290,7 @@ class SequenceKV:
             "k": torch.stack([view.keys(start, stop) for view in views]).cpu(),
             "v": torch.stack([view.values(start, stop) for view in views]).cpu(),
         }
-        for (kind, size), kept in self._summaries.items():
-            first, last = start // size, stop // size
-            if start % size == 0 and last > first and all(one.filled >= last for one in kept):
-                tensors[f"summary/{kind}/{size}"] = torch.stack([one.buffer[first:last] for one in kept]).cpu()
-        return tensors
+        return tensors | self._known.rows(start, stop)
 
     def append_rows(self, tensors: Mapping[str, Tensor]) -> None:
         """Append what ``rows`` gave of the tokens that follow. CapacityError, changing nothing, where the pool is
@@ -326,12 +303,7 @@ class SequenceKV:
         device = self.pool.storage.device
         for layer in range(self.layers):
             self.append(layer, k[layer].to(device), v[layer].to(device))
-        for name, made in tensors.items():
-            if name.startswith("summary/"):
-                _, kind, size = name.split("/")
-                for one, part in zip(self._kept(kind, int(size)), made):
-                    if start % int(size) == 0 and one.filled == start // int(size):  # else they are made anew
-                        one.extend(part.to(device))
+        self._known.append_rows(tensors, start, device)
 
     @classmethod
     def load(cls, pool: BlockManager, saved: SavedKV) -> SequenceKV:
@@ -343,11 +315,7 @@ class SequenceKV:
         device = pool.storage.device
         for layer, (k, v) in enumerate(zip(saved.tensors["k"], saved.tensors["v"])):
             own.append(layer, k.to(device), v.to(device))
-        for name, made in saved.tensors.items():
-            if name.startswith("summary/"):
-                _, of, kind, block_size = name.split("/")
-                one = KeptSummaries(kind, int(block_size), made.to(device, copy=True), len(made))
-                own._kept(kind, int(block_size))[int(of)] = one
+        own._known.load(saved.tensors, device)
         return own
 
     def to(self, pool: BlockManager) -> SequenceKV:
@@ -387,23 +355,12 @@ class SequenceKV:
     def _charge(self) -> None:
         """Have summaries counted where memory is bounded."""
         if self.pool.tiers is not None:
-            now = sum(one.nbytes for kept in self._summaries.values() for one in kept)
+            now = self._known.nbytes
             self.pool.tiers.charge(now - self._charged)
             self._charged = now
 
-    def _kept(self, kind: str, block_size: int) -> list[KeptSummaries]:
-        """Each layer's, as far as they are made."""
-        key = (kind, block_size)
-        if key not in self._summaries:
-            self._summaries[key] = [KeptSummaries(kind, block_size) for _ in range(self.layers)]
-        return self._summaries[key]
-
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
-        summary = self._kept(kind, block_size)[layer]
-        before = summary.buffer
-        summary.upto(self._plain_view(layer))
-        self._version += summary.buffer is not before
-        return summary
+        return self._known.of(self._plain_view, layer, kind, block_size)
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length

@@ -144,6 +144,9 @@ class TieredView(KVView):
                 k[here], v[here] = own.k[slots, kv_head, offset[here]], own.v[slots, kv_head, offset[here]]
         return k, v
 
+    def summarized(self, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
+        return None  # blocks come in piece by piece
+
     def _span(self, pool: Tensor, start: int, stop: int | None) -> Tensor:
         stop = self.length if stop is None else stop
         if not 0 <= start <= stop <= self.length:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LEAST_SLOTS = 8  # that something can run in
 FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
 RECORD = 1 << 20  # bytes of victims that leave together
+RECLAIMED = 64  # one in so many cells is taken from a resident part at once, where cells run short
 SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving
 Array = np.ndarray[Any, Any]
 
@@ -132,12 +133,15 @@ class Tiers:
         self._pin(layer, blocks)
         try:
             self.counts.prefetched += ahead * len(missing)
-            roomy = self.tier.free_cells >= len(missing) + self._batch
-            step = max(1, len(missing)) if roomy else FEW  # what comes keeps its cell while others leave for it
+            first = 0
             with self.pool.publishing_once():
-                for first in range(0, len(missing), step):
+                while first < len(missing):
+                    left = len(missing) - first
+                    roomy = self.tier.free_cells >= left + self._batch
+                    step = left if roomy else FEW  # what comes keeps its cell while others leave for it
                     hold.wait()
-                    hold._load(self._admit(layer, missing[first : first + step], len(missing) - first))
+                    hold._load(self._admit(layer, missing[first : first + step], left))
+                    first += step
         except BaseException:
             self._unpin(layer, blocks)
             raise
@@ -158,7 +162,8 @@ class Tiers:
             return
         which, own = np.repeat(np.array(layers), len(blocks)), np.tile(blocks, len(layers))
         fresh = (self.pool.map_of(self.row)[which, own] >= 0) & (self._cell[which, own] == 0)
-        if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + self._batch:
+        kept = self._batch + self.tier.cells // (RECLAIMED // 2)  # for victims, who have nowhere else to go
+        if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + kept:
             self._write(which[fresh], own[fresh], which[:0], own[:0])
 
     def born(self, blocks: Sequence[int]) -> None:
@@ -317,8 +322,9 @@ class Tiers:
         return cells > 0
 
     def _reclaim(self, count: int, leaving_layers: Array, leaving_blocks: Array) -> None:
-        """Take the cells of ``count`` resident parts, which must be written again when they leave; not of those that
-        leave now."""
+        """Take the cells of ``count`` resident parts, or more, which must be written again when they leave; not of
+        those that leave now."""
+        count = max(count, self.tier.cells // RECLAIMED)  # finding them takes a look at all parts
         resident = (self._cell > 0) & (self.pool.map_of(self.row) >= 0)
         resident[leaving_layers, leaving_blocks] = False
         layers, blocks = (found[:count] for found in np.nonzero(resident))

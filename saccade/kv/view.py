@@ -166,6 +166,12 @@ class KVView:
             return self._summaries(kind, block_size).made[: self.length // block_size]
         return summarize_view(self, kind, block_size, 0, self.length // block_size)
 
+    def summarized(self, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
+        """Summaries of full blocks ``first .. last - 1``, made where the keys lie; None where torch is to make them."""
+        if self._gaps:
+            self._require(self._paged.block_table, first * block_size, last * block_size)
+        return self._mover.summarize(self._paged, kind, block_size, first, last)
+
     def codes(self, kind: str, block_size: int) -> BlockCodes | None:
         """What is kept of :meth:`summary` in 4 bits, of its first blocks or of more than there are here; None where
         nothing is."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, require_choice, require_whole
 from saccade.methods.tails import BlockMethod
+from saccade.ops import triton
 from saccade.ops.scores import line_sums, mean_keys, mean_queries
 from saccade.selection import Blocks, Dense, Lines, Selection
 
@@ -71,6 +72,10 @@ class MInference(BlockMethod):
         rows = min(self.last_rows, shape.q_len)
         chunk.cost.scored += rows * shape.k_len
         columns, slashes = line_sums(chunk.q, chunk.kv, shape, rows, chunk.scale, chunk.softcap)
+        if columns.is_cuda and triton.serves_scores(chunk.q, chunk.kv) is None:
+            from saccade.ops.triton.heaviest import heaviest_lines
+
+            return heaviest_lines(shape, columns, slashes, vertical, slash, self.keep_columns, self.keep_diagonals)
         return Lines.from_lists(
             shape, _heaviest(columns, vertical, self.keep_columns), _heaviest(slashes, slash, self.keep_diagonals)
         )
@@ -80,10 +85,14 @@ class MInference(BlockMethod):
         k_blocks = -(-shape.k_len // size)
         if k_blocks <= self.blocks:
             return Dense(shape)
-        keys = mean_keys(chunk.kv, size).repeat_interleave(shape.group, 0)
-        scores = mean_queries(chunk.q, shape, size) @ keys.transpose(1, 2)  # [heads, q_blocks, k_blocks]
-        chunk.cost.estimated += scores[0].numel()
-        q_blocks = shape.q_start // size + torch.arange(scores.shape[1], device=scores.device)
+        means, first = mean_keys(chunk.kv, size), shape.q_start // size
+        chunk.cost.estimated += ((shape.q_start + shape.q_len - 1) // size - first + 1) * k_blocks
+        if chunk.q.is_cuda and triton.serves_scores(chunk.q, chunk.kv) is None:
+            from saccade.ops.triton.heaviest import best_blocks
+
+            return self.with_tail(chunk, best_blocks(chunk.q, means, shape, size, self.blocks), size)
+        scores = mean_queries(chunk.q, shape, size) @ means.repeat_interleave(shape.group, 0).transpose(1, 2)
+        q_blocks = first + torch.arange(scores.shape[1], device=scores.device)
         scores = scores.masked_fill(torch.arange(k_blocks, device=scores.device) > q_blocks[:, None], -torch.inf)
         order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.blocks]
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -19,6 +19,7 @@ from saccade import __version__
 from saccade.errors import SaccadeError
 from saccade.server import tokens
 from saccade.server.admission import Caller
+from saccade.server.bodies import JSONRoute
 from saccade.server.chat import Chat
 from saccade.server.completions import Completion
 from saccade.server.endpoint import Endpoint
@@ -57,6 +58,7 @@ def make_app(serving: Serving) -> ASGIApp:
     app = FastAPI(
         title="Saccade", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
+    app.router.route_class = JSONRoute
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     _errors(app)
     _completions(app, serving)

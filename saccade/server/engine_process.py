@@ -33,6 +33,7 @@ from saccade.server.logs import log_to_stderr
 from saccade.server.named_sessions import NamedSessions
 
 GRAMMARS = 64  # that are kept compiled
+SWITCH = 0.0005  # seconds that frames are worked on before the engine's thread goes on, at most; Python's is 0.005
 ALIVE = 1.0  # seconds between two looks at whether the loop still runs
 
 
@@ -46,9 +47,9 @@ class Outbox:
         self._more = threading.Semaphore(0)
         threading.Thread(target=self._send_rest, name="saccade-outbox", daemon=True).start()
 
-    def send(self, frame: wire.Frame) -> None:
-        """Send a frame after those before it."""
-        data = memoryview(wire.framed(frame))
+    def send(self, *frames: wire.Frame) -> None:
+        """Send frames after those before them: the reader wakes once."""
+        data = memoryview(b"".join(map(wire.framed, frames)))
         with self._lock:
             if not self._rest:
                 try:
@@ -97,6 +98,8 @@ class EngineServer:
         self.collected: list[StepOutput] = []
         self._named = NamedSessions(llm)
         self._added: dict[int, tuple[Future[Any], list[Outlet]]] = {}
+        self._flusher = 0  # the engine's thread, once it has flushed
+        self._replies: list[wire.Frame] = []  # those it has given since
         grammars = Grammars(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
 
         @lru_cache(GRAMMARS)
@@ -162,7 +165,11 @@ class EngineServer:
         future.add_done_callback(done)
 
     def _reply(self, call: int, error: BaseException | None, value: Any = None) -> None:
-        self.outbox.send(wire.Reply(call, value, None if error is None else wire.told(error)))
+        reply = wire.Reply(call, value, None if error is None else wire.told(error))
+        if threading.get_ident() == self._flusher:  # it flushes once it has read its letters
+            self._replies.append(reply)
+        else:
+            self.outbox.send(reply)
 
     def _withdraw(self, call: int) -> None:
         future, outlets = self._added.pop(call, (None, []))
@@ -170,15 +177,18 @@ class EngineServer:
             self.llm.loop.cancel_soon([outlet.request_id for outlet in outlets])
 
     def _flush(self) -> None:
-        outputs = [wire.output(one) for one in self.collected]
+        self._flusher = threading.get_ident()
+        outputs, replies = [wire.output(one) for one in self.collected], self._replies
         self.collected.clear()
-        self.outbox.send(wire.Outputs(0, outputs, self._named.statistics()))
+        self._replies = []
+        self.outbox.send(*replies, wire.Outputs(0, outputs, self._named.statistics()))
 
 
 def main(descriptor: int) -> None:
     """Serve the socket ``descriptor`` until it is closed."""
     for one in (signal.SIGINT, signal.SIGTERM):  # a terminal and a supervisor signal whole groups; the parent drains
         signal.signal(one, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH)
     channel = socket.socket(fileno=descriptor)
     frames: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=partial(_read, channel, frames), name="saccade-frames", daemon=True).start()

@@ -6,11 +6,14 @@ A field that is not listed is refused by its name, and so is one that is listed 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 JSON = dict[str, Any]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_Tokens = Annotated[list[int], Field(fail_fast=True)]
+_Prompts = Annotated[list[_Tokens], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -132,9 +135,10 @@ class Sampling(Ours):
 
 
 class CompletionRequest(Sampling):
-    """``POST /v1/completions``. ``prompt``: text, tokens, or a list of either."""
+    """``POST /v1/completions``. ``prompt``: text, tokens, or a list of either. A form that does not fit is left at its
+    first element: an error for each of a hundred thousand tokens would hold up every stream."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Tokens | _Prompts | _Texts = Field(union_mode="left_to_right")
     logprobs: int | None = Field(default=None, ge=0, le=100)
     echo: bool | None = None
     add_special_tokens: bool | None = None

@@ -9,10 +9,14 @@ from helpers import planted_heads
 from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.kv.view import KVView
+from saccade.methods.base import Chunk
 from saccade.methods.cis import triton_sharing
 from saccade.methods.cis.sharing import Anchors, keep, share
+from saccade.methods.loopserve import LoopServe, triton_rounds
 from saccade.methods.loopserve.line_cover import cover_lines
+from saccade.methods.loopserve.rounds import cover_rounds
 from saccade.methods.loopserve.triton_line_cover import cover
+from saccade.methods.minference import MInference
 from saccade.ops import Call, run
 from saccade.ops.candidates import choose
 from saccade.ops.scores import row_weights
@@ -113,5 +117,31 @@ def test_lines_cover_what_the_host_s_do(n, q_len):
         expected = cover_lines(weights[head], positions, first, 0.9)
         for kind, lines in enumerate((expected.columns, expected.distances)):
             assert all(torch.equal(one[kind], marks[0][kind]) for one in marks)
-            differs = marks[0][kind][head].cpu().index_put((lines,), ~marks[0][kind][head].cpu()[lines])
+            found = marks[0][kind][head].cpu().bool()
+            differs = found.index_put((lines,), ~found[lines])
             assert differs.sum() <= 0.02 * max(50, lines.numel())
+    again = [triton_rounds.cover(weights.cuda(), positions.cuda(), first, 0.9).cpu() for _ in range(5)]
+    for head in range(4):
+        for kind, lines in enumerate(cover_rounds(weights[head].numpy(), positions.numpy(), first, 0.9)):
+            assert all(one[kind, head].nonzero()[:, 0].tolist() == lines.tolist() for one in again)
+
+
+@pytest.mark.parametrize("q_len", [3000, 700])
+@pytest.mark.parametrize(
+    "method",
+    [
+        MInference(vertical=200, slash=300),
+        MInference(pattern="block_sparse", blocks=9),
+        LoopServe(alpha=0.9, take="round", samples=100),
+        LoopServe(alpha=0.9, take="line", samples=100),
+    ],
+    ids=str,
+)
+def test_prefill_methods_choose_what_they_choose_on_the_host(method, q_len):
+    q, k, v = planted_heads(8, 2, 3000, 64, 0, noise=0.6)
+    on_host = method.select_prefill(Chunk.of(q[:, -q_len:], KVView.from_tensors(k, v)))
+    chunk = Chunk.of(q[:, -q_len:].cuda(), KVView.from_tensors(k.cuda(), v.cuda()))
+    found = method.select_prefill(chunk)
+    mine, theirs = found.to("cpu").unit_mask(), on_host.unit_mask()
+    assert torch.equal(mine, method.select_prefill(chunk).to("cpu").unit_mask())
+    assert (mine ^ theirs).sum() <= 0.02 * theirs.sum()

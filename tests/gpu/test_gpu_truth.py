@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from saccade.engine.audit import Audit, AuditOptions
+from saccade.engine.device_tap import Tap
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
 from saccade.ops.triton.decode import Pages
-from saccade.ops.triton.truth import compare
+from saccade.ops.triton.truth import Given, compare
 from saccade.ops.truth import by_torch
 
 LENGTHS = [5000, 70, 20001]
@@ -29,10 +30,15 @@ def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads,
     tables = torch.randperm(slots, device="cuda").int().view(layers, rows, 1, blocks)
     shape = layers, rows, heads
     q, out = (torch.randn(2, *shape, width, device="cuda") / 4).to(dtype)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as the layers leave it: heads outermost
     lse = torch.full(shape, 8.0, device="cuda")
     pages = Pages(k, v, tables, torch.tensor(LENGTHS, device="cuda"), max(LENGTHS))
     places = torch.tensor(PLACES, dtype=torch.int32, device="cuda")
-    found = compare(places, q, out, lse, pages, scale=0.1, softcap=softcap)
+    tap = Tap()
+    for layer in range(layers):
+        tap.take(layer, slice(0, rows), q[layer], out[layer], lse[layer], None)
+    given = Given(tap.addresses(), tap.dtype, tap.heads)
+    found = compare(places, given, pages, scale=0.1, softcap=softcap)
     form = KVView.from_tensors(k[0, :, :1], v[0, :, :1], size).format
     wanted, audit = [], Audit(AuditOptions(1.0), 0)
     audit.found = lambda values, whole: wanted.append(values[0])

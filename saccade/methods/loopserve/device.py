@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
 from saccade.ops import triton
 from saccade.selection import Lines
+
+MOST_BYTES = 4 << 30  # of weights held at once
 
 
 def serves(chunk: Chunk, overlap: str) -> str | None:
@@ -16,9 +19,19 @@ def serves(chunk: Chunk, overlap: str) -> str | None:
     return triton.serves_scores(chunk.q, chunk.kv)
 
 
-def select_lines(chunk: Chunk, rows: Tensor, share: float) -> Lines:
-    """Lines of every query head that recover ``share`` of the attention of ``rows`` (int64 [m], rising)."""
-    from saccade.methods.loopserve.triton_line_cover import cover_marks
+def select_lines(chunk: Chunk, rows: Tensor, share: float, rounds: bool) -> Lines:
+    """Lines of every query head that recover ``share`` of the attention of ``rows`` (int64 [m], rising), in rounds or
+    one after another. No number goes to the host."""
+    from saccade.methods.loopserve import triton_line_cover, triton_rounds
+    from saccade.ops.triton.choose import compact_lines
+    from saccade.ops.triton.row_weights import row_weights
 
-    columns, distances = cover_marks(chunk.q, chunk.kv, chunk.shape, rows, share, chunk.scale, chunk.softcap)
-    return Lines.from_masks(chunk.shape, columns, distances)
+    shape = chunk.shape
+    marks = torch.empty(2, shape.heads, shape.k_len, dtype=torch.int8, device=chunk.q.device)
+    cover = triton_rounds.cover if rounds else triton_line_cover.cover
+    together = max(1, MOST_BYTES // (4 * rows.numel() * shape.k_len))  # heads at once
+    for start in range(0, shape.heads, together):
+        heads = range(start, min(start + together, shape.heads))
+        weights = row_weights(chunk.q, chunk.kv, shape, heads, rows, chunk.scale, chunk.softcap)
+        marks[:, heads.start : heads.stop] = cover(weights, shape.q_start + rows, shape.q_start, share)
+    return compact_lines(shape, marks[0], marks[1])

@@ -15,6 +15,7 @@ from torch import Tensor
 from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.methods.loopserve import cpu as kernels
+from saccade.methods.loopserve.rounds import cover_rounds
 from saccade.ops import cpu
 from saccade.ops.scores import NOT_FINITE, row_weights
 from saccade.selection import Shape
@@ -64,18 +65,29 @@ def cover_rows(
     scale: float,
     softcap: float | None = None,
     overlap: str = "exact",
+    rounds: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """(columns, distances) for every query head of ``q`` [heads, q_len, head_dim]: ``cover_lines`` of the softmax
-    weights of ``rows`` (int64, rising numbers within the call). The call's rows are the last positions. While a head is
-    worked on, its weights take 4 bytes per row and key."""
-    if overlap == "exact" and cpu.serves(q, kv) is None:
+    weights of ``rows`` (int64, rising numbers within the call), or ``rounds.cover_rounds``. The call's rows are the
+    last positions. While a head is worked on, its weights take 4 bytes per row and key."""
+    if overlap == "exact" and not rounds and cpu.serves(q, kv) is None:
         return kernels.cover_rows(q, kv, shape, rows, scale, softcap, share)
     lines = []
     for kv_head in range(shape.kv_heads):
         for weights in row_weights(q, kv, shape, kv_head, rows, scale, softcap):
+            if rounds:
+                lines.append(_in_rounds(weights.cpu(), shape.q_start + rows.cpu(), shape.q_start, share))
+                continue
             cover = cover_lines(weights, shape.q_start + rows, shape.q_start, share, overlap)
             lines.append((cover.columns, cover.distances))
     return lines
+
+
+def _in_rounds(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple[Tensor, Tensor]:
+    if not bool(weights.sum().isfinite()):
+        raise ModelError(NOT_FINITE)
+    columns, distances = cover_rounds(weights.numpy(), positions.numpy(), first, share)
+    return torch.from_numpy(columns), torch.from_numpy(distances)
 
 
 def by_distance(rows: Array, positions: Array) -> Array:

@@ -14,6 +14,8 @@ where the paper is silent or cannot be run as printed:
 * the chunk's ``last_rows`` are looked at too. alpha is a mean over rows: of 4096 it may lose 20 whole ones, and chance
   leaves out most of a question's few, the very rows that look for the answer (docs/claims.md). ``samples=256,
   last_rows=0`` samples as the paper says;
+* a GPU takes lines in rounds (rounds.py): one after another is a chain as long as the list. ``take="line"`` has them
+  one by one there too, ``take="round"`` in rounds everywhere;
 * 6.1.4 prints alpha = 0.955, but its own study calls 0.99 to 1 best: the default is 0.995.
 
 With chunked prefill every chunk is a turn of its own.
@@ -44,6 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.loopserve import device
@@ -84,6 +87,7 @@ class LoopServe(Method):
     samples: int = 448
     last_rows: int = 64
     overlap: str = "exact"
+    take: str = "auto"
     min_rows: int = 64
     seed: int = 0
     budget: int = 1024
@@ -101,6 +105,9 @@ class LoopServe(Method):
         require_whole("samples", self.samples, 1)
         require_whole("last_rows", self.last_rows, 0)
         require_choice("overlap", self.overlap, ("exact", "paper"))
+        require_choice("take", self.take, ("auto", "line", "round"))
+        if self.take == "round" and self.overlap != "exact":
+            raise PolicyError("take=round does not go with overlap=paper, which orders lines by their whole weight")
         require_whole("min_rows", self.min_rows, 1)
         require_whole("seed", self.seed, 0)
         for name in ("budget", "n_d"):
@@ -124,8 +131,9 @@ class LoopServe(Method):
         rows = self.sample(chunk)
         chunk.cost.scored += rows.numel() * shape.k_len
         if device.serves(chunk, self.overlap) is None:
-            return device.select_lines(chunk, rows, self.alpha)
-        lines = cover_rows(chunk.q, chunk.kv, shape, rows, self.alpha, chunk.scale, chunk.softcap, overlap=self.overlap)
+            return device.select_lines(chunk, rows, self.alpha, self.take != "line")
+        at = chunk.q, chunk.kv, shape, rows, self.alpha, chunk.scale, chunk.softcap
+        lines = cover_rows(*at, overlap=self.overlap, rounds=self.take == "round")
         return Lines.from_lists(shape, *zip(*lines))
 
     def sample(self, chunk: Chunk) -> Tensor:

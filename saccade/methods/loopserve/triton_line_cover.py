@@ -11,37 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.kv.view import KVView
 from saccade.ops.layout import flat, written
-from saccade.ops.scores import row_weights
 from saccade.ops.triton.common import pad
-from saccade.selection import Shape
 
-MOST_BYTES = 4 << 30  # of weights held at once
 WARPS = 16
 
 
-def cover_marks(
-    q: Tensor, kv: KVView, shape: Shape, rows: Tensor, share: float, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Which columns and which distances recover ``share`` of the softmax weights of ``rows`` (int64 [m], rising numbers
-    within the call): two bool [heads, k_len], nothing of which was read by the host."""
-    columns = torch.empty(shape.heads, shape.k_len, dtype=torch.bool, device=q.device)
-    distances = torch.empty_like(columns)
-    each = 4 * rows.numel() * shape.k_len * shape.group
-    together = max(1, MOST_BYTES // each)  # KV heads at once
-    for start in range(0, shape.kv_heads, together):
-        stop = min(start + together, shape.kv_heads)
-        weights = torch.cat([row_weights(q, kv, shape, g, rows, scale, softcap) for g in range(start, stop)])
-        heads = slice(start * shape.group, stop * shape.group)
-        columns[heads], distances[heads] = cover(weights, shape.q_start + rows, shape.q_start, share)
-    return columns, distances
-
-
-def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple[Tensor, Tensor]:
+def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tensor:
     """Lines that recover ``share`` of ``weights`` fp32 [heads, m, n], the causal softmax rows at ``positions`` (int64
-    [m], rising, within ``first .. n - 1``): which columns, which distances, bool [heads, n]; every column where weights
-    are NaN. ``weights`` is overwritten."""
+    [m], rising, within ``first .. n - 1``): int8 [2, heads, n], which columns and which distances; every column where
+    weights are NaN. ``weights`` is overwritten."""
     heads, m, n = written("weights", weights, torch.float32).shape
     positions = flat(positions, torch.int64)
     device = weights.device
@@ -68,7 +47,8 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> tuple
         SPAN=4096 if n > 2048 else 2048,
         num_warps=WARPS if n > 2048 else 8,
     )
-    return marks[0].bool() | spoilt, marks[1].bool()
+    marks[0] |= spoilt
+    return marks
 
 
 @triton.jit(do_not_specialize=["m", "n"])

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat, rows
+from saccade.ops.triton.block_summaries import parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import least_held, ordered_bits
@@ -190,15 +191,8 @@ def _append(
                 offset = pool_rows(table, key, before, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
                 keys = tl.load(k_pool + offset, mask=before[:, None] & real[None, :], other=0.0)
                 keys = tl.where(before[:, None], keys.to(tl.float32), k.to(tl.float32)[None, :])
-                high, low = tl.max(keys, 0), tl.min(keys, 0)
-                if MEAN or MOMENTS:
-                    high = tl.sum(keys, 0) / SIZE
-                    low = tl.sum((keys - high[None, :]) * (keys - high[None, :]), 0) / SIZE
+                high, low = parts(keys, SIZE, CUBOID, MEAN, MOMENTS)
                 PARTS: tl.constexpr = 1 if MEAN else 2
-                if CUBOID:
-                    center = (high + low) / 2
-                    spread = tl.sum(tl.abs(center[None, :] - keys), 0) / SIZE
-                    high, low = center + spread, center - spread
                 base = tl.load(pointers + row // ROWS).to(tl.pointer_type(k_pool.dtype.element_ty))
                 block = (at // SIZE).to(tl.int64)
                 tl.store(base + (block * PARTS * KV_HEADS + kv_head) * D + channel, high.to(k.dtype), mask=real)

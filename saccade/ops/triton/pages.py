@@ -11,7 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.paged import Paged
+from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
+
+__all__ = ["copy_blocks", "gather", "launch_copies", "resolve", "store", "summarize"]
 
 RESOLVED = 1024  # entries of a block table that a program looks up
 COPIERS = 32  # programs that copy blocks at once: as many as fill a link of 55 GB/s, few beside what computes

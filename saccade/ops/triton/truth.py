@@ -8,6 +8,8 @@ added up with the output.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,46 +20,54 @@ from saccade.ops.triton.decode import Pages, even_splits
 
 KEYS = 32  # of a tile
 RESIDENT = 4  # programs on a processor
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 TINY = torch.finfo(torch.float32).tiny
+
+
+class Given(NamedTuple):
+    """What attention was asked and gave in each layer and row. ``addresses`` int64 [layers, rows, 6]: where ``q`` and
+    ``out`` [heads, head_dim] of ``dtype`` and ``lse`` fp32 [heads] begin, in bytes, each followed by how many elements
+    lie between its ``heads``."""
+
+    addresses: Tensor
+    dtype: torch.dtype
+    heads: int
 
 
 def compare(
     places: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    given: Given,
     pages: Pages,
     *,
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """What steps lost at ``places`` int32 [n, 4]: layer, row, KV head and window, 0 for none. ``q``, ``out`` [layers,
-    rows, heads, head_dim] and ``lse`` fp32 [layers, rows, heads] are what attention was asked and gave, contiguous;
-    ``pages.tables`` int32 [layers, rows, kv_heads or 1, blocks] and ``lengths`` [rows].
+    """What steps lost at ``places`` int32 [n, 4]: layer, row, KV head and window, 0 for none, of what attention was
+    ``given`` and gave; ``pages.tables`` int32 [layers, >= rows, kv_heads or 1, blocks] and ``lengths`` [>= rows].
 
     Returns fp32 [n, 3]: retained mass, error of the output and the same scaled (``engine.audit``), means over the KV
     head's query heads of values that are 1 at most; NaN where numbers are not finite."""
-    _, rows, heads, head_dim = q.shape
-    count, kv_heads = len(places), pages.k.shape[1]
-    group = heads // kv_heads
-    splits = even_splits(count, RESIDENT * processors(q.device), max(1, min(-(-pages.longest // (3 * KEYS)), 128)))
-    parts = torch.empty(count, splits, group, head_dim + 2, dtype=torch.float32, device=q.device)
-    found = torch.empty(count, 3, dtype=torch.float32, device=q.device)
-    sizes = {"GROUP": group, "GROUP_PAD": pad(group), "D": head_dim, "D_PAD": pad(head_dim)}
+    device, rows, all_rows = places.device, given.addresses.shape[1], pages.tables.shape[1]
+    count, kv_heads, head_dim = len(places), pages.k.shape[1], pages.k.shape[3]
+    group = given.heads // kv_heads
+    splits = even_splits(count, RESIDENT * processors(device), max(1, min(-(-pages.longest // (3 * KEYS)), 128)))
+    parts = torch.empty(count, splits, group, head_dim + 2, dtype=torch.float32, device=device)
+    found = torch.empty(count, 3, dtype=torch.float32, device=device)
+    sizes = {"GROUP": group, "GROUP_PAD": pad(group), "D": head_dim, "D_PAD": pad(head_dim), "TYPE": TYPES[given.dtype]}
     _parts[(splits, count)](
-        places, q, pages.k, pages.v, pages.tables, pages.lengths, parts, rows, *pages.tables.shape[2:], scale * LOG2E,
-        softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=KEYS, CAPPED=softcap is not None,
-        PRECISION=precision(q.dtype), num_warps=4, num_stages=2, **sizes,
+        places, given.addresses, pages.k, pages.v, pages.tables, pages.lengths, parts, rows, all_rows,
+        *pages.tables.shape[2:], scale * LOG2E, softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=KEYS,
+        CAPPED=softcap is not None, PRECISION=precision(given.dtype), num_warps=4, num_stages=2, **sizes,
     )  # fmt: skip
-    _compare[(count,)](places, out, lse, parts, found, rows, splits, heads, TINY=TINY, num_warps=4, **sizes)
+    _compare[(count,)](places, given.addresses, parts, found, rows, splits, TINY=TINY, num_warps=4, **sizes)
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "table_rows", "blocks"])
+@triton.jit(do_not_specialize=["rows", "all_rows", "table_rows", "blocks"])
 def _parts(
-    places, q_ptr, k_pool, v_pool, tables, lengths, parts, rows, table_rows, blocks, scale_log2, softcap,
+    places, given, k_pool, v_pool, tables, lengths, parts, rows, all_rows, table_rows, blocks, scale_log2, softcap,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     split, place = tl.program_id(0), tl.program_id(1)
     splits = tl.num_programs(0)
@@ -65,12 +75,14 @@ def _parts(
     kv_head, window = tl.load(places + place * 4 + 2), tl.load(places + place * 4 + 3)
     length = tl.load(lengths + row).to(tl.int32)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    line = layer.to(tl.int64) * rows + row
-    table = tables + (line * table_rows + tl.where(table_rows > 1, kv_head, 0)) * blocks
+    table = (
+        tables + ((layer.to(tl.int64) * all_rows + row) * table_rows + tl.where(table_rows > 1, kv_head, 0)) * blocks
+    )
     member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
     inside = (member[:, None] < GROUP) & (channel[None, :] < D)
-    head = (line * KV_HEADS + kv_head) * GROUP + member
-    q = tl.load(q_ptr + head[:, None] * D + channel[None, :], mask=inside, other=0.0)
+    entry = given + (layer.to(tl.int64) * rows + row) * 6
+    asked = tl.load(entry).to(tl.pointer_type(TYPE)) + (kv_head * GROUP + member)[:, None] * tl.load(entry + 1)
+    q = tl.load(asked + channel[None, :], mask=inside, other=0.0)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
     weight = tl.zeros([GROUP_PAD], tl.float32)
     scaled = tl.zeros([GROUP_PAD], tl.float32)
@@ -101,10 +113,11 @@ def _parts(
     tl.store(to + D + 1, scaled / total, mask=mine)
 
 
-@triton.jit(do_not_specialize=["rows", "splits", "heads"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _compare(
-    places, out, lse, parts, found, rows, splits, heads,
+    places, addresses, parts, found, rows, splits,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TINY: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
@@ -128,13 +141,15 @@ def _compare(
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     true = acc / total[:, None]
-    head = (layer.to(tl.int64) * rows + row) * heads + kv_head * GROUP + member
-    given = tl.load(out + head[:, None] * D + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+    entry, head = addresses + (layer.to(tl.int64) * rows + row) * 6, kv_head * GROUP + member
+    out = tl.load(entry + 2).to(tl.pointer_type(TYPE)) + head[:, None] * tl.load(entry + 3)
+    given = tl.load(out + channel[None, :], mask=inside, other=0.0).to(tl.float32)
     off = tl.sqrt(tl.sum((given - true) * (given - true), 1))
     norm, scale = tl.sqrt(tl.sum(true * true, 1)), scaled / total
     error = off / tl.where(norm < TINY, TINY, norm)  # not maximum, which takes NaN for a small number
     scaled = off / tl.where(scale < TINY, TINY, scale)
-    read = tl.load(lse + head, mask=mine, other=float("-inf"))
+    lse = tl.load(entry + 4).to(tl.pointer_type(tl.float32)) + head * tl.load(entry + 5)
+    read = tl.load(lse, mask=mine, other=float("-inf"))
     mass = tl.exp2(read * 1.4426950408889634 - (top + tl.log2(total)))
     to = found + place * 3
     tl.store(to, tl.sum(tl.where(mine, tl.where(mass > 1.0, 1.0, mass), 0.0)) / GROUP)

@@ -1,0 +1,71 @@
+"""Where a recorded step leaves what audits look at: each layer's queries, results and their log-sum-exp, as the step's
+own kernels have written them. Nothing is copied: as long as somebody holds these tensors a recording keeps their memory
+to itself, and every replay writes to it anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.models.interface import LayerAttention
+
+
+class Tapped(NamedTuple):
+    """Of rows that follow each other in one layer: ``q``, ``out`` [rows, heads, head_dim] of the same dtype, ``lse``
+    fp32 [rows, heads] over what was read."""
+
+    first: int
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(eq=False)
+class Tap:
+    """One step's, or one recording's. ``specs``: by layer, what it asks for."""
+
+    specs: dict[int, LayerAttention] = field(default_factory=dict)
+    _layers: dict[int, list[Tapped]] = field(default_factory=dict)
+    _addresses: Tensor | None = None
+
+    def take(self, layer: int, rows: slice, q: Tensor, out: Tensor, lse: Tensor, spec: LayerAttention) -> None:
+        """Of ``rows``, as of :class:`Tapped`."""
+        q, out = (part if part.stride(-1) == 1 else part.contiguous() for part in (q, out.to(q.dtype)))
+        self._layers.setdefault(layer, []).append(Tapped(rows.start, q, out, lse.float()))
+        self.specs[layer] = spec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of queries and results."""
+        return next(iter(self._layers.values()))[0].q.dtype
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return next(iter(self._layers.values()))[0].q.shape[1]
+
+    def row(self, layer: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``q``, ``out`` [heads, head_dim] and ``lse`` [heads]."""
+        own = max((one for one in self._layers[layer] if one.first <= row), key=lambda one: one.first)
+        return own.q[row - own.first], own.out[row - own.first], own.lse[row - own.first]
+
+    def addresses(self) -> Tensor:
+        """int64 [layers, rows, 6]: where a row's ``q``, ``out`` and ``lse`` begin, in bytes, each followed by how many
+        elements lie between its heads. On the tensors' device."""
+        if self._addresses is None:
+            layers = [sorted(self._layers[layer], key=lambda one: one.first) for layer in sorted(self._layers)]
+            listed = [[line for one in layer for line in _lines(one)] for layer in layers]
+            made = torch.tensor(listed, dtype=torch.int64, device="cpu")
+            device = layers[0][0].q.device
+            self._addresses = made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+        return self._addresses
+
+
+def _lines(one: Tapped) -> list[list[int]]:
+    """The entries of its rows."""
+    parts = one.q, one.out, one.lse
+    starts = [(part.data_ptr(), part.stride(0) * part.element_size(), part.stride(1)) for part in parts]
+    return [[word for at, step, head in starts for word in (at + row * step, head)] for row in range(len(one.q))]

@@ -1,0 +1,69 @@
+"""Summaries of many full blocks of one sequence at once, read where its keys lie: what a prompt leaves to be made
+before the first step that chooses blocks. By torch that is a copy of all keys and several passes over it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.kv.paged import Paged
+from saccade.ops.triton.common import pad, pool_rows
+
+KINDS = ("cuboid", "minmax", "stored_mean", "moments")  # those that are kept in the keys' dtype
+LONGEST = 128  # keys of a block: more do not fit a program
+
+
+def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
+    """Summaries of full blocks ``first .. last - 1``, whose keys are resident: [last - first, parts, kv_heads,
+    head_dim] of the keys' dtype (see kv.summaries). None for what no kernel makes."""
+    if kind not in KINDS or not 1 < block_size <= LONGEST or block_size & (block_size - 1):
+        return None
+    layout, mean = paged.format, kind == "stored_mean"
+    heads, dim = layout.kv_heads, layout.head_dim
+    made = torch.empty(last - first, 1 if mean else 2, heads, dim, dtype=paged.k.dtype, device=paged.k.device)
+    if last > first:
+        _summarize[(last - first, heads)](
+            paged.k, paged.block_table, made, first, paged.head_stride, HEADS=heads, D=dim, D_PAD=pad(dim, 1),
+            PAGE=layout.block_size, SIZE=block_size, CUBOID=kind == "cuboid", MEAN=mean, MOMENTS=kind == "moments",
+            num_warps=4,
+        )  # fmt: skip
+    return made
+
+
+@triton.jit
+def parts(keys, SIZE: tl.constexpr, CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr):
+    """The two parts of a block's summary, fp32 [head_dim] each, of its ``keys`` fp32 [SIZE, head_dim]; of MEAN the
+    first alone counts."""
+    high, low = tl.max(keys, 0), tl.min(keys, 0)
+    if MEAN or MOMENTS:
+        high = tl.sum(keys, 0) / SIZE
+        low = tl.sum((keys - high[None, :]) * (keys - high[None, :]), 0) / SIZE
+    if CUBOID:
+        center = (high + low) / 2
+        spread = tl.sum(tl.abs(center[None, :] - keys), 0) / SIZE
+        high, low = center + spread, center - spread
+    broken = tl.max((keys != keys).to(tl.int32), 0) > 0  # which max and min pass over
+    return tl.where(broken, float("nan"), high), tl.where(broken, float("nan"), low)
+
+
+@triton.jit(do_not_specialize=["first", "table_head"])
+def _summarize(
+    k_pool, table, made, first, table_head,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    CUBOID: tl.constexpr, MEAN: tl.constexpr, MOMENTS: tl.constexpr,
+):  # fmt: skip
+    """One block of one head."""
+    PARTS: tl.constexpr = 1 if MEAN else 2
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key = (first + block) * SIZE + tl.arange(0, SIZE)
+    channel = tl.arange(0, D_PAD)
+    real = channel < D
+    offset = pool_rows(table + head * table_head, key, key >= 0, head, HEADS, PAGE)[:, None] * D + channel[None, :]
+    keys = tl.load(k_pool + offset, mask=(key >= 0)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    high, low = parts(keys, SIZE, CUBOID, MEAN, MOMENTS)
+    to = made + (block * PARTS * HEADS + head) * D + channel
+    tl.store(to, high.to(made.dtype.element_ty), mask=real)
+    if not MEAN:
+        tl.store(to + HEADS * D, low.to(made.dtype.element_ty), mask=real)
