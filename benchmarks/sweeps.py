@@ -9,6 +9,7 @@ Results are kept below --out, so a killed run goes on, and a larger --samples ad
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,25 +171,48 @@ SWEEPS = {
 }
 
 
-def table(sweep: Sweep, folders: list[Path]) -> str:
-    group = Group([Run.load(folder) for folder in folders])
-    lines = [
-        f"| {sweep.about} | score | minus dense [95 %] | keys read | keys scored | ratio |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+FIELDS = (
+    "sweep",
+    "policy",
+    "protocol",
+    "n",
+    "score",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "keys",
+    "scored",
+    "ratio",
+)
+
+
+def measured(name: str, folders: list[Path]) -> list[dict[str, object]]:
+    """A row a policy: shares of 1, by the names of FIELDS."""
+    sweep, group = SWEEPS[name], Group([Run.load(folder) for folder in folders])
+    rows = []
     for run in group.runs:
         cell = group.cell(run)
         assert cell.score is not None
         assert cell.difference is not None
-        gone = cell.difference
         scored, causal = cell.total(sweep.phase, "keys_scored"), cell.total(sweep.phase, "keys_causal")
         ratio = cell.retrieval_ratio if sweep.phase == "decode" else None
-        lines.append(
-            f"| `{run.policy}` | {100 * cell.score:.1f} | {100 * gone.mean:+.1f} "
-            f"[{100 * gone.low:.1f}, {100 * gone.high:.1f}] | {100 * (cell.density(sweep.phase) or 0):.1f} % | "
-            f"{100 * (scored or 0) / (causal or 1):.1f} % | {'' if ratio is None else f'{ratio:.2f}'} |"
-        )
-    return "\n".join([*lines, f"({cell.n} samples, protocol {sweep.protocol})"])
+        interval = (cell.difference.mean, cell.difference.low, cell.difference.high)
+        counts = (cell.density(sweep.phase), (scored or 0) / (causal or 1), ratio)
+        rows.append(dict(zip(FIELDS, (name, run.policy, sweep.protocol, cell.n, cell.score, *interval, *counts))))
+    return rows
+
+
+def table(name: str, rows: list[dict[str, object]]) -> str:
+    lines = [
+        f"| {SWEEPS[name].about} | score | minus dense [95 %] | keys read | keys scored | ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        score, gone, low, high, keys, scored = (100 * float(str(row[key] or 0)) for key in FIELDS[4:10])
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        shares = f"{keys:.1f} % | {scored:.1f} % | {ratio}"
+        lines.append(f"| `{row['policy']}` | {score:.1f} | {gone:+.1f} [{low:.1f}, {high:.1f}] | {shares} |")
+    return "\n".join([*lines, f"({rows[0]['n']} samples, protocol {SWEEPS[name].protocol})"])
 
 
 def main() -> None:
@@ -199,6 +223,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, action="append")
     parser.add_argument("--samples", type=int, default=3, help="of each task and length")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--csv", type=Path, help="file for all rows")
     parser.add_argument("--out", type=Path, default=Path("sweeps"))
     args = parser.parse_args()
     unknown = [name for name in args.sweeps if name not in SWEEPS]
@@ -214,6 +239,7 @@ def main() -> None:
         args.model, dtype="bfloat16", threads=args.threads, enable_prefix_caching=True, kv_memory="2GiB"
     )
     llm = load(model)
+    kept: list[dict[str, object]] = []
     for name in args.sweeps:
         sweep = SWEEPS[name]
         samples = f"{'-'.join(map(str, lengths))}-{len(sweep.tasks)}-n{args.samples}"
@@ -225,7 +251,14 @@ def main() -> None:
             mix=True,
             note=lambda text: print(text, file=sys.stderr) if "(" in text else None,
         )
-        print(f"\n{name}\n\n{table(sweep, folders)}", flush=True)
+        rows = measured(name, folders)
+        print(f"\n{name}\n\n{table(name, rows)}", flush=True)
+        kept += rows
+    if args.csv is not None:
+        with args.csv.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(kept)
 
 
 if __name__ == "__main__":
