@@ -17,6 +17,7 @@ import torch
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.head_tiers import HeadTiers
+from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
@@ -116,7 +117,11 @@ class BlockManager:
         memory = "device" if on_device else "host"
         found = {memory: [(slots - self.free_slots) * size, slots * size]}
         if tiers is not None:
-            found[tiers.tier.name] = [tiers.stored * size, tiers.tier.cells * size]
+            tier = tiers.tier
+            if isinstance(tier, HostAndDisk):
+                found |= {place: [taken * size, cells * size] for place, (taken, cells) in tier.places().items()}
+            else:
+                found[tier.name] = [tiers.stored * size, tier.cells * size]
         return found
 
     @property

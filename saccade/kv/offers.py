@@ -54,7 +54,8 @@ class Offers:
         def words(count: int, value: int = 0) -> Tensor:
             return torch.full((rows, count), value, dtype=torch.int32, device=device)
 
-        self.cells = torch.from_numpy(np.stack([one._cell for one in tiers], 1).reshape(-1)).to(device)
+        cells = np.stack([one.gatherable(one._cell) for one in tiers], 1)
+        self.cells = torch.from_numpy(cells.reshape(-1)).to(device)
         self.listed, self.holding, self.taken = words(slots, -1), words(slots, -1), words(slots, -1)
         self.stamp, self.mark = words(slots, -1), words(blocks, -1)
         self.missing, self.which, self.where = words(blocks), words(blocks), words(blocks)
@@ -169,7 +170,7 @@ class Listed:
             self._withdrawn.clear()
         if self._changed:
             parts = np.unique(np.concatenate(self._changed))
-            values = self.tiers._cell[self.tiers.of_numbers(parts)].astype(np.int64)
+            values = self.tiers.gatherable(self.tiers._cell[self.tiers.of_numbers(parts)]).astype(np.int64)
             both = torch.from_numpy(np.stack([parts, values])).to(device)
             self._cells[both[0]] = both[1].int()
             self._changed.clear()
@@ -197,6 +198,7 @@ class Listed:
         if tiers.debug and not tiers.owns(came):
             raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
         tiers.pool.moved(slots, left, came, tiers.row)
+        tiers.wanted(came)
         tiers._turn.place(slots, came)
         tiers.counts.evicted += int((left >= 0).sum())
         tiers.counts.bytes_read += len(came) * tiers.tier.cell_bytes
