@@ -7,17 +7,22 @@ import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
-from saccade.ops.triton import batched_best
+from saccade.ops.triton import batched_best, best_near
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_tokens import choose_keys
 
 INF = float("inf")
 
 
-@pytest.fixture(autouse=True, params=[0, 8], ids=["by parts", "by one program"])
+@pytest.fixture(autouse=True, params=["by passes", "by one program", "by a sample", "by one that misleads"])
 def _short_parts(monkeypatch, request):
     monkeypatch.setattr(batched_best, "SPAN", 128)
-    monkeypatch.setattr(batched_best, "SHORT", request.param)
+    monkeypatch.setattr(batched_best, "SHORT", 8 if "program" in request.param else 0)
+    monkeypatch.setattr(batched_best, "NEAR", 8 if "sample" in request.param or "mis" in request.param else 0)
+    monkeypatch.setattr(best_near, "SAMPLE", 64)
+    if "mis" in request.param:
+        monkeypatch.setattr(best_near, "ROOM", 8)
+        monkeypatch.setattr(best_near, "SLACK", -0.5)
 
 
 def scores_of(kind: str, units: int, n: int) -> torch.Tensor:

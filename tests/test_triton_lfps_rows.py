@@ -17,7 +17,7 @@ from saccade.methods.lfps.method import LFPSState
 from saccade.methods.lfps.recorded import RecordedTables
 from saccade.methods.lfps.tables import ScoreTables, join_blocks
 from saccade.methods.lfps.triton_row_learning import take_in
-from saccade.ops.triton import batched_best
+from saccade.ops.triton import batched_best, best_near
 from saccade.ops.triton.batched_rows import LayerRows, listed
 from saccade.ops.triton.decode import Pages
 
@@ -56,12 +56,14 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
     return sorted(torch.sort(ranks, descending=True, stable=True).indices[: max(0, take)].tolist())
 
 
-@pytest.mark.parametrize("held", [16, 512])
+@pytest.mark.parametrize("short", [0, 8], ids=["by parts", "by one program"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_is_foreseen_chosen_learnt_and_read(options, held, monkeypatch):
+def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
         (triton_row_candidates, {"SPAN": 256, "TILE": 16}),
-        (triton_row_choice, {"SPAN": 64, "HELD": held, "KEYS": 16}),
+        (triton_row_choice, {"KEYS": 16}),
+        (batched_best, {"SPAN": 64, "SHORT": short}),
+        (best_near, {"SAMPLE": 16}),
     ):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
@@ -78,7 +80,8 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, held, monkeypatch):
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
     chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)
-    out = triton_row_choice.read_values(rows, units, chosen).sum(2).view(3, HEADS, 16)
+    parts, lse = triton_row_choice.read_values(rows, units, chosen, idle)
+    out = parts.sum(2).view(3, HEADS, 16)
     assert chosen.lists.counts[:HEADS].tolist() == [0] * HEADS
     for row, length in list(enumerate(LENGTHS))[1:]:
         first = method.sinks
@@ -111,7 +114,7 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, held, monkeypatch):
                 own = taken if not rests else [] if method.bypass == "mean" else list(range(first))
                 assert listed(chosen.lists, head).tolist() == [seen[at] for at in own]
                 logit = logits[row, head - row * HEADS, own] * math.log(2)
-                torch.testing.assert_close(chosen.lse.flatten()[head], logit.logsumexp(0))
+                torch.testing.assert_close(lse.flatten()[head], logit.logsumexp(0))
                 share = torch.softmax(logit, 0)
                 read = values[[seen[at] for at in own], (head - row * HEADS) // (HEADS // KV_HEADS)]
                 torch.testing.assert_close(out[row, head - row * HEADS], share @ read, rtol=1e-4, atol=1e-5)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.batched_best import BOUNDS
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
 
 

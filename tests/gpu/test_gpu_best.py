@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from saccade.ops.triton.batched_best import BOUNDS
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.batched_tokens import choose_keys, score_keys
+from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.decode import KeyLists, Pages
 
 SEED = int.from_bytes(os.urandom(3), "big")

@@ -107,7 +107,7 @@ def _keep(
         bound = tl.full([], 0, tl.uint32)
         spare = wanted
         if (wanted > 0) & (wanted < ends - begins):
-            bound, spare = least_taken(line, begins, ends, wanted, SPAN)
+            bound, spare = least_taken(line, begins, ends, 0, 0, wanted, SPAN)
         tl.debug_barrier()  # others have set the marks to zero
         level_before, listed = 0, 0
         moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
-from saccade.ops.triton.batched_best import BOUNDS
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched, pad
 
 

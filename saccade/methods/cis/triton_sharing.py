@@ -209,7 +209,7 @@ def _mark(
             weight = _mean_weight(weights, start + first + at, inside, weight_row, EACH, SPAN)
             tl.store(line + first + at, tl.where(inside, weight, float("-inf")), mask=valid)
         tl.debug_barrier()  # other threads read them
-        bound, spare = least_taken(line, 0, count, best, SPAN)
+        bound, spare = least_taken(line, 0, count, 0, 0, best, SPAN)
         level_before = 0
         for first in tl.range(0, count, SPAN):
             valid = first + at < count

@@ -86,8 +86,8 @@ class ForeseenKeys(OwnReading):
         found = candidates(rows, units, limits, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
-        parts = read_values(rows, units, chosen)
-        out, lse = join_rest(rows, parts, chosen.lse, found.marks, found.listed, idle, instead, units)
+        parts, lse = read_values(rows, units, chosen, idle)
+        out, lse = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
         scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
         return LayerRead(out, lse, chosen.lists, None, scored)
 

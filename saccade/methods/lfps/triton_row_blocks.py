@@ -9,8 +9,9 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import query_of, static
 from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import BOUNDS, WORDS, bounds_at, find_best, known_at, part_at
+from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, precision
 from saccade.ops.triton.radix_select import least_held, ordered_bits, taken_of
 

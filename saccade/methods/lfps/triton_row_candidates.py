@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import budget_at, pointer
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
 
@@ -22,11 +23,13 @@ TILE = 512  # words that a program marks, or lists
 class Found(NamedTuple):
     """``marks`` int32 [rows * units, m]: 16 keys a word, from the first that is no sink on, 1 for the candidates.
     ``listed`` int32 [rows * units], how many these are; ``lists`` of the forced keys before, the candidates and the
-    forced keys behind, or of all keys where all are read."""
+    forced keys behind, or of all keys where all are read; ``bounds`` int32 [rows * units, BOUNDS], as find_best takes
+    them, of the candidates in a list and how many are taken."""
 
     marks: Tensor
     listed: Tensor
     lists: KeyLists
+    bounds: Tensor
 
 
 def candidates(rows: LayerRows, units: int, limits: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
@@ -47,13 +50,14 @@ def candidates(rows: LayerRows, units: int, limits: Tensor, idle: Tensor, blocks
         EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
+    bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
     _list[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, rows.words.stride(0),
+        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds, rows.words.stride(0),
         rows.reals.stride(0), width, words, UNITS=units, TILE=TILE, PARTS=triton.next_power_of_2(parts), num_warps=4,
         **launched(device),
     )  # fmt: skip
-    return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width))
+    return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
 
 
 @triton.jit(
@@ -182,10 +186,20 @@ def _count_bits(word):
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "width", "n_words"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "marks", "counts", "indices", "listed", "sizes"],
+    do_not_specialize_on_alignment=[
+        "words",
+        "reals",
+        "lengths",
+        "marks",
+        "counts",
+        "indices",
+        "listed",
+        "sizes",
+        "bounds",
+    ],
 )
 def _list(
-    words, reals, lengths, marks, counts, indices, listed, sizes, word_row, real_row, width, n_words,
+    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width, n_words,
     UNITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A unit's forced keys before, candidates, forced keys behind; all keys where it reads everything."""
@@ -194,11 +208,11 @@ def _list(
     parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
     length = tl.load(lengths + row)
-    total, size = 0, 0
+    total, size, first, take = 0, 0, 0, 0
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         first = tl.load(own).to(tl.int32)
-        n, dense, _take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
+        n, dense, take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
         number = tl.arange(0, PARTS)
         here = tl.load(counts + entry * parts + number, mask=number < parts, other=0)
         total = tl.sum(here, 0)
@@ -223,3 +237,9 @@ def _list(
     if part == 0:
         tl.store(listed + entry, total)
         tl.store(sizes + entry, size)
+        own_bounds = bounds + entry * 5
+        tl.store(own_bounds, first)
+        tl.store(own_bounds + 1, first + total)
+        tl.store(own_bounds + 2, 0)
+        tl.store(own_bounds + 3, 0)
+        tl.store(own_bounds + 4, take)

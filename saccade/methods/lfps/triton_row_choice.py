@@ -11,24 +11,27 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.lfps.triton_row_candidates import Found
-from saccade.methods.lfps.triton_row_words import budget_at, pointer, static
+from saccade.methods.lfps.triton_row_words import pointer, static
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists, even_splits
-from saccade.ops.triton.radix_select import least_held, least_taken, ordered_bits, taken_of
+from saccade.ops.triton.radix_select import taken_of
 
-HELD = 32768  # candidates that a program holds at most; of more it reads the scores again and again
-SPAN = 4096  # entries that it writes in one go
 KEYS = 32  # whose values are read in one go
+USUAL = 1 << 13  # candidates
 
 
 class Chosen(NamedTuple):
     """``lists`` of every query head, those of a unit's heads in one place; ``logits`` float32 [rows * heads, room] in
-    base 2, in their order; ``lse`` float32 [rows, heads] over what a head reads."""
+    base 2, in their order; ``sums`` float32 [rows * heads, 3, parts]: of what a part of a list adds to a head's
+    softmax, the greatest logit, the sum over it, and that of the keys that are learnt."""
 
     lists: KeyLists
     logits: Tensor
-    lse: Tensor
+    sums: Tensor
 
 
 def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, room: int) -> Chosen:
@@ -36,176 +39,187 @@ def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Fo
     heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them."""
     device, count = rows.q.device, rows.count
     room = min(room, rows.pages.longest)
-    lists = count * rows.heads
+    lists, each = count * rows.heads, rows.heads // units
+    best = find_best(ranks, found.bounds, None, USUAL)
     starts = torch.empty(lists, dtype=torch.int64, device=device)
     counts = torch.empty(lists, dtype=torch.int32, device=device)
     indices = torch.empty(count * units, room, dtype=torch.int32, device=device)
     taken = torch.empty(lists, room, dtype=torch.float32, device=device)
-    lse = torch.empty(count, rows.heads, dtype=torch.float32, device=device)
-    held = min(HELD, max(2048, triton.next_power_of_2(found.lists.longest) // 8))  # twice as many as are usual
-    _choose[(units, count)](
-        logits, ranks, found.listed, found.lists.counts, found.lists.indices, rows.words, rows.reals,
-        rows.pages.lengths, idle, starts, counts, indices, taken, lse, rows.words.stride(0), rows.reals.stride(0),
-        found.lists.longest, room, UNITS=units, EACH=rows.heads // units, HELD=held, SPAN=SPAN, num_warps=16,
-        maxnreg=64 if held <= 1 << 14 else None, **launched(device),
+    sums = torch.empty(lists, 3, best.parts, dtype=torch.float32, device=device)
+    padded = triton.next_power_of_2(each)
+    _take[(best.parts, units, count)](
+        logits, ranks, found.bounds, best.words, best.taken, found.lists.counts, found.lists.indices, rows.words,
+        rows.pages.lengths, idle, starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
+        UNITS=units, EACH=each, EACH_PAD=padded, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
+        SPAN=batched_best.SPAN, CHUNK=max(16, batched_best.SPAN // min(padded, 4)), num_warps=8, maxnreg=64,
+        **launched(device),
     )  # fmt: skip
-    return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, lse)
+    return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, sums)
 
 
-def read_values(rows: LayerRows, units: int, chosen: Chosen) -> Tensor:
+def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted values of what every head reads, float32 [rows, units, parts, heads of a unit, head_dim]: the sum
-    over parts is attention's output."""
+    over parts is attention's output; and float32 [rows, heads], the log-sum-exp of what was read. What is learnt of it
+    is left in the rows' states."""
     if rows.watch is not None:
         rows.watch.end()
         rows.watch.begin("attention")
     head_dim, device, room = rows.q.shape[2], rows.q.device, chosen.lists.longest
-    each = rows.heads // units
+    each, counted = rows.heads // units, chosen.sums.shape[2]
     splits = even_splits(rows.count * units, 6 * processors(device), max(1, min(-(-room // (4 * KEYS)), 128)))
     parts = torch.empty(rows.count, units, splits, each, head_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(rows.count, rows.heads, dtype=torch.float32, device=device)
     _read[(splits, units, rows.count)](
         rows.pages.v, rows.pages.tables, rows.pages.lengths, chosen.lists.counts, chosen.lists.indices, chosen.logits,
-        chosen.lse, parts, *rows.pages.table_strides, room,
+        chosen.sums, rows.words, idle, parts, lse, *rows.pages.table_strides, rows.words.stride(0), room, counted,
         **static(
             rows, UNITS=units, EACH=each, EACH_PAD=pad(each) if each > 1 else 1, KEYS=KEYS,
-            PRECISION=precision(rows.q.dtype), num_warps=4, maxnreg=80 if each == 1 else None,
+            PARTS=triton.next_power_of_2(counted), PRECISION=precision(rows.q.dtype), num_warps=4,
+            maxnreg=80 if each == 1 else None,
         ),
     )  # fmt: skip
     if rows.watch is not None:
         rows.watch.end()
         rows.watch.begin("selection")
-    return parts
+    return parts, lse
+
+
+@triton.jit
+def _put(
+    number, chosen, to, ids, out, keys, lines, line, top, weight, own, reads, first, learnt, width, room,
+    LEARNS: tl.constexpr,
+):  # fmt: skip
+    """Copy the ``chosen`` entries ``number`` of a list to the places ``to``, and add what they weigh to the sums."""
+    key = tl.load(ids + number, mask=chosen, other=0)
+    tl.store(out + to, key, mask=chosen)
+    if LEARNS:
+        tl.store(keys + to, key, mask=chosen & (to >= first) & (to < learnt))
+    asked = chosen[None, :] & (reads >= 0)[:, None]
+    logit = tl.load(lines[:, None] + number[None, :], mask=asked, other=float("-inf"))
+    tl.store(line[:, None] + to[None, :], logit, mask=asked)
+    logit = tl.where(to[None, :] < reads[:, None], logit, float("-inf"))
+    higher = tl.maximum(top, tl.max(logit, 1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink, part = tl.exp2(top - anchor), tl.exp2(logit - anchor[:, None])
+    weight = weight * shrink + tl.sum(part, 1)
+    own = own * shrink + tl.sum(tl.where(((to >= first) & (to < learnt))[None, :], part, 0.0), 1)
+    return higher, weight, own
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "room"],
+    do_not_specialize=["word_row", "width", "room"],
     do_not_specialize_on_alignment=[
         "logits",
         "ranks",
-        "listed",
+        "bounds",
+        "known",
+        "counted",
         "sizes",
         "found",
         "words",
-        "reals",
         "lengths",
         "idle",
         "starts",
         "counts",
         "indices",
         "taken",
-        "lse",
+        "sums",
     ],
 )
-def _choose(
-    logits, ranks, listed, sizes, found, words, reals, lengths, idle, starts, counts, indices, taken, lse, word_row,
-    real_row, width, room,
-    UNITS: tl.constexpr, EACH: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+def _take(
+    logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums,
+    word_row, width, room,
+    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Of a part of a unit's candidates those that are taken, and of its forced keys some."""
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
     length = tl.load(lengths + row)
-    at = tl.arange(0, SPAN)
+    member = tl.arange(0, EACH_PAD)
+    mine = member < EACH
+    head = entry * EACH + member
     if length == 0:
-        for number in tl.static_range(EACH):
-            tl.store(starts + entry * EACH + number, 0)
-            tl.store(counts + entry * EACH + number, 0)
-            tl.store(lse + entry * EACH + number, float("-inf"))
+        if part == 0:
+            tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64), mask=mine)
+            tl.store(counts + head, tl.zeros([EACH_PAD], tl.int32), mask=mine)
     else:
         own = words + row.to(tl.int64) * word_row
-        first = tl.load(own).to(tl.int32)
-        _n, _dense, take, _local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
-        total, size = tl.load(listed + entry), tl.load(sizes + entry)
-        stop = first + total  # of the candidates; behind them all are forced
-        line = ranks + entry * width
-        bound, spare = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)  # takes all
-        if total > take:
-            if take == 0:
-                bound, spare = tl.full([], 4294967295, tl.uint32), tl.full([], 0, tl.int32)
-            else:
-                if total <= HELD:
-                    number = tl.arange(0, HELD)
-                    scores = tl.load(line + first + number, mask=number < total, other=0.0)
-                    order = tl.where(number < total, ordered_bits(scores + 0.0), 0)
-                    bound, spare = least_held(order, take)
-                else:
-                    bound, spare = least_taken(line, first, stop, take, SPAN)
-        ids, out = found + entry * width, indices + entry * room
-        level, count = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for start in tl.range(0, size, SPAN):
-            number = start + at
-            forced = (number < first) | (number >= stop)
-            chosen, level = taken_of(line, number, (number < size) & (forced == 0), bound, spare, level)
-            chosen = chosen | (forced & (number < size))
-            to = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(out + to, tl.load(ids + number, mask=chosen, other=0), mask=chosen)
-            for head in tl.static_range(EACH):
-                one = entry * EACH + head
-                logit = tl.load(logits + one * width + number, mask=chosen, other=0.0)
-                tl.store(taken + one * room + to, logit, mask=chosen)
-            count += tl.sum(chosen.to(tl.int32), 0)
-        tl.debug_barrier()  # other threads have written what these read
+        first, stop, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
+        size = tl.load(sizes + entry)
+        rests = tl.load(idle + head, mask=mine, other=1).to(tl.int32)
+        voters = tl.sum((rests == 0).to(tl.int32), 0)
+        flags = tl.load(own + 9)
+        count = size - between + wanted
         # Lists rise, so what is learnt is all but the sinks and, for the paper, the row's own key.
-        shifts = tl.load(own + 9)
-        learnt = tl.maximum(count - 1 + ((shifts & 4) != 0).to(tl.int32), first)
-        gains = pointer(own, 23, tl.float32) + unit * tl.load(own + 13) - first
-        voters = 0
-        for head in tl.static_range(EACH):
-            voters += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
-        even = 0.5 / tl.maximum(learnt - first, 1)
-        earlier = 0
-        for head in tl.static_range(EACH):
-            one = entry * EACH + head
-            rests = tl.load(idle + one).to(tl.int32)
-            reads = tl.where(rests != 0, tl.where(tl.load(own + 8) == 2, 0, tl.minimum(first, length)), count)
-            row_of = taken + one * room
-            peak = tl.full([SPAN], float("-inf"), tl.float32)
-            for start in tl.range(0, reads, SPAN):
-                logit = tl.load(row_of + start + at, mask=start + at < reads, other=float("-inf"))
-                peak = tl.maximum(peak, logit)
-            top = tl.max(peak, 0)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            all_sum, own_sum = tl.zeros([SPAN], tl.float32), tl.zeros([SPAN], tl.float32)
-            for start in tl.range(0, reads, SPAN):
+        learnt = tl.maximum(count - 1 + ((flags & 4) != 0).to(tl.int32), first)
+        sinks = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(first, length))
+        reads = tl.where(mine, tl.where(rests != 0, sinks, count), -1)
+        keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13) - first
+        learnt_keys = tl.where(voters > 0, learnt, first)
+        ids, out, line = found + entry * width, indices + entry * room, ranks + entry * width
+        lines, to_lines = logits + head * width, taken + head * room
+        top = tl.full([EACH_PAD], float("-inf"), tl.float32)
+        weight, learns = tl.zeros([EACH_PAD], tl.float32), tl.zeros([EACH_PAD], tl.float32)
+        at = tl.arange(0, CHUNK)
+        begins, ends = part_at(first, stop, part, SPAN)
+        if (wanted > 0) & (begins < ends):
+            bound, spare, level, placed = known_at(
+                known, counted, entry, part, begins - first, wanted, between, PARTS, WORDS
+            )
+            placed += first
+            for start in tl.range(begins, ends, CHUNK):
                 number = start + at
-                logit = tl.load(row_of + number, mask=number < reads, other=float("-inf"))
-                part = tl.exp2(logit - top)
-                all_sum += part
-                own_sum += tl.where((number >= first) & (number < learnt), part, 0.0)
-            weight = tl.sum(all_sum, 0)
-            log = top + tl.log2(tl.where(weight > 0.0, weight, 1.0))
-            tl.store(starts + one, entry * room)
-            tl.store(counts + one, reads)
-            tl.store(lse + one, tl.where(weight > 0.0, log * 0.6931471805599453, float("-inf")))
-            if rests == 0:  # tables.learn's gains, before the tables' scale is known
-                share = 1.0 / tl.maximum(tl.sum(own_sum, 0), 1e-38 * weight)
-                for start in tl.range(0, learnt, SPAN):
-                    number = start + at
-                    mine = (number >= first) & (number < learnt)
-                    gain = tl.exp2(tl.load(row_of + number, mask=mine, other=0.0) - top) * share / voters
-                    before = tl.load(gains + number, mask=mine & (number * 0 + earlier > 0), other=0.0)
-                    tl.store(gains + number, before + gain - tl.where(earlier == 0, even, 0.0), mask=mine)
-                earlier += 1
-        written = -1
-        if voters > 0:
-            keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13) - first
-            for start in tl.range(0, learnt, SPAN):
-                number = start + at
-                mine = (number >= first) & (number < learnt)
-                tl.store(keys + number, tl.load(out + number, mask=mine, other=0), mask=mine)
-            written = learnt - first
-        marks = pointer(own, 24, tl.int64) + unit * 4
-        tl.store(marks, length.to(tl.int64))
-        tl.store(marks + 2, tl.zeros([], tl.int64) + written)
-        tl.store(marks + 3, ((voters == 0) & ((shifts & 2) == 0)).to(tl.int64))
+                chosen, level = taken_of(line, number, number < ends, bound, spare, level)
+                to = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+                top, weight, learns = _put(
+                    number, chosen, to, ids, out, keys, lines, to_lines, top, weight, learns, reads, first, learnt_keys,
+                    width, room, True,
+                )  # fmt: skip
+                placed += tl.sum(chosen.to(tl.int32), 0)
+        forced = size - between
+        for start in tl.range((parts - 1 - part) * CHUNK, forced, parts * CHUNK):  # before the candidates and behind
+            place = start + at
+            number = tl.where(place < first, place, place + between)
+            to = tl.where(place < first, place, place + wanted)
+            top, weight, learns = _put(
+                number, place < forced, to, ids, out, keys, lines, to_lines, top, weight, learns, reads, first,
+                learnt_keys, width, room, True,
+            )  # fmt: skip
+        tl.store(sums + head * 3 * parts + part, top, mask=mine)
+        tl.store(sums + (head * 3 + 1) * parts + part, weight, mask=mine)
+        tl.store(sums + (head * 3 + 2) * parts + part, learns, mask=mine)
+        if part == 0:
+            tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64) + entry * room, mask=mine)
+            tl.store(counts + head, reads, mask=mine)
+            marks = pointer(own, 24, tl.int64) + unit * 4
+            tl.store(marks, length.to(tl.int64))
+            tl.store(marks + 2, tl.where(voters > 0, learnt - first, -1).to(tl.int64))
+            tl.store(marks + 3, ((voters == 0) & ((flags & 2) == 0)).to(tl.int64))
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "table_head", "room"],
-    do_not_specialize_on_alignment=["tables", "lengths", "counts", "indices", "logits", "lse", "parts"],
+    do_not_specialize=["table_stride", "table_head", "word_row", "room", "counted"],
+    do_not_specialize_on_alignment=[
+        "tables",
+        "lengths",
+        "counts",
+        "indices",
+        "logits",
+        "sums",
+        "words",
+        "idle",
+        "parts",
+        "lse",
+    ],
 )
 def _read(
-    v_pool, tables, lengths, counts, indices, logits, lse, parts, table_stride, table_head, room,
-    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    v_pool, tables, lengths, counts, indices, logits, sums, words, idle, parts, lse, table_stride, table_head, word_row,
+    room, counted,
+    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +234,31 @@ def _read(
     head = entry * EACH + member
     reads = tl.load(counts + head, mask=mine, other=0)
     count = tl.max(reads, 0)
-    total = tl.load(lse + head, mask=mine, other=0.0) * 1.4426950408889634 - 8.0  # small weights fit float16, too
+    # What a head reads weighs, and what is learnt of it.
+    number = tl.arange(0, PARTS)
+    asked = mine[:, None] & (number < counted)[None, :] & (reads > 0)[:, None]
+    held = sums + head[:, None] * 3 * counted + number[None, :]
+    tops = tl.load(held, mask=asked, other=float("-inf"))
+    top = tl.max(tops, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    scales = tl.exp2(tops - top[:, None])
+    mass = tl.sum(tl.load(held + counted, mask=asked, other=0.0) * scales, 1)
+    share = tl.sum(tl.load(held + 2 * counted, mask=asked, other=0.0) * scales, 1)
+    log = top + tl.log2(tl.where(mass > 0.0, mass, 1.0))
+    if split == 0:
+        tl.store(lse + head, tl.where(mass > 0.0, log * 0.6931471805599453, float("-inf")), mask=mine)
+    total = log - 8.0  # small weights fit float16, too
+    votes = mine & (tl.load(idle + head, mask=mine, other=1) == 0)
+    voters = tl.sum(votes.to(tl.int32), 0)
+    share = tl.where(votes, 1.0 / (tl.maximum(share, tl.maximum(1e-38 * mass, 1e-38)) * tl.maximum(voters, 1)), 0.0)
+    first, learnt, even = 0, 0, 0.0
+    gains = lse
+    if (count > 0) & (voters > 0):
+        own = words + row.to(tl.int64) * word_row
+        first = tl.load(own).to(tl.int32)
+        learnt = tl.maximum(count - 1 + ((tl.load(own + 9) & 4) != 0).to(tl.int32), first)
+        even = 0.5 / tl.maximum(learnt - first, 1)
+        gains = pointer(own, 23, tl.float32) + unit * tl.load(own + 13) - first
     ids, lines = indices + entry * room, logits + head[:, None] * room
     channel = tl.arange(0, D_PAD)
     acc = tl.zeros([KEYS if EACH == 1 else EACH_PAD, D_PAD], tl.float32)
@@ -235,6 +273,8 @@ def _read(
         v = tl.load(v_pool + place[:, None] * D + channel[None, :], mask=there, other=0.0)
         seen = number[None, :] < reads[:, None]
         logit = tl.load(lines + number[None, :], mask=seen, other=float("-inf"))
+        gain = tl.sum(tl.exp2(logit - top[:, None]) * share[:, None], 0) - even  # before the tables' scale is known
+        tl.store(gains + number, gain, mask=(number >= first) & (number < learnt))
         number += hop
         place = pool_rows(table, after, number < count, kv_head, KV_HEADS, PAGE)
         after = tl.load(ids + number + hop, mask=number + hop < count, other=0)

@@ -1,9 +1,10 @@
 """The best entries of many lists at once, on the device: every list is cut into parts, and a program takes a part.
 
-A radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes counts the digits
-of the scores that agree with the bits known so far; counts are whole numbers, so the order in which programs add them
-does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a part's entries go
-(:func:`known_at`). Short lists take one launch. Lengths are read on the device; nothing goes through the host.
+Long lists take a radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes
+counts the digits of the scores that agree with the bits known so far; counts are whole numbers, so the order in which
+programs add them does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a
+part's entries go (best_parts.known_at). Other lists take one launch. Lengths are read on the device; nothing goes
+through the host.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.triton.best_near import search_near
+from saccade.ops.triton.best_parts import KNOWN, WORDS, bounds_at, part_at
 from saccade.ops.triton.common import begin, launched, processors
 from saccade.ops.triton.radix_select import least_held, ordered_bits
 
-BOUNDS = 5  # int32 of a list's bounds: see find_best
 SPAN = 2048  # entries that a program takes in one go
 SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
+LARGE = 1 << 15  # entries
+NEAR = 64  # parts: lists of up to so many are searched in one launch (best_near.py)
 # Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
 # The first digits are those of nearly all entries, counted in registers; few agree with both, and they are counted in
 # memory one by one.
 DIGITS = ((26, 6, 0), (20, 6, 64), (10, 10, 128), (0, 10, 1152))
-KNOWN: tl.constexpr = tl.constexpr(2176)  # behind the counts: what is known after each pass, bound and spare
-WORDS = 2184
 
 
 class Best(NamedTuple):
@@ -49,13 +51,13 @@ def parts_of(lists: int, longest: int, device: torch.device) -> int:
     return max(1, min(triton.cdiv(longest, SPAN), triton.cdiv(16 * processors(device), lists), 128))
 
 
-def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None) -> Best:
+def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usual: int = LARGE) -> Best:
     """Of each list of ``scores`` float32 [rows, units, n], the best entries, ties to the lower: what is taken is above
     the least score taken, or among the first so many (``spare``) that equal it.
 
     ``bounds`` int32 [rows or rows * units, BOUNDS]: the first entry, the end, entries (from, to) that are hidden, and
     how many are taken. Only lists that are ``active`` (int8 [rows * units], all by default) are searched, and only
-    those that do not take all or none."""
+    those that do not take all or none. ``usual``: how many entries a list usually has."""
     rows, units, width = scores.shape
     device, lists = scores.device, rows * units
     assert scores.stride(2) == 1
@@ -63,8 +65,12 @@ def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None) -> B
     if width <= SHORT * SPAN:
         return _find_short(scores, bounds, active, each)
     parts = parts_of(lists, width, device)
-    words = torch.zeros(lists, WORDS, dtype=torch.int32, device=device)
     taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
+    if width <= NEAR * SPAN:
+        words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)
+        search_near(scores, bounds, active, words, taken, each, SPAN, 8 if usual < LARGE else 16)
+        return Best(bounds, each, words, taken)
+    words = torch.zeros(lists, WORDS, dtype=torch.int32, device=device)
     none = bounds
     for step in range(len(DIGITS) + 1):
         last = step == len(DIGITS)
@@ -122,44 +128,6 @@ def _find_short(scores: Tensor, bounds: Tensor, active: Tensor | None, each: int
         **launched(device),
     )
     return Best(bounds, each, words, taken)
-
-
-@triton.jit
-def bounds_at(bounds, entry, EACH: tl.constexpr):
-    """First and end of a list, the hidden entries (from, to; the same where none are), and how many of how many that
-    are left are taken."""
-    own = bounds + entry // EACH * 5
-    first, last = tl.load(own), tl.load(own + 1)
-    low, high = tl.maximum(tl.load(own + 2), first), tl.minimum(tl.load(own + 3), last)
-    high = tl.maximum(high, low)
-    between = tl.maximum(last - first - (high - low), 0)
-    return first, last, low, high, tl.minimum(tl.load(own + 4), between), between
-
-
-@triton.jit
-def part_at(first, last, part, SPAN: tl.constexpr):
-    """Where part ``part`` of as many as the grid has begins and ends."""
-    each = tl.cdiv(tl.cdiv(last - first, SPAN), tl.num_programs(0)) * SPAN
-    start = first + part * each
-    return start, tl.minimum(start + each, last)
-
-
-@triton.jit
-def known_at(words, taken, entry, part, begins, wanted, between, PARTS: tl.constexpr, WORDS: tl.constexpr):
-    """Of a part of a list: bits of the least score taken, how many that equal it are, how many equal ones the parts
-    before have, and how many entries those take; ``begins`` where all are taken, which are above 0 bits or as many as
-    may equal them."""
-    bound, spare = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)
-    level, placed = tl.full([], 0, tl.int32), begins
-    if wanted < between:
-        own = words + entry.to(tl.int64) * WORDS + KNOWN + 6
-        bound, spare = tl.load(own).to(tl.uint32, bitcast=True), tl.load(own + 1)
-        number = tl.arange(0, PARTS)
-        counts = taken + (entry.to(tl.int64) * tl.num_programs(0) + number) * 2
-        above = tl.sum(tl.load(counts, mask=number < part, other=0), 0)
-        level = tl.sum(tl.load(counts + 1, mask=number < part, other=0), 0)
-        placed = above + tl.minimum(level, spare)
-    return bound, spare, level, placed
 
 
 @triton.jit(

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import WORDS, bounds_at, find_best, known_at, part_at, parts_of
+from saccade.ops.triton.batched_best import find_best, parts_of
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.radix_select import taken_of

@@ -11,14 +11,8 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import (
-    BOUNDS,
-    WORDS,
-    bounds_at,
-    find_best,
-    known_at,
-    part_at,
-)
+from saccade.ops.triton.batched_best import find_best
+from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import LOG2E, also, begin, launched, processors
 from saccade.ops.triton.radix_select import taken_of
 from saccade.ops.triton.weights import KEYS, constants, logits

@@ -18,9 +18,14 @@ def ordered_bits(value):
 def least_held(order, wanted):
     """Of scores that one program holds, as ``ordered_bits`` and 0 for what is none: the bits of the least among the
     ``wanted`` highest (at least one), and how many that equal it are among those. Bit by bit, until a bound parts as
-    many from the others."""
-    bound = tl.full([], 0, tl.uint32)  # the greatest known with at least `wanted` entries at or above it
+    many from the others; those that all scores share are known at once."""
+    most = tl.max(order, 0)
+    differ = most ^ tl.min(tl.where(order > 0, order, most), 0)
     bit = tl.full([], 2147483648, tl.uint32)
+    while bit > differ:
+        bit = bit >> 1
+    # The greatest known with at least `wanted` entries at or above it.
+    bound = most & ~(bit | (bit - tl.where(bit > 0, 1, 0).to(tl.uint32)))
     reached = wanted + 1
     while (bit != 0) & (reached != wanted):
         higher = bound | bit
@@ -33,9 +38,10 @@ def least_held(order, wanted):
 
 
 @triton.jit
-def least_taken(line, first, last, wanted, SPAN: tl.constexpr):
-    """The same search by one program, for entries ``first .. last - 1`` of a short list: the bits of the least score
-    among the ``wanted`` highest, and how many that equal it are among those."""
+def least_taken(line, first, last, low, high, wanted, SPAN: tl.constexpr):
+    """The same search by one program, for entries ``first .. last - 1`` of a short list but those from ``low`` to
+    ``high`` (the same where none are left out): the bits of the least score among the ``wanted`` highest, and how many
+    that equal it are among those."""
     at = tl.arange(0, SPAN)
     bound = tl.full([], 0, tl.uint32)
     spare = wanted
@@ -44,7 +50,7 @@ def least_taken(line, first, last, wanted, SPAN: tl.constexpr):
         shift = 24 - 8 * step
         found = tl.zeros([256], tl.int32)
         for start in tl.range(first, last, SPAN):
-            inside = start + at < last
+            inside = (start + at < last) & ((start + at < low) | (start + at >= high))
             order = ordered_bits(tl.load(line + start + at, mask=inside, other=0.0) + 0.0)
             digit = ((order >> shift) & 255).to(tl.int32)
             if step > 0:
