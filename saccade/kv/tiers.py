@@ -18,7 +18,7 @@ from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.offers import Listed, Offers
 from saccade.kv.replacement import Replacement
-from saccade.kv.tier import LostKV, Tier, TierCounts, TierError, TierFull
+from saccade.kv.tier import LostKV, Openings, Tier, TierCounts, TierError, TierFull
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
@@ -54,6 +54,8 @@ class Tiers:
         self._pins = np.zeros(shape, dtype=np.int16)
         self._pinned = 0  # parts
         self._stored = 0  # parts with a cell
+        self.written = 0  # times that parts got cells
+        self._openings = Openings()
         self._losses = 0
         self._charged = 0  # bytes beside the slots that their memory is to hold
         self._withheld: list[int] = []
@@ -153,7 +155,11 @@ class Tiers:
 
     def opened(self, layers: slice, blocks: Array) -> None:
         """Rows are about to be written to ``blocks``: what the tier has of their resident parts is the past."""
-        if not self._stored or not len(blocks):
+        if (
+            not self._stored
+            or not len(blocks)
+            or self._openings.seen((self.pool.version, self.written), layers, blocks)
+        ):
             return
         stale = (self._cell[layers][:, blocks] > 0) & (self.pool.map_of(self.row)[layers][:, blocks] >= 0)
         for at in np.nonzero(stale.any(1))[0].tolist():
@@ -336,6 +342,7 @@ class Tiers:
         if self.offers is not None:
             self.offers.cells_changed(self.numbers_of(layers, blocks))
         self._stored += int((cells > 0).sum())
+        self.written += 1
         return cells > 0
 
     def _reclaim(self, count: int, leaving_layers: Array, leaving_blocks: Array) -> None:
