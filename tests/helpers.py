@@ -317,6 +317,18 @@ MATRIX = (
         free=True,
     ),
     MethodCase(
+        "rocketkv",
+        (
+            {"capacity": 120, "window": 16, "kernel": 9, "keys": 40},
+            {"capacity": 90, "window": 8, "keys": 24, "block_size": 5, "channels": 0.25, "unit": "q_head"},
+            {"budget": 64},
+        ),
+        {"capacity": 100_000, "keys": 100_000},
+        budget=lambda m: {"capacity": m, "window": 8, "keys": m},
+        boundary=(16, 60, 64),
+        units={u: {"capacity": 90, "window": 16, "keys": 40, "unit": u} for u in ("q_head", "kv_head")},
+    ),
+    MethodCase(
         "adakv",
         ({"capacity": 60, "window": 16}, {"capacity": 40, "window": 7, "safeguard": 0.0, "unit": "q_head"}),
         {"capacity": 100_000},

@@ -17,6 +17,7 @@ import torch
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.head_tiers import HeadTiers
+from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
@@ -116,7 +117,11 @@ class BlockManager:
         memory = "device" if on_device else "host"
         found = {memory: [(slots - self.free_slots) * size, slots * size]}
         if tiers is not None:
-            found[tiers.tier.name] = [tiers.stored * size, tiers.tier.cells * size]
+            tier = tiers.tier
+            if isinstance(tier, HostAndDisk):
+                found |= {place: [taken * size, cells * size] for place, (taken, cells) in tier.places().items()}
+            else:
+                found[tier.name] = [tiers.stored * size, tier.cells * size]
         return found
 
     @property
@@ -341,17 +346,17 @@ class BlockManager:
         """Slots that nothing lies in, those that are handed out last first: int64."""
         return np.array(self._free_slots[row], dtype=np.int64)
 
-    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, row: int = 0) -> None:
-        """A device has moved parts (numbers as in ``map_flat``, all of ``row``) by itself: those of ``left`` (-1: none)
-        out of ``slots``, and ``came`` into them. Its own map says so already."""
-        flat = self._map.reshape(-1)
-        flat[left[left >= 0]] = -1
+    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, rows: np.ndarray) -> None:
+        """A device has moved parts (numbers as in ``map_flat``, each of one of ``rows``) by itself: those of ``left``
+        (-1: none) out of ``slots``, and ``came`` into them. Its own map says so already."""
+        flat, free = self._map.reshape(-1), left < 0
+        flat[left[~free]] = -1
         flat[came] = slots
-        if (left < 0).any():
-            gone = set(slots[left < 0].tolist())
+        for row in np.unique(rows[free]).tolist():
+            gone = set(slots[free & (rows == row)].tolist())
             self._free_slots[row] = [slot for slot in self._free_slots[row] if slot not in gone]
         self.version += 1
-        self.absent += int((left >= 0).sum()) - len(came)
+        self.absent += len(left) - int(free.sum()) - len(came)
 
     def _rows(self, kv_head: int | None) -> range:
         if kv_head is None:

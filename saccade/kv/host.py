@@ -21,7 +21,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.pinned import PinnedMemory
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Parts, TierCounts
+from saccade.kv.tier import Loading, Parts, TierCounts
 from saccade.machine import show_bytes
 
 Array = np.ndarray[Any, Any]
@@ -84,7 +84,7 @@ class HostTier:
             torch.cuda.current_stream(self.device).wait_event(self._written)
             self._written = None
 
-    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
+    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> Loading:
         """See Tier."""
         index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
         with self._copying():

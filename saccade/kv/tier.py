@@ -125,3 +125,21 @@ class Tier(Protocol):
     def close(self) -> None:
         """Give everything back. Nothing can be kept or had afterwards."""
         ...
+
+
+class Openings:
+    """Which blocks were opened already, so that a step that opens the same ones again looks at no map. What counts is
+    forgotten once ``state`` (of residency and cells) is another."""
+
+    def __init__(self) -> None:
+        self._state: tuple[int, ...] = ()
+        self._seen: set[tuple[int | None, int | None, bytes]] = set()
+
+    def seen(self, state: tuple[int, ...], layers: slice, blocks: np.ndarray[Any, Any]) -> bool:
+        """Whether ``blocks`` of ``layers`` were asked about in this state before; from now on they were."""
+        if state != self._state:
+            self._state, self._seen = state, set()
+        key = layers.start, layers.stop, blocks.tobytes()
+        found = key in self._seen
+        self._seen.add(key)
+        return found
