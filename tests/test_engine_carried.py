@@ -34,10 +34,8 @@ class Spec:
 
 def sequence(length: int, dtype: torch.dtype, rows: int = 0):
     """A sequence of ``length`` keys whose last ``rows`` are not stored yet, and these rows' q, k and v."""
-    rng, kv = (
-        generator(length),
-        SequenceKV(poisoned_pool(LAYERS * (length // 32 + 2), KV_HEADS, DIM, layers=LAYERS, dtype=dtype)),
-    )
+    rng = generator(length)
+    kv = SequenceKV(poisoned_pool(LAYERS * (length // 32 + 2), KV_HEADS, DIM, layers=LAYERS, dtype=dtype))
     kv.reserve(length)
     for layer in range(LAYERS):
         kv.append(layer, *torch.randn(2, KV_HEADS, length - rows, DIM, generator=rng).to(dtype))
