@@ -4,14 +4,17 @@ Triton's interpreter, no graphs."""
 from __future__ import annotations
 
 import pytest
+import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from device_helpers import Once, device_of, put_on_device
 from engine_helpers import finish, start, tokens
+from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine import device_ahead, device_attention
 from saccade.engine.device_ahead import Ahead
+from saccade.kv.format import KVFormat
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,24 @@ def test_audits_of_steps_that_were_launched_ahead(engines, asked, policy):
         assert host[name]["samples"] == there[name]["samples"] > 0
         assert there[name]["mean"] == pytest.approx(host[name]["mean"], abs=1e-4), name
     assert asked.count(True) >= 4
+
+
+@pytest.mark.parametrize("slots", [48, 17])
+def test_over_host_memory_while_everything_is_resident(engines, asked, slots):
+    """Steps go on by themselves as without a tier, blocks fill on the way; once something is absent none does."""
+    size = KVFormat(torch.float32, 1, 32, 32).block_bytes
+    with LLM(engines[0].model.path, kv_memory=slots * size, kv_host="4MiB", prefill_chunk=256, exact=False) as tiered:
+        put_on_device(tiered)
+        device_of(tiered).runs_ahead = True
+        prompts = [random_ids(length, seed=length) for length in (150, 158)]
+        own, batched = (
+            one.generate(prompts, greedy(8), policy="streaming(sinks=2, window=16)") for one in (engines[0], tiered)
+        )
+        for left, right in zip(own, batched):
+            same(left, right)
+        moved = tiered.engine.pool.tiers.counts.misses
+        assert (asked.count(True) >= 5 and not moved) if slots == 48 else (moved and not asked)
+        nothing_left(tiered.engine.pool)
 
 
 def test_who_draws_goes_on(engines, asked):

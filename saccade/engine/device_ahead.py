@@ -61,7 +61,7 @@ class Ahead:
                 continue
             one = row.scheduled
             kv, plan, start, slot, token = own
-            same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1
+            same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1 and not kv.pool.absent
             if not same or one.together or tokens[one.request_id] != token or _slot(kv, start) != slot:
                 return False
         return True
@@ -76,7 +76,7 @@ def may_follow(placed: Sequence[PlacedRow | None], longest: int) -> bool:
         one = row.scheduled
         if not (one.chosen_there and one.wants_logits) or one.length > 1 or one.together:
             return False
-        if row.kv.pool.tiers is not None or one.stop + 1 > longest or row.kv.missing_blocks(one.stop + 1):
+        if row.kv.pool.absent or one.stop + 1 > longest or row.kv.missing_blocks(one.stop + 1):
             return False
     return True
 

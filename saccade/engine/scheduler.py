@@ -104,7 +104,7 @@ class Scheduler:
         """Whether the next step will most likely have the same requests, each with the token that the device
         chooses in this one: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many
         are free."""
-        if self.waiting or len(batch) != len(self.running) or self.pool.tiers is not None:
+        if self.waiting or len(batch) != len(self.running) or self.pool.absent:
             return False
         for request, rows in batch:
             single = rows.phase == "decode" and rows.length == 1 and rows.chosen_there and rows.wants_logits
@@ -119,7 +119,7 @@ class Scheduler:
                 if not self.pool.roomy:
                     return False
                 kv.reserve(rows.stop + 1)
-        return True
+        return not self.pool.absent  # new blocks may have no slots yet
 
     def preempt(self, request: Request) -> None:
         """Drop a running request's KV and queue it first; it computes everything again when it returns."""

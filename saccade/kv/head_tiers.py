@@ -16,7 +16,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.hold import Hold, JointHold
 from saccade.kv.host import HostTier
 from saccade.kv.offers import Offers
-from saccade.kv.tier import Tier, TierCounts
+from saccade.kv.tier import Openings, Tier, TierCounts
 from saccade.kv.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class HeadTiers:
         self.pool, self.tier, self.policy, self.debug = pool, tier, policy, debug
         self.heads = pool.rows
         self.each = [Tiers(pool, tier.of_head(head), policy, debug, head) for head in range(self.heads)]
+        self._openings = Openings()
+        self._cells = np.zeros(pool.host_slots.shape, dtype=np.int32)
+        for row, one in enumerate(self.each):
+            one._cell = self._cells[:, row]
         self.guard = self.each[0].guard
         self._offers: Offers | None = None
 
@@ -91,8 +95,13 @@ class HeadTiers:
 
     def opened(self, layers: slice, blocks: Array) -> None:
         """See Tiers."""
-        for one in self.each:
-            one.opened(layers, blocks)
+        state = self.pool.version, *(one.written for one in self.each)
+        if not any(state[1:]) or not len(blocks) or self._openings.seen(state, layers, blocks):
+            return
+        slots = self.pool.map_flat().reshape(self._cells.shape)
+        stale = (self._cells[layers][:, :, blocks] > 0) & (slots[layers][:, :, blocks] >= 0)
+        for row in np.nonzero(stale.any((0, 2)))[0].tolist():  # in most steps none
+            self.each[row].opened(layers, blocks)
 
     def sealed(self, layers: range, blocks: Array) -> None:
         """See Tiers."""

@@ -27,7 +27,8 @@ FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
 MOST_FRESH = 1024  # parts that are written so that their slots may be taken, at once
 REFILL = 2, 8  # a new list is made where one in the first is left of it, unless steps take little: one in the second
 STEPS = 4  # that a list is to last for, at least
-STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT = range(9)  # words of ``head``
+MOST_TAKEN = 1 << 16  # entries of lists that are fetched in one transfer
+STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT, ARRIVED = range(10)  # words of ``head``
 WORDS = 16  # of them, with those that are to come
 Array = np.ndarray[Any, Any]
 
@@ -43,8 +44,8 @@ class Offers:
     ``missing``, ``which``, ``where`` int32 [rows, logical blocks]: a layer's misses, the cells they come from (from 0)
     and the slots they go to. ``head`` int32 [rows, 16]: the step's number; whether slots ran short (1), or what is
     brought in of a ranking (2, in the first row); how far the list is taken, and its end; the stamp from which on a
-    slot is recent; hits and misses so far; misses of this layer, and how many of them come. ``reach`` int32 [layers]:
-    blocks of a ranking that are brought in before its rule is followed.
+    slot is recent; hits and misses so far; misses of this layer, how many of them come, and programs that have looked.
+    ``reach`` int32 [layers]: blocks of a ranking that are brought in before its rule is followed.
     """
 
     def __init__(self, tiers: Sequence[Tiers]) -> None:
@@ -54,19 +55,29 @@ class Offers:
         def words(count: int, value: int = 0) -> Tensor:
             return torch.full((rows, count), value, dtype=torch.int32, device=device)
 
-        self.cells = torch.from_numpy(np.stack([one._cell for one in tiers], 1).reshape(-1)).to(device)
+        cells = np.stack([one.gatherable(one._cell) for one in tiers], 1)
+        self.cells = torch.from_numpy(cells.reshape(-1)).to(device)
         self.listed, self.holding, self.taken = words(slots, -1), words(slots, -1), words(slots, -1)
         self.stamp, self.mark = words(slots, -1), words(blocks, -1)
         self.missing, self.which, self.where = words(blocks), words(blocks), words(blocks)
         self.head = words(WORDS)
         self.reach = torch.full((pool.layers,), FIRST_RANKED, dtype=torch.int32, device=device)
+        self.at = np.full((rows, slots), -1, dtype=np.int64)  # where a slot is in its row's list
+        self._pool, self._each = pool, np.arange(rows)[:, None]
         self._rows = [Listed(one, self, row) for row, one in enumerate(tiers)]
 
     def prepare(self, kept: Array, open_blocks: Array) -> None:
         """Before a step: have enough slots listed, none of them a slot of the blocks ``kept``, which the step needs
         throughout, and which are resident. ``open_blocks`` are written to."""
         for row in self._rows:
-            row.prepare(kept, open_blocks)
+            row.refill(open_blocks)
+        slots = self._pool.lookup(kept.tolist())
+        listed = self.at[self._each, slots] >= 0  # as they were once before: most steps withdraw none
+        for number in np.nonzero(listed.any((0, 2)))[0].tolist():
+            self._rows[number].withdraw(slots[:, number].reshape(-1))
+        self._upload()
+        for row in self._rows:
+            row.tiers.tier.settle()
 
     def settle(self) -> bool:
         """After a step, which this waits for: take over what it did. Whether all that it asked for came."""
@@ -74,22 +85,54 @@ class Offers:
         short = bool(head[:, SHORT].any())
         if short:
             self.head[:, SHORT] = 0
+        moved = [(row, own, row.next, int(own[NEXT])) for row, own in zip(self._rows, head) if own[NEXT] > row.next]
+        if moved:
+            self._take_over(moved)
         for row, own in zip(self._rows, head):
             row.settle(own, short)
         return not short
+
+    def _take_over(self, moved: list[tuple[Listed, Array, int, int]]) -> None:
+        """Rows whose lists were taken from one place to another."""
+        first, last = min(one[2] for one in moved), max(one[3] for one in moved)
+        together = (last - first) * len(self.taken) <= MOST_TAKEN  # a transfer costs more than what it carries
+        every = self.taken[:, first:last].cpu().numpy() if together else None
+        took: list[tuple[Array, Array, Array]] = []
+        for row, _, start, stop in moved:
+            if every is None:
+                own = self.taken[row.number, start:stop].cpu().numpy()
+            else:
+                own = every[row.number, start - first : stop - first]
+            took.append(row.took(start, own.astype(np.int64)))
+        numbers = np.repeat([row.number for row, *_ in moved], [len(came) for *_, came in took])
+        slots, left, came = map(np.concatenate, zip(*took))
+        self._pool.moved(slots, left, came, numbers)
+
+    def _upload(self) -> None:
+        """Tell the device what has changed since."""
+        device, withdrawn, changed = self.head.device, list[Array](), list[Array]()
+        for row in self._rows:
+            own = row.changes()
+            withdrawn += [one + row.number * self.listed.shape[1] for one in own[0]]
+            changed += own[1]
+        if withdrawn:
+            self.listed.view(-1)[torch.from_numpy(np.concatenate(withdrawn)).to(device)] = -1
+        if changed:
+            both = torch.from_numpy(np.concatenate(changed, 1)).to(device)
+            self.cells[both[0]] = both[1].int()
 
 
 class Listed:
     """The host's side of row ``row`` of ``offers``, which ``tiers`` knows as its own."""
 
     def __init__(self, tiers: Tiers, offers: Offers, row: int) -> None:
-        self.tiers, self._cells = tiers, offers.cells
+        self.tiers, self.number = tiers, row
         self._listed, self._holding, self._taken, self._stamp, self._head = (
             one[row] for one in (offers.listed, offers.holding, offers.taken, offers.stamp, offers.head)
         )
         self._slots, self._parts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)  # as listed
-        self._at = np.full(len(self._listed), -1, dtype=np.int64)  # where a slot is in the list
-        self._next = self._seen = 0  # how far it is taken; the stamp of the last listing
+        self._at = offers.at[row]
+        self.next = self._seen = 0  # how far it is taken; the stamp of the last listing
         self._left = 0  # listed, and neither taken, nor passed over, nor withdrawn
         self._spent = 0  # of a list, by a step: about the most of late
         self._told = np.zeros(WORDS, dtype=np.int64)
@@ -110,31 +153,48 @@ class Listed:
         """The tier keeps ``parts`` elsewhere, or no more."""
         self._changed.append(parts)
 
-    def prepare(self, kept: Array, open_blocks: Array) -> None:
-        """See Offers."""
-        tiers = self.tiers
+    def refill(self, open_blocks: Array) -> None:
+        """Have enough slots listed."""
         few, least = (len(self._slots) // share for share in REFILL)
         if self._left <= min(few, max(least, STEPS * self._spent)):
             self._list()
-            tiers.opened(slice(None), open_blocks)
-        self.withdraw(tiers.pool.map_of(tiers.row)[:, kept].reshape(-1))
-        self._upload()
-        tiers.tier.settle()
+            self.tiers.opened(slice(None), open_blocks)
+
+    def changes(self) -> tuple[list[Array], list[Array]]:
+        """What has changed since this was last asked: places of the list that are withdrawn, and parts with their
+        cells, int64 [2, parts]."""
+        withdrawn, self._withdrawn = self._withdrawn, []
+        if not self._changed:
+            return withdrawn, []
+        parts = np.unique(np.concatenate(self._changed))
+        self._changed.clear()
+        cells = self.tiers.gatherable(self.tiers._cell[self.tiers.of_numbers(parts)])
+        return withdrawn, [np.stack([parts, cells.astype(np.int64)])]
+
+    def took(self, start: int, parts: Array) -> tuple[Array, Array, Array]:
+        """The device has taken the list from ``start`` on, for ``parts`` (-1: passed over). Of those that were taken:
+        the slots, the parts that have left them (-1: none), and those that came. In debug mode SaccadeError where a
+        cell that it read is not the part's."""
+        tiers, used = self.tiers, np.nonzero(parts >= 0)[0]
+        passed = self._slots[start : start + len(parts)]
+        self._left -= int((self._at[passed] >= 0).sum())
+        self._at[passed] = -1
+        slots, left, came = passed[used], self._parts[start + used], parts[used]
+        if tiers.debug and not tiers.owns(came):
+            raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
+        tiers.wanted(came)
+        tiers._turn.place(slots, came)
+        tiers.counts.evicted += int((left >= 0).sum())
+        tiers.counts.bytes_read += len(came) * tiers.tier.cell_bytes
+        return slots, left, came
 
     def settle(self, head: Array, short: bool) -> None:
-        """Take over what a step did, which has left ``head``. Where it ran ``short`` the list is made anew."""
+        """A step has left ``head``. Where it ran ``short`` the list is made anew."""
         tiers, told = self.tiers, self._told
         tiers.counts.hits += int(head[HITS] - told[HITS])
         tiers.counts.misses += int(head[MISSED] - told[MISSED])
-        first, self._next = self._next, int(head[NEXT])
-        self._spent = max(self._next - first, self._spent * 7 // 8)
-        if self._next > first:
-            part = self._taken[first : self._next].cpu().numpy().astype(np.int64)
-            used = np.nonzero(part >= 0)[0]
-            passed = self._slots[first : self._next]
-            self._left -= int((self._at[passed] >= 0).sum())
-            self._at[passed] = -1
-            self._took(self._slots[first + used], self._parts[first + used], part[used])
+        first, self.next = self.next, int(head[NEXT])
+        self._spent = max(self.next - first, self._spent * 7 // 8)
         self._told = head
         if short:
             self._left = 0
@@ -151,7 +211,7 @@ class Listed:
         self._at[:] = -1
         self._withdrawn.clear()
         slots, parts = self._offerable(max(1, tiers.slots // SHARE))
-        self._slots, self._parts, self._next = slots, parts, 0
+        self._slots, self._parts, self.next = slots, parts, 0
         self._at[slots] = np.arange(len(slots))
         count = self._left = len(slots)
         packed = torch.from_numpy(np.stack([slots, parts]).astype(np.int32)).to(self._head.device)
@@ -159,20 +219,6 @@ class Listed:
         self._taken[:count] = -1
         limits = torch.tensor([0, count, self._seen], dtype=torch.int32, device="cpu")
         self._head[NEXT : LISTED + 1] = limits.to(self._head.device)
-
-    def _upload(self) -> None:
-        """Tell the device what has changed since."""
-        device = self._head.device
-        if self._withdrawn:
-            at = torch.from_numpy(np.concatenate(self._withdrawn)).to(device)
-            self._listed[at] = -1
-            self._withdrawn.clear()
-        if self._changed:
-            parts = np.unique(np.concatenate(self._changed))
-            values = self.tiers._cell[self.tiers.of_numbers(parts)].astype(np.int64)
-            both = torch.from_numpy(np.stack([parts, values])).to(device)
-            self._cells[both[0]] = both[1].int()
-            self._changed.clear()
 
     def _offerable(self, count: int) -> tuple[Array, Array]:
         """Up to ``count`` slots that are free or hold parts that the tier has too, or gets now; and these parts, -1 for
@@ -189,14 +235,3 @@ class Listed:
         nothing = np.full(len(free), -1, dtype=np.int64)
         slots = np.concatenate([free, tiers.slots_of(layers, blocks)])
         return slots, np.concatenate([nothing, tiers.numbers_of(layers, blocks)])
-
-    def _took(self, slots: Array, left: Array, came: Array) -> None:
-        """The device has let the parts ``left`` (-1: none) leave ``slots`` and brought ``came`` there. In debug mode
-        SaccadeError where a cell that it read is not the part's."""
-        tiers = self.tiers
-        if tiers.debug and not tiers.owns(came):
-            raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
-        tiers.pool.moved(slots, left, came, tiers.row)
-        tiers._turn.place(slots, came)
-        tiers.counts.evicted += int((left >= 0).sum())
-        tiers.counts.bytes_read += len(came) * tiers.tier.cell_bytes

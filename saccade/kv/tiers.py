@@ -15,9 +15,10 @@ import numpy as np
 
 from saccade.kv.hold import Hold
 from saccade.kv.host import HostTier
+from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.offers import Listed, Offers
 from saccade.kv.replacement import Replacement
-from saccade.kv.tier import LostKV, Tier, TierCounts, TierError, TierFull
+from saccade.kv.tier import LostKV, Openings, Tier, TierCounts, TierError, TierFull
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
@@ -27,6 +28,7 @@ FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is near
 RECORD = 1 << 20  # bytes of victims that leave together
 RECLAIMED = 64  # one in so many cells is taken from a resident part at once, where cells run short
 SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving
+BEHIND = ("bytes_read", "bytes_written", "retries", "wait_seconds")  # of a disk behind host memory
 Array = np.ndarray[Any, Any]
 
 
@@ -52,6 +54,8 @@ class Tiers:
         self._pins = np.zeros(shape, dtype=np.int16)
         self._pinned = 0  # parts
         self._stored = 0  # parts with a cell
+        self.written = 0  # times that parts got cells
+        self._openings = Openings()
         self._losses = 0
         self._charged = 0  # bytes beside the slots that their memory is to hold
         self._withheld: list[int] = []
@@ -61,6 +65,8 @@ class Tiers:
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
         pool.storage.k[self.guard].fill_(float("nan") if debug else 0.0)
         pool.storage.v[self.guard].fill_(0.0)  # kernels that read whole tiles weigh what is not theirs with 0
+        if isinstance(tier, HostAndDisk):
+            tier.moved = self._moved  # type: ignore[method-assign]
         self._batch = max(1, min(RECORD * pool.rows // pool.format.block_bytes, self.slots // 8))
 
     @property
@@ -149,7 +155,11 @@ class Tiers:
 
     def opened(self, layers: slice, blocks: Array) -> None:
         """Rows are about to be written to ``blocks``: what the tier has of their resident parts is the past."""
-        if not self._stored or not len(blocks):
+        if (
+            not self._stored
+            or not len(blocks)
+            or self._openings.seen((self.pool.version, self.written), layers, blocks)
+        ):
             return
         stale = (self._cell[layers][:, blocks] > 0) & (self.pool.map_of(self.row)[layers][:, blocks] >= 0)
         for at in np.nonzero(stale.any(1))[0].tolist():
@@ -223,6 +233,38 @@ class Tiers:
             return False
         return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
 
+    def gatherable(self, cells: Array) -> Array:
+        """``cells`` as a device may know them: 0 for those that it cannot take parts from."""
+        return self.tier.gatherable(cells) if isinstance(self.tier, HostAndDisk) else cells
+
+    def wanted(self, parts: Array) -> None:
+        """A device has brought ``parts`` (numbers) in by itself."""
+        if isinstance(self.tier, HostAndDisk) and len(parts):
+            cells = self.gatherable(self._cell[self.of_numbers(parts)])
+            self.tier.used(cells[cells > 0])
+
+    @property
+    def each(self) -> list[Tiers]:
+        """This, where KV heads share slots (see HeadTiers)."""
+        return [self]
+
+    def cells_of(self, layer: int, blocks: Array) -> Array:
+        """The cells that hold copies of ``blocks``, 0 for none."""
+        return self._cell[layer, blocks]
+
+    def keeps(self, layer: int, blocks: Array, cells: Array) -> bool:
+        """Whether the host tier has ``blocks`` in ``cells``."""
+        assert isinstance(self.tier, HostTier)
+        lost = self._losses and self._lost[layer, blocks].any()
+        return not lost and not self.tier.strangers(self._parts(layer, blocks), cells.tolist())
+
+    def copied(self, layer: int, blocks: Array) -> bool:
+        """Have the tier keep a copy of each of ``blocks``. Whether it has room for all."""
+        bare = blocks[(self._cell[layer, blocks] == 0) & (self.slots_of(layer, blocks) >= 0)]
+        if len(bare) and self.tier.free_cells >= len(bare) + self._batch:
+            self._write(np.full(len(bare), layer), bare, bare[:0], bare[:0])
+        return bool((self._cell[layer, blocks] > 0).all())
+
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
         if self._offers is None:
@@ -232,7 +274,10 @@ class Tiers:
     def numbers(self) -> dict[str, float]:
         """What has moved, and how the tier stands; any thread may ask."""
         tier = self.tier
-        return {**self.counts.as_dict(), "slots": self.slots, "cells": tier.cells, "free_cells": tier.free_cells}
+        numbers = {**self.counts.as_dict(), "slots": self.slots, "cells": tier.cells, "free_cells": tier.free_cells}
+        if isinstance(tier, HostAndDisk):
+            numbers |= {f"disk_{name}": value for name, value in tier.disk.counts.as_dict().items() if name in BEHIND}
+        return numbers
 
     def close(self) -> None:
         """The tier gives everything back."""
@@ -319,6 +364,7 @@ class Tiers:
         if self.offers is not None:
             self.offers.cells_changed(self.numbers_of(layers, blocks))
         self._stored += int((cells > 0).sum())
+        self.written += 1
         return cells > 0
 
     def _reclaim(self, count: int, leaving_layers: Array, leaving_blocks: Array) -> None:
@@ -342,6 +388,13 @@ class Tiers:
                 self.offers.cells_changed(self.numbers_of(layer, np.asarray(blocks)))
                 slots = self.slots_of(layer, blocks)
                 self.offers.withdraw(slots[slots >= 0])
+
+    def _moved(self, parts: Array, cells: Array) -> None:
+        """The tier has put ``parts`` [parts, 3] into other cells."""
+        layers, blocks = parts[:, 0], parts[:, 1]
+        self._cell[layers, blocks] = cells
+        if self.offers is not None:
+            self.offers.cells_changed(self.numbers_of(layers, blocks))
 
     def _parts(self, layers: int | Array, blocks: Array) -> Array:
         """As a tier takes them: layer, block and generation, int64 [blocks, 3]."""

@@ -30,6 +30,7 @@ _TIERS = {  # a part is one layer's keys and values of a block; since the engine
     "retries": "Reads and writes of KV that failed and were tried again.",
     "lost": "KV parts that the tier could not give back.",
     "wait_seconds": "Seconds in which attention waited for the tier.",
+    "attended_on_host": "KV parts that the CPU attended in host memory.",
     "slots": "KV parts that memory holds at most.",
     "cells": "KV parts that the tier holds at most.",
     "free_cells": "KV parts that the tier has room for.",
@@ -260,9 +261,11 @@ class _Engine(Collector):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        tier = "disk" if "disk" in now.bytes_by_tier else "host"
+        tier = "disk" if "device" not in now.bytes_by_tier else "host"
         for name, value in (now.tiers or {}).items():
-            gauge = GaugeMetricFamily(f"saccade:kv_{tier}_{name}", _TIERS[name], labels=["model_name"])
+            said = _TIERS[name.removeprefix("disk_")]
+            full = name if name.startswith("disk_") else f"{tier}_{name}"
+            gauge = GaugeMetricFamily(f"saccade:kv_{full}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         for name, said in _STORED.items() if stored else ():

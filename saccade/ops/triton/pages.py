@@ -71,15 +71,21 @@ def launch_copies(
     (an integer there, at most ``most``) are taken. ``which`` may be negative: that one is passed over. With as many
     ``lists`` as there are KV heads, each with a row of ``which``, ``where`` and ``count`` (its first entry), a list is
     of what lies in blocks of its head alone."""
-    words = source[0][0].numel() * source[0].element_size() // 8 // lists if len(source[0]) else 0
+    words = words_of(source[0], lists)
     if not most or not words:
         return
-    tiles = 2 * -(-words // WORDS)
+    tiles = -(-words // WORDS)
     list_row, count_row = (0, 0) if lists == 1 else (which.stride(0), count.stride(0))
-    _copy[(min(COPIERS, most * tiles * lists),)](
+    _copy[(min(COPIERS, most * 2 * tiles * lists),)](
         source[0].data_ptr(), source[1].data_ptr(), target[0].data_ptr(), target[1].data_ptr(), which, where, count,
-        list_row, count_row, LISTS=lists, PIECES=words, TILES=tiles // 2, WIDTH=WORDS, num_warps=4,
+        list_row, count_row, LISTS=lists, PADDED=pad(lists, 1), PIECES=words, TILES=tiles, WIDTH=WORDS, num_warps=4,
     )  # fmt: skip
+
+
+def words_of(part: Tensor, lists: int) -> int:
+    """Words of 8 bytes of the keys, or of the values, of a block in ``part``, or of one KV head of it where there are
+    ``lists`` for each."""
+    return part[0].numel() * part.element_size() // 8 // lists if len(part) else 0
 
 
 def resolve(
@@ -105,31 +111,43 @@ def resolve(
 )
 def _copy(
     k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
-    LISTS: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    LISTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks and of the values', one after the other; the
-    lists' tiles follow each other, so that programs have the same share of all of them. The addresses are integers, for
-    Triton takes no tensor of the host."""
+    copy_lists(
+        tl.program_id(0), tl.num_programs(0), k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
+        LISTS, PADDED, PIECES, TILES, WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def copy_lists(
+    program, programs, k_from, v_from, k_to, v_to, which, where, count, list_row, count_row,
+    LISTS: tl.constexpr, PADDED: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The share of one of ``programs`` that copy: tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks
+    and of the values', one after the other; the lists' tiles follow each other, so that programs have the same share
+    of all of them. ``PADDED``: a power of two from ``LISTS`` on. The addresses are integers, for Triton takes no tensor
+    of the host."""
     word = tl.pointer_type(tl.int64)
     step = tl.arange(0, WIDTH)
-    programs = tl.num_programs(0)
-    first = tl.program_id(0)
-    for own in tl.range(0, LISTS):
-        tiles = tl.load(count + own * count_row).to(tl.int32) * 2 * TILES
-        for tile in tl.range(first, tiles, programs):
-            item, part = tile // (2 * TILES), tile % (2 * TILES)
-            block = tl.load(which + own * list_row + item).to(tl.int64)
-            place = tl.load(where + own * list_row + item).to(tl.int64)
-            source, target = k_from, k_to
-            if part >= TILES:
-                source, target = v_from, v_to
-                part -= TILES
-            at = part * WIDTH + step
-            inside = at < tl.where(block >= 0, PIECES, 0)
-            ours = tl.multiple_of((source + (block * LISTS + own) * PIECES * 8).to(word), 16)
-            theirs = tl.multiple_of((target + (place * LISTS + own) * PIECES * 8).to(word), 16)
-            tl.store(theirs + at, tl.load(ours + at, mask=inside, other=0), mask=inside)
-        first = (first + programs - tiles % programs) % programs
+    lists = tl.arange(0, PADDED)
+    ends = tl.cumsum(tl.load(count + lists * count_row, mask=lists < LISTS, other=0).to(tl.int32) * 2 * TILES, 0)
+    for tile in tl.range(program, tl.max(ends, 0), programs):
+        before = ends <= tile
+        own = tl.sum(before.to(tl.int32), 0)
+        rest = tile - tl.max(tl.where(before, ends, 0), 0)
+        item, part = rest // (2 * TILES), rest % (2 * TILES)
+        block = tl.load(which + own * list_row + item).to(tl.int64)
+        place = tl.load(where + own * list_row + item).to(tl.int64)
+        source, target = k_from, k_to
+        if part >= TILES:
+            source, target = v_from, v_to
+            part -= TILES
+        at = part * WIDTH + step
+        inside = at < tl.where(block >= 0, PIECES, 0)
+        ours = tl.multiple_of((source + (block * LISTS + own) * PIECES * 8).to(word), 16)
+        theirs = tl.multiple_of((target + (place * LISTS + own) * PIECES * 8).to(word), 16)
+        tl.store(theirs + at, tl.load(ours + at, mask=inside, other=0), mask=inside)
 
 
 @triton.jit(
@@ -142,11 +160,20 @@ def _resolve(
 ):  # fmt: skip
     """``STEP`` blocks of one row in one layer, of one head's slots or of those that all heads share."""
     part, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at = tl.program_id(2) * STEP + tl.arange(0, STEP)
-    real = at < tl.cdiv(tl.load(lengths + row), SIZE)
-    block = tl.load(blocks + row * block_row + at, mask=real, other=0)
-    slot = tl.load(slots + part * logical + block, mask=real, other=-1)
     table = tables + (part // HEADS) * table_layer + row * table_row + (part % HEADS) * table_head
+    resolve_row(
+        slots + part * logical, blocks + row * block_row, tl.load(lengths + row), table, tl.program_id(2), absent,
+        SIZE, STEP,
+    )  # fmt: skip
+
+
+@triton.jit
+def resolve_row(slots, blocks, length, table, number, absent, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """The ``number``-th ``STEP`` blocks of a row of ``length`` keys: their ``slots`` into ``table``."""
+    at = number * STEP + tl.arange(0, STEP)
+    real = at < tl.cdiv(length, SIZE)
+    block = tl.load(blocks + at, mask=real, other=0)
+    slot = tl.load(slots + block, mask=real, other=-1)
     tl.store(table + at, tl.where(slot < 0, absent, slot), mask=real)
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from saccade.kv.blocks import BlockManager
 from saccade.kv.host import HostTier
-from saccade.kv.offers import COUNT, END, HITS, LISTED, MISSED, NEXT, SHORT, STEP, WANTED, Offers
+from saccade.kv.offers import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, SHORT, STEP, WANTED, Offers
 from saccade.ops.triton import pages as block_pages
+from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists, Pages
 
-ENTRIES = 256  # of a list that a program looks at
+ENTRIES = 256  # of a list that a program looks at together: of what a layer reads, and of slots to be taken
 LEAST_RANKED = 16  # blocks of a ranking that are brought in
-TAKEN = 1024  # listed slots that are looked at together
 
 
 def bring_in(
@@ -34,27 +34,21 @@ def bring_in(
     tiers = pool.tiers
     assert tiers is not None
     assert isinstance(tiers.tier, HostTier)
-    for lists in wanted:
-        _look(pool, offers, layer, logical, pages, lists)
-    page, head = pages.k.shape[2], offers.head
-    _take[(pool.rows,)](
-        pool.slots, offers.cells, offers.listed, offers.holding, offers.taken, offers.stamp, offers.missing,
-        offers.which, offers.where, head, layer, pool.layers, pool.logical_blocks, offers.stamp.shape[1],
-        HEAD=head.shape[1], FIFO=tiers.policy == "fifo", WIDTH=TAKEN,
-        W_STEP=STEP, W_SHORT=SHORT, W_NEXT=NEXT, W_END=END, W_LISTED=LISTED,
-        W_MISSED=MISSED, W_WANTED=WANTED, W_COUNT=COUNT, num_warps=8,
+    for number, lists in enumerate(wanted, 1):
+        _look(pool, offers, layer, logical, pages, lists, last=number == len(wanted))
+    rows, page, heads = pages.lengths.shape[0], pages.k.shape[2], pool.rows
+    words = block_pages.words_of(tiers.tier.k, heads)
+    tiles = -(-words // block_pages.WORDS)
+    looks = triton.cdiv(triton.cdiv(pages.longest, page), block_pages.RESOLVED)  # programs for a row of a table
+    copiers = block_pages.COPIERS
+    _fetch[(copiers + heads * rows * looks,)](
+        tiers.tier.k.data_ptr(), tiers.tier.v.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(),
+        offers.which, offers.where, offers.head, pool.slots, logical, pages.lengths, pages.tables,
+        layer, pool.logical_blocks, logical.stride(0), *pages.table_strides, tiers.guard, looks, rows,
+        COPIERS=copiers, HEADS=heads, PADDED=pad(heads, 1), HEAD=offers.head.shape[1], PIECES=words, TILES=tiles,
+        WIDTH=block_pages.WORDS, SIZE=page, STEP=block_pages.RESOLVED, W_COUNT=COUNT, num_warps=4,
+        **launched(pages.k.device),
     )  # fmt: skip
-    block_pages.launch_copies(
-        (tiers.tier.k, tiers.tier.v),
-        offers.which,
-        (pages.k, pages.v),
-        offers.where,
-        head[:, COUNT:],
-        pool.logical_blocks,
-        pool.rows,
-    )
-    part = pool.slots[layer : layer + 1]
-    block_pages.resolve(part, logical, pages.lengths, page, pages.longest, pages.tables[None], absent=tiers.guard)
 
 
 def bring_in_ranked(
@@ -87,8 +81,10 @@ def follow_reach(offers: Offers, layer: int, used: Tensor, microbatch: int, rank
 
 
 def _look(
-    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, lists: KeyLists | None
+    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, lists: KeyLists | None, last: bool
 ) -> None:
+    tiers = pool.tiers
+    assert tiers is not None
     rows, page = pages.lengths.shape[0], pages.k.shape[2]
     size, units = (0, 1) if lists is None else (lists.size, lists.units)
     longest = -(-pages.longest // page) if lists is None else lists.longest
@@ -98,11 +94,13 @@ def _look(
         pool.slots, logical, pages.lengths,
         none if lists is None or lists.counts is None else lists.counts,
         none if lists is None else lists.indices,
-        offers.stamp, offers.mark, offers.missing, offers.head, layer, pool.layers, pool.logical_blocks,
+        offers.stamp, offers.mark, offers.missing, offers.head, offers.cells, offers.listed, offers.holding,
+        offers.taken, offers.which, offers.where, layer, pool.layers, pool.logical_blocks,
         offers.stamp.shape[1], logical.stride(0), longest,
         UNITS=units, HEADS=pool.rows, WIDE=wide, HEAD=offers.head.shape[1],
-        SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, W_STEP=STEP, W_HITS=HITS,
-        W_WANTED=WANTED, num_warps=4,
+        SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, LAST=last, FIFO=tiers.policy == "fifo",
+        W_STEP=STEP, W_SHORT=SHORT, W_NEXT=NEXT, W_END=END, W_LISTED=LISTED, W_HITS=HITS, W_MISSED=MISSED,
+        W_WANTED=WANTED, W_COUNT=COUNT, W_ARRIVED=ARRIVED, num_warps=4, **launched(pages.k.device),
     )  # fmt: skip
 
 
@@ -111,17 +109,20 @@ def _look(
     do_not_specialize_on_alignment=["slots", "logical", "lengths", "counts", "indices"],
 )
 def _want(
-    slots, logical, lengths, counts, indices, stamp, mark, missing, head, layer, layers, blocks, places, logical_row,
-    longest,
+    slots, logical, lengths, counts, indices, stamp, mark, missing, head, cells, listed, holding, taken, which, where,
+    layer, layers, blocks, places, logical_row, longest,
     UNITS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr,
-    SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr,
-    W_STEP: tl.constexpr, W_HITS: tl.constexpr, W_WANTED: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr, LAST: tl.constexpr,
+    FIFO: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
+    W_LISTED: tl.constexpr, W_HITS: tl.constexpr, W_MISSED: tl.constexpr, W_WANTED: tl.constexpr,
+    W_COUNT: tl.constexpr, W_ARRIVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stamp the slots of what one row's list names, and gather the blocks that have none, each once; for one KV head
-    that has slots of its own, or for all of them."""
+    that has slots of its own, or for all of them. With ``LAST`` the last program of a head to end takes slots."""
+    begin(EARLY)
     unit, row = tl.program_id(1) * UNITS // WIDE, tl.program_id(2).to(tl.int64)
     own = tl.program_id(1) * HEADS // WIDE
-    slots += (layer * HEADS + own) * blocks
+    base = (layer * HEADS + own) * blocks
     stamp += own * places
     mark += own * blocks
     missing += own * blocks
@@ -132,83 +133,116 @@ def _want(
     if SIZE == 0:
         count = tl.cdiv(length, PAGE)
         first = number
-        listed = number < count
+        named = number < count
     else:
         entry = row * UNITS + unit
         count = tl.load(counts + entry).to(tl.int32)
-        listed = number < count
-        first = tl.load(indices + entry * longest + number, mask=listed, other=0).to(tl.int32) * SIZE // PAGE
-    for more in tl.static_range(PAGES):
-        page = first + more
-        real = listed & (page * PAGE < length)
-        block = tl.load(logical + row * logical_row + page, mask=real, other=0)
-        slot = tl.load(slots + block, mask=real, other=-1)
-        here = real & (slot >= 0)
-        before = tl.atomic_xchg(stamp + tl.where(here, slot, 0), now, mask=here)
-        tl.atomic_add(head + W_HITS, tl.sum((here & (before != now)).to(tl.int32)))
-        gone = real & (slot < 0)
-        before = tl.atomic_xchg(mark + block, now, mask=gone)
-        fresh = gone & (before != now)
-        ones = fresh.to(tl.int32)
-        total = tl.sum(ones)
-        if total > 0:
-            place = tl.atomic_add(head + W_WANTED, total) + tl.cumsum(ones, 0) - ones
-            tl.store(missing + place, block, mask=fresh)
+        named = number < count
+        first = tl.load(indices + entry * longest + number, mask=named, other=0).to(tl.int32) * SIZE // PAGE
+    if tl.program_id(0) * STEP < count:
+        for more in tl.static_range(PAGES):
+            page = first + more
+            real = named & (page * PAGE < length)
+            block = tl.load(logical + row * logical_row + page, mask=real, other=0)
+            slot = tl.load(slots + base + block, mask=real, other=-1)
+            here = real & (slot >= 0)
+            before = tl.atomic_xchg(stamp + tl.where(here, slot, 0), now, mask=here, sem="relaxed")
+            tl.atomic_add(head + W_HITS, tl.sum((here & (before != now)).to(tl.int32)), sem="relaxed")
+            gone = real & (slot < 0)
+            if tl.max(gone.to(tl.int32), 0) > 0:
+                before = tl.atomic_xchg(mark + block, now, mask=gone, sem="relaxed")
+                fresh = gone & (before != now)
+                ones = fresh.to(tl.int32)
+                place = tl.atomic_add(head + W_WANTED, tl.sum(ones), sem="relaxed") + tl.cumsum(ones, 0) - ones
+                tl.store(missing + place, block, mask=fresh)
+    if LAST:
+        each = tl.num_programs(0) * (WIDE // HEADS) * tl.num_programs(2)  # programs of a head
+        tl.debug_barrier()  # all threads' stores come before the arrival that one of them announces
+        if tl.atomic_add(head + W_ARRIVED, 1, sem="acq_rel", scope="gpu") == each - 1:
+            tl.store(head + W_ARRIVED, 0)
+            # Read past this processor's cache, which may hold the word as it was when others came.
+            wanted = tl.atomic_xchg(head + W_WANTED, 0, sem="acquire")
+            _take(
+                slots + base, cells + base, listed + own * places, holding + own * places, taken + own * places,
+                stamp, missing, which + own * blocks, where + own * blocks, head, slots, base, now, wanted,
+                FIFO, STEP, W_SHORT, W_NEXT, W_END, W_LISTED, W_MISSED, W_COUNT,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "layers", "blocks", "places"])
+@triton.jit
 def _take(
-    slots, cells, listed, holding, taken, stamp, missing, which, where, head, layer, layers, blocks, places,
-    HEAD: tl.constexpr, FIFO: tl.constexpr, WIDTH: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr,
-    W_NEXT: tl.constexpr, W_END: tl.constexpr, W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_WANTED: tl.constexpr,
-    W_COUNT: tl.constexpr,
+    own_slots, cells, listed, holding, taken, stamp, missing, which, where, head, slots, base, now, wanted,
+    FIFO: tl.constexpr, WIDTH: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
+    W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One program for a KV head, or for all: the layer's misses take listed slots in order, passing over those that are
-    used."""
-    own = tl.program_id(0)
-    base = (layer * tl.num_programs(0) + own) * blocks
-    listed += own * places
-    holding += own * places
-    taken += own * places
-    stamp += own * places
-    missing += own * blocks
-    which += own * blocks
-    where += own * blocks
-    head += own * HEAD
-    now = tl.load(head + W_STEP) * layers + layer
-    limit = now
-    if not FIFO:
-        limit = tl.load(head + W_LISTED)
-    wanted, at, end = tl.load(head + W_WANTED), tl.load(head + W_NEXT), tl.load(head + W_END)
-    done, short = wanted * 0, wanted * 0
-    step = tl.arange(0, WIDTH)
-    while (done < wanted) & (at < end):
-        inside = at + step < end
-        slot = tl.load(listed + at + step, mask=inside, other=-1)
-        seen = tl.load(stamp + tl.where(slot >= 0, slot, 0), mask=slot >= 0, other=0)
-        free = (slot >= 0) & (seen < limit)
-        rank = done + tl.cumsum(free.to(tl.int32), 0) - 1
-        use = free & (rank < wanted)
-        part = base + tl.load(missing + tl.where(use, rank, 0), mask=use, other=0)
-        cell = tl.load(cells + part, mask=use, other=1)
-        left = tl.load(holding + at + step, mask=use, other=-1)
-        short += tl.sum((use & (cell <= 0)).to(tl.int32))  # nobody knows where it lies: the host is to say so
-        comes = use & (cell > 0)
-        tl.store(slots + tl.where(left >= 0, left, 0), -1, mask=comes & (left >= 0))
-        tl.store(slots + part, slot, mask=comes)
-        tl.store(stamp + tl.where(comes, slot, 0), now, mask=comes)
-        tl.store(taken + at + step, part, mask=comes)
-        tl.store(which + tl.where(use, rank, 0), tl.where(comes, cell - 1, -1), mask=use)
-        tl.store(where + tl.where(use, rank, 0), slot, mask=use)
-        done += tl.sum(use.to(tl.int32))
-        last = tl.max(tl.where(use, step + 1, 0), 0)
-        at = tl.minimum(tl.where(done >= wanted, at + last, at + WIDTH), end)
-    tl.store(head + W_NEXT, at)
-    tl.store(head + W_COUNT, done)
-    tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
-    tl.store(head + W_WANTED, 0)
-    if (done < wanted) | (short > 0):
-        tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
+    """For a KV head, or for all: the ``wanted`` misses of a layer, whose parts begin at ``base``, take listed slots in
+    order, passing over those that are used."""
+    tl.store(head + W_COUNT, wanted)
+    if wanted > 0:
+        limit = now
+        if not FIFO:
+            limit = tl.load(head + W_LISTED)
+        at, end = tl.load(head + W_NEXT), tl.load(head + W_END)
+        done, short = wanted * 0, wanted * 0
+        step = tl.arange(0, WIDTH)
+        while (done < wanted) & (at < end):
+            inside = at + step < end
+            slot = tl.load(listed + at + step, mask=inside, other=-1)
+            seen = tl.load(stamp + tl.where(slot >= 0, slot, 0), mask=slot >= 0, other=0, cache_modifier=".cg")
+            left = tl.load(holding + at + step, mask=inside, other=-1)
+            free = (slot >= 0) & (seen < limit)
+            rank = done + tl.cumsum(free.to(tl.int32), 0) - 1
+            use = free & (rank < wanted)
+            block = tl.load(missing + tl.where(use, rank, 0), mask=use, other=0, cache_modifier=".cg")
+            cell = tl.load(cells + block, mask=use, other=1)
+            short += tl.sum((use & (cell <= 0)).to(tl.int32))  # nobody knows where it lies: the host is to say so
+            comes = use & (cell > 0)
+            tl.store(slots + tl.where(left >= 0, left, 0), -1, mask=comes & (left >= 0))
+            tl.store(own_slots + block, slot, mask=comes)
+            tl.store(stamp + tl.where(comes, slot, 0), now, mask=comes)
+            tl.store(taken + at + step, base + block, mask=comes)
+            tl.store(which + tl.where(use, rank, 0), tl.where(comes, cell - 1, -1), mask=use)
+            tl.store(where + tl.where(use, rank, 0), slot, mask=use)
+            done += tl.sum(use.to(tl.int32))
+            last = tl.max(tl.where(use, step + 1, 0), 0)
+            at = tl.minimum(tl.where(done >= wanted, at + last, at + WIDTH), end)
+        tl.store(head + W_NEXT, at)
+        tl.store(head + W_COUNT, done)
+        tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
+        if (done < wanted) | (short > 0):
+            tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "k_from", "v_from", "k_to", "v_to", "layer", "blocks", "logical_row", "table_row", "table_head", "guard",
+        "looks", "rows",
+    ],
+    do_not_specialize_on_alignment=["which", "where", "head", "slots", "logical", "lengths", "tables"],
+)  # fmt: skip
+def _fetch(
+    k_from, v_from, k_to, v_to, which, where, head, slots, logical, lengths, tables, layer, blocks, logical_row,
+    table_row, table_head, guard, looks, rows,
+    COPIERS: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr, HEAD: tl.constexpr, PIECES: tl.constexpr,
+    TILES: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, W_COUNT: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """The first programs copy what comes for a layer; the others look up where its rows' blocks lie from now on."""
+    begin(EARLY)
+    program = tl.program_id(0)
+    if program < COPIERS:
+        block_pages.copy_lists(
+            program, COPIERS, k_from, v_from, k_to, v_to, which, where, head + W_COUNT, blocks, HEAD, HEADS, PADDED,
+            PIECES, TILES, WIDTH,
+        )  # fmt: skip
+    else:
+        program -= COPIERS
+        own, row, part = program % HEADS, (program // HEADS) % rows, program // HEADS // rows
+        table = tables + row.to(tl.int64) * table_row + own.to(tl.int64) * table_head
+        block_pages.resolve_row(
+            slots + (layer * HEADS + own).to(tl.int64) * blocks, logical + row.to(tl.int64) * logical_row,
+            tl.load(lengths + row), table, part, guard, SIZE, STEP,
+        )  # fmt: skip
 
 
 @triton.jit(
