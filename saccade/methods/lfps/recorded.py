@@ -75,7 +75,7 @@ class ForeseenKeys(OwnReading):
         from saccade.methods.lfps.triton_row_candidates import candidates, scan
         from saccade.methods.lfps.triton_row_choice import choose, read_values
         from saccade.methods.lfps.triton_row_learning import take_in
-        from saccade.methods.lfps.triton_row_rest import bypasses, join_rest, left_out
+        from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
         from saccade.ops.triton.beside import Beside
@@ -91,15 +91,11 @@ class ForeseenKeys(OwnReading):
         seen = scan(rows, units, limits)
         beside.join()
         found = candidates(rows, units, seen, idle, blocks, self.size)
-        beside = Beside(rows.q.device)
-        with beside.run():
-            rest = left_out(rows, found.marks, found.listed, idle, instead, units)
-            scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
-        beside.join()
-        out, lse = join_rest(rows, parts, lse, rest, units)
+        out, lse = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
+        scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
         return LayerRead(out, lse, chosen.lists, None, scored)
 
 

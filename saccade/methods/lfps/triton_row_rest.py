@@ -11,8 +11,7 @@ from torch import Tensor
 from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
 from saccade.methods.lfps.triton_stand_ins import _add_up, _logits, _row, _span
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.beside import LATE
-from saccade.ops.triton.common import begin, pad
+from saccade.ops.triton.common import begin
 
 MOST_PROBES = 128
 
@@ -31,28 +30,26 @@ def bypasses(rows: LayerRows) -> tuple[Tensor, Tensor]:
     return idle, instead
 
 
-def left_out(rows: LayerRows, marks: Tensor, listed: Tensor, idle: Tensor, instead: Tensor, units: int) -> Tensor:
-    """What all the keys weigh that a head does not read, float32 [rows, heads], as log-sum-exp; -inf where nothing
-    stands for them. This may run beside what the current stream does."""
+def join_rest(
+    rows: LayerRows,
+    parts: Tensor,
+    lse: Tensor,
+    marks: Tensor,
+    listed: Tensor,
+    idle: Tensor,
+    instead: Tensor,
+    units: int,
+) -> tuple[Tensor, Tensor]:
+    """What was read, ``parts`` and ``lse``, with what stands for the keys that were not: out like the queries, and
+    log-sum-exp."""
     q = query_of(rows)
-    rest = torch.empty(rows.count, rows.heads, dtype=torch.float32, device=q.device)
-    _leave_out[(rows.heads, rows.count)](
-        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, marks, listed, idle, instead,
-        rest, q.stride(0), q.stride(1), *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0),
-        marks.shape[1], rows.scale, rows.softcap or 0.0,
-        **{**static(rows, UNITS=units, MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4), **LATE},
-    )  # fmt: skip
-    return rest
-
-
-def join_rest(rows: LayerRows, parts: Tensor, lse: Tensor, rest: Tensor, units: int) -> tuple[Tensor, Tensor]:
-    """What was read, ``parts`` and ``lse``, with the mean value at the weight ``rest``, which was found beside the
-    current stream: out like the queries, and log-sum-exp."""
-    joined, total = torch.empty_like(query_of(rows)), torch.empty_like(lse)
+    joined, total = torch.empty_like(q), torch.empty_like(lse)
     _join[(rows.heads, rows.count)](
-        rows.pages.lengths, rows.words, rest, parts, lse, joined, total, joined.stride(0), joined.stride(1),
-        rows.words.stride(0), parts.shape[2], HEADS=rows.heads, KV_HEADS=rows.kv_heads, UNITS=units,
-        D=rows.q.shape[2], D_PAD=pad(rows.q.shape[2]), num_warps=2, **LATE,
+        q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, marks, listed, idle, instead,
+        parts, lse, joined, total, q.stride(0), q.stride(1), joined.stride(0), joined.stride(1),
+        *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), marks.shape[1], parts.shape[2],
+        rows.scale, rows.softcap or 0.0,
+        **static(rows, UNITS=units, MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4),
     )  # fmt: skip
     return joined, total
 
@@ -100,28 +97,31 @@ def _bypass(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "width"],
+    do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "width", "splits"],
     do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "marks", "listed", "idle", "instead"],
 )
-def _leave_out(
-    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, left_out, q_row, q_head, table_stride,
-    table_head, word_row, real_row, width, scale, softcap,
+def _join(
+    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, parts, lse, joined, total, q_row,
+    q_head, to_row, to_head, table_stride, table_head, word_row, real_row, width, splits, scale, softcap,
     UNITS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``stand_ins.sampled_rest``, or what stands for a bypassed head."""
+    """``stand_ins.sampled_rest``, or what stands for a bypassed head, merged by log-sum-exp."""
     begin(EARLY)
     head, row = tl.program_id(0), tl.program_id(1)
     kv_head = head // (HEADS // KV_HEADS)
     entry = row * HEADS + head
     length = tl.load(lengths + row)
     rest = tl.full([], float("-inf"), tl.float32)
+    channel = tl.arange(0, D_PAD)
+    value = tl.zeros([D_PAD], tl.float32)
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
         first = tl.load(own).to(tl.int32)
         n, dense, _take, local = budget_at(own, reals, length, first)
         if dense == 0:
+            value = _row(pointer(own, 20, tl.float32), kv_head, D, D, D_PAD)
             count = tl.load(own + 7).to(tl.int32)
             if tl.load(idle + entry) != 0:
                 rest = tl.load(instead + entry)
@@ -146,28 +146,7 @@ def _leave_out(
                 left = (size - tl.load(listed + unit)).to(tl.float32)
                 left = left / tl.maximum(tl.sum(free.to(tl.int32), 0), 1)
                 rest = _add_up(scores) + tl.log(tl.maximum(left, 1e-30))
-    tl.store(left_out + entry, rest)
-
-
-@triton.jit(
-    do_not_specialize=["word_row", "splits"],
-    do_not_specialize_on_alignment=["lengths", "words", "left_out", "lse", "total"],
-)
-def _join(
-    lengths, words, left_out, parts, lse, joined, total, to_row, to_head, word_row, splits,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Merged by log-sum-exp."""
-    begin(EARLY)
-    head, row = tl.program_id(0), tl.program_id(1)
-    entry = row * HEADS + head
-    channel = tl.arange(0, D_PAD)
-    rest, own_lse = tl.load(left_out + entry), tl.load(lse + entry)
-    value = tl.zeros([D_PAD], tl.float32)
-    if (tl.load(lengths + row) > 0) & (rest > float("-inf")):
-        means = pointer(words + row.to(tl.int64) * word_row, 20, tl.float32)
-        value = _row(means, head // (HEADS // KV_HEADS), D, D, D_PAD)
+    own_lse = tl.load(lse + entry)
     top = tl.maximum(own_lse, rest)
     top = tl.where(top == float("-inf"), 0.0, top)
     mine, others = tl.exp(own_lse - top), tl.exp(rest - top)
