@@ -3,7 +3,8 @@
     python benchmarks/scale_out.py [--replicas 1,2,4] [--sessions 16] [--turns 4] [--tokens 40] [--kill]
 
 Starts ``saccade serve --ray`` with a tiny random Llama for each number of replicas, and has that many clients hold
-conversations of several turns, each turn streamed and of some hundred new tokens. ``--kill`` sends SIGKILL to one
+conversations of several turns, each turn streamed and of some hundred new tokens. All of them join one Ray, which this
+script starts; *up* is how long a server took until it served. ``--kill`` sends SIGKILL to one
 replica in the middle of each run and counts how its clients' streams ended: complete, with an error event, or cut off
 unmarked, of which there must be none (exit code 1). A client whose turn failed asks again, as OpenAI's own do.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -29,6 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import httpx
+import ray
 from tiny_models import make_checkpoint, random_ids
 
 ENGINE = "ServeReplica:saccade:engine"
@@ -93,13 +96,13 @@ async def converse(client: httpx.AsyncClient, number: int, given: argparse.Names
             run.lost += 1
 
 
-def engines(server: int) -> list[int]:
-    """Processes of engine replicas among those that descend from the server."""
+def engines() -> list[int]:
+    """Processes of engine replicas among those that descend from this one."""
     parents: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parents[int(place.name)] = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
-    own, more = {server}, {server}
+    own, more = {os.getpid()}, {os.getpid()}
     while more:
         more = {one for one, parent in parents.items() if parent in more} - own
         own |= more
@@ -113,7 +116,7 @@ def _command(process: int) -> str:
         return ""
 
 
-async def load(url: str, server: int, given: argparse.Namespace) -> tuple[Run, float]:
+async def load(url: str, given: argparse.Namespace) -> tuple[Run, float]:
     run, began = Run(), time.perf_counter()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
@@ -121,7 +124,7 @@ async def load(url: str, server: int, given: argparse.Namespace) -> tuple[Run, f
         if given.kill:
             while run.ends["complete"] < given.sessions:
                 await asyncio.sleep(0.05)
-            os.kill(engines(server)[0], signal.SIGKILL)
+            os.kill(engines()[0], signal.SIGKILL)
         await asyncio.gather(*talks)
     return run, time.perf_counter() - began
 
@@ -132,20 +135,22 @@ def measure(replicas: int, folder: str, given: argparse.Namespace) -> Run:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "saccade", "serve", folder, "--ray", "--port", str(port), "--one-process"]
     command += ["--replicas", str(replicas), "--replica-cpus", str(given.cpus), "--kv-memory", "64MiB"]
+    began = time.perf_counter()
     server = subprocess.Popen(
         [*command, "--threads", "1", "--log-level", "error"], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert server.stderr is not None
         url = next(json.loads(line)["address"] for line in server.stderr if line.startswith('{"message": "serving"'))
-        run, seconds = asyncio.run(load(url, server.pid, given))
+        up = time.perf_counter() - began
+        run, seconds = asyncio.run(load(url, given))
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=120)
     waits = sorted(run.waits)
     ends = ", ".join(f"{count} {name}" for name, count in sorted(run.ends.items()))
     print(
-        f"{replicas:8} {run.tokens / seconds:10.0f} {1000 * waits[len(waits) // 2]:12.0f} "
+        f"{replicas:8} {up:6.1f} {seconds:6.1f} {run.tokens / seconds:10.0f} {1000 * waits[len(waits) // 2]:12.0f} "
         f"{1000 * waits[int(0.95 * len(waits))]:12.0f} {run.cached / max(1, run.prompt):9.0%}   {ends}; "
         f"{run.again} asked again, {run.lost} never answered",
         flush=True,
@@ -162,10 +167,21 @@ def main() -> None:
     parser.add_argument("--cpus", type=float, default=0.25, help="of each replica, as Ray counts them")
     parser.add_argument("--kill", action="store_true")
     given = parser.parse_args()
-    print(f"{'replicas':>8} {'tokens/s':>10} {'TTFT p50 ms':>12} {'TTFT p95 ms':>12} {'cached':>9}   how streams ended")
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint("llama", Path(folder), max_position_embeddings=2048)
-        runs = [measure(int(count), folder, given) for count in given.replicas.split(",")]
+    print(
+        f"{'replicas':>8} {'up, s':>6} {'run, s':>6} {'tokens/s':>10} {'TTFT p50 ms':>12} {'TTFT p95 ms':>12} "
+        f"{'cached':>9}   how streams ended",
+        flush=True,
+    )
+    counts = [int(count) for count in given.replicas.split(",")]
+    needed = math.ceil(max(counts) * given.cpus) + 1  # the ingress takes a tenth
+    ray.init(num_cpus=max(needed, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint("llama", Path(folder), max_position_embeddings=2048)
+            runs = [measure(count, folder, given) for count in counts]
+    finally:
+        ray.shutdown()
     if any(run.ends["CUT OFF UNMARKED"] or run.lost for run in runs):
         sys.exit("an answer was cut off unmarked, or never came")
 

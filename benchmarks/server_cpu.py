@@ -18,8 +18,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections import deque
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -37,6 +39,14 @@ def seconds(pid: int) -> float:
 
 def children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def address(server: subprocess.Popen[str]) -> str:
+    """Where a server answers, once it does. What it logs afterwards is read and dropped: a full pipe would stop it."""
+    assert server.stderr is not None
+    found: str = next(json.loads(line)["address"] for line in server.stderr if '"serving"' in line)
+    threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()
+    return found
 
 
 def body(endpoint: str, seed: int, tokens: int, stream: bool) -> bytes:
@@ -112,12 +122,11 @@ def main() -> None:
         command += ["--one-process"] if given.one_process else []
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
-            assert server.stderr is not None
-            url = next(json.loads(line)["address"] for line in server.stderr if '"serving"' in line)
+            url = address(server)
             measure(given, url, server.pid)
         finally:
             server.send_signal(signal.SIGTERM)
-            server.communicate(timeout=60)
+            server.wait(60)
 
 
 def measure(given: argparse.Namespace, url: str, server: int) -> None:

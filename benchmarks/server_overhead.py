@@ -2,11 +2,11 @@
 process, and how much later a token arrives.
 
     python benchmarks/server_overhead.py [--model random-8b:8] [--device cuda] [--streams 32] [--prompt 1024]
-        [--tokens 256] [--rounds 3] [--policy dense] [--client-cores 2]
+        [--tokens 256] [--warm 4] [--rounds 3] [--policy dense] [--client-cores 2]
 
 The engine by itself answers all prompts in one batch; then ``saccade serve`` (its engine in a process of its own)
 answers the same prompts as streams that one client of plain sockets reads, on cores of its own where there are enough.
-Rounds of both follow a first one that compiles and fills the shared prefixes. *added*: the 99th percentile of gaps
+Rounds of both follow some that compile, record steps and fill the shared prefixes. *added*: the 99th percentile of gaps
 between two tokens at the client, less the median step of the engine by itself, and less its own 99th percentile.
 Answers are held to letters, since a random model's are hardly text, and a stream says nothing where there is none.
 """
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from server_cpu import PATHS, post
+from server_cpu import PATHS, address, post
 
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
@@ -104,7 +104,7 @@ def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) 
     settings = {"max_model_len": given.prompt + given.tokens + 64, "max_requests": given.streams}
     settings["enable_prefix_caching"] = True
     with LLM(model, dtype=given.dtype, device=given.device, **settings) as llm:
-        for number in range(given.rounds + 1):
+        for number in range(given.warm + given.rounds):
             began = time.perf_counter()
             messages = [AddRequest(new_request_id(), ids, params, policy) for ids in prompts]
             streams = [Clocked(one.request_id) for one in messages]
@@ -114,7 +114,7 @@ def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) 
                     pass
                 error = None if last.outcome is None else last.outcome.error
                 assert error is None, error
-            if number:
+            if number >= given.warm:
                 seen.add(began, [one.times for one in streams])
     return seen
 
@@ -133,21 +133,19 @@ def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> 
     os.sched_setaffinity(0, own)
     seen = Seen()
     try:
-        assert server.stderr is not None
-        url = next(json.loads(line)["address"] for line in server.stderr if '"serving"' in line)
-        host, port = url.removeprefix("http://").split(":")
+        host, port = address(server).removeprefix("http://").split(":")
         common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": given.tokens}
         common |= {"policy": given.policy, "logit_bias": LETTERS}
         bodies = [json.dumps({**common, "prompt": ids}).encode() for ids in prompts]
-        for number in range(given.rounds + 1):
+        for number in range(given.warm + given.rounds):
             began = time.perf_counter()
             times = arrivals([post((host, int(port)), PATHS["completions"], one) for one in bodies])
-            if number:
+            if number >= given.warm:
                 seen.add(began, times)
     finally:
         os.sched_setaffinity(0, set(cores))
         server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+        server.wait(60)
     return seen
 
 
@@ -159,6 +157,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policy", default="dense")
     parser.add_argument("--client-cores", type=int, default=2)

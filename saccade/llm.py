@@ -19,6 +19,7 @@ from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
+from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.tier import Tier
 from saccade.machine import available_bytes, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
@@ -293,10 +294,14 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"need one each; give at least {layers * per_block} bytes"
         )
     storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
-    apart = config.kv_unit == "head" and spec.kv_heads > 1
+    apart, compute = config.kv_unit == "head" and spec.kv_heads > 1, config.kv_compute
     tier: Tier
-    if config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=config.kv_compute)
+    if config.kv_host is not None and config.kv_disk is not None:
+        folder, most = folder_and_size(config.kv_disk, "kv_disk")
+        size = parse_bytes(config.kv_host, "kv_host")
+        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute)
+    elif config.kv_host is not None:
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=compute)
     elif config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)

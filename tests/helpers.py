@@ -201,6 +201,10 @@ MATRIX = (
             {"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 0, "flatten": False},
             {"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 128, "max_budget": 256, "mode": "paper"},
             {"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 0, "mode": "reference"},
+            {
+                **{"gamma": 0.7, "tau": 0.3, "block_size": 64, "min_budget": 0, "mode": "paper"},
+                **{"pattern_rows": "middle", "index_rows": "middle"},
+            },
         ),
         {"gamma": 1.0, "min_budget": 0},
         budget=lambda m: {"gamma": 0.5, "min_budget": m, "block_size": 64},
@@ -315,6 +319,18 @@ MATRIX = (
         boundary=(16, 60, 64),
         units={unit: {"capacity": 60, "window": 16, "unit": unit} for unit in ("q_head", "kv_head")},
         free=True,
+    ),
+    MethodCase(
+        "rocketkv",
+        (
+            {"capacity": 120, "window": 16, "kernel": 9, "keys": 40},
+            {"capacity": 90, "window": 8, "keys": 24, "block_size": 5, "channels": 0.25, "unit": "q_head"},
+            {"budget": 64},
+        ),
+        {"capacity": 100_000, "keys": 100_000},
+        budget=lambda m: {"capacity": m, "window": 8, "keys": m},
+        boundary=(16, 60, 64),
+        units={u: {"capacity": 90, "window": 16, "keys": 40, "unit": u} for u in ("q_head", "kv_head")},
     ),
     MethodCase(
         "adakv",

@@ -178,7 +178,10 @@ def test_ladders():
     assert texts == ["minference(vertical=10, slash=30)", "minference(vertical=20, slash=40)"]
     for phase, known in (("prefill", PREFILL), ("decode", DECODE)):
         assert len({one.text for one in ladders(None, phase)}) == len(known)
-    assert [one.text for one in ladders(["flexprefill"], "prefill")] == ["flexprefill", "flexprefill(lines=block)"]
+    assert [one.text for one in ladders(["flexprefill"], "prefill")] == [
+        "flexprefill(lines=token)",
+        "flexprefill(lines=block)",
+    ]
     for text, why in (
         ("minference(vertical=1|2, slash=3|4|5)", "give each as many"),
         ("quest", "does not select in prefill"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
+from saccade.kv.host_disk import HostAndDisk
 from saccade.server.metrics import _TIERS
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
@@ -46,16 +48,21 @@ def expected(whole):
 
 
 def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=None, host=False, **options) -> LLM:
-    """An engine with so many slots in memory (all prompts together need some 900)."""
-    if host:
+    """An engine with so many slots in memory (all prompts together need some 900): over a disk, over ``host`` memory,
+    or over 60 blocks of that and a "disk"."""
+    if system is not None:
+        for tier in (DiskTier, HostAndDisk):
+            monkeypatch.setattr(f"saccade.llm.{tier.__name__}", partial(tier, system=system))
+    if host == "disk":
+        options["kv_host"] = 60 * SLOT
+    elif host:
         return LLM(
             folder, dtype="float32", kv_memory=slots * SLOT, kv_host=disk, prefill_chunk=64, device="cpu", **options
         )
-    if system is not None:
-        monkeypatch.setattr("saccade.llm.DiskTier", lambda *args: DiskTier(*args, system=system))
     return LLM(
         folder,
         dtype="float32",
+        device="cpu",
         kv_memory=slots * SLOT,
         kv_disk=f"{tmp_path}:{disk}",
         prefill_chunk=64,
@@ -73,6 +80,8 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
         (30, "clock", 1, True, "block"),
         (9, "lru", 3, True, "head"),
         (30, "clock", 1, True, "head"),
+        (9, "lru", 3, "disk", "block"),
+        (30, "clock", 1, "disk", "block"),
     ],
 )
 def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, slots, replacement, each, host, unit):
@@ -83,6 +92,8 @@ def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, 
         counts = llm.pool.tiers.counts
         assert min(counts.misses, counts.evicted) > 50
         assert counts.lost == counts.retries == 0
+        if host == "disk":
+            assert min(vars(llm.pool.tiers.tier.disk.counts)[name] for name in ("bytes_read", "bytes_written")) > 0
         asked = [one.report["tiers"] for one in done if one.report["tiers"] is not None]
         assert 0.9 * counts.bytes_read < sum(one["bytes_read"] for one in asked) <= counts.bytes_read
         assert sum(one["misses"] for one in asked) <= counts.misses
@@ -132,7 +143,7 @@ def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
         assert not any(vars(llm.pool.tiers.counts).values())
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [False, True, "disk"])
 def test_sessions_samples_and_prefixes(folder, tmp_path, whole, host):
     warm = SamplingParams(temperature=1, seed=5, max_tokens=6, ignore_eos=True, n=3)
 
@@ -217,25 +228,27 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_host": "1000TiB", "kv_memory": "1MiB"},
         {"kv_host": 100, "kv_memory": "1MiB"},
         {"kv_host": "1MiB", "kv_memory": 8 * SLOT},
-        {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB"},
+        {"kv_host": 7 * SLOT, "kv_disk": f"{tmp_path}:1GiB", "kv_memory": "1MiB"},
+        {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB", "kv_unit": "head"},
     ):
         with pytest.raises(SaccadeError):
             LLM(folder, dtype="float32", **settings)
 
 
 @pytest.mark.filterwarnings("ignore:a request failed")
-def test_faults_end_in_the_right_answer_or_a_named_error(folder, tmp_path, expected, monkeypatch):
+@pytest.mark.parametrize("host", [False, "disk"])
+def test_faults_end_in_the_right_answer_or_a_named_error(folder, tmp_path, expected, monkeypatch, host):
     system = FaultySystem(0.05, seed=3)
     prompts, policies, expected = PROMPTS[::3], POLICIES[::3], expected[::3]
-    with small(folder, tmp_path, 40, system=system, monkeypatch=monkeypatch) as llm:
+    with small(folder, tmp_path, 40, system=system, monkeypatch=monkeypatch, host=host) as llm:
         done = llm.generate(prompts, GREEDY, policy=policies)
         failed = [one for one in done if one.error is not None]
         assert all("TierError" in one.error or "LostKV" in one.error for one in failed), [one.error for one in failed]
         assert len(failed) < len(done) / 2
         for one, want in zip(done, expected):
             assert one.error is not None or tokens(one) == want
-        counts = llm.pool.tiers.counts
-        assert counts.retries > 0
+        counts, tier = llm.pool.tiers.counts, llm.pool.tiers.tier
+        assert (tier.disk if host else tier).counts.retries > 0
         assert sum(system.met.values()) > 20
         assert counts.lost > 0
         assert any("computed again" in " ".join(one.report["notes"]) for one in done)

@@ -250,3 +250,37 @@ def test_a_view_that_a_kernel_would_misread_is_refused():
     for paged, message in wrong:
         with pytest.raises(SaccadeError, match=message):
             KVView(paged)
+
+
+def test_blocks_that_are_only_kept_are_counted_through_every_change():
+    rng, pool = random.Random(3), pool_of(60 * LAYERS)
+    running, kept, seen = [SequenceKV(pool)], [], set()
+    for _ in range(400):
+        does = rng.choice(["grow", "fork", "keep", "free", "evict", "shrink"])
+        if does == "grow" and (one := rng.choice(running)).length < 6 * SIZE and pool.free_logical > 8:
+            append(one, *draw(rng.randrange(1, 40), 0))
+        elif does == "fork" and len(running) < 8 and pool.free_logical > 8:
+            source = rng.choice(running + kept)
+            running.append(source.fork(source.length // SIZE * SIZE))
+        elif does == "keep" and len(kept) < 6:
+            source = rng.choice(running)
+            kept.append(source.fork(source.length // SIZE * SIZE))
+            kept[-1].keep()
+        elif does == "free" and len(running) > 1:
+            running.pop(rng.randrange(len(running))).free()
+        elif does == "evict" and kept:
+            gone = kept.pop(rng.randrange(len(kept)))
+            gone.free()
+            pool.keepers.end(gone.id)
+        elif does == "shrink":
+            one = rng.choice(running)
+            one.truncate(rng.randrange(one.length + 1) // SIZE * SIZE)
+        used = {block for one in running for block in one.block_table.tolist()}
+        alone = {block for one in kept for block in one.block_table.tolist()} - used
+        assert pool.keepers.alone == alone
+        assert pool.kept_slots == len(alone) * LAYERS
+        seen.add((bool(alone), bool(alone) and pool.used_blocks > len(alone) * LAYERS))
+    assert (True, True) in seen
+    for one in running + kept:
+        one.free()
+    assert pool.kept_slots == pool.used_blocks == 0

@@ -17,6 +17,7 @@ from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
 from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
+from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.replacement import POLICIES, Replacement
 from saccade.kv.tier import LostKV, Part, TierError, TierFull
 from saccade.kv.tiers import Tiers
@@ -31,6 +32,14 @@ def tiered(folder, slots: int = 12, layers: int = 2, disk: int = MIB, system=os,
     storage.k.fill_(float("nan"))
     storage.v.fill_(float("nan"))
     if host:
+        if host == "disk":
+            return BlockManager(
+                storage,
+                layers,
+                tier=HostAndDisk(16 * FORMAT.block_bytes, storage, folder, disk, system),
+                debug=True,
+                **options,
+            )
         apart = host == "head"
         tier = HostTier(disk, storage, heads_apart=apart)
         return BlockManager(storage, layers, heads_apart=apart, tier=tier, debug=True, **options)
@@ -66,7 +75,7 @@ def check(kv: SequenceKV, tokens: int, seed: int = 0, length: int | None = None)
             assert torch.equal(got, want[1, some])
 
 
-@pytest.mark.parametrize("host", [False, True, "head"])
+@pytest.mark.parametrize("host", [False, True, "head", "disk"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sequences_larger_than_memory_read_as_written(tmp_path, policy, host):
     pool = tiered(tmp_path, replacement=policy, host=host)
@@ -90,7 +99,7 @@ def test_sequences_larger_than_memory_read_as_written(tmp_path, policy, host):
     nothing_left(pool)
 
 
-@pytest.mark.parametrize("host", [False, True, "head"])
+@pytest.mark.parametrize("host", [False, True, "head", "disk"])
 def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
     pool = tiered(tmp_path, host=host)
     one = filled(pool, 300)
@@ -118,7 +127,7 @@ def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
     nothing_left(pool)
 
 
-@pytest.mark.parametrize("host", [False, True, "head"])
+@pytest.mark.parametrize("host", [False, True, "head", "disk"])
 def test_summaries_take_the_memory_of_slots(tmp_path, host):
     pool = tiered(tmp_path, slots=41, host=host)
     one, other = filled(pool, 400), filled(pool, 400, seed=3)
@@ -324,6 +333,62 @@ def test_rows_after_a_device_listed_their_block_are_not_lost(tmp_path, count):
     pool.tiers._evict(2 * len(kv.block_table), 0)
     assert pool.absent == 2 * len(kv.block_table)
     check(kv, tokens)
+
+
+@pytest.mark.parametrize("fault", [None, "flip", "stale", 28])
+def test_a_disk_behind_host_memory(tmp_path, fault):
+    """Three sequences over 11 slots, 16 cells of the host and a disk, of which the one that is read stays near."""
+    system = FaultySystem()
+    pool = tiered(tmp_path, host="disk", system=system)
+    tiers, tier = pool.tiers, pool.tiers.tier
+    one, other = filled(pool, 160), filled(pool, 160, seed=9)
+    check(one, 160)
+    before = tier.disk.counts.bytes_read
+    assert before > 0
+    if fault is None:
+        for _ in range(2):
+            one.view(1).keys()
+        assert tier.disk.counts.bytes_read - before <= 10 * tier.disk.cell_bytes  # it lies in host memory since
+        check(other, 160, seed=9)
+        places = tier.places()
+        assert places["host"][0] <= places["host"][1] == 16
+        assert places["disk"][0] > 0
+    elif fault == "flip":
+        system.always = fault
+        with pytest.raises(LostKV):
+            check(other, 160, seed=9)
+        assert other.damaged
+        system.always = None
+        check(one, 160)
+    else:
+        system.writes = fault  # what is new stays in memory, or is lost and known to be; what was there is there
+        with pytest.raises(LostKV if fault == "stale" else TierError):
+            check(filled(pool, 600, seed=3), 600, seed=3)
+        system.writes = None
+        assert tiers.counts.lost == 0 or fault == "stale"
+    for kv in (one, other):
+        kv.free()
+    if fault != 28 and fault != "stale":
+        nothing_left(pool)
+
+
+def test_host_memory_and_a_disk_hold_what_both_have_room_for(tmp_path):
+    storage = KVStorage(FORMAT, 12, "cpu")
+    tier = HostAndDisk(16 * FORMAT.block_bytes, storage, tmp_path, 40 * (FORMAT.block_bytes + 64) + 4096)
+    assert (tier.host_cells, tier.disk.cells, tier.cells) == (16, 40, 54)
+    pool = BlockManager(storage, 2, tier=tier, debug=True)
+    blocks = pool.free_blocks // 2
+    assert blocks == (11 + 54 - 8) // 2
+    kv = filled(pool, 16 * blocks)
+    for _ in range(2):
+        check(kv, 16 * blocks)
+    assert pool.tiers.counts.lost == 0
+    kv.free()
+    nothing_left(pool)
+    with pytest.raises(SaccadeError, match=r"kv_host=.* holds 7 KV blocks, too few .* at least 32768 bytes"):
+        HostAndDisk(7 * FORMAT.block_bytes, storage, tmp_path, MIB)
+    with pytest.raises(SaccadeError, match=r"kv_disk=.* holds no KV block"):
+        HostAndDisk(16 * FORMAT.block_bytes, storage, tmp_path, 4096)
 
 
 def test_a_cell_of_another_block_is_never_taken(tmp_path):

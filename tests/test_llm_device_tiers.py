@@ -42,7 +42,7 @@ def engine(folder, slots: int | None, **options) -> LLM:
     settings = {"dtype": "float32", "prefill_chunk": 64, "exact": False, "block_size": 16, "device": "cpu"}
     if slots is None:
         return LLM(folder, kv_memory="16MiB", **settings)
-    made = LLM(folder, kv_memory=slots * SLOT, kv_host="16MiB", **settings, **options)
+    made = LLM(folder, kv_memory=slots * SLOT, **{"kv_host": "16MiB", **settings, **options})
     put_on_device(made)
     return made
 
@@ -73,6 +73,19 @@ def test_answers_under_a_small_device(folder, expected, slots, replacement, whic
         counts = llm.pool.tiers.counts
         assert min(counts.misses, counts.evicted, counts.bytes_read) > 0
         assert counts.lost == 0
+        nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize("which", [0, 4])
+def test_what_lies_on_the_disk_comes_through_host_memory(folder, tmp_path, expected, which):
+    """A device takes parts from host memory alone: a step that wants others is done by the host, and then by itself."""
+    with engine(folder, 24, kv_host=30 * SLOT, kv_disk=f"{tmp_path}:64MiB") as llm:
+        done = llm.generate([PROMPTS[which], PROMPTS[1]], SOME, policy=[POLICIES[which], POLICIES[1]])
+        assert [tokens(one) for one in done] == [expected[which], expected[1]]
+        numbers = llm.pool.tiers.numbers()
+        assert min(numbers[name] for name in ("disk_bytes_read", "disk_bytes_written", "bytes_read")) > 0
+        assert numbers["lost"] == 0
+        assert sum(one.report["decode"]["backends"]["triton"] for one in done) > 0
         nothing_left(llm.pool)
 
 

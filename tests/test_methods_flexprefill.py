@@ -265,3 +265,15 @@ def test_each_head_decides_for_itself():
 def test_bad_options_are_refused(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
         FlexPrefill(**options)
+
+
+def test_lines_are_tokens_on_a_cpu_unless_blocks_are_asked_for():
+    q, k, v = planted_heads(4, 2, 700, noise=0.6)
+    kinds = {}
+    for lines in ("auto", "token", "block"):
+        chunk = Chunk.of(q, KVView.from_tensors(k, v))
+        kinds[lines] = FlexPrefill(min_budget=128, gamma=0.8, lines=lines).select_prefill(chunk)
+        assert not any("lines=auto" in note for note in chunk.cost.notes)
+    assert torch.equal(kinds["auto"].mask(), kinds["token"].mask())
+    assert isinstance(kinds["block"], Blocks)
+    assert not isinstance(kinds["auto"], Blocks)

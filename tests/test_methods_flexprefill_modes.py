@@ -153,6 +153,38 @@ def test_paper_heads_of_both_kinds_stand_side_by_side():
     assert torch.equal(used.mask()[:2], lines.mask()[:2])
 
 
+# --- rows in the middle -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "n"), [(450, 450), (200, 450), (20, 450)])
+def test_lines_come_from_the_middle_rows_and_what_they_do_not_see_is_not_chosen(rows, n):
+    q, k, _, chunk = setup(rows, n)
+    size, gamma = 64, 0.8
+    options = {"gamma": gamma, "tau": 0.0, "block_size": size, "min_budget": 0, "mode": "paper"}
+    lines = FlexPrefill(**options, index_rows="middle").select_prefill(chunk)
+    assert isinstance(lines, Lines)
+    stop = n - rows + min(rows, (rows + size) // 2)
+    used = min(size, rows)
+    for head in range(4):
+        weights = weights_of(q[:, :stop], k[:, :stop], head, used)
+        columns = {*fewest(weights.sum(0).tolist(), gamma), *range(size)}
+        distances = {*fewest(distance_sums(weights), gamma), *range(size)}
+        assert [set(part.tolist()) for part in lines.unit_lines(head)] == [columns, distances]
+        assert max(columns) < max(stop, size)
+
+
+def test_a_heads_kind_may_hang_on_other_rows_than_its_lines():
+    """The last rows look at one key far from its block's mean; those in the middle look at nothing in particular."""
+    torch.manual_seed(0)
+    q, k = 0.01 * torch.randn(4, 512, 32), 0.01 * torch.randn(2, 512, 32)
+    k[:, 40, 0], q[:, 448:, 0] = 40.0, 5.0
+    chunk = Chunk.of(q, KVView.from_tensors(k, k))
+    options = {"tau": 0.2, "block_size": 64, "min_budget": 0, "mode": "paper"}
+    last, middle = (FlexPrefill(**options, pattern_rows=rows).select_prefill(chunk) for rows in ("last", "middle"))
+    assert isinstance(last, Lines)
+    assert isinstance(middle, Blocks)
+
+
 # --- flatten=false ----------------------------------------------------------------------------------------------
 
 
@@ -298,7 +330,17 @@ def test_gamma_one_is_not_dense_in_the_published_code():
     assert isinstance(FlexPrefill(**options, mode="reference").select_prefill(short), Dense)
 
 
-@pytest.mark.parametrize("options", [{"mode": "literal"}, {"flatten": 1}, {"flatten": False, "mode": "reference"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "literal"},
+        {"flatten": 1},
+        {"flatten": False, "mode": "reference"},
+        {"index_rows": "middle"},
+        {"pattern_rows": "middle", "mode": "reference"},
+        {"index_rows": "first", "mode": "paper"},
+    ],
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
         FlexPrefill(**options)

@@ -76,7 +76,8 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     idle[8:10], idle[11] = 1, 1  # of the last row two heads, or a whole KV head, and another head rest
     size = method.block_size if method.blocks else 0
     marked = (torch.rand(3 * units, LONGEST // size, generator=rng) < 0.05).to(torch.int8) if size else None
-    found = triton_row_candidates.candidates(rows, units, take_in(rows, units), idle, marked, size)
+    seen = triton_row_candidates.scan(rows, units, take_in(rows, units))
+    found = triton_row_candidates.candidates(rows, units, seen, idle, marked, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
     chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)

@@ -35,7 +35,7 @@ def made(m: int, n: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(parts), positions
 
 
-@pytest.mark.parametrize(("m", "n", "first"), [(12, 60, 0), (20, 300, 270)])
+@pytest.mark.parametrize(("m", "n", "first"), [(12, 60, 0), (20, 300, 270), (20, 5000, 4900)])
 @pytest.mark.parametrize("share", [0.0, 0.7, 0.97])
 def test_rounds_keep_the_share_and_the_device_chooses_the_same(m, n, first, share):
     heads, positions = made(m, n, first)

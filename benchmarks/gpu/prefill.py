@@ -36,7 +36,7 @@ TRIED = (
     Config(64, 128, 4, 2, copy=True),
 )
 METHODS = tuple(f"flexprefill({at}lines=block)" for at in ("", "gamma=0.9, ", "gamma=0.8, ", "gamma=0.6, "))
-METHODS += ("flexprefill",)  # by token lines
+METHODS += ("flexprefill(lines=token)",)
 
 
 def random_blocks(shape: Shape, size: int, density: float, seed: int = 0) -> Blocks:

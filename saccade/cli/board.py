@@ -72,7 +72,8 @@ def board(
     if limit is not None and limit < 1:
         raise RequestError(f"limit={limit!r} must be an integer >= 1: samples of each task and length")
     begun = time.monotonic()
-    config = replace(config, enable_prefix_caching=True)  # hundreds of settings read the same contexts
+    # Hundreds of settings read the same contexts, which are computed once by each worker.
+    config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
     base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
     grid = base.changed(budget, length, protocol, samples, task, recall, method)
     data = play.prepare_data(grid, str(config.model), out / "data")

@@ -31,7 +31,7 @@ MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for examp
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
 UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block, or the head that reads it.")
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
-DISK = typer.Option("--kv-disk", help="Folder and size for what that has no room for, as ~/kv:100GiB.")
+DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")

@@ -117,16 +117,13 @@ class EngineConfig:
             parse_bytes(self.kv_host, "kv_host")
         if self.kv_disk is not None:
             folder_and_size(self.kv_disk, "kv_disk")
-            if self.kv_host is not None:
+            if self.device != "cpu" and self.kv_host is None:
                 raise SaccadeError(
-                    f"kv_host={shown(self.kv_host)} and kv_disk={shown(self.kv_disk)}: one tier stands behind "
-                    "kv_memory; give kv_host for a GPU, kv_disk for a CPU"
+                    f"kv_disk={shown(self.kv_disk)} stands behind host memory where the device is "
+                    f"{shown(self.device)}; give kv_host, too, or device='cpu'"
                 )
-            if self.device != "cpu":
-                raise SaccadeError(
-                    f"kv_disk={shown(self.kv_disk)} serves models on a CPU, not on {shown(self.device)}; give kv_host "
-                    "instead, or device='cpu'"
-                )
+            if self.kv_unit == "head":
+                raise SaccadeError("kv_unit='head' goes with kv_host alone; leave kv_disk out, or kv_unit")
         if not isinstance(self.kv_replacement, str) or self.kv_replacement not in REPLACEMENTS:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"

@@ -128,6 +128,7 @@ class PrefixCache:
             kept = _Donor(donor.origin, sequence.tokens[:length], None, sequence.memory.kv.fork(length))
             self._remember(kept, length)
             self._kept[id(kept)] = kept
+            kept.kv.keep()
             self._hold(kept)
             while len(self._kept) > MOST_KEPT:
                 self.evict()
@@ -135,7 +136,7 @@ class PrefixCache:
     @property
     def kept_slots(self) -> int:
         """Slots that hold nothing but what ended requests left: whoever needs them gets them. For any thread."""
-        return self.pool.held_alone({donor.kv.id for donor in list(self._kept.values())})
+        return self.pool.kept_slots
 
     def evict(self) -> bool:
         """Give up the prefix of an ended request that was used least recently; False where there is none."""
@@ -145,6 +146,7 @@ class PrefixCache:
         self._release(donor)
         self._forget(donor)
         donor.kv.free()
+        self.pool.keepers.end(donor.kv.id)
         return True
 
     def clear(self) -> None:

@@ -17,6 +17,8 @@ import torch
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.format import KVFormat
 from saccade.kv.head_tiers import HeadTiers
+from saccade.kv.host_disk import HostAndDisk
+from saccade.kv.keepers import Keepers
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
@@ -77,6 +79,7 @@ class BlockManager:
                 free.remove(self.tiers.guard)
         self._free = list(range(count - 1, -1, -1))
         self._holders: list[tuple[int, ...]] = [()] * count  # sequences, the owner first
+        self.keepers = Keepers(self._holders)
         self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
         self.step = 0
         self.version = 0  # grows when a part of a held block changes its slot
@@ -116,7 +119,11 @@ class BlockManager:
         memory = "device" if on_device else "host"
         found = {memory: [(slots - self.free_slots) * size, slots * size]}
         if tiers is not None:
-            found[tiers.tier.name] = [tiers.stored * size, tiers.tier.cells * size]
+            tier = tiers.tier
+            if isinstance(tier, HostAndDisk):
+                found |= {place: [taken * size, cells * size] for place, (taken, cells) in tier.places().items()}
+            else:
+                found[tier.name] = [tiers.stored * size, tier.cells * size]
         return found
 
     @property
@@ -163,10 +170,12 @@ class BlockManager:
         """The sequence that has held a block longest; None if it is free."""
         return self._holders[block][0] if self._holders[block] else None
 
-    def held_alone(self, holders: set[int]) -> int:
-        """Slots of blocks that only ``holders`` hold. May be asked by any thread."""
-        blocks = [block for block, held in enumerate(list(self._holders)) if held and holders.issuperset(held)]
-        return int((self._map[:, :, blocks] >= 0).sum()) // self.rows
+    @property
+    def kept_slots(self) -> int:
+        """Slots of blocks that only ``keepers`` hold. May be asked by any thread."""
+        if not self.absent:
+            return len(self.keepers.alone) * self.layers
+        return int((self._map[:, :, list(self.keepers.alone)] >= 0).sum()) // self.rows
 
     def allocate(self, count: int, owner: int) -> list[int]:
         """``count`` logical blocks for sequence ``owner``, resident in every layer unless there is a tier. Raises
@@ -212,6 +221,7 @@ class BlockManager:
                 )
         for block in blocks:
             self._holders[block] += (holder,)
+        self.keepers.shared(blocks, holder)
 
     def release(self, blocks: Sequence[int], holder: int) -> None:
         """Sequence ``holder`` lets go of ``blocks``; those that nobody holds any more are free. Raises SaccadeError,
@@ -228,6 +238,7 @@ class BlockManager:
             self._holders[block] = held[:at] + held[at + 1 :]
             if len(held) == 1:
                 freed.append(block)
+        self.keepers.released(blocks, holder)
         if freed:
             if self.tiers is not None:
                 self.tiers.forget(freed)

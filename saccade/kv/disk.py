@@ -25,10 +25,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.format import KVFormat
-from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Part, Parts, TierCounts
 from saccade.machine import show_bytes
 from saccade.records import checksum
@@ -51,6 +51,17 @@ class System(Protocol):
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int, /) -> int: ...
 
 
+class Slots(Protocol):
+    """Where parts come from and go to: keys and values [slots, kv_heads, block_size, head_dim] in host memory."""
+
+    @property
+    def format(self) -> KVFormat: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+
+
 class DiskTier:
     """Keeps parts of ``storage`` in a file in ``folder``, ``max_bytes`` at most. Raises SaccadeError where there is no
     such folder, or nothing can be written there, or one part is too much."""
@@ -58,7 +69,7 @@ class DiskTier:
     name = "disk"
     in_background = False
 
-    def __init__(self, folder: Path, max_bytes: int, storage: KVStorage, system: System = os) -> None:
+    def __init__(self, folder: Path, max_bytes: int, storage: Slots, system: System = os) -> None:
         self.format, self._system = storage.format, system
         self._half = storage.format.block_bytes // 2
         self.cell_bytes = _FRAME.size + 2 * self._half

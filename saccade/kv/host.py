@@ -22,7 +22,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.compute import Compute
 from saccade.kv.pinned import PinnedMemory
 from saccade.kv.storage import KVStorage
-from saccade.kv.tier import Parts, TierCounts
+from saccade.kv.tier import Loading, Parts, TierCounts
 from saccade.machine import show_bytes
 
 Array = np.ndarray[Any, Any]
@@ -92,7 +92,7 @@ class HostTier:
             self._last.synchronize()
             self._last = None
 
-    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> HostLoading:
+    def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> Loading:
         """See Tier."""
         index, wrong = np.array(cells) - 1, self.strangers(parts, cells)
         with self._copying():

@@ -55,7 +55,8 @@ class Offers:
         def words(count: int, value: int = 0) -> Tensor:
             return torch.full((rows, count), value, dtype=torch.int32, device=device)
 
-        self.cells = torch.from_numpy(np.stack([one._cell for one in tiers], 1).reshape(-1)).to(device)
+        cells = np.stack([one.gatherable(one._cell) for one in tiers], 1)
+        self.cells = torch.from_numpy(cells.reshape(-1)).to(device)
         self.listed, self.holding, self.taken = words(slots, -1), words(slots, -1), words(slots, -1)
         self.stamp, self.mark = words(slots, -1), words(blocks, -1)
         self.missing, self.which, self.where = words(blocks), words(blocks), words(blocks)
@@ -167,7 +168,8 @@ class Listed:
             return withdrawn, []
         parts = np.unique(np.concatenate(self._changed))
         self._changed.clear()
-        return withdrawn, [np.stack([parts, self.tiers._cell[self.tiers.of_numbers(parts)].astype(np.int64)])]
+        cells = self.tiers.gatherable(self.tiers._cell[self.tiers.of_numbers(parts)])
+        return withdrawn, [np.stack([parts, cells.astype(np.int64)])]
 
     def took(self, start: int, parts: Array) -> tuple[Array, Array, Array]:
         """The device has taken the list from ``start`` on, for ``parts`` (-1: passed over). Of those that were taken:
@@ -180,6 +182,7 @@ class Listed:
         slots, left, came = passed[used], self._parts[start + used], parts[used]
         if tiers.debug and not tiers.owns(came):
             raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
+        tiers.wanted(came)
         tiers._turn.place(slots, came)
         tiers.counts.evicted += int((left >= 0).sum())
         tiers.counts.bytes_read += len(came) * tiers.tier.cell_bytes

@@ -242,6 +242,10 @@ class SequenceKV:
         self._known.clear()
         self._charge()
 
+    def keep(self) -> None:
+        """Nothing runs on it from now on: it keeps its blocks for others, until it is freed."""
+        self.pool.keepers.begin(self.id, self._table.ids)
+
     def fork(self, length: int | None = None) -> SequenceKV:
         """A second sequence with the same tokens, or the first ``length`` of them: full blocks are shared, a partial
         last one and the summaries are copied. Raises CapacityError, taking nothing, when there is no room for the copy;

@@ -15,6 +15,7 @@ import numpy as np
 
 from saccade.kv.hold import Hold
 from saccade.kv.host import HostTier
+from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.offers import Listed, Offers
 from saccade.kv.replacement import Replacement
 from saccade.kv.tier import LostKV, Openings, Tier, TierCounts, TierError, TierFull
@@ -27,6 +28,7 @@ FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is near
 RECORD = 1 << 20  # bytes of victims that leave together
 RECLAIMED = 64  # one in so many cells is taken from a resident part at once, where cells run short
 SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving
+BEHIND = ("bytes_read", "bytes_written", "retries", "wait_seconds")  # of a disk behind host memory
 Array = np.ndarray[Any, Any]
 
 
@@ -63,6 +65,8 @@ class Tiers:
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
         pool.storage.k[self.guard].fill_(float("nan") if debug else 0.0)
         pool.storage.v[self.guard].fill_(0.0)  # kernels that read whole tiles weigh what is not theirs with 0
+        if isinstance(tier, HostAndDisk):
+            tier.moved = self._moved  # type: ignore[method-assign]
         self._batch = max(1, min(RECORD * pool.rows // pool.format.block_bytes, self.slots // 8))
 
     @property
@@ -235,8 +239,8 @@ class Tiers:
         return [self]
 
     def cells_of(self, layer: int, blocks: Array) -> Array:
-        """The cells that hold copies of ``blocks``, 0 for none."""
-        return self._cell[layer, blocks]
+        """The cells of host memory that hold copies of ``blocks``, 0 for none."""
+        return self.gatherable(self._cell[layer, blocks])
 
     def keeps(self, layer: int, blocks: Array, cells: Array) -> bool:
         """Whether the host tier has ``blocks`` in ``cells``."""
@@ -245,11 +249,21 @@ class Tiers:
         return not lost and not self.tier.strangers(self._parts(layer, blocks), cells.tolist())
 
     def copied(self, layer: int, blocks: Array) -> bool:
-        """Have the tier keep a copy of each of ``blocks``. Whether it has room for all."""
+        """Have host memory keep a copy of each of ``blocks``. Whether it has one of all."""
         bare = blocks[(self._cell[layer, blocks] == 0) & (self.slots_of(layer, blocks) >= 0)]
         if len(bare) and self.tier.free_cells >= len(bare) + self._batch:
             self._write(np.full(len(bare), layer), bare, bare[:0], bare[:0])
-        return bool((self._cell[layer, blocks] > 0).all())
+        return bool((self.cells_of(layer, blocks) > 0).all())
+
+    def gatherable(self, cells: Array) -> Array:
+        """``cells`` as a device may know them: 0 for those that it cannot take parts from."""
+        return self.tier.gatherable(cells) if isinstance(self.tier, HostAndDisk) else cells
+
+    def wanted(self, parts: Array) -> None:
+        """A device has brought ``parts`` (numbers) in by itself."""
+        if isinstance(self.tier, HostAndDisk) and len(parts):
+            cells = self.gatherable(self._cell[self.of_numbers(parts)])
+            self.tier.used(cells[cells > 0])
 
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
@@ -260,7 +274,10 @@ class Tiers:
     def numbers(self) -> dict[str, float]:
         """What has moved, and how the tier stands; any thread may ask."""
         tier = self.tier
-        return {**self.counts.as_dict(), "slots": self.slots, "cells": tier.cells, "free_cells": tier.free_cells}
+        numbers = {**self.counts.as_dict(), "slots": self.slots, "cells": tier.cells, "free_cells": tier.free_cells}
+        if isinstance(tier, HostAndDisk):
+            numbers |= {f"disk_{name}": value for name, value in tier.disk.counts.as_dict().items() if name in BEHIND}
+        return numbers
 
     def close(self) -> None:
         """The tier gives everything back."""
@@ -371,6 +388,13 @@ class Tiers:
                 self.offers.cells_changed(self.numbers_of(layer, np.asarray(blocks)))
                 slots = self.slots_of(layer, blocks)
                 self.offers.withdraw(slots[slots >= 0])
+
+    def _moved(self, parts: Array, cells: Array) -> None:
+        """The tier has put ``parts`` [parts, 3] into other cells."""
+        layers, blocks = parts[:, 0], parts[:, 1]
+        self._cell[layers, blocks] = cells
+        if self.offers is not None:
+            self.offers.cells_changed(self.numbers_of(layers, blocks))
 
     def _parts(self, layers: int | Array, blocks: Array) -> Array:
         """As a tier takes them: layer, block and generation, int64 [blocks, 3]."""

@@ -137,8 +137,11 @@ class SnapKV(Method):
         for kv_head in range(shape.kv_heads):
             weights = alive_weights(segment, kv_head, 0, shape.q_len)[..., :before].sum(1)
             sums.append(weights if self.unit == "q_head" else weights.mean(0, keepdim=True))
-        pooled = torch.nn.functional.avg_pool1d(torch.cat(sums)[None], self.kernel, 1, self.kernel // 2)
-        return pooled[0]
+        return self.pooled(torch.cat(sums))
+
+    def pooled(self, votes: Tensor) -> Tensor:
+        """``votes`` [units, m], each key's joined with its neighbours'."""
+        return torch.nn.functional.avg_pool1d(votes[None], self.kernel, 1, self.kernel // 2)[0]
 
     def choose(self, scores: Tensor, candidates: Sequence[int], left: Sequence[int]) -> list[Tensor]:
         """Places below the window that each unit keeps. ``scores`` [units, m], -inf where a key is gone already;

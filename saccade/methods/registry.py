@@ -23,6 +23,7 @@ from saccade.methods.prehoc import ETF, PSAW
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.methods.random_choice import RandomChoice
+from saccade.methods.rocketkv import RocketKV
 from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
@@ -53,6 +54,7 @@ METHODS: dict[str, type[Method]] = {
         PSA,
         Quest,
         RandomChoice,
+        RocketKV,
         SnapKV,
         Streaming,
         TopK,

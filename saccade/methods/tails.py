@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from saccade.methods.base import Chunk, Method, require
 from saccade.selection import Corrected, Dense, Selection
 
-NOTE = "blocks that were not read count by their means (tail=mean), which torch computes"
+NOTE = "blocks that were not read count by their means (tail=mean)"
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,16 @@ def run(call: Call, backend: str = "auto") -> Result:
 
 
 def _corrected(call: Call, corrected: Corrected, backend: str) -> Result:
-    """What a backend reads, and block means for what it does not."""
+    """What a backend reads, and block means for what it does not: in one go where the device's kernels can."""
     if isinstance(call.kv, TieredView):
         raise SaccadeError(
             "tail=mean needs the means of all blocks: it does not run with kv_host or kv_disk; leave one"
         )
+    on_device = backend == "triton" or (backend == "auto" and call.q.is_cuda)
+    if on_device and not call.want_weights and TRITON.serves(call) is None:
+        if debug.ON:
+            debug.check(call.kv, corrected.inner)
+        return TRITON.attend(call)._replace(used=corrected.inner)
     ran = run(replace(call, selection=corrected.inner), backend)
     out, lse = mean_tail(call.q, call.kv, corrected, ran.used, scale=call.scale, softcap=call.softcap)
     out, lse = merge_state(ran.out, ran.lse, out, lse)

@@ -1,7 +1,8 @@
 """What stands for blocks that a row reads nothing of: their mean key and mean value, as often as they have keys.
 
-torch, on the device of the keys: the means are a block_size-th of the keys. It joins what any kernel read by
-log-sum-exp (see merge).
+The means are a block_size-th of the keys. What this gives joins what any kernel read by log-sum-exp (see merge). torch
+computes it, on the device of the keys, where no kernel does: on a GPU prefills add means within their own loop
+(triton/prefill.py), and single rows have a kernel (triton/means.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.ops import triton
 from saccade.ops.reference import logits
 from saccade.selection import Blocks, Corrected, Dense, Selection, gone_for
 from saccade.selection.csr import list_ids
@@ -30,6 +32,10 @@ def mean_tail(
     shape, size = corrected.shape, corrected.block_size
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    if q.is_cuda and isinstance(used, Blocks) and triton.serves_means(q, kv, used, corrected) is None:
+        from saccade.ops.triton.means import attend_means
+
+        return attend_means(q, kv, used.to(q.device), scale, softcap)
     full = (shape.q_start + shape.q_len) // size  # blocks that the last row sees whole
     if full == 0 or isinstance(used, Dense):
         return out, lse

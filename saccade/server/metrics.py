@@ -261,9 +261,11 @@ class _Engine(Collector):
             gauge = GaugeMetricFamily(f"saccade:{name}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        tier = "disk" if "disk" in now.bytes_by_tier else "host"
+        tier = "disk" if "device" not in now.bytes_by_tier else "host"
         for name, value in (now.tiers or {}).items():
-            gauge = GaugeMetricFamily(f"saccade:kv_{tier}_{name}", _TIERS[name], labels=["model_name"])
+            said = _TIERS[name.removeprefix("disk_")]
+            full = name if name.startswith("disk_") else f"{tier}_{name}"
+            gauge = GaugeMetricFamily(f"saccade:kv_{full}", said, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
         for name, said in _STORED.items() if stored else ():

@@ -59,7 +59,7 @@ def test_sums_by_key_and_by_distance(rows):
 @pytest.mark.parametrize("options", [{}, {"tau": 0.15}, {"max_budget": 512, "min_budget": 64}])
 def test_token_lines_are_chosen_as_on_the_host(q_len, options):
     q, k, v = planted_heads(8, 2, 2048, 64, 0, noise=0.6)
-    method = FlexPrefill(**{"min_budget": 256, "gamma": 0.8, "block_size": 64, **options})
+    method = FlexPrefill(**{"lines": "token", "min_budget": 256, "gamma": 0.8, "block_size": 64, **options})
     on_host = method.select_prefill(Chunk.of(q[:, -q_len:], KVView.from_tensors(k, v)))
     chunk = Chunk.of(q[:, -q_len:].cuda(), KVView.from_tensors(k.cuda(), v.cuda()))
     found = method.select_prefill(chunk)
@@ -80,3 +80,15 @@ def test_bands_tri_shapes_and_everything_inside_a_window():
     for cone in (Cone(0.6, sinks=70, local=40), Cone(0.9, sinks=0, local=7, block_size=128)):
         for inner in (tri, Band(shape, window=1500, sinks=3), Dense(shape)):
             agrees(q, k, v, view, Windowed(inner, cone))
+
+
+def test_lines_are_blocks_on_a_gpu_unless_tokens_are_asked_for():
+    q, k, v = planted_heads(8, 2, 2048, 64, 0, noise=0.6)
+    options = {"min_budget": 256, "gamma": 0.8, "block_size": 64}
+    found = {}
+    for lines in ("auto", "block", "token"):
+        chunk = Chunk.of(q.cuda(), KVView.from_tensors(k.cuda(), v.cuda()))
+        found[lines] = FlexPrefill(**options, lines=lines).select_prefill(chunk)
+        assert any("lines=auto" in note for note in chunk.cost.notes) == (lines == "auto")
+    assert torch.equal(found["auto"].block_mask(), found["block"].block_mask())
+    assert isinstance(found["token"], Mixed)

@@ -7,9 +7,10 @@ import torch
 from gpu_helpers import agrees, data, random_blocks
 
 from saccade.kv.view import KVView
-from saccade.ops import attend
+from saccade.ops import Call, attend, run
+from saccade.ops.triton.means import Means
 from saccade.ops.triton.prefill import Config, attend_prefill
-from saccade.selection import Band, Dense, Shape
+from saccade.selection import Band, Corrected, Dense, Shape
 
 
 @pytest.mark.parametrize("structured", [False, True])
@@ -50,6 +51,36 @@ def test_every_tile(keys, copy):
     lists = random_blocks(shape, 128, 8).to(q.device)
     expected, _ = attend(q, view, lists)
     got, _ = attend_prefill(q, view, lists, scale=128**-0.5, config=Config(128, keys, 8, 2, copy))
+    torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float32), (256, torch.bfloat16)])
+@pytest.mark.parametrize(("size", "units"), [(128, 8), (64, 2)])
+def test_means_join_within_the_kernel(size, units, head_dim, dtype):
+    q, k, v, view, shape = data(8, 2, 777, 2000, head_dim, dtype, structured=True)
+    lists = random_blocks(shape, size, units, share=0.2).to(q.device)
+    ran = run(Call.of(q, view, Corrected(lists, size)))
+    assert ran.backend == "triton"
+    host = KVView.from_tensors(k.cpu().float(), v.cpu().float())
+    expected = run(Call.of(q.cpu().float(), host, Corrected(lists.to("cpu"), size)), "reference")
+    loose = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(ran.out.cpu().float(), expected.out, atol=loose, rtol=loose)
+    torch.testing.assert_close(ran.lse.cpu(), expected.lse, atol=loose, rtol=loose)
+    one = Shape.suffix(8, 2, 1, 2000)
+    last = random_blocks(one, size, units, share=0.2).to(q.device)
+    ran = run(Call.of(q[:, -1:], view, Corrected(last, size)))
+    expected = run(Call.of(q[:, -1:].cpu().float(), host, Corrected(last.to("cpu"), size)), "reference")
+    torch.testing.assert_close(ran.out.cpu().float(), expected.out, atol=loose, rtol=loose)
+    torch.testing.assert_close(ran.lse.cpu(), expected.lse, atol=loose, rtol=loose)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_means_in_every_tile(copy):
+    q, _, _, view, shape = data(8, 2, 777, 2000, 128)
+    lists = random_blocks(shape, 128, 8, share=0.2).to(q.device)
+    expected = run(Call.of(q, view, Corrected(lists, 128)), "reference").out
+    config, means = Config(128, 128, 8, 3, copy), Means.of(view, lists, q.dtype)
+    got, _ = attend_prefill(q, view, lists, scale=128**-0.5, config=config, means=means)
     torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
 
 

@@ -88,6 +88,19 @@ def test_what_lies_in_host_memory_is_attended_there(folder, expected, compute, u
         nothing_left(llm.pool)
 
 
+@pytest.mark.parametrize(("slots", "replacement"), [(9, "lru"), (60, "clock")])
+def test_every_method_over_a_little_host_memory_and_a_disk(folder, tmp_path, expected, slots, replacement):
+    options = {"kv_memory": slots * SLOT, "kv_host": 100 * SLOT, "kv_disk": f"{tmp_path}:64MiB"}
+    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", kv_replacement=replacement, **options) as llm:
+        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
+        assert not {policy: one.error for policy, one in zip(POLICIES, done) if one.error is not None}
+        assert dict(zip(POLICIES, [tokens(one) for one in done])) == dict(zip(POLICIES, expected))
+        numbers = llm.pool.tiers.numbers()
+        assert min(numbers[name] for name in ("disk_bytes_read", "disk_bytes_written", "bytes_read")) > 0
+        assert numbers["lost"] == 0
+        nothing_left(llm.pool)
+
+
 @pytest.mark.parametrize("unit", ["block", "head"])
 @pytest.mark.parametrize(
     "policy", ["quest(budget=64, block_size=16, dense_layers=0)", "psa(epsilon=0.05, block_size=16)", "dense"]

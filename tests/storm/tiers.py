@@ -4,9 +4,9 @@
 
 The callers of ``storm.run`` (threads and asyncio tasks with prompts, samples, streams that are left and turns of
 sessions, under every method) ask engines whose KV goes to a disk that fails in 1 % of its reads and writes: flipped
-bits, torn, short and stale writes, errors, no space; and two whose KV goes to host memory. What must hold: every answer
-is the one of a quiet engine whose memory holds everything, or the request ends with an error of the tier; at the end no
-block, slot, cell or file is left, and the engine answers as before.
+bits, torn, short and stale writes, errors, no space; to host memory; and to a little of that with such a disk behind
+it. What must hold: every answer is the one of a quiet engine whose memory holds everything, or the request ends with an
+error of the tier; at the end no block, slot, cell or file is left, and the engine answers as before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tiny_models import make_checkpoint
 from saccade import LLM
 from saccade.kv.disk import DiskTier
 from saccade.kv.format import KVFormat
+from saccade.kv.host_disk import HostAndDisk
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 NEED = 600  # slots that two dozen callers' requests take together
@@ -42,9 +44,10 @@ NEED = 600  # slots that two dozen callers' requests take together
 PHASES: tuple[tuple[float, int, str, bool, str | None, float], ...] = (
     (0.02, 4, "clock", False, None, 0.2),
     (0.1, 16, "fifo", True, None, 0.2),
-    (0.3, 16, "lru", True, None, 0.2),
-    (0.1, 16, "clock", True, "block", 0.2),
-    (0.1, 16, "clock", True, "head", 0.2),
+    (0.3, 16, "lru", True, None, 0.15),
+    (0.1, 16, "clock", True, "block", 0.15),
+    (0.1, 16, "clock", True, "head", 0.15),
+    (0.1, 16, "lru", True, "disk", 0.15),
 )
 
 
@@ -75,8 +78,8 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
         for number, (part, callers, replacement, prefixes, unit, share) in enumerate(PHASES):
             system = FaultySystem(rate, seed + number)
             descriptors = len(os.listdir("/proc/self/fd"))
-            slots, over = max(9, int(part * NEED)), system if unit is None else unit
-            with _llm(checkpoint, folder, over, slots, replacement, prefixes) as llm:
+            slots = max(9, int(part * NEED))
+            with _llm(checkpoint, folder, unit, system, slots, replacement, prefixes) as llm:
                 ledger = Ledger(asks, talks, DiskFaults(), int(requests * share))  # type: ignore[arg-type]
                 _blow(llm, ledger, callers)
                 system.rate = 0
@@ -94,14 +97,18 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
     }
 
 
-def _llm(checkpoint: Path, folder: str, over: FaultySystem | str, slots: int, replacement: str, prefixes: bool) -> LLM:
-    """Over a disk with that system's faults, or over host memory by that unit."""
+def _llm(
+    checkpoint: Path, folder: str, unit: str | None, system: FaultySystem, slots: int, replacement: str, prefixes: bool
+) -> LLM:
+    """Over a disk with that system's faults, over host memory by that unit, or over a little of it and the "disk"."""
     import saccade.llm
 
-    real = saccade.llm.DiskTier
-    disk = isinstance(over, FaultySystem)
-    behind = {"kv_disk": f"{folder}/kv:32MiB"} if disk else {"kv_host": "32MiB", "kv_unit": over}
-    saccade.llm.DiskTier = lambda *args: DiskTier(*args, system=over if disk else os)  # type: ignore[assignment,misc]
+    real = saccade.llm.DiskTier, saccade.llm.HostAndDisk
+    behind = {"kv_host": "32MiB", "kv_unit": unit}
+    if unit in (None, "disk"):
+        behind = {"kv_disk": f"{folder}/kv:32MiB"} | ({"kv_host": slots * SLOT} if unit else {})
+    saccade.llm.DiskTier = partial(DiskTier, system=system)  # type: ignore[assignment,misc]
+    saccade.llm.HostAndDisk = partial(HostAndDisk, system=system)  # type: ignore[assignment,misc]
     try:
         return LLM(
             checkpoint,
@@ -114,7 +121,7 @@ def _llm(checkpoint: Path, folder: str, over: FaultySystem | str, slots: int, re
             threads=2,
         )
     finally:
-        saccade.llm.DiskTier = real  # type: ignore[misc]
+        saccade.llm.DiskTier, saccade.llm.HostAndDisk = real  # type: ignore[misc]
 
 
 def _calm(llm: LLM, ledger: Ledger) -> None:

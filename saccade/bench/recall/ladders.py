@@ -12,7 +12,7 @@ from saccade.methods.registry import METHODS
 
 PREFILL = (
     "xattention(threshold=0.5|0.7|0.8|0.9|0.95|0.98)",
-    "flexprefill(gamma=0.8|0.9|0.95|0.98|0.995)",
+    "flexprefill(lines=token, gamma=0.8|0.9|0.95|0.98|0.995)",
     "flexprefill(lines=block, gamma=0.8|0.9|0.95|0.98|0.995)",
     "flashprefill(alpha=0.3|0.08|0.03|0.01|0.003)",
     "flashprefill(unit=kv_head, alpha=0.3|0.08|0.03|0.01|0.003)",
@@ -34,6 +34,7 @@ DECODE = (
     "loopserve(budget=512|1024|2048|4096|8192)",
     "double_sparsity(source=prompt, dense_layers=0, k=0.01|0.02|0.0625|0.125)",
     "vattention(epsilon=0.2|0.1|0.05|0.02)",
+    "rocketkv(budget=256|512|1024|2048)",
     "streaming(window=1024|4096|8192)",
 )
 _VALUES = re.compile(r"(?<==)([^,()]*\|[^,()]*)")

@@ -141,6 +141,7 @@ ENTRIES = (
     _decode("twilight", "twilight(p={value}, base=0.5, dense_layers=0)", THRESHOLD, None),
     _decode("arkvale", "arkvale(budget={value})", _keys(160, 32), 2.0),
     _decode("snapkv", "snapkv(capacity={value}, window=32)", _keys(40)),
+    _decode("rocketkv", "rocketkv(budget={value})", _keys(8, 2)),
     _decode("adakv", "adakv(capacity={value}, window=32)", _keys(40)),
     _decode("h2o", "h2o(budget={value})", SHARE),
     _decode("double_sparsity", "double_sparsity(k={value}, source=prompt, dense_layers=0)", SHARE, 0.0625),

@@ -8,6 +8,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+
 from saccade.engine.config import EngineConfig
 from saccade.errors import SaccadeError
 from saccade.eval.board.entries import Entry
@@ -22,9 +24,11 @@ from saccade.eval.setting import sparse_in
 from saccade.eval.summary import Group, Run
 from saccade.eval.workers import in_order
 from saccade.llm import LLM
+from saccade.machine import available_bytes
 from saccade.methods.policy import Policy
 
 RECALL = "recall.json"  # in a result folder: mean mass kept, by phase
+_MOST_ROOM = 4 * 2**30
 _ROWS = 32  # prefill rows and decode steps of a sample whose attention is compared
 
 
@@ -70,6 +74,13 @@ class Play:
 
 class _Late(Exception):
     pass
+
+
+def room(model: EngineConfig, workers: int) -> int | None:
+    """Bytes of keys and values for the contexts of a grid, in each of the workers; None leaves it to the engine."""
+    if model.device != "cpu" and torch.cuda.is_available():
+        return None
+    return min(_MOST_ROOM, int(0.4 * available_bytes()) // max(1, workers))
 
 
 def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:

@@ -5,7 +5,9 @@ gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorith
 * a vertical-slash head reads the columns and the distances of cumulative mass >= gamma, token by token (Alg. 3).
   ``lines="block"`` counts key blocks and groups of ``block_size`` distances instead, for a kernel that reads blocks: to
   hold gamma a few heavy blocks suffice where it takes many single tokens, so rows that nobody looked at lose more
-  (docs/claims.md). Such a group straddles two block diagonals, and both are taken, so the blocks cover the lines;
+  (docs/claims.md). ``lines="auto"`` takes blocks on a GPU, where single lines cost more than they spare
+  (docs/performance-gpu.md), and tokens elsewhere. A group of distances straddles two block diagonals, and both are
+  taken, so the blocks cover the lines;
 * a query-aware head reads the block pairs of cumulative pooled mass >= gamma (Alg. 4), which promises nothing to a
   single row; in the query blocks of the rows looked at their true block weights count instead of the pooled ones;
 * the budget holds for the union of both directions, in tokens of every row or query block;
@@ -22,15 +24,18 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, require_choice, require_number, require_whole
 from saccade.methods.flexprefill.device import select_blocks, select_lines
-from saccade.methods.flexprefill.modes import reference_blocks, token_lines
+from saccade.methods.flexprefill.modes import reference_blocks, token_lines, up_to_middle
 from saccade.methods.tails import BlockMethod
 from saccade.ops import triton
 from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
 from saccade.selection import Blocks, Dense, Lines, Mixed, Selection, Shape
+
+NOTE = "prefill: 'flexprefill' read lines as blocks, as it does on a GPU (lines=auto; lines=token reads single ones)"
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,9 @@ class FlexPrefill(BlockMethod):
     ``min_budget`` and, if given, at most ``max_budget`` tokens are kept per query block. ``gamma=1`` is dense.
 
     ``flatten`` chooses a query-aware head's blocks over all query blocks at once, as the paper does, so that single
-    query blocks may fall far below gamma; without it every query block reaches gamma by itself."""
+    query blocks may fall far below gamma; without it every query block reaches gamma by itself. ``pattern_rows`` and
+    ``index_rows`` say which rows decide on a head's kind and on its lines: the chunk's ``last`` ones, or those in its
+    ``middle`` (the paper's Table 8; ``mode=paper`` alone, on the torch path)."""
 
     name: ClassVar[str] = "flexprefill"
     paper: ClassVar[str] = "FlexPrefill, arXiv:2502.20766"
@@ -52,8 +59,10 @@ class FlexPrefill(BlockMethod):
     min_budget: int = 1024
     max_budget: int | None = None
     mode: str = "fixed"
-    lines: str = "token"
+    lines: str = "auto"
     flatten: bool = True
+    pattern_rows: str = "last"
+    index_rows: str = "last"
 
     def __post_init__(self) -> None:
         require_number("gamma", self.gamma, 0.0, 1.0)
@@ -66,11 +75,15 @@ class FlexPrefill(BlockMethod):
                 raise PolicyError(f"max_budget={self.max_budget} is below min_budget={self.min_budget}")
         require_choice("mode", self.mode, ("fixed", "paper", "reference"))
         require_choice("flatten", self.flatten, (True, False))
-        require_choice("lines", self.lines, ("token", "block"))
-        if self.mode != "fixed" and self.lines != "token":
+        require_choice("lines", self.lines, ("auto", "token", "block"))
+        if self.mode != "fixed" and self.lines == "block":
             raise PolicyError(f"lines={self.lines} does not go with mode={self.mode}, which says what a line is")
         if self.mode == "reference" and not self.flatten:
             raise PolicyError("flatten=false does not go with mode=reference, whose code knows no such choice")
+        for name in ("pattern_rows", "index_rows"):
+            require_choice(name, getattr(self, name), ("last", "middle"))
+            if getattr(self, name) != "last" and self.mode != "paper":
+                raise PolicyError(f"{name}=middle goes with mode=paper alone, not with mode={self.mode}")
         self.check_tail()
         if self.stands_in and self.lines != "block":
             raise PolicyError(
@@ -95,16 +108,26 @@ class FlexPrefill(BlockMethod):
             return reference_blocks(chunk, self.gamma, self.tau, size, self.min_budget, self.max_budget)
         if self.gamma >= 1.0:
             return Dense(shape)
-        if chunk.q.is_cuda and triton.serves_scores(chunk.q, chunk.kv) is None:
-            return (select_blocks if self.lines == "block" else select_lines)(self, chunk)
+        by_block = self.lines == "block" or (self.lines == "auto" and self.mode == "fixed" and chunk.q.is_cuda)
+        if by_block and self.lines == "auto" and NOTE not in chunk.cost.notes:
+            chunk.cost.notes.append(NOTE)
+        elsewhere = "middle" in (self.pattern_rows, self.index_rows)
+        if chunk.q.is_cuda and not elsewhere and triton.serves_scores(chunk.q, chunk.kv) is None:
+            return (select_blocks if by_block else select_lines)(self, chunk)
         pooled = mean_keys(chunk.kv, size)
-        columns, slashes = self._sums(chunk)
-        query_aware = self._divergence(chunk, pooled, columns) < self.tau
-        by_block = query_aware if self.lines == "token" else torch.ones_like(query_aware)
+        wheres = (self.pattern_rows, self.index_rows)
+        looked = {"last": chunk, "middle": up_to_middle(chunk, size)} if elsewhere else {"last": chunk}
+        sums = {where: self._sums(looked[where]) for where in dict.fromkeys(wheres)}
+        seen = looked[self.pattern_rows]
+        own = mean_keys(seen.kv, size) if self.pattern_rows == "middle" else pooled
+        query_aware = self._divergence(seen, own, sums[self.pattern_rows][0]) < self.tau
+        unseen = shape.k_len - looked[self.index_rows].shape.k_len
+        columns, slashes = (pad(one, (0, unseen)) for one in sums[self.index_rows])
+        by_blocks = torch.ones_like(query_aware) if by_block else query_aware
         first = shape.q_start // size
         q_blocks = (shape.q_start + shape.q_len - 1) // size - first + 1
         masks = torch.zeros(shape.heads, q_blocks, pooled.shape[1], dtype=torch.bool, device=columns.device)
-        for head in by_block.nonzero()[:, 0].tolist():
+        for head in by_blocks.nonzero()[:, 0].tolist():
             if query_aware[head]:
                 needed = self._query_aware(chunk, head, pooled[head // shape.group], columns[head], first, q_blocks)
             else:
@@ -113,14 +136,14 @@ class FlexPrefill(BlockMethod):
                 )
             masks[head] = self._keep(needed, first)
         blocks = Blocks.from_block_mask(shape, size, masks)
-        if bool(by_block.all()):
+        if bool(by_blocks.all()):
             return blocks
-        by_line = ~by_block[:, None]
+        by_line = ~by_blocks[:, None]
         vertical, slash = token_lines(
             needed_shares(columns), needed_shares(slashes), self.gamma, size, self.min_budget, self.max_budget
         )
         lines = Lines.from_masks(shape, vertical & by_line, slash & by_line)
-        return Mixed(shape, (lines, blocks), by_block.long()) if bool(by_block.any()) else lines
+        return Mixed(shape, (lines, blocks), by_blocks.long()) if bool(by_blocks.any()) else lines
 
     def head_kinds(self, chunk: Chunk) -> Tensor:
         """bool [heads]: which heads count as query-aware for this chunk."""

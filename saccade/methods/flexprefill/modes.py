@@ -6,12 +6,14 @@ grid is anchored at position 0. On a whole prompt they are the originals.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
 from saccade.ops.scores import among_least, block_sums, mean_keys, mean_queries, row_weights, slash_sums
-from saccade.selection import Blocks
+from saccade.selection import Blocks, Shape
 
 
 def token_lines(
@@ -33,6 +35,14 @@ def token_lines(
         order = needed.masked_fill(forced, -1.0)
         keep = forced | (wanted & among_least(order, 2 * n if most is None else most)) | among_least(order, least)
     return keep[:, :n], keep[:, n:]
+
+
+def up_to_middle(chunk: Chunk, rows: int) -> Chunk:
+    """``chunk`` up to where its middle ``rows`` rows end, so that they are its last ones."""
+    stop = min(chunk.shape.q_len, (chunk.shape.q_len + rows) // 2)
+    length = chunk.shape.q_start + stop
+    shape = Shape.suffix(chunk.shape.heads, chunk.shape.kv_heads, stop, length, chunk.q.device)
+    return replace(chunk, q=chunk.q[:, :stop], kv=chunk.kv.upto(length), shape=shape)
 
 
 def reference_blocks(

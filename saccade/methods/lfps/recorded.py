@@ -72,18 +72,25 @@ class ForeseenKeys(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.lfps.triton_row_blocks import best_blocks
-        from saccade.methods.lfps.triton_row_candidates import candidates
+        from saccade.methods.lfps.triton_row_candidates import candidates, scan
         from saccade.methods.lfps.triton_row_choice import choose, read_values
         from saccade.methods.lfps.triton_row_learning import take_in
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
+        from saccade.ops.triton.beside import Beside
 
         units = self.units
+        blocks = None
+        beside = Beside(rows.q.device)
+        with beside.run():
+            if self.size:
+                blocks = best_blocks(rows, units, self.size)
         limits = take_in(rows, units)
         idle, instead = bypasses(rows)
-        blocks = best_blocks(rows, units, self.size) if self.size else None
-        found = candidates(rows, units, limits, idle, blocks, self.size)
+        seen = scan(rows, units, limits)
+        beside.join()
+        found = candidates(rows, units, seen, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)

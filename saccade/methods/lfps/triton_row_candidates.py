@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_words import budget_at, pointer
 from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton.beside import LATE
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
@@ -32,29 +33,37 @@ class Found(NamedTuple):
     bounds: Tensor
 
 
-def candidates(rows: LayerRows, units: int, limits: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
-    """``limits`` as take_in leaves them; ``blocks`` as best_blocks marks those of ``size`` keys."""
+def scan(rows: LayerRows, units: int, limits: Tensor) -> Tensor:
+    """Which entries of a row's tables stand out, int32 [rows * units, 2, m] (``_scan``); ``limits`` as take_in leaves
+    them."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS.value)
-    seen = torch.empty(count * units, words, dtype=torch.int32, device=device)
+    seen = torch.empty(count * units, 2, words, dtype=torch.int32, device=device)
     _scan[(triton.cdiv(width, SPAN), units, count)](
         rows.words, rows.reals, rows.pages.lengths, limits, seen, rows.words.stride(0), rows.reals.stride(0), words,
         UNITS=units, SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
+    return seen
+
+
+def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
+    """``seen`` as scan gives it; ``blocks`` as best_blocks marks those of ``size`` keys, beside this stream."""
+    device, width, count = rows.q.device, rows.pages.longest, rows.count
+    words = triton.cdiv(width, BITS.value)
     parts = triton.cdiv(words, TILE)
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
     _mark[(parts, units, count)](
         rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **LATE,
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
     _list[(parts, units, count)](
         rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds, rows.words.stride(0),
-        rows.reals.stride(0), width, words, UNITS=units, TILE=TILE, PARTS=triton.next_power_of_2(parts), num_warps=4,
+        rows.reals.stride(0), width, words, UNITS=units, TILE=TILE, PARTS=triton.next_power_of_2(parts), num_warps=8,
         **launched(device),
     )  # fmt: skip
     return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
@@ -68,7 +77,8 @@ def _scan(
     words, reals, lengths, limits, seen, word_row, real_row, width,
     UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of each word's entries, which are above a threshold (the lower bits) and which above a mean (the others)."""
+    """Of 16 entries of a table a word: which are above their threshold (the lower bits), and which above their mean
+    (the others). The vertical table's words come before those of the slash table, which is read as it lies."""
     begin(EARLY)
     chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
@@ -81,32 +91,64 @@ def _scan(
         if (dense == 0) & (chunk * SPAN < n):
             word, lane = tl.arange(0, SPAN // 16)[:, None], tl.arange(0, 16)[None, :]
             at = chunk * SPAN + word * 16 + lane
-            mean_v, tau_v = tl.load(limits + entry * 4), tl.load(limits + entry * 4 + 1)
-            mean_s, tau_s = tl.load(limits + entry * 4 + 2), tl.load(limits + entry * 4 + 3)
-            base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
-            capacity = tl.load(own + 12)
-            vertical = pointer(own, 14, tl.float32) + unit * capacity
-            slash = pointer(own, 15, tl.float32) + unit * capacity + base
-            here_v = tl.load(vertical + at, mask=at < n, other=0.0)
-            here_s = tl.load(slash - at, mask=at <= tl.minimum(base, n - 1), other=0.0)
-            high = (here_v > mean_v) | (here_s > mean_s)
-            above = (here_v > tau_v) | (here_s > tau_s)
-            above = above | (at * 0 + (tl.load(reals + 2) < 0).to(tl.int32) != 0)  # then every entry is
-            bits = tl.where(above, 1 << lane, 0) | tl.where(high, 65536 << lane, 0)
-            bits = tl.where(at < n, bits, 0)
-            to = chunk * (SPAN // 16) + tl.arange(0, SPAN // 16)
-            tl.store(seen + entry * width + to, tl.sum(bits, 1), mask=to < tl.cdiv(n, 16))
+            # Tables are as wide as a multiple of 16 entries: they are read by whole words.
+            there = (chunk * SPAN + word * 16 < n) & (lane >= 0)
+            line = unit * tl.multiple_of(tl.load(own + 12), 16)
+            vertical = tl.load(tl.multiple_of(pointer(own, 14, tl.float32), 16) + line + at, mask=there, other=0.0)
+            slash = tl.load(tl.multiple_of(pointer(own, 15, tl.float32), 16) + line + at, mask=there, other=0.0)
+            everything = tl.load(reals + 2) < 0
+            left = n - chunk * SPAN
+            own_limits = limits + entry * 4
+            own_seen = seen + entry * 2 * width + chunk * (SPAN // 16)
+            to = tl.arange(0, SPAN // 16)
+            mine = to < tl.cdiv(left, 16)
+            tl.store(own_seen + to, _bits(vertical, own_limits, everything, left, SPAN), mask=mine)
+            # The farthest distance that a key has may be one less than there are keys.
+            left = tl.minimum(left, length - 1 + (tl.load(own + 9) & 1).to(tl.int32) - first - chunk * SPAN)
+            tl.store(own_seen + width + to, _bits(slash, own_limits + 2, everything, left, SPAN), mask=mine)
 
 
 @triton.jit
-def _window(seen, word, last, BACK: tl.constexpr):
-    """Bits of four words, the first of them ``BACK`` behind each ``word``, as int64; 0 for words there are none of."""
-    bits = tl.zeros(word.shape, tl.int64)
-    for number in tl.static_range(4):
-        other = word - BACK + number
-        part = tl.load(seen + other, mask=(other >= 0) & (other < last), other=0) & 65535
-        bits = bits | (part.to(tl.int64) << (16 * number))
-    return bits
+def _bits(value, limits, everything, left, SPAN: tl.constexpr):
+    """Words of the entries ``value``, of which ``left`` count."""
+    lane = tl.arange(0, 16)[None, :]
+    at = tl.arange(0, SPAN // 16)[:, None] * 16 + lane
+    mean, tau = tl.load(limits), tl.where(everything, float("-inf"), tl.load(limits + 1))
+    bits = tl.where((value > tau) & (at < left), 1 << lane, 0)
+    return tl.sum(bits | tl.where((value > mean) & (at < left), 65536 << lane, 0), 1)
+
+
+@triton.jit
+def _seen_at(seen, word, last, base, n_words):
+    """Of the keys of each ``word``, what _scan says: of the key at distance ``base`` - i, and of key i."""
+    bits = tl.load(seen + word, mask=(word >= 0) & (word < last), other=0)
+    least = base - 15 - word * 16  # the distance of the last of them
+    place = (least + 16) // 16 - 1  # rounded down, where it is -15 or more
+    far = least - place * 16
+    known = (word >= 0) & (word < last) & (place >= -1)
+    lower = tl.load(seen + n_words + place, mask=known & (place >= 0), other=0)
+    upper = tl.load(seen + n_words + place + 1, mask=known & (place + 1 < last), other=0)
+    above = (((lower & 65535) | (upper << 16)) >> far) & 65535
+    high = ((((lower >> 16) & 65535) | (upper & -65536)) >> far) & 65535
+    return bits | _reversed(above) | (_reversed(high) << 16)
+
+
+@triton.jit
+def _reversed(word):
+    """The lower 16 bits in reverse."""
+    word = ((word >> 1) & 0x5555) | ((word & 0x5555) << 1)
+    word = ((word >> 2) & 0x3333) | ((word & 0x3333) << 2)
+    word = ((word >> 4) & 0x0F0F) | ((word & 0x0F0F) << 4)
+    return ((word >> 8) & 0x00FF) | ((word & 0x00FF) << 8)
+
+
+@triton.jit
+def _far(seen, word, last, base, n_words, far):
+    """Which of the 16 keys from ``far`` behind each word's first one on are above their threshold."""
+    word += (far + 1024) // 16 - 64
+    lower = _seen_at(seen, word, last, base, n_words) & 65535
+    upper = _seen_at(seen, word + 1, last, base, n_words) & 65535
+    return (lower | (upper << 16)) >> ((far + 1024) % 16)
 
 
 @triton.jit(
@@ -134,27 +176,24 @@ def _mark(
                 votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
             before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
             gate = tl.load(own + 10)
-            seen += entry * n_words
+            seen += entry * 2 * n_words
+            base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
             word = part * TILE + tl.arange(0, TILE)
-            here = tl.load(seen + word, mask=word < last, other=0)
+            here = _seen_at(seen, word, last, base, n_words)
             above = here & 65535
             # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
-            near = above.to(tl.int64)
-            bits = _window(seen, word, last, 0)
-            for far in tl.range(1, tl.minimum(before, 48) + 1):
-                near = near | (bits >> far)
-            bits = _window(seen, word, last, 3)
-            for far in tl.range(1, tl.minimum(after, 48) + 1):
-                near = near | (bits >> (48 - far))
-            if before > 48:
-                bits = _window(seen, word, last, -1)
-                for far in tl.range(49, before + 1):
-                    near = near | (bits >> (far - 16))
-            if after > 48:
-                bits = _window(seen, word, last, 4)
-                for far in tl.range(49, after + 1):
-                    near = near | (bits >> (64 - far))
-            near = near.to(tl.int32) & 65535
+            near = above
+            before_it = _seen_at(seen, word - 1, last, base, n_words) & 65535
+            behind_it = _seen_at(seen, word + 1, last, base, n_words) & 65535
+            ahead, back = above | (behind_it << 16), before_it | (above << 16)
+            for far in tl.range(1, tl.minimum(before, 16) + 1):
+                near = near | (ahead >> far)
+            for far in tl.range(1, tl.minimum(after, 16) + 1):
+                near = near | (back >> (16 - far))
+            for far in tl.range(17, before + 1):
+                near = near | _far(seen, word, last, base, n_words, far)
+            for far in tl.range(17, after + 1):
+                near = near | _far(seen, word, last, base, n_words, -far)
             chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
             chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
             if SIZE > 0:
@@ -226,13 +265,12 @@ def _list(
             chosen = tl.load(marks + entry * n_words + word, mask=word < tl.cdiv(n, 16), other=0)
             count = _count_bits(chosen)
             place = first + tl.sum(tl.where(number < part, here, 0), 0) + tl.cumsum(count, 0) - count
-            for bit in tl.static_range(16):
-                marked = (chosen >> bit) & 1
-                tl.store(out + place, first + word * 16 + bit, mask=marked != 0)
-                place += marked
+            bit = tl.arange(0, 16)[None, :]  # neighbours store side by side
+            to = place[:, None] + _count_bits(chosen[:, None] & ((1 << bit) - 1))
+            tl.store(out + to, first + word[:, None] * 16 + bit, mask=((chosen[:, None] >> bit) & 1) != 0)
             for start in tl.range(part * TILE, local, parts * TILE):
-                to = out + first + total + start + lane
-                tl.store(to, length - local + start + lane, mask=start + lane < local)
+                behind = out + first + total + start + lane
+                tl.store(behind, length - local + start + lane, mask=start + lane < local)
         size = tl.where(dense, length, first + total + local)
     if part == 0:
         tl.store(listed + entry, total)

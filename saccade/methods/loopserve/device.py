@@ -9,7 +9,7 @@ from saccade.methods.base import Chunk
 from saccade.ops import triton
 from saccade.selection import Lines
 
-MOST_BYTES = 4 << 30  # of weights held at once
+MOST_BYTES = 8 << 30  # of weights held at once
 
 
 def serves(chunk: Chunk, overlap: str) -> str | None:

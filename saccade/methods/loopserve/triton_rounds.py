@@ -201,7 +201,7 @@ def _rounds(
                 if reach.to(tl.float64) >= lacking:
                     step = chosen * 0
                     floor = best + float("inf")
-                    reach = ahead
+                    reach = tl.zeros([], tl.int64)  # not `ahead` itself: a loop would take the two for one
                     while (step < LADDER) & (reach.to(tl.float64) < lacking):
                         step += 1
                         above = floor

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.kv.rows import RowMover
 from saccade.kv.view import KVView
 from saccade.ops import cpu
-from saccade.selection import Candidates, Selection
+from saccade.selection import Blocks, Candidates, Corrected, Selection
 
 MOST_ROWS = 128  # that are summed over at once
 MOST_KEY_BLOCKS = 1 << 14  # that one program chooses among
@@ -73,6 +73,13 @@ def serves_tiles(q: Tensor, kv: KVView, k_len: int, block_size: int) -> str | No
     """Why ``antidiagonals.choose`` cannot run this call; None where it can."""
     most = MOST_KEY_BLOCKS * block_size
     return serves_scores(q, kv) if k_len <= most else f"it chooses among up to {most} keys; got {k_len}"
+
+
+def serves_means(q: Tensor, kv: KVView, used: Blocks, corrected: Corrected) -> str | None:
+    """Why ``means.attend_means`` cannot add means beside ``used``; None where it can."""
+    if q.shape[1] > 1 or used.block_size != corrected.block_size or corrected.gone is not None:
+        return "it adds means to one row's blocks alone, of which nothing was evicted"
+    return cpu.uneven(used.units, kv.kv_heads) or serves(q, kv)
 
 
 def serves_candidates(q: Tensor, kv: KVView, selection: Candidates) -> str | None:

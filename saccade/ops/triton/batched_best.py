@@ -3,8 +3,8 @@
 Long lists take a radix search: what the least score taken is comes out six to ten bits at a time. Each of four passes
 counts the digits of the scores that agree with the bits known so far; counts are whole numbers, so the order in which
 programs add them does not matter. A fifth pass counts what each part takes, so that whoever writes lists knows where a
-part's entries go (best_parts.known_at). Other lists take one launch. Lengths are read on the device; nothing goes
-through the host.
+part's entries go (best_parts.known_at). Other lists take one launch or two. Lengths are read on the device; nothing
+goes through the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from saccade.ops.triton.radix_select import least_held, ordered_bits
 SPAN = 2048  # entries that a program takes in one go
 SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
 LARGE = 1 << 15  # entries
-NEAR = 64  # parts: lists of up to so many are searched in one launch (best_near.py)
+NEAR = 64  # parts: lists of up to so many are searched by a sample (best_near.py)
 # Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
 # The first digits are those of nearly all entries, counted in registers; few agree with both, and they are counted in
 # memory one by one.

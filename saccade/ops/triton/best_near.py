@@ -1,6 +1,6 @@
-"""The least of the highest scores of a list in one launch: a sample of the list says between which two scores it lies,
-its programs put aside what lies there, and the last of them to end finds it among those few. A sample that misleads,
-or scores too many of which are alike, cost time but nothing else: then that program reads the whole list."""
+"""The least of the highest scores of a list in two launches: a sample of the list says between which two scores it
+lies, its programs put aside what lies there, and the last of them to end finds it among those few. A sample that
+misleads, or scores too many of which are alike, cost time but nothing else: then that program reads the whole list."""
 
 from __future__ import annotations
 
@@ -34,39 +34,73 @@ def search_near(
     device, lists, parts = scores.device, rows * units, taken.shape[1]
     room = ROOM * warps
     near = torch.empty(lists, 2, room, dtype=torch.int32, device=device)
+    searched = bounds if active is None else active
+    _sample[(units, rows)](
+        scores, bounds, searched, words, scores.stride(0), scores.stride(1), WORDS=WORDS, EACH=each,
+        CHOSEN=active is not None, SAMPLE=SAMPLE, SLACK=SLACK, num_warps=4, **launched(device),
+    )  # fmt: skip
     _narrow[(parts, units, rows)](
-        scores, bounds, bounds if active is None else active, words, taken, near, arrivals(device, 2 * lists),
-        scores.stride(0), scores.stride(1), PARTS=triton.next_power_of_2(parts), WORDS=WORDS, EACH=each,
-        CHOSEN=active is not None, SPAN=span, SAMPLE=SAMPLE, ROOM=room, SLACK=SLACK, num_warps=warps, maxnreg=64,
-        **launched(device),
+        scores, bounds, searched, words, taken, near, arrivals(device, 2 * lists), scores.stride(0), scores.stride(1),
+        PARTS=triton.next_power_of_2(parts), WORDS=WORDS, EACH=each, CHOSEN=active is not None, SPAN=span, ROOM=room,
+        num_warps=warps, maxnreg=64, **launched(device),
     )  # fmt: skip
 
 
 @triton.jit
-def _between(line, first, low, high, between, wanted, SAMPLE: tl.constexpr, SLACK: tl.constexpr):
-    """Bits of two scores between which the least one taken lies, most likely; the same where it is that one."""
-    number = tl.arange(0, SAMPLE)
-    # One entry of each of as many stretches, from no place that scores in a pattern could know.
-    share = ((number * 40503) & 65535).to(tl.float32) * (1.0 / 65536)
-    place = tl.minimum(((number + share) * (between / SAMPLE)).to(tl.int32), between - 1)
-    place = first + tl.where(between <= SAMPLE, number, place)
-    place += tl.where(place >= low, high - low, 0)
-    drawn = tl.minimum(between, SAMPLE)
-    order = ordered_bits(tl.load(line + place, mask=number < drawn, other=0.0) + 0.0)
-    order = tl.where(number < drawn, order, 0)
-    part = wanted.to(tl.float32) / between
-    slack = tl.where(between <= SAMPLE, 0.0, SLACK * tl.sqrt(SAMPLE * part * (1.0 - part)) + 2.0)
-    fewest = (part * drawn - slack + 0.5).to(tl.int32)
-    most = (part * drawn + slack + 0.5).to(tl.int32)
-    upper, lower = tl.full([], 4294967295, tl.uint32), tl.full([], 0, tl.uint32)
-    if fewest >= 1:
-        upper, _spare = least_held(order, fewest)
-    if most <= drawn:
-        if most == fewest:
-            lower = upper
-        else:
-            lower, _spare = least_held(order, most)
+def _least_two(order, fewest, most):
+    """``least_held`` for two numbers of scores at once, ``fewest`` below ``most``; bits alone."""
+    peak = tl.max(order, 0)
+    differ = peak ^ tl.min(tl.where(order > 0, order, peak), 0)
+    bit = tl.full([], 2147483648, tl.uint32)
+    while bit > differ:
+        bit = bit >> 1
+    upper = peak & ~(bit | (bit - tl.where(bit > 0, 1, 0).to(tl.uint32)))
+    lower = upper
+    while bit != 0:
+        count = tl.sum((order >= (upper | bit)).to(tl.int32), 0)
+        other = tl.sum((order >= (lower | bit)).to(tl.int32), 0)
+        upper = tl.where(count >= fewest, upper | bit, upper)
+        lower = tl.where(other >= most, lower | bit, lower)
+        bit = bit >> 1
     return lower, upper
+
+
+@triton.jit(
+    do_not_specialize=["score_row", "score_unit"],
+    do_not_specialize_on_alignment=["bounds", "active", "words"],
+)
+def _sample(
+    scores, bounds, active, words, score_row, score_unit,
+    WORDS: tl.constexpr, EACH: tl.constexpr, CHOSEN: tl.constexpr, SAMPLE: tl.constexpr, SLACK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Bits of two scores between which the least one taken lies, most likely; the same where it is that one."""
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = row * tl.num_programs(0) + unit
+    searches = 1
+    if CHOSEN:
+        searches = tl.load(active + entry).to(tl.int32)
+    first, _last, low, high, wanted, between = bounds_at(bounds, entry, EACH)
+    if (searches != 0) & (wanted > 0) & (wanted < between):
+        line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+        number = tl.arange(0, SAMPLE)
+        # One entry of each of as many stretches, from no place that scores in a pattern could know.
+        share = ((number * 40503) & 65535).to(tl.float32) * (1.0 / 65536)
+        place = tl.minimum(((number + share) * (between / SAMPLE)).to(tl.int32), between - 1)
+        place = first + tl.where(between <= SAMPLE, number, place)
+        place += tl.where(place >= low, high - low, 0)
+        drawn = tl.minimum(between, SAMPLE)
+        order = ordered_bits(tl.load(line + place, mask=number < drawn, other=0.0) + 0.0)
+        order = tl.where(number < drawn, order, 0)
+        part = wanted.to(tl.float32) / between
+        slack = tl.where(between <= SAMPLE, 0.0, SLACK * tl.sqrt(SAMPLE * part * (1.0 - part)) + 2.0)
+        fewest = (part * drawn - slack + 0.5).to(tl.int32)
+        most = (part * drawn + slack + 0.5).to(tl.int32)
+        lower, upper = _least_two(order, tl.maximum(fewest, 1), tl.minimum(most, drawn))
+        known = words + entry.to(tl.int64) * WORDS
+        tl.store(known, tl.where(most > drawn, 0, lower.to(tl.int32, bitcast=True)))
+        tl.store(known + 1, tl.where(fewest < 1, -1, upper.to(tl.int32, bitcast=True)))
 
 
 @triton.jit(
@@ -76,7 +110,7 @@ def _between(line, first, low, high, between, wanted, SAMPLE: tl.constexpr, SLAC
 def _narrow(
     scores, bounds, active, words, taken, near, arrived, score_row, score_unit,
     PARTS: tl.constexpr, WORDS: tl.constexpr, EACH: tl.constexpr, CHOSEN: tl.constexpr, SPAN: tl.constexpr,
-    SAMPLE: tl.constexpr, ROOM: tl.constexpr, SLACK: tl.constexpr, EARLY: tl.constexpr,
+    ROOM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -89,7 +123,8 @@ def _narrow(
     start, stop = part_at(first, last, part, SPAN)
     if (searches != 0) & (wanted > 0) & (wanted < between) & (start < stop):
         line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-        lower, upper = _between(line, first, low, high, between, wanted, SAMPLE, SLACK)
+        known = words + entry.to(tl.int64) * WORDS
+        lower, upper = tl.load(known).to(tl.uint32, bitcast=True), tl.load(known + 1).to(tl.uint32, bitcast=True)
         aside = near + entry.to(tl.int64) * 2 * ROOM
         cursor = arrived + tl.num_programs(1) * tl.num_programs(2) + entry
         at = tl.arange(0, SPAN)
@@ -144,8 +179,7 @@ def _narrow(
                         level += tl.sum((inside & (order == bound)).to(tl.int32), 0)
                     tl.store(own + 2 * number, above)
                     tl.store(own + 2 * number + 1, level)
-            known = words + entry.to(tl.int64) * WORDS + KNOWN + 6
-            tl.store(known, bound.to(tl.int32, bitcast=True))
-            tl.store(known + 1, spare)
+            tl.store(known + KNOWN + 6, bound.to(tl.int32, bitcast=True))
+            tl.store(known + KNOWN + 7, spare)
             tl.store(cursor, tl.zeros([], tl.int64))
             tl.store(arrived + entry, tl.zeros([], tl.int64))

@@ -12,6 +12,7 @@ from saccade.ops.triton.common import STORAGE, pad, runs_on
 from saccade.ops.triton.decode import KeyLists, attend_decode, pages_of
 from saccade.ops.triton.few_rows import attend_groups, pays
 from saccade.ops.triton.lines import attend_lines
+from saccade.ops.triton.means import Means
 from saccade.ops.triton.prefill import attend_prefill
 from saccade.ops.triton.progressive import MOST_KEYS, Rule, attend_progressive
 from saccade.selection import (
@@ -19,6 +20,7 @@ from saccade.selection import (
     Blocks,
     Candidates,
     Cone,
+    Corrected,
     Dense,
     Lines,
     Mixed,
@@ -66,6 +68,11 @@ def _unread(selection: Selection) -> str | None:
         return None if inner in (Dense, Band, Tri, Lines) else f"it has no kernel for {inner.__name__} in a window"
     if isinstance(selection, Ranking):
         return _unread_ranking(selection)
+    if isinstance(selection, Corrected):
+        whole = type(selection.inner) is Blocks and selection.inner.block_size == selection.block_size
+        if not whole or rows == 1 or selection.gone is not None:
+            return "it adds means to many rows' block lists alone, of which nothing was evicted"
+        return _unread(selection.inner)
     if isinstance(selection, Blocks) and selection.block_size not in BLOCK_SIZES:
         return f"it reads blocks of {BLOCK_SIZES} keys; got {selection.block_size}"
     if kind in (Dense, Band, Tri, Lines, Blocks) or (kind in (Tokens, Candidates) and rows == 1):
@@ -81,6 +88,10 @@ def attend(
     selection = selection.to(q.device)
     if isinstance(selection, Mixed):
         return _attend_mixed(q, kv, selection, scale, softcap)
+    if isinstance(selection, Corrected):
+        blocks = selection.inner
+        assert isinstance(blocks, Blocks)
+        return attend_prefill(q, kv, blocks, scale=scale, softcap=softcap, means=Means.of(kv, blocks, q.dtype))
     inner, cone = (selection.inner, selection.cone) if isinstance(selection, Windowed) else (selection, None)
     if isinstance(inner, Tri):
         return _attend_tri(q, kv, inner, cone, scale, softcap)

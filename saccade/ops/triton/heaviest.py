@@ -68,7 +68,7 @@ def best_blocks(q: Tensor, means: Tensor, shape: Shape, block_size: int, count: 
 def _listed(line, first, last, wanted, out, SPAN: tl.constexpr):
     """Write the ``wanted`` highest of entries ``first .. last - 1`` of ``line``, rising, to ``out``."""
     if wanted > 0:
-        bound, spare = least_taken(line, first, last, wanted, SPAN)
+        bound, spare = least_taken(line, first, last, 0, 0, wanted, SPAN)
         level = bound.to(tl.int32) * 0
         done = level
         for start in tl.range(first, last, SPAN):

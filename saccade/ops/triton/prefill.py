@@ -6,6 +6,7 @@ of their own; the loop over the rest masks. Programs start with the last rows, w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
+from saccade.ops.triton.means import Means, mean_steps
 from saccade.ops.triton.pages import gather
 from saccade.selection import Band, Blocks, Dense, Selection
 
@@ -59,11 +61,13 @@ def attend_prefill(
     scale: float,
     softcap: float | None = None,
     config: Config | None = None,
+    means: Means | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``q`` [heads, q_len, head_dim] -> ``out`` like q, ``lse`` float32 [heads, q_len] (natural log).
 
     ``Blocks`` need a block size that the row tile divides (64 or 128), and units that divide the query heads. The
-    causal tile loop is FlashAttention-2's (Dao, 2023); block lists are walked as they are, sorted.
+    causal tile loop is FlashAttention-2's (Dao, 2023); block lists are walked as they are, sorted. ``means``: what
+    stands for the others, within the same loop's softmax.
     """
     shape = selection.shape
     heads, q_len, head_dim = q.shape
@@ -96,6 +100,8 @@ def attend_prefill(
         paged.block_table,
         offsets,
         indices,
+        *((offsets,) * 3 if means is None else (means.keys, means.values, means.marks)),
+        0 if means is None else means.full,
         out,
         lse,
         q.stride(0),
@@ -125,6 +131,8 @@ def attend_prefill(
         PRECISION=precision(q.dtype),
         STAGES=config.stages,
         COPIED=config.copy,
+        TILE=0 if means is None else means.tile,
+        LOG_SIZE=math.log2(size),
         num_warps=config.warps,
     )
     return out, lse
@@ -182,13 +190,14 @@ def _step(
     return acc, weight, higher
 
 
-@triton.jit(do_not_specialize=["table_head", "first", "q_start", "q_len", "window", "sinks"])
+@triton.jit(do_not_specialize=["table_head", "first", "q_start", "q_len", "window", "sinks", "full"])
 def _prefill(
-    q_ptr, k_pool, v_pool, table, offsets, indices, out, lse, q_head, q_row, table_head, out_head, out_row, first,
-    q_start, q_len, window, sinks, scale_log2, softcap, ln2,
+    q_ptr, k_pool, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head, q_row,
+    table_head, out_head, out_row, first, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
     CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
+    TILE: tl.constexpr, LOG_SIZE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
@@ -232,6 +241,12 @@ def _prefill(
             acc, weight, top = _step(
                 acc, weight, top, q, position, start, limit, k_pool, v_pool, table, kv_head, window, sinks, scale_log2,
                 softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, True, False, CAPPED, PRECISION, COPIED,
+            )  # fmt: skip
+        if TILE > 0:
+            acc, weight, top = mean_steps(
+                acc, weight, top, q, position, marks + list_at.to(tl.int64) * full, mean_keys, mean_values, kv_head, 0,
+                tl.minimum((begin + ROWS) // SIZE, full), scale_log2, softcap, KV_HEADS, D, D_PAD, SIZE, TILE,
+                LOG_SIZE, CAPPED, PRECISION,
             )  # fmt: skip
     elif MODE == 1:
         low = tl.maximum(tl.maximum(begin, q_start) - window + 1, 0) // KEYS

@@ -1,0 +1,268 @@
+"""Ablations that papers print, over the suite: one option turned at a time, scores beside what was read.
+
+python benchmarks/sweeps.py --list
+python benchmarks/sweeps.py flexprefill-tau cis-table-6 --length 2048 --length 4096 --samples 3 --out sweeps
+
+Results are kept below --out, so a killed run goes on, and a larger --samples adds to a smaller one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from saccade.engine.config import EngineConfig
+from saccade.errors import SaccadeError
+from saccade.eval.runner import prepare, run_policies
+from saccade.eval.setting import load
+from saccade.eval.summary import Group, Run
+
+SINGLE = ("single", "multikey", "multivalue", "vt", "words", "common", "span_copy", "update")
+TURNS = ("three_turn_begin", "three_turn_middle", "three_turn_end")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """``phase``: whose density is shown; ``protocol``: B decodes the question, A prefills it."""
+
+    about: str
+    phase: str
+    policies: tuple[str, ...]
+    tasks: tuple[str, ...] = SINGLE
+    protocol: str = "A"
+
+
+def flex(*options: str) -> tuple[str, ...]:
+    """Alg. 3 and 4 as printed, with a floor that leaves something to choose at 2K."""
+    return tuple(f"flexprefill(mode=paper,{one})" for one in options)
+
+
+LOOP = ("prefill=loopserve(alpha={})", "prefill=dense,decode=loopserve(first=0,{})")
+CIS = "cis(follow=none,{})"
+SWEEPS = {
+    "flexprefill-gamma": Sweep(
+        "FlexPrefill, Table 5: gamma",
+        "prefill",
+        flex(*(f"min_budget=128,gamma={gamma}" for gamma in (0.97, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6))),
+    ),
+    "flexprefill-tau": Sweep(
+        "FlexPrefill, Table 6: tau", "prefill", flex(*(f"min_budget=128,tau={tau}" for tau in (0.0, 0.1, 0.2, 0.3)))
+    ),
+    "flexprefill-blocks": Sweep(
+        "FlexPrefill, Table 7: block size",
+        "prefill",
+        flex("min_budget=128,block_size=128", "min_budget=128,block_size=64"),
+    ),
+    "flexprefill-rows": Sweep(
+        "FlexPrefill, Table 8: representative rows",
+        "prefill",
+        flex("min_budget=128", "min_budget=128,pattern_rows=middle", "min_budget=128,index_rows=middle"),
+    ),
+    "flexprefill-flatten": Sweep(
+        "FlexPrefill, Table 9: flatten",
+        "prefill",
+        flex("min_budget=128,tau=0.3", "min_budget=128,tau=0.3,flatten=false"),
+    ),
+    "flexprefill-budget": Sweep(
+        "FlexPrefill, Tables 10 and 11: minimum and maximum budget",
+        "prefill",
+        flex(
+            *(f"gamma={gamma},min_budget={least}" for gamma in (0.95, 0.9) for least in (0, 128, 256, 512)),
+            *(f"min_budget=128,max_budget={most}" for most in (512, 1024, 2048)),
+        ),
+    ),
+    "flexprefill-peers": Sweep(
+        "FlexPrefill, Table 1: beside MInference and StreamingLLM",
+        "prefill",
+        (
+            *flex("min_budget=128"),
+            "flexprefill",
+            "minference(vertical=100,slash=300)",
+            "minference(vertical=300,slash=900)",
+            "streaming(sinks=4,window=1024)+dense",
+        ),
+        (*SINGLE, *TURNS),
+    ),
+    "loopserve-alpha": Sweep(
+        "LoopServe, Fig. 8: alpha",
+        "prefill",
+        tuple(LOOP[0].format(alpha) for alpha in (0.955, 0.98, 0.985, 0.99, 0.995, 0.999)),
+        (*SINGLE, *TURNS),
+    ),
+    "loopserve-budget": Sweep(
+        "LoopServe, Fig. 9: B",
+        "decode",
+        tuple(LOOP[1].format(f"budget={budget}") for budget in (128, 256, 512, 1024)),
+        (*SINGLE, *TURNS),
+    ),
+    "loopserve-interval": Sweep(
+        "LoopServe, Fig. 10: n_d",
+        "decode",
+        tuple(LOOP[1].format(f"budget=256,n_d={interval}") for interval in (1, 4, 8, 16, 32, 64)),
+        (*SINGLE, *TURNS),
+    ),
+    "loopserve-parts": Sweep(
+        "LoopServe, Fig. 7: P, D, both",
+        "decode",
+        (
+            "prefill=loopserve(alpha=0.955)",
+            "prefill=dense,decode=loopserve(budget=256,first=0)",
+            "loopserve(alpha=0.955,budget=256,first=0)",
+        ),
+        (*SINGLE, *TURNS),
+    ),
+    "lfps-epsilon": Sweep(
+        "LFPS, Table 3: the bypass",
+        "decode",
+        tuple(
+            f"lfps(blocks=0,least=1,rest=none,epsilon={epsilon})" for epsilon in (1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+        ),
+    ),
+    "lfps-a": Sweep(
+        "LFPS, Table 4: keys scored by a",
+        "decode",
+        tuple(f"lfps(blocks=0,least=1,rest=none,epsilon=1,a={a})" for a in (0.1, 0.2, 0.3)),
+    ),
+    "lfps-peers": Sweep(
+        "LFPS, Tables 1 and 2: 2 % of the keys",
+        "decode",
+        (
+            "topk(k=0.02)",
+            "lfps(blocks=0,least=1,rest=none)",
+            "lfps(blocks=0,least=1,rest=none,a=0.3)",
+            "lfps",
+            "quest(budget=80,block_size=16,dense_layers=0)",
+            "magicpig(bits=10,tables=150)",
+            "prefill=dense,decode=streaming(sinks=4,window=80)",
+        ),
+    ),
+    "cis-table-6": Sweep(
+        "PrHS, Table VI: s, tau and r",
+        "decode",
+        tuple(CIS.format(one) for one in ("s=4", "s=8,tau=0.7", "s=8,r=2", "s=32", "s=8", "s=16", "s=8,tau=0.4")),
+        protocol="B",
+    ),
+    "cis-hshare": Sweep(
+        "PrHS, Table II and Fig. 7: beside HShare at falling ratios",
+        "decode",
+        (
+            *(CIS.format(f"tau={tau}") for tau in (0.8, 0.4, 0.2, 0.0)),
+            *(f"hshare(source=exact,every={every})" for every in (1, 2, 4, 8)),
+        ),
+        protocol="B",
+    ),
+    "windows": Sweep(
+        "PrHS, Table VI: psaw, etf and cpe",
+        "decode",
+        (
+            "dense+psaw(phi=0.5,alpha=1)",
+            "dense+psaw(phi=0.7,alpha=1.5)",
+            "dense+psaw(phi=0.7,alpha=1)",
+            "dense+etf(psi=0.5,gamma=1.5)",
+            "dense+etf(psi=0.4,gamma=1)",
+            "dense+etf(psi=0.5,gamma=1)",
+            "cpe",
+            "cis",
+        ),
+    ),
+}
+
+
+FIELDS = (
+    "sweep",
+    "policy",
+    "protocol",
+    "n",
+    "score",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "keys",
+    "scored",
+    "ratio",
+)
+
+
+def measured(name: str, folders: list[Path]) -> list[dict[str, object]]:
+    """A row a policy: shares of 1, by the names of FIELDS."""
+    sweep, group = SWEEPS[name], Group([Run.load(folder) for folder in folders])
+    rows = []
+    for run in group.runs:
+        cell = group.cell(run)
+        assert cell.score is not None
+        assert cell.difference is not None
+        scored, causal = cell.total(sweep.phase, "keys_scored"), cell.total(sweep.phase, "keys_causal")
+        ratio = cell.retrieval_ratio if sweep.phase == "decode" else None
+        interval = (cell.difference.mean, cell.difference.low, cell.difference.high)
+        counts = (cell.density(sweep.phase), (scored or 0) / (causal or 1), ratio)
+        rows.append(dict(zip(FIELDS, (name, run.policy, sweep.protocol, cell.n, cell.score, *interval, *counts))))
+    return rows
+
+
+def table(name: str, rows: list[dict[str, object]]) -> str:
+    lines = [
+        f"| {SWEEPS[name].about} | score | minus dense [95 %] | keys read | keys scored | ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        score, gone, low, high, keys, scored = (100 * float(str(row[key] or 0)) for key in FIELDS[4:10])
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        shares = f"{keys:.1f} % | {scored:.1f} % | {ratio}"
+        lines.append(f"| `{row['policy']}` | {score:.1f} | {gone:+.1f} [{low:.1f}, {high:.1f}] | {shares} |")
+    return "\n".join([*lines, f"({rows[0]['n']} samples, protocol {SWEEPS[name].protocol})"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="*", metavar="NAME")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--length", type=int, action="append")
+    parser.add_argument("--samples", type=int, default=3, help="of each task and length")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--csv", type=Path, help="file for all rows")
+    parser.add_argument("--out", type=Path, default=Path("sweeps"))
+    args = parser.parse_args()
+    unknown = [name for name in args.sweeps if name not in SWEEPS]
+    if unknown:
+        parser.error(f"unknown sweep '{unknown[0]}'; known: {', '.join(SWEEPS)}")
+    if args.list or not args.sweeps:
+        for name, sweep in SWEEPS.items():
+            print(f"{name:24} {sweep.about}")
+        return
+    lengths = args.length or [2048, 4096]
+    # Policies that prefill alike compute each context once.
+    model = EngineConfig(
+        args.model, dtype="bfloat16", threads=args.threads, enable_prefix_caching=True, kv_memory="2GiB"
+    )
+    llm = load(model)
+    kept: list[dict[str, object]] = []
+    for name in args.sweeps:
+        sweep = SWEEPS[name]
+        samples = f"{'-'.join(map(str, lengths))}-{len(sweep.tasks)}-n{args.samples}"
+        data = prepare(args.out / "data", sweep.tasks, lengths, args.samples, name=samples)
+        folders = run_policies(
+            *(data, llm, model, ["dense", *sweep.policies], args.out / "results"),
+            protocol=sweep.protocol,
+            oracle="none",
+            mix=True,
+            note=lambda text: print(text, file=sys.stderr) if "(" in text else None,
+        )
+        rows = measured(name, folders)
+        print(f"\n{name}\n\n{table(name, rows)}", flush=True)
+        kept += rows
+    if args.csv is not None:
+        with args.csv.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(kept)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SaccadeError as error:
+        sys.exit(f"sweeps: {' '.join(str(error).split())}")
