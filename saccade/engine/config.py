@@ -124,6 +124,10 @@ class EngineConfig:
                 )
             if self.kv_unit == "head":
                 raise SaccadeError("kv_unit='head' goes with kv_host alone; leave kv_disk out, or kv_unit")
+            if self.kv_compute != "device":
+                raise SaccadeError(
+                    f"kv_compute={shown(self.kv_compute)} goes with kv_host alone; leave kv_disk out, or kv_compute"
+                )
         if not isinstance(self.kv_replacement, str) or self.kv_replacement not in REPLACEMENTS:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"

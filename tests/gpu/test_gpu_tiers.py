@@ -77,17 +77,6 @@ def test_every_method_in_a_small_part_of_the_memory(folder, expected, slots, rep
         nothing_left(llm.pool)
 
 
-@pytest.mark.parametrize(("compute", "unit"), [("host", "block"), ("host", "head"), ("auto", "block")])
-def test_what_lies_in_host_memory_is_attended_there(folder, expected, compute, unit):
-    options = {"kv_memory": 30 * SLOT, "kv_host": "64MiB", "kv_compute": compute, "kv_unit": unit}
-    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", **options) as llm:
-        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
-        assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, expected))
-        assert llm.pool.tiers.counts.attended_on_host > 50
-        assert sum("cpu/" in one for output in done for one in output.report["decode"]["backends"]) > 3
-        nothing_left(llm.pool)
-
-
 @pytest.mark.parametrize(("slots", "replacement"), [(9, "lru"), (60, "clock")])
 def test_every_method_over_a_little_host_memory_and_a_disk(folder, tmp_path, expected, slots, replacement):
     options = {"kv_memory": slots * SLOT, "kv_host": 100 * SLOT, "kv_disk": f"{tmp_path}:64MiB"}
@@ -98,6 +87,17 @@ def test_every_method_over_a_little_host_memory_and_a_disk(folder, tmp_path, exp
         numbers = llm.pool.tiers.numbers()
         assert min(numbers[name] for name in ("disk_bytes_read", "disk_bytes_written", "bytes_read")) > 0
         assert numbers["lost"] == 0
+        nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize(("compute", "unit"), [("host", "block"), ("host", "head"), ("auto", "block")])
+def test_what_lies_in_host_memory_is_attended_there(folder, expected, compute, unit):
+    options = {"kv_memory": 30 * SLOT, "kv_host": "64MiB", "kv_compute": compute, "kv_unit": unit}
+    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", **options) as llm:
+        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
+        assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, expected))
+        assert llm.pool.tiers.counts.attended_on_host > 50
+        assert sum("cpu/" in one for output in done for one in output.report["decode"]["backends"]) > 3
         nothing_left(llm.pool)
 
 
