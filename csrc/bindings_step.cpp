@@ -56,11 +56,17 @@ class DecodeStep {
         int64_t* used = nullptr;
         float* coverage = nullptr;
         int64_t units = 0;
+        const int32_t* carried = nullptr;  // [layers, carrying units, carries]
+        int64_t carrying = 0, carries = 0;
+        float* peaks = nullptr;  // [layers, count, kv_heads, regions] of a row that is several
+        int64_t region = 0, regions = 0;
 
         ChoosingLayer choosing_by(int64_t layer) const {
+            const bool carry = carried && layers[layer].as<BlockChoice>().units == carrying;
             return {reinterpret_cast<const void*>(summaries[layer]), summarized[layer],
                     used ? used + layer * units : nullptr, coverage ? coverage + layer * units : nullptr,
-                    codes.empty() ? BlockCodes{} : codes[layer]};
+                    codes.empty() ? BlockCodes{} : codes[layer],
+                    carry ? carried + layer * carrying * carries : nullptr, carry ? carries : 0};
         }
         ListedLayer listed_by(int64_t layer) const {
             ListedLayer own = layers[layer].as<ListedLayer>();
@@ -147,6 +153,26 @@ class DecodeStep {
         row.units = units;
     }
 
+    // Layers that choose blocks for `units` units also read `carried` [layers, units, carries], see ChoosingLayer.
+    void carries(int64_t number, uintptr_t carried, int64_t units, int64_t carries) {
+        Row& row = at(number);
+        if (units < 1 || carries < 1) throw std::invalid_argument("units and carries must be at least 1");
+        row.carried = reinterpret_cast<const int32_t*>(carried);
+        row.carrying = units;
+        row.carries = carries;
+    }
+
+    // Several rows of a sequence that read everything also leave `peaks` [layers, rows, kv_heads, regions], see FewRows.
+    void weighs(int64_t number, uintptr_t peaks, int64_t region, int64_t regions) {
+        Row& row = at(number);
+        if (row.where.count < 2 || region < 1 || region > 128 || region & (region - 1) || regions < 1 ||
+            (row.where.q_start + row.where.count - 1) / region >= regions)
+            throw std::invalid_argument("regions of 1 to 128 keys that cover all of several rows are needed");
+        row.peaks = reinterpret_cast<float*>(peaks);
+        row.region = region;
+        row.regions = regions;
+    }
+
     // Every layer reads the best of its candidates; `summaries` where blocks name some.
     void lists(int64_t number, nb::object keys, nb::list layers, std::vector<uintptr_t> summaries,
                std::vector<int64_t> summarized, int64_t steps) {
@@ -193,7 +219,9 @@ class DecodeStep {
                 reading.begin(a, own.as<ReadKeys>());
                 row.keys = reading.keys();
             } else if (own.kind == Kind::reads_few) {
-                row.working<ReadingFew>(own.kind).begin(a);
+                const int64_t each = row.where.count * kv_heads_ * row.regions;
+                row.working<ReadingFew>(own.kind)
+                    .begin(a, row.peaks ? row.peaks + layer * each : nullptr, row.region, row.regions);
             } else if (own.kind == Kind::chooses) {
                 row.working<Choosing>(own.kind).begin(a, own.as<BlockChoice>(), row.choosing_by(layer));
             } else if (own.kind == Kind::lists) {
@@ -306,6 +334,8 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         .def("add", &DecodeStep::add)
         .def("reads", &DecodeStep::reads)
         .def("lists", &DecodeStep::lists)
+        .def("carries", &DecodeStep::carries)
+        .def("weighs", &DecodeStep::weighs)
         .def("shares", &DecodeStep::shares);
     set.def("run_step", &run_step);
 }

@@ -64,9 +64,14 @@ struct Attention : PagedKV, Queries, ReadKeys, Output {
 };
 
 // A few rows that read all keys. With `rows_first` out is [q_len, heads, head_dim] and lse [q_len, heads].
+// `peaks` [q_len, kv_heads, regions]: for each region of `region` keys (a power of two up to 128) the softmax weight of
+// its heaviest key, summed over the query heads of a KV head; 0 in the last steps of keys, of which some rows see a part
+// or none. Null: not asked for.
 struct FewRows {
     Attention attention;
     bool rows_first;
+    float* peaks = nullptr;
+    int64_t region = 0, regions = 0;
 };
 
 // Dense attention of one row's query heads of one KV head, over all keys or a band: fp32 `out` [group, head_dim], `lse`

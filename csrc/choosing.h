@@ -2,6 +2,7 @@
 // do for one row, put together.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "row_work.h"
@@ -25,6 +26,10 @@ struct ChoosingLayer {
     int64_t* used;
     float* coverage;
     BlockCodes coded{};
+    // Blocks that are read in place of the last of the `take` best, `carries` for each unit; others than ranked ones
+    // mean none. Not under a rule.
+    const int32_t* carried = nullptr;
+    int64_t carries = 0;
 };
 
 class Choosing : public RowWork {
@@ -70,6 +75,7 @@ class Choosing : public RowWork {
         }
         if (c.take && c.take < ranked) {
             rank(set, c.take);
+            if (from.carries) join();
         } else {
             for (int64_t i = 0; i < c.units * c.take; ++i) order[i] = static_cast<int32_t>(first + i % c.take);
         }
@@ -87,9 +93,30 @@ class Choosing : public RowWork {
     void rank(const KernelSet& set, int64_t count) {
         const BlockChoice& c = choice;
         BlockRanking r = ranking(from.summary, c.units, c.parts, first, stop, count, order.data());
-        r.falling = c.microbatch > 0;
+        r.falling = c.microbatch > 0 || from.carries > 0;
         r.coded = from.coded;
         set.rank_blocks(r);
+    }
+
+    // Carried blocks and the best others, `take` in all, rising.
+    void join() {
+        const int64_t take = choice.take;
+        for (int64_t u = 0; u < choice.units; ++u) {
+            int32_t* own = order.data() + u * take;
+            const int32_t* more = from.carried + u * from.carries;
+            joined.clear();
+            for (int64_t i = 0; i < from.carries && static_cast<int64_t>(joined.size()) < take; ++i)
+                if (more[i] >= first && more[i] < stop && !among(more[i])) joined.push_back(more[i]);
+            for (int64_t i = 0; static_cast<int64_t>(joined.size()) < take; ++i)
+                if (!among(own[i])) joined.push_back(own[i]);
+            std::copy(joined.begin(), joined.end(), own);
+            std::sort(own, own + take);
+        }
+    }
+    // Of carried ones there are few; the best are no two alike.
+    bool among(int32_t block) const {
+        const auto end = joined.begin() + std::min<int64_t>(joined.size(), from.carries);
+        return std::find(joined.begin(), end, block) != end;
     }
 
     void run_listed(const KernelSet& set) {
@@ -146,7 +173,7 @@ class Choosing : public RowWork {
     BlockChoice choice;
     ChoosingLayer from;
     int64_t first = 0, stop = 0, ends = 0;  // blocks that are ranked, and how many follow them
-    std::vector<int32_t> lists, order, read;
+    std::vector<int32_t> lists, order, read, joined;
     std::vector<int64_t> offsets;
 };
 

@@ -11,12 +11,14 @@ namespace {
 
 constexpr int64_t kPartKeys = 1024;  // keys of a task at least
 constexpr int64_t kMostParts = 64;   // of a KV head's keys
+constexpr int64_t kRegions = 256;    // that a task weighs
 
 struct FewPlan {
     const FewRows& f;
     const Attention& a;
-    int64_t shared, lanes, part_keys, parts;
+    int64_t shared, lanes, part_keys, parts, stride;
     float *o = nullptr, *max = nullptr, *sum = nullptr;  // [parts, kv_heads, lanes, head_dim], and without the last axis
+    float *peaks = nullptr, *total = nullptr;            // [kv_heads, regions, stride], and [kv_heads, stride] in base 2
 
     explicit FewPlan(const FewRows& few)
         : f(few), a(few.attention), shared(a.heads / a.kv_heads), lanes(shared * a.q_len) {
@@ -24,7 +26,11 @@ struct FewPlan {
         part_keys = (steps + kMostParts - 1) / kMostParts * kStep;
         if (part_keys < kPartKeys) part_keys = kPartKeys;
         parts = (keys + part_keys - 1) / part_keys;
+        stride = (lanes + kTile - 1) / kTile * kTile;
     }
+
+    // What is left of the scratch behind the parts.
+    int64_t noted() const { return f.peaks ? a.kv_heads * (f.regions + 1) * stride : 0; }
 
     // Tasks that follow each other read the same slots.
     template <class Math, class T>
@@ -33,6 +39,12 @@ struct FewPlan {
         KeyStream keys(a, kv_head, a.q_start, a.q_start + a.q_len);
         keys.part(part * part_keys, part_keys);
         PrefillTask<Math, T> task(a, kv_head * shared, shared, a.q_start, a.q_start + a.q_len);
+        if (f.peaks) {
+            float* own = peaks + kv_head * f.regions * stride;
+            const int64_t first = part * part_keys / f.region, last = (part + 1) * part_keys / f.region;
+            for (int64_t i = first * stride; i < (last < f.regions ? last : f.regions) * stride; ++i) own[i] = kNoMax;
+            task.note_peaks(own, f.region, stride);
+        }
         task.run_part(keys, o + at * a.head_dim, max + at, sum + at);
     }
 
@@ -60,6 +72,24 @@ struct FewPlan {
         T* out = static_cast<T*>(a.out) + to * d;
         for (int64_t c = 0; c < d; c += W) Simd::store_row(out + c, Simd::mul(Simd::load(result + c), inverse));
         a.lse[to] = lse_of(top, total);
+        if (f.peaks) this->total[index / lanes * this->stride + lane] = a.lse[to] * kLog2e;
+    }
+
+    // Weights of regions first .. last - 1 of one KV head.
+    void weigh(int64_t index) const {
+        const int64_t kv_head = index % a.kv_heads, first = index / a.kv_heads * kRegions;
+        const int64_t last = first + kRegions < f.regions ? first + kRegions : f.regions;
+        const float* own = total + kv_head * stride;
+        for (int64_t region = first; region < last; ++region) {
+            float* top = peaks + (kv_head * f.regions + region) * stride;
+            for (int64_t i = 0; i < stride; i += W)
+                Simd::store(top + i, Simd::exp2(Simd::sub(Simd::load(top + i), Simd::load(own + i))));
+            for (int64_t row = 0; row < a.q_len; ++row) {
+                float sum = 0;
+                for (int64_t head = 0; head < shared; ++head) sum += top[head * a.q_len + row];
+                f.peaks[(row * a.kv_heads + kv_head) * f.regions + region] = sum;
+            }
+        }
     }
 };
 
@@ -68,15 +98,24 @@ void few_rows_typed(const FewRows& f) {
     FewPlan plan(f);
     const Attention& a = f.attention;
     const int64_t rows = plan.parts * a.kv_heads * plan.lanes;
-    plan.o = static_cast<float*>(thread_scratch(rows * (a.head_dim + 2) * sizeof(float), 1));
+    plan.o = static_cast<float*>(thread_scratch((rows * (a.head_dim + 2) + plan.noted()) * sizeof(float), 1));
     plan.max = plan.o + rows * a.head_dim;
     plan.sum = plan.max + rows;
+    if (f.peaks) {
+        plan.total = plan.sum + rows;
+        plan.peaks = plan.total + a.kv_heads * plan.stride;
+        for (int64_t i = 0; i < a.kv_heads * plan.stride; ++i) plan.total[i] = 0;
+    }
     parallel_for(
         plan.parts * a.kv_heads, a.threads,
         [](void* context, int64_t i) { static_cast<FewPlan*>(context)->template run<Math, T>(i); }, &plan, true);
     parallel_for(
         a.heads * a.q_len, plan.parts > 8 ? a.threads : 1,
         [](void* context, int64_t i) { static_cast<FewPlan*>(context)->template merge<T>(i); }, &plan);
+    if (f.peaks)
+        parallel_for(
+            a.kv_heads * ((f.regions + kRegions - 1) / kRegions), a.threads,
+            [](void* context, int64_t i) { static_cast<FewPlan*>(context)->weigh(i); }, &plan);
 }
 
 }  // namespace

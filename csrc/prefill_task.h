@@ -45,6 +45,14 @@ class PrefillTask : TileTask<Math, T> {
         std::memcpy(sum, x_.sum, lanes_ * sizeof(float));
     }
 
+    // Where to leave the greatest score (base 2) of each region of `region` keys by lane, [regions][stride], of steps
+    // that every row sees whole.
+    void note_peaks(float* peaks, int64_t region, int64_t stride) {
+        peaks_ = peaks;
+        region_ = region;
+        stride_ = stride;
+    }
+
   private:
     template <class Stream>
     void walk(Stream& keys) {
@@ -133,10 +141,23 @@ class PrefillTask : TileTask<Math, T> {
                 Reach reach(step, position + lane, count, masked, this->held(tile) - lane);
                 if (masked) this->template scores<Mask::interval>(tile, lane, reach, nullptr);
                 else this->template scores<Mask::none>(tile, lane, reach, lane ? nullptr : next);
+                if (peaks_ && !masked) keep_peaks(step, tile, lane);
                 weights(tile, lane, reach);
                 accumulate(tile, lane, reach);
             }
             if (!masked) next = nullptr;  // on its way
+        }
+    }
+
+    void keep_peaks(const KeyStep<kStep>& step, int64_t tile, int lane) {
+        for (int64_t j = 0; j + region_ <= step.count; j += region_) {
+            float* to = peaks_ + step.position[j] / region_ * stride_ + tile * kTile + lane;
+            for (int v = 0; v < NV; ++v) {
+                const float* s = x_.s + j * kTile + lane + v * W;
+                F most = Simd::load(s);
+                for (int64_t i = 1; i < region_; ++i) most = Simd::max(most, Simd::load(s + i * kTile));
+                Simd::store(to + v * W, most);
+            }
         }
     }
 
@@ -339,6 +360,8 @@ class PrefillTask : TileTask<Math, T> {
     static constexpr int64_t kValueStride = kStep / 2 + kPad;  // units of one channel, for tiles
     const int64_t head_, row_, rows_;
     const LineUnit* lines_;
+    float* peaks_ = nullptr;
+    int64_t region_ = 0, stride_ = 0;
     float* row_o_ = nullptr;  // [lanes][head_dim]
     char* decode_ = nullptr;
 };

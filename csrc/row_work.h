@@ -126,7 +126,10 @@ class Reading : public RowWork {
 // Several rows of one sequence, one after the other, that read all keys.
 class ReadingFew : public RowWork {
   public:
-    void begin(const Attention& attention) { f_ = {attention, true}; }
+    // `peaks` as of FewRows.
+    void begin(const Attention& attention, float* peaks, int64_t region, int64_t regions) {
+        f_ = {attention, true, peaks, region, regions};
+    }
     void run(const KernelSet& set, int threads) override {
         f_.attention.threads = threads;
         set.few_rows(f_);

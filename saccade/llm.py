@@ -300,7 +300,7 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = HostAndDisk(parse_bytes(config.kv_host, "kv_host"), storage, folder.expanduser(), most)
     elif config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart)
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=config.kv_compute)
     elif config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)

@@ -310,7 +310,7 @@ class Engine:
                 self._suspects |= {request.id for request, _ in batch}
                 return outputs
             ended = time.perf_counter()
-            self.sparse_drafts.timed(batch, ended - began, result.fresh)
+            self.sparse_drafts.timed(batch, ended - began, result)
             self.auditing.settle(batch, result)
             if not result.fresh:
                 self.scheduler.control.ran(batch, ended - began, result.requests)

@@ -32,6 +32,9 @@ class Round:
         self._states = memory.states
         if any(state is not None for state in self._states):
             memory.states = [snapshot(bare(state)) for state in self._states]
+        weighed = self.speculation.weighed
+        if weighed is not None:
+            memory.carried = weighed.carried(rows.start - 1, self.speculation.method.carried)
 
     def row(self) -> ScheduledRequest:
         """The next row to compute."""
@@ -113,7 +116,7 @@ class Round:
         sequence = self.request.sequence
         del sequence.tokens[self._length :]
         self.speculation.lookup.cut(self._length - 1)
-        sequence.memory.states = self._states
+        sequence.memory.states, sequence.memory.carried = self._states, None
         sequence.memory.kv.truncate(self.rows.start, holds=sequence.memory.kv.pool.roomy)
         if not self.drafts.tokens:
             self.speculation.proposals.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.attention import Watch
+from saccade.engine.carried import Weighed
 from saccade.engine.clock import timed
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall
@@ -73,6 +74,14 @@ class RequestRows:
         if shape is None or shape.k_len != stop or shape.q_len != rows:
             self._shape = shape = Shape.suffix(heads, kv_heads, rows, stop, device)
         return shape
+
+    def weighed(self) -> Weighed:
+        """Where rows of a verification write down what they see; it goes with their result."""
+        kv, one = self.memory.kv, self.scheduled
+        held = self.memory.weighed
+        made = Weighed.for_rows(held, one.start, kv.layers, one.length, kv.pool.format.kv_heads)
+        self.memory.weighed = self.result.weighed = made
+        return made
 
     def states_seen(self, layer: int) -> list[Any]:
         """The decode states that a drafted row sees: what it has left in the layers before ``layer``, where later rows

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.carried import REGION, carries
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
@@ -24,10 +25,11 @@ from saccade.kv.block_codes import BlockCodes
 from saccade.methods.base import Method
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
+from saccade.methods.verified import Verified
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_plans, cpu_rows
 from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled, Shared
-from saccade.selection.plan import DevicePlan, Everything, OwnReading, Summarized
+from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, Summarized
 
 PLANS = 4096  # of methods used last
 
@@ -46,6 +48,7 @@ class FixedRow(NamedTuple):
     plan: DevicePlan
     reads: Readings | Listed | Shared
     state: HostState | None
+    weighs: bool = False  # rows of a verification that say where they looked
 
 
 class FixedPlans:
@@ -65,8 +68,9 @@ class FixedPlans:
             return None
         if rows.together:
             plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
-            whole = plan is not None and set(plan.layers) == {Everything()}
-            return FixedRow(rows, plan, self._everything, None) if plan is not None and whole else None
+            if plan is None or set(plan.layers) != {Everything()}:
+                return None
+            return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
         prepared = self._plan(rows.method)
         if prepared is None:
             return None
@@ -96,6 +100,13 @@ class FixedPlans:
         if counts.add(rows.scheduled.stop, backend) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts
+
+    def _weighs(self, method: Method) -> bool:
+        """Whether the next draft is to know where rows under ``method`` looked."""
+        if not isinstance(method, Verified):
+            return False
+        prepared = self._plan(method.draft)
+        return prepared is not None and carries(prepared.plan, method.carried)
 
     def _listed(self, rows: RequestRows, plan: DevicePlan) -> FixedRow | None:
         method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
@@ -244,9 +255,13 @@ class JoinedRows:
 def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
     """A row's part of the step, its keys not stored yet."""
     length, kv, count = rows.scheduled.stop, rows.memory.kv, rows.scheduled.length
-    if fixed is None or rows.together:
-        reads = None if fixed is None else fixed.reads
-        return PlannedRow(rows.first, length - count, kv.tables, reads, length=count)
+    if fixed is None:
+        return PlannedRow(rows.first, length - count, kv.tables, length=count)
+    if rows.together:
+        weighed = rows.weighed() if fixed.weighs else None
+        peaks = None if weighed is None else weighed.peaks
+        return PlannedRow(rows.first, length - count, kv.tables, fixed.reads, length=count, peaks=peaks, region=REGION)
+    carried = rows.memory.carried
     blocks = fixed.plan.blocks if fixed.state is None else fixed.state.summarized
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()
@@ -254,4 +269,5 @@ def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
         summaries = kv.summaries(blocks.summary, blocks.size)
         if isinstance(fixed.reads, Readings):
             codes = kv.summary_codes(blocks.summary, blocks.size)
-    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes)
+    more = carried.blocks(blocks) if carried is not None and summaries and isinstance(blocks, BestBlocks) else None
+    return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes, carried=more)

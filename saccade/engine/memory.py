@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from saccade.engine.carried import Carried, Weighed
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting, Method
@@ -22,6 +23,7 @@ class SequenceMemory:
     """One sequence's ``kv``, and for each layer: ``states``, the decode method's; ``tails``, the last prefill queries
     that its ``begin`` will see; ``gone``, the keys that earlier turns evicted (see methods.Evicting); ``watched``, what
     it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows.
+    ``carried``: while drafts are made, what their rows read besides.
 
     While recorded steps decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
     gets them back on the host, and the next recorded step opens another."""
@@ -34,6 +36,8 @@ class SequenceMemory:
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
         self.watched: list[Any] = []
+        self.carried: Carried | None = None
+        self.weighed: Weighed | None = None  # room for what verifications leave
         self.history = StateHistory()
         self.forget_method()
 
@@ -111,6 +115,7 @@ class SequenceMemory:
         for name in ("states", "tails", "gone", "watched"):
             setattr(made, name, fork(getattr(self, name)))
         made.history = StateHistory()
+        made.carried = made.weighed = None
         return made
 
     def take_back(self, length: int) -> None:
@@ -127,5 +132,6 @@ class SequenceMemory:
 
     def drop(self) -> None:
         """Give all blocks back and forget everything."""
+        self.weighed = None
         self.kv.free()
         self.forget_method()

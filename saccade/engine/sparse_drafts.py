@@ -20,7 +20,7 @@ from saccade.engine.pacing import Pacing, shared_length
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.speculation import Speculation
-from saccade.engine.step import ScheduledRequest
+from saccade.engine.step import ScheduledRequest, StepResult
 from saccade.engine.step_times import Kind
 from saccade.engine.worker import Worker
 from saccade.methods.verified import MOST, UNLEARNT, Verified
@@ -114,18 +114,20 @@ class SparseDrafts:
             pace.end()
         return False
 
-    def timed(self, batch: Batch, seconds: float, fresh: bool = False) -> None:
-        """The step took so long, drafting aside; ``fresh``: because it was compiled or recorded."""
+    def timed(self, batch: Batch, seconds: float, result: StepResult) -> None:
+        """The step took so long, drafting aside; its ``result`` says whether it was compiled or recorded meanwhile, and
+        what its rows saw."""
         drafts = [len(rows.drafts) for request, rows in batch if request.speculation is not None]
         for request, rows in batch:
             if request.speculation is not None and rows.phase == "decode":
+                request.speculation.weighed = result.requests[request.id].weighed
                 stats = request.speculation.stats
                 if rows.drafts:
                     stats.verify_seconds += seconds
                 else:
                     stats.plain_steps, stats.plain_seconds = stats.plain_steps + 1, stats.plain_seconds + seconds
         step = self._step
-        if step is None or not step.alone or fresh:
+        if step is None or not step.alone or result.fresh:
             return
         step.seconds, step.drafts = seconds, sum(drafts) / max(1, len(drafts))
         times = self.pacing.times(step.kind)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from saccade.engine.acceptance import Proposal, propose
+from saccade.engine.carried import Weighed
 from saccade.engine.lookup import Lookup
 from saccade.engine.pacing import Pace, Pacing
 from saccade.engine.report import LayerStats, PhaseStats
@@ -69,6 +70,7 @@ class Speculation:
         self.on_device = on_device
         self.by_rule = not sampler.params.greedy and sampler.params.seed is None and not on_device
         self.proposals: dict[int, Proposal] = {}
+        self.weighed: Weighed | None = None  # what the last step's rows saw, if it verified and says so
         self.found = 0  # of the drafts under verification, those that were looked up
         self.stats = Speculated(PhaseStats([LayerStats() for _ in range(layers)]))
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.engine.carried import Weighed
 from saccade.engine.row_sampling import RowSampling
 from saccade.kv.tier import TierCounts
 from saccade.methods.base import Cost
@@ -189,7 +190,8 @@ class RequestResult:
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
-    told how many of the first rows do, puts them into ``late``."""
+    told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
+    know (engine.carried)."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
@@ -205,6 +207,7 @@ class RequestResult:
     tiers: TierCounts | None = None
     rows: list[RequestResult] = field(default_factory=list)
     stay: Callable[[int], None] | None = None
+    weighed: Weighed | None = None
 
     @classmethod
     def of(cls, one: ScheduledRequest) -> RequestResult:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_whole
+from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_number, require_whole
 from saccade.methods.psa import PSA
 from saccade.methods.verified import MOST, UNLEARNT, Drafted, Verified, bare
 from saccade.ops import Call, run
@@ -38,7 +38,9 @@ class Lossless(Verified):
     ``tokens=0`` drafts as many as the measured acceptance and step times make worth their while, up to 15, and none
     where they are not (``engine/pacing.py``); a number drafts so many, always. ``lookup``: where the last ``lookup``
     tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed there is drafted
-    too, for no step at all (prompt lookup; Saxena 2023); 0 never does.
+    too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks that a draft chooses
+    for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last verified row, where the
+    verification says so (``engine/carried.py``).
 
     Raises PolicyError for a draft that is no decode method, reads everything, or is ``lossless`` itself.
     """
@@ -51,6 +53,7 @@ class Lossless(Verified):
     draft: Method = field(default=PSA(epsilon=0.3))
     tokens: int = 0
     lookup: int = 3
+    carried: float = 0.5
 
     def __post_init__(self) -> None:
         draft: Any = self.draft
@@ -60,6 +63,7 @@ class Lossless(Verified):
         require(not draft.means_dense, "draft", draft.text, wanted)
         require_whole("tokens", self.tokens, 0, MOST)
         require_whole("lookup", self.lookup, 0, 64)
+        require_number("carried", self.carried, 0.0, 1.0)
         for name in ("tail_rows", "watches"):  # what the draft asks for
             object.__setattr__(self, name, getattr(draft, name))
 

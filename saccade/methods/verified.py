@@ -14,11 +14,13 @@ UNLEARNT = 2  # first decode rows of a turn that no draft learns from: they cost
 
 class Verified(Method):
     """Base: rows under such a method are verified, and may be guessed by rows under ``draft``. ``tokens``: so many each
-    time; 0 leaves it to the engine. ``lookup``: tokens that must agree for a look-up; 0 does without."""
+    time; 0 leaves it to the engine. ``lookup``: tokens that must agree for a look-up; 0 does without. ``carried``: the
+    share of what the draft chooses that comes of the last verified row's weights."""
 
     draft: Method
     tokens: int
     lookup: int
+    carried: float
 
 
 @dataclass

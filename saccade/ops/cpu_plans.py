@@ -88,7 +88,10 @@ class PlannedRow(NamedTuple):
     chooses for a row of this length by blocks, each layer's summaries [blocks, parts, kv_heads, head_dim] of all full
     blocks of the keys before the row's own; ``codes``: what is known of them in 4 bits, if they are many.
     ``length``: so many rows of the sequence one after the other, the first at ``position``, which then read
-    everything, each up to its own key."""
+    everything, each up to its own key; ``peaks`` fp32 [layers, length, kv_heads, regions] gets what the heaviest key
+    of each region of ``region`` keys weighs, summed over a KV head's query heads, 0 in about the last 128 keys.
+    ``carried`` int32 [layers, units, n]: blocks that layers with a budget for so many units read besides, in place of
+    the last of those that they would choose; numbers of no block that is chosen from mean none."""
 
     row: int
     position: int
@@ -97,6 +100,9 @@ class PlannedRow(NamedTuple):
     summaries: Sequence[Tensor] = ()
     codes: Sequence[BlockCodes] = ()
     length: int = 1
+    peaks: Tensor | None = None
+    region: int = 0
+    carried: Tensor | None = None
 
 
 class PlannedRows:
@@ -144,6 +150,12 @@ class PlannedRows:
         noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
         codes = [codes_of(one) for one in row.codes]
         self._step.reads(number, reads.of(row.position + 1), *parts, codes, *noted, units)
+        if row.peaks is not None:
+            checked("peaks", row.peaks, torch.float32)
+            self._step.weighs(number, row.peaks.data_ptr(), row.region, row.peaks.shape[3])
+        if row.carried is not None:
+            checked("carried", row.carried, torch.int32)
+            self._step.carries(number, row.carried.data_ptr(), *row.carried.shape[1:])
 
     def run(
         self,

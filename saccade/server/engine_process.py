@@ -5,6 +5,7 @@ It ends with the process that started it: where that goes, whatever killed it, t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -202,6 +203,8 @@ def main(descriptor: int) -> None:
 
             torch.set_num_threads(config.threads)
         llm = LLM(config=config)
+        gc.collect()
+        gc.freeze()  # it stays until the process ends: no later collection need walk over all of it
         if start["kv_events"] is not None:
             KVEvents(llm, **start["kv_events"])
     except Exception as error:
