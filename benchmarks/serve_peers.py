@@ -1,12 +1,14 @@
 """The same load on several OpenAI servers, one after the other: tokens a second, and how long clients wait.
 
     python benchmarks/serve_peers.py [--model reference] [--mix chat] [--requests 32] [--concurrency 8] [--scale 1]
-        [--policy dense --policy "flexprefill+psa"] [--transformers BIN] [--llama-server BIN --gguf FILE] [--device cpu]
+        [--policy dense --policy "flexprefill+psa"] [--transformers BIN] [--llama-server BIN] [--threads N]
+        [--device cpu]
 
 ``--transformers`` is the ``transformers`` command of an environment with ``transformers[serving]``, ``--llama-server``
-llama.cpp's server with the model as ``--gguf``. Each server has the machine to itself but for the client, which is
-``saccade bench serve``; a run of a few requests comes before the one that counts. Answers are as long as the model
-makes them: greedy, so nearly the same everywhere (transformers refuses ``ignore_eos``).
+llama.cpp's server, for which the model is written with the ``gguf`` package (``benchmarks/llama_gguf.py``). Each server
+has the machine to itself but for the client, which is ``saccade bench serve``; a run of a few requests comes before the
+one that counts. Answers are as long as the model makes them: greedy, so nearly the same everywhere (transformers
+refuses ``ignore_eos``).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import torch
 from saccade.bench.cli import model_folder
 
 HOST = "127.0.0.1"
+LONGEST = 32768  # tokens of a request that llama.cpp has room for
 
 
 def free_port() -> int:
@@ -103,7 +106,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--transformers", help="the transformers command")
     parser.add_argument("--llama-server", help="llama.cpp's server")
-    parser.add_argument("--gguf", help="the model as llama.cpp reads it")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of Saccade and llama.cpp")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -111,14 +114,20 @@ def main() -> None:
         path = str(model_folder(options.model, folder / "model", getattr(torch, options.dtype)))
         port = free_port()
         serve = [sys.executable, "-m", "saccade", "serve", path, "--port", str(port), "--device", options.device]
+        serve += ["--threads", str(options.threads)]
         servers = [("saccade", [*serve, "--dtype", options.dtype], options.policy or ["dense"], None)]
         if options.transformers:
             command = [options.transformers, "serve", path, "--host", HOST, "--port", str(port)]
             command += ["--device", options.device, "--dtype", options.dtype]
             servers.append(("transformers serve", command, [None], path))
         if options.llama_server:
-            command = [options.llama_server, "-m", options.gguf, "--host", HOST, "--port", str(port)]
-            command += ["--parallel", str(options.concurrency), "--ctx-size", str(options.concurrency * 8192)]
+            from llama_gguf import write_gguf
+
+            write_gguf(Path(path), folder / "gguf", "bf16" if options.dtype == "bfloat16" else "f32")
+            command = [options.llama_server, "--model", str(folder / "gguf"), "--host", HOST, "--port", str(port)]
+            command += ["--parallel", str(options.concurrency), "--ctx-size", str(options.concurrency * LONGEST)]
+            command += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
+            command += ["--flash-attn", "on", "--jinja"]
             servers.append(("llama.cpp", command, [None], "model"))
         for name, command, policies, model in servers:
             if shutil.which(command[0]) is None:

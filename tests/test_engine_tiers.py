@@ -230,6 +230,7 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_host": "1MiB", "kv_memory": 8 * SLOT},
         {"kv_host": 7 * SLOT, "kv_disk": f"{tmp_path}:1GiB", "kv_memory": "1MiB"},
         {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB", "kv_unit": "head"},
+        {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB", "kv_compute": "host"},
     ):
         with pytest.raises(SaccadeError):
             LLM(folder, dtype="float32", **settings)

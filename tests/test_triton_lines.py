@@ -72,6 +72,14 @@ def test_two_tiles_of_rows_and_lists_with_room_behind_them(q_len, n):
     agrees(q, view, roomy, atol=2e-3)
 
 
+@pytest.mark.parametrize("cone", [None, CONES[0]], ids=str)
+def test_keys_laid_out_in_one_piece_first(cone, monkeypatch):
+    q, view, shape = data(4, 2, 150, 467, 32)
+    lines = lines_of(shape, 4, 30)
+    monkeypatch.setattr("saccade.ops.triton.lines.LONG", 1)
+    agrees(q, view, lines if cone is None else Windowed(lines, cone))
+
+
 @pytest.mark.parametrize("cone", [None, CONES[0], CONES[1]], ids=str)
 @pytest.mark.parametrize("dense_rows", [0, 50, 500])
 def test_bands_tri_shapes_and_everything_inside_a_window(cone, dense_rows):

@@ -11,6 +11,7 @@ import torch
 from saccade.errors import SaccadeError, check_share, finite_number, shown, whole_number
 from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
+from saccade.kv.compute import MODES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
 from saccade.machine import best_device, check_threads, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
@@ -34,6 +35,8 @@ class EngineConfig:
     as ``"~/kv:100GiB"`` for the same on a CPU.
     ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``kv_unit``: what
     moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
+    ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
+    the ``host``, where it lies; or ``auto``, by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step. ``max_requests``: most requests that run at once.
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
@@ -66,6 +69,7 @@ class EngineConfig:
     kv_disk: str | None = None
     kv_replacement: str = "clock"
     kv_unit: str = "block"
+    kv_compute: str = "device"
     prefill_chunk: int = 4096
     max_requests: int = 64
     max_token_gap: float | None = None
@@ -120,6 +124,10 @@ class EngineConfig:
                 )
             if self.kv_unit == "head":
                 raise SaccadeError("kv_unit='head' goes with kv_host alone; leave kv_disk out, or kv_unit")
+            if self.kv_compute != "device":
+                raise SaccadeError(
+                    f"kv_compute={shown(self.kv_compute)} goes with kv_host alone; leave kv_disk out, or kv_compute"
+                )
         if not isinstance(self.kv_replacement, str) or self.kv_replacement not in REPLACEMENTS:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
@@ -128,6 +136,12 @@ class EngineConfig:
             raise SaccadeError(f"kv_unit={shown(self.kv_unit)} is unknown; known: {', '.join(UNITS)}")
         if self.kv_unit == "head" and self.kv_host is None:
             raise SaccadeError("kv_unit='head' is for KV that moves to host memory and back; give kv_host, too")
+        if not isinstance(self.kv_compute, str) or self.kv_compute not in MODES:
+            raise SaccadeError(f"kv_compute={shown(self.kv_compute)} is unknown; known: {', '.join(MODES)}")
+        if self.kv_compute != "device" and self.kv_host is None:
+            raise SaccadeError(
+                f"kv_compute={self.kv_compute!r} attends KV in host memory where it lies; give kv_host, too"
+            )
         for name in ("exact", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):

@@ -38,6 +38,8 @@ class DeviceTiers:
             return None if kv.resident else reason
         if not plan.listed:
             return None if kv.resident else f"{reason}, and '{plan.method}' chooses and reads in one go"
+        if tiers.tier.compute.mode == "host":
+            return f"{reason}, and what is not is attended where it lies (kv_compute)"
         if kv.damaged:
             return "some of its KV blocks were lost"
         whole = sum(isinstance(one, Everything) for one in plan.layers)

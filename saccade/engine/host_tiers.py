@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from saccade.engine.host_calls import RequestRows
 from saccade.kv.hold import Hold
+from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts, TierError
 from saccade.kv.tiers import LEAST_SLOTS
 
@@ -22,6 +23,8 @@ class HeldRows:
         pool = rows[0].memory.kv.pool
         if pool.tiers is None or not pool.absent:
             return rows
+        if isinstance(pool.tiers.tier, HostTier) and pool.tiers.tier.compute.mode != "device":
+            return []  # what is absent may be attended where it lies
         spare = max(LEAST_SLOTS, pool.tiers.slots // SPARE)
         together = []
         for one in rows:

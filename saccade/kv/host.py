@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.kv.compute import Compute
 from saccade.kv.pinned import PinnedMemory
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Loading, Parts, TierCounts
@@ -30,15 +31,16 @@ Halves = tuple[Tensor, Tensor]  # keys and values
 
 class HostTier:
     """Keeps parts of ``storage`` in ``max_bytes`` of host memory. With ``heads_apart`` a part is one KV head's, a cell
-    has room for one of each head, and each head's have an owner of their own (:meth:`of_head`). Raises SaccadeError
-    where one block is too much, CapacityError where there is no such memory."""
+    has room for one of each head, and each head's have an owner of their own (:meth:`of_head`). ``compute``: one of
+    compute.MODES. Raises SaccadeError where one block is too much, CapacityError where there is no such memory."""
 
     name = "host"
     in_background = True
-    _written: Any  # event: the last write
+    _written: Any  # event: the last write, until the device follows it
+    _last: Any  # the same, until the host does
 
-    def __init__(self, max_bytes: int, storage: KVStorage, heads_apart: bool = False) -> None:
-        self.storage, self.format = storage, storage.format
+    def __init__(self, max_bytes: int, storage: KVStorage, heads_apart: bool = False, compute: str = "device") -> None:
+        self.storage, self.format, self.compute = storage, storage.format, Compute(compute)
         block_bytes = storage.format.block_bytes
         self.heads, self._head = storage.format.kv_heads if heads_apart else 1, 0
         self.cell_bytes = block_bytes // self.heads
@@ -74,7 +76,7 @@ class HostTier:
             self._owner[index] = np.array(parts[:count])
             with self._copying():
                 self._move((self.storage.k, self.storage.v), np.array(slots[:count]), (self.k, self.v), index)
-                self._written = self._event()
+                self._written = self._last = self._event()
             self.counts.bytes_written += count * self.cell_bytes
         return cells + [0] * (len(parts) - count)
 
@@ -83,6 +85,12 @@ class HostTier:
         if self._written is not None:
             torch.cuda.current_stream(self.device).wait_event(self._written)
             self._written = None
+
+    def finish_writes(self) -> None:
+        """The host waits for the writes so far: what it reads in cells is whole."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
 
     def read(self, parts: Parts, cells: Sequence[int], slots: Sequence[int]) -> Loading:
         """See Tier."""
@@ -149,7 +157,7 @@ class HostTier:
         self._owner = np.full((self.cells, 3), -1, dtype=np.int64)
         self._next = 1  # cells from here on were never used
         self._free: list[int] = []
-        self._written = None
+        self._written = self._last = None
 
     def _event(self) -> Any:
         return None if self._stream is None else self._stream.record_event()

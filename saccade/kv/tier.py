@@ -43,7 +43,8 @@ class TierCounts:
     """What moved between memory and a tier. ``hits`` and ``misses``: parts that were asked for and were, or were not,
     resident; ``evicted``: parts that left memory; ``prefetched``: parts whose load began before they were wanted;
     ``retries``: reads and writes that failed and were tried again; ``lost``: parts that could not be had back;
-    ``wait_seconds``: time in which attention stood still for loads or writes."""
+    ``wait_seconds``: time in which attention stood still for loads or writes; ``attended_on_host``: parts that the CPU
+    attended where they lie, which are no hits and no misses."""
 
     hits: int = 0
     misses: int = 0
@@ -54,6 +55,7 @@ class TierCounts:
     retries: int = 0
     lost: int = 0
     wait_seconds: float = 0.0
+    attended_on_host: int = 0
 
     def copy(self) -> TierCounts:
         return TierCounts(**vars(self))

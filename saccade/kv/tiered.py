@@ -12,6 +12,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.head_tiers import HeadTiers
 from saccade.kv.hold import Hold
+from saccade.kv.host import HostTier
 from saccade.kv.paged import Paged
 from saccade.kv.tier import TierFull
 from saccade.kv.view import KVView
@@ -101,6 +102,43 @@ class TieredView(KVView):
         """What kernels may read of this while ``blocks`` are held, or of each KV head its own of ``heads``: all others,
         of which some may be on their way, are one of zeros."""
         return KVView(self._guarded(self.length, blocks, heads), self._summaries, self._mover)
+
+    def ids_of(self, blocks: Array) -> Array:
+        """The pool's ids of blocks (numbers within the sequence)."""
+        return self._ids[blocks]
+
+    def places(self) -> tuple[Array, Array]:
+        """Of each KV head that has slots of its own, or of all heads, [rows, blocks]: whether a block is resident, and
+        the cell in which the tier has a copy of it, 0 for none."""
+        ids = self._ids[: self.blocks]
+        slots = np.stack([one.slots_of(self._layer, ids) for one in self.tiers.each])
+        return slots >= 0, np.stack([one.cells_of(self._layer, ids) for one in self.tiers.each])
+
+    def strangers(self, blocks: Array, want: Array, cells: Array) -> bool:
+        """Whether ``cells`` [rows, blocks], where ``want`` like them marks one of ``blocks``, are none, or hold
+        anything else."""
+        for one, own, kept in zip(self.tiers.each, want, cells):
+            some = blocks[own[blocks]]
+            if len(some) and not ((kept[some] > 0).all() and one.keeps(self._layer, self._ids[some], kept[some])):
+                return True
+        return False
+
+    def copied(self, blocks: Array) -> bool:
+        """Have a copy of each of ``blocks`` in the tier. Whether there was room for all."""
+        return all(one.copied(self._layer, self._ids[blocks]) for one in self.tiers.each)
+
+    def there(self, blocks: Array, cells: Array) -> KVView:
+        """``blocks`` where the tier, which is host memory, keeps them in ``cells`` [rows, blocks of the sequence]: a
+        view on the host, of which nothing else is to be read. What is still being written is waited for."""
+        tier = self.tiers.tier
+        assert isinstance(tier, HostTier)
+        for one in self.tiers.each:
+            assert isinstance(one.tier, HostTier)
+            one.tier.finish_writes()
+        table = np.zeros(cells.shape, dtype=np.int32)
+        table[:, blocks] = np.maximum(cells[:, blocks] - 1, 0)
+        paged = self._paged._replace(k=tier.k, v=tier.v, block_table=torch.from_numpy(table))
+        return KVView(paged)
 
     def upto(self, length: int) -> KVView:
         if length == self.length:

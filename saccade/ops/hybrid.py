@@ -3,8 +3,6 @@ back and meets what the device holds (LFPS on a GPU: sinks and window there, eve
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,8 @@ from saccade.kv.view import KVView
 from saccade.ops.attend import attend, run
 from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state
-from saccade.selection import Candidates, Selection, Tokens
+from saccade.selection import Selection
+from saccade.selection.candidates import split_forced as split_forced
 
 
 def attend_hybrid(
@@ -51,31 +50,3 @@ def attend_hybrid(
     there = run(Call.of(query, far, far_selection.to(query.device), scale=scale, softcap=softcap, threads=threads))
     out, lse = merge_state(out, lse, there.out.to(q.device), there.lse.to(q.device))
     return there._replace(out=out, lse=lse)
-
-
-def split_forced(selection: Candidates) -> tuple[Tokens, Candidates]:
-    """``selection`` in two: its forced keys, for the near part, and its candidates without them, for the far one. An
-    idle head has its few keys among the former and nothing among the latter. The ``rest`` is in neither.
-
-    Raises SaccadeError where several heads choose together: they rank by weights, of which the forced keys have their
-    part, so that the far part alone cannot choose.
-    """
-    shape, (first, last) = selection.shape, selection.forced
-    if selection.units != shape.heads:
-        raise SaccadeError(
-            f"candidates of {selection.units} units for {shape.heads} query heads cannot be split: heads that choose "
-            f"together rank by weights over forced keys too; use unit='q_head'"
-        )
-    device = selection.k.device
-    ends = torch.cat([torch.arange(first, device=device), torch.arange(last, shape.k_len, device=device)])
-    sizes = torch.full((shape.heads,), ends.numel(), dtype=torch.int64, device=device)
-    keys = ends.to(torch.int32).expand(shape.heads, -1)
-    listed = torch.ones(keys.shape, dtype=torch.bool, device=device)
-    if selection.idle is not None:
-        few = ends < min(selection.idle_keys, shape.k_len)
-        listed = torch.where(selection.idle[:, None], few, listed)
-        sizes = listed.sum(1)
-    near = Tokens(shape, torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), keys[listed])
-    spelt = selection.spelt_out()  # a full unit's candidates are those between the forced keys
-    far = replace(spelt, sinks=0, local=0, idle_keys=0, rest=None)
-    return near, far

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade.kv.hold import Hold
 from saccade.kv.tier import TierFull
 from saccade.kv.tiered import TieredView
-from saccade.ops import candidates, cpu_blocks, reference, triton
+from saccade.ops import candidates, cpu_blocks, far, reference, triton
 from saccade.ops.call import Call, Result
 from saccade.ops.merge import merge_state
 from saccade.ops.progressive import attend_ranking
@@ -32,6 +32,8 @@ def run(call: Call, view: TieredView, attend: Runs, named: str) -> tuple[Result,
     """``call``, over ``view``; ``attend`` runs calls over keys that are resident, on the backend ``named``. Whether the
     result is whole: else what ``attend`` does behind a kernel is still to be done."""
     selection = call.selection
+    if (ran := far.run(call, view, attend)) is not None:
+        return ran
     if isinstance(selection, Ranking):
         return _ranking(call, view, selection, attend, named)
     wanted = _wanted(selection, view)

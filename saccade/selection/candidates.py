@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
-from saccade.selection.base import Selection, Shape
+from saccade.selection.base import Selection, Shape, Tokens
 from saccade.selection.csr import check_below, check_csr, offsets_of_lists
 
 
@@ -103,3 +103,31 @@ class Candidates(Selection):
         check_below(self.offsets, indices, self.offsets.new_full((self.units,), last), "candidate")
         if indices.numel() and int(indices.min()) < first:
             raise SaccadeError(f"the first {first} keys are forced and must not be candidates")
+
+
+def split_forced(selection: Candidates) -> tuple[Tokens, Candidates]:
+    """``selection`` in two: its forced keys, for the near part, and its candidates without them, for the far one. An
+    idle head has its few keys among the former and nothing among the latter. The ``rest`` is in neither.
+
+    Raises SaccadeError where several heads choose together: they rank by weights, of which the forced keys have their
+    part, so that the far part alone cannot choose.
+    """
+    shape, (first, last) = selection.shape, selection.forced
+    if selection.units != shape.heads:
+        raise SaccadeError(
+            f"candidates of {selection.units} units for {shape.heads} query heads cannot be split: heads that choose "
+            f"together rank by weights over forced keys too; use unit='q_head'"
+        )
+    device = selection.k.device
+    ends = torch.cat([torch.arange(first, device=device), torch.arange(last, shape.k_len, device=device)])
+    sizes = torch.full((shape.heads,), ends.numel(), dtype=torch.int64, device=device)
+    keys = ends.to(torch.int32).expand(shape.heads, -1)
+    listed = torch.ones(keys.shape, dtype=torch.bool, device=device)
+    if selection.idle is not None:
+        few = ends < min(selection.idle_keys, shape.k_len)
+        listed = torch.where(selection.idle[:, None], few, listed)
+        sizes = listed.sum(1)
+    near = Tokens(shape, torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), keys[listed])
+    spelt = selection.spelt_out()  # a full unit's candidates are those between the forced keys
+    far = replace(spelt, sinks=0, local=0, idle_keys=0, rest=None)
+    return near, far

@@ -99,6 +99,26 @@ def between(selection: Selection, first: int, last: int) -> Selection:
     return Between(selection, first, last)
 
 
+def apart(selection: Selection, far: Tensor, size: int) -> tuple[Selection, Selection]:
+    """What a decode step's ``selection`` (Dense, Band, Blocks or Tokens) reads outside of the blocks ``far`` (bool
+    [blocks of ``size`` keys], on the host), and what within. An entry of a list must not lie in both."""
+    shape = selection.shape
+    if type(selection) is Dense:
+        every = torch.arange(-(-shape.k_len // size), device=shape.device)
+        selection = Blocks.from_lists(shape, size, [every])
+    elif type(selection) is Band:
+        selection = Tokens.from_mask(shape, selection.row_mask(0, 0, 1)[None])
+    assert isinstance(selection, Blocks | Tokens)
+    listed = selection.indices[: int(selection.offsets[-1])]
+    each = selection.block_size if isinstance(selection, Blocks) else 1
+    there = far.to(listed.device)[listed.long() * each // size]
+    near, beyond = (
+        replace(selection, offsets=_kept_offsets(selection.offsets, keep), indices=listed[keep])
+        for keep in (~there, there)
+    )
+    return near, beyond
+
+
 @dataclass(frozen=True, eq=False)
 class Between(Wrapped):
     """What ``inner`` reads of the keys ``first .. last - 1``, for kinds that cannot say so themselves."""

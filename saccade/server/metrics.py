@@ -30,6 +30,7 @@ _TIERS = {  # a part is one layer's keys and values of a block; since the engine
     "retries": "Reads and writes of KV that failed and were tried again.",
     "lost": "KV parts that the tier could not give back.",
     "wait_seconds": "Seconds in which attention waited for the tier.",
+    "attended_on_host": "KV parts that the CPU attended in host memory.",
     "slots": "KV parts that memory holds at most.",
     "cells": "KV parts that the tier holds at most.",
     "free_cells": "KV parts that the tier has room for.",

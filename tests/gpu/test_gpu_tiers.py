@@ -90,6 +90,17 @@ def test_every_method_over_a_little_host_memory_and_a_disk(folder, tmp_path, exp
         nothing_left(llm.pool)
 
 
+@pytest.mark.parametrize(("compute", "unit"), [("host", "block"), ("host", "head"), ("auto", "block")])
+def test_what_lies_in_host_memory_is_attended_there(folder, expected, compute, unit):
+    options = {"kv_memory": 30 * SLOT, "kv_host": "64MiB", "kv_compute": compute, "kv_unit": unit}
+    with LLM(folder, dtype="float32", prefill_chunk=64, device="cuda", **options) as llm:
+        done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
+        assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, expected))
+        assert llm.pool.tiers.counts.attended_on_host > 50
+        assert sum("cpu/" in one for output in done for one in output.report["decode"]["backends"]) > 3
+        nothing_left(llm.pool)
+
+
 @pytest.mark.parametrize("unit", ["block", "head"])
 @pytest.mark.parametrize(
     "policy", ["quest(budget=64, block_size=16, dense_layers=0)", "psa(epsilon=0.05, block_size=16)", "dense"]

@@ -3,7 +3,8 @@
 A tile of rows reads, for each distance, the keys that lie so far behind its rows: as many as it has rows, one after the
 other. Where they lie depends on the distances alone, counted back from the tile's last row, so that one list of
 stretches a unit, cut into spans of ``TILE`` keys, serves every tile of rows. A program reads those spans, masked to the
-lines, and then the columns outside them, gathered.
+lines, and then the columns outside them, gathered. Which keys of a span a row reads hangs on the span's distance alone:
+it is one word of as many bits, so that a tile's mask is a word for each row.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.choose import lists_of
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.pages import gather
 from saccade.selection import Lines
 from saccade.selection.window import Cone
 
 TILE = 64
-WARPS, STAGES = 4, 2
+WARPS, STAGES = 4, 3
+LONG = 8192  # rows from which on keys are laid out in one piece first, as in prefill.py
 
 
 def attend_lines(
@@ -37,6 +40,7 @@ def attend_lines(
     is_column = line_marks(v_offsets, columns, units, tiles * TILE)
     begins = _spans(is_distance)
     begins_upto = begins.cumsum(1, dtype=torch.int32)
+    words = _words_of(is_distance)
     span_offsets, spans = lists_of(begins)
     columns_upto = is_column.unflatten(1, (tiles, TILE)).sum(-1, dtype=torch.int32).cumsum(1, dtype=torch.int32)
     out = torch.empty(heads, q_len, head_dim, dtype=q.dtype, device=device)
@@ -46,13 +50,16 @@ def attend_lines(
         starts = cone.starts(torch.arange(shape.q_start, shape.q_start + q_len, device=device))
         lowest = torch.stack([_first(is_column), _first(is_distance)]).amin(0)  # rows from here on read keys
     first = shape.q_start // TILE
-    paged = kv.paged()
+    paged, copied = kv.paged(), q_len >= LONG
+    k, v = paged.k, paged.v
+    if copied:
+        k, v = (gather(part, paged.block_table, 0, shape.q_start + q_len) for part in (k, v))
     _lines[(heads, (shape.q_start + q_len - 1) // TILE - first + 1)](
         q,
-        paged.k,
-        paged.v,
+        k,
+        v,
         paged.block_table,
-        is_distance,
+        words,
         is_column,
         spans,
         span_offsets,
@@ -82,6 +89,7 @@ def attend_lines(
         PAGE=kv.block_size,
         TILE=TILE,
         CONE=cone is not None,
+        COPIED=copied,
         CAPPED=softcap is not None,
         PRECISION=precision(q.dtype),
         LN2=LN2,
@@ -103,6 +111,16 @@ def _spans(is_distance: Tensor) -> Tensor:
     opens = wanted & ~torch.nn.functional.pad(wanted[:, :-1], (1, 0))
     since = number - torch.where(opens, number, 0).cummax(1).values
     return wanted & (since % TILE == 0)
+
+
+def _words_of(is_distance: Tensor) -> Tensor:
+    """int64 [units, n + 2 * TILE]: bit c of word x says whether distance x - c is marked (int8 [units, n])."""
+    units, n = is_distance.shape
+    words = torch.empty(units, n + 2 * TILE, dtype=torch.int64, device=is_distance.device)
+    _pack[(triton.cdiv(n + 2 * TILE, 256), units)](
+        is_distance, words, n, n + 2 * TILE, BITS=TILE, SPAN=256, num_warps=4
+    )
+    return words
 
 
 def line_marks(offsets: Tensor, indices: Tensor, units: int, width: int) -> Tensor:
@@ -131,15 +149,31 @@ def _mark(offsets, indices, marks, width, SPAN: tl.constexpr):
     tl.store(marks + unit * width + place, tl.full([SPAN], 1, tl.int8), mask=valid)
 
 
+@triton.jit(do_not_specialize=["n", "width"])
+def _pack(is_distance, words, n, width, BITS: tl.constexpr, SPAN: tl.constexpr):
+    unit = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    word = tl.zeros([SPAN], tl.int64)
+    for bit in tl.range(0, BITS):
+        distance = number - bit
+        found = tl.load(is_distance + unit * n + distance, mask=(distance >= 0) & (distance < n), other=0)
+        word |= (found != 0).to(tl.int64) << bit
+    tl.store(words + unit * width + number, word, mask=number < width)
+
+
 @triton.jit
 def _line_step(
-    acc, weight, top, q, key, seen, valid, k_pool, v_pool, table, kv_head, scale_log2, softcap,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, weight, top, q, key, seen, valid, limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, COPIED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys, ``seen`` [rows, keys], with ``valid`` keys to load: online softmax."""
     channel = tl.arange(0, D_PAD)
-    at = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+    if COPIED:
+        row = kv_head.to(tl.int64) * limit + key
+    else:
+        row = pool_rows(table, key, valid, kv_head, KV_HEADS, PAGE)
+    at = row[:, None] * D + channel[None, :]
     there = valid[:, None] & (channel[None, :] < D)
     k = tl.load(k_pool + at, mask=there, other=0.0)
     scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
@@ -158,12 +192,12 @@ def _line_step(
     do_not_specialize_on_alignment=["table", "columns"],
 )
 def _lines(
-    q_ptr, k_pool, v_pool, table, is_distance, is_column, spans, span_offsets, begins_upto, columns, v_offsets,
+    q_ptr, k_pool, v_pool, table, words, is_column, spans, span_offsets, begins_upto, columns, v_offsets,
     columns_upto, starts, lowest, out, lse, q_head, q_row, table_head, first, q_start, q_len, tiles, sinks, scale_log2,
     softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, CONE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    LN2: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, CONE: tl.constexpr, COPIED: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
@@ -188,7 +222,8 @@ def _lines(
     if CONE:
         start_of = tl.load(starts + row, mask=inside, other=1 << 30).to(tl.int32)
         hidden_upto = tl.min(start_of, 0)  # what the first row does not see, no other does
-    by_distance = is_distance + unit * tiles * TILE
+    by_distance = words + unit * (tiles + 2) * TILE + tl.arange(0, TILE)  # of each row
+    bit = tl.arange(0, TILE)[None, :]
     by_column = is_column + unit * tiles * TILE
     behind = (tile + 1) * TILE - 1  # the last row; spans count back from it
     begins_upto += unit * (tiles * TILE + TILE - 1)
@@ -202,20 +237,19 @@ def _lines(
         skipped = tl.maximum(resume - skip_from, 0)
     for i in tl.range(0, many - skipped):
         turn = i + tl.where(i >= skip_from, skipped, 0)
-        back = tl.load(listed_spans + turn) + TILE - 1 - tl.arange(0, TILE)
+        nearest = tl.load(listed_spans + turn)  # a row and a key of it are nearest + their numbers' difference apart
+        back = nearest + TILE - 1 - tl.arange(0, TILE)
         done = tl.load(listed_spans + turn - 1, mask=turn > 0, other=-TILE) + TILE  # the span before reaches to here
         key = behind - back
-        distance = position[:, None] - key[None, :]
         valid = (key >= 0) & (key < limit) & (back >= done)
         on_column = tl.load(by_column + key, mask=valid, other=0) != 0
-        counts = (distance >= 0) & inside[:, None] & valid[None, :]
-        on_slash = tl.load(by_distance + distance, mask=counts, other=0) != 0
-        seen = (on_slash | on_column[None, :]) & (distance >= 0)
+        on_slash = ((tl.load(by_distance + nearest)[:, None] >> bit) & 1) != 0  # never ahead of its row
+        seen = on_slash | (on_column[None, :] & (key[None, :] <= position[:, None]))
         if CONE:
             seen = seen & ((key < sinks)[None, :] | (key[None, :] >= start_of[:, None]))
         acc, weight, top = _line_step(
-            acc, weight, top, q, key, seen, valid, k_pool, v_pool, table, kv_head, scale_log2, softcap,
-            KV_HEADS, D, D_PAD, PAGE, CAPPED, PRECISION,
+            acc, weight, top, q, key, seen, valid, limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
+            KV_HEADS, D, D_PAD, PAGE, COPIED, CAPPED, PRECISION,
         )  # fmt: skip
     listed = columns + tl.load(v_offsets + unit)
     count = tl.load(columns_upto + unit * tiles + tile)
@@ -229,22 +263,21 @@ def _lines(
         valid = valid & (opened == closed) & (key < limit)  # in none of the spans
         if CONE:
             valid = valid & ((key < sinks) | (key >= hidden_upto))
-        if tl.max(valid.to(tl.int32), 0) > 0:
-            seen = key[None, :] <= position[:, None]
-            if CONE:
-                seen = seen & ((key < sinks)[None, :] | (key[None, :] >= start_of[:, None]))
-            acc, weight, top = _line_step(
-                acc, weight, top, q, key, seen, valid, k_pool, v_pool, table, kv_head, scale_log2, softcap,
-                KV_HEADS, D, D_PAD, PAGE, CAPPED, PRECISION,
-            )  # fmt: skip
+        seen = key[None, :] <= position[:, None]
+        if CONE:
+            seen = seen & ((key < sinks)[None, :] | (key[None, :] >= start_of[:, None]))
+        acc, weight, top = _line_step(
+            acc, weight, top, q, key, seen, valid, limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
+            KV_HEADS, D, D_PAD, PAGE, COPIED, CAPPED, PRECISION,
+        )  # fmt: skip
     if CONE:
         emptied = inside & (weight == 0.0) & (position >= tl.load(lowest + unit))
         if tl.max(emptied.to(tl.int32), 0) > 0:
             key = tile * TILE + tl.arange(0, TILE)
             seen = (key[None, :] == position[:, None]) & emptied[:, None]
             acc, weight, top = _line_step(
-                acc, weight, top, q, key, seen, key < limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
-                KV_HEADS, D, D_PAD, PAGE, CAPPED, PRECISION,
+                acc, weight, top, q, key, seen, key < limit, limit, k_pool, v_pool, table, kv_head, scale_log2, softcap,
+                KV_HEADS, D, D_PAD, PAGE, COPIED, CAPPED, PRECISION,
             )  # fmt: skip
     total = tl.where(weight == 0.0, 1.0, weight)
     tl.store(
