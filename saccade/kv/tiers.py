@@ -233,6 +233,28 @@ class Tiers:
             return False
         return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
 
+    @property
+    def each(self) -> list[Tiers]:
+        """This, where KV heads share slots (see HeadTiers)."""
+        return [self]
+
+    def cells_of(self, layer: int, blocks: Array) -> Array:
+        """The cells of host memory that hold copies of ``blocks``, 0 for none."""
+        return self.gatherable(self._cell[layer, blocks])
+
+    def keeps(self, layer: int, blocks: Array, cells: Array) -> bool:
+        """Whether the host tier has ``blocks`` in ``cells``."""
+        assert isinstance(self.tier, HostTier)
+        lost = self._losses and self._lost[layer, blocks].any()
+        return not lost and not self.tier.strangers(self._parts(layer, blocks), cells.tolist())
+
+    def copied(self, layer: int, blocks: Array) -> bool:
+        """Have host memory keep a copy of each of ``blocks``. Whether it has one of all."""
+        bare = blocks[(self._cell[layer, blocks] == 0) & (self.slots_of(layer, blocks) >= 0)]
+        if len(bare) and self.tier.free_cells >= len(bare) + self._batch:
+            self._write(np.full(len(bare), layer), bare, bare[:0], bare[:0])
+        return bool((self.cells_of(layer, blocks) > 0).all())
+
     def gatherable(self, cells: Array) -> Array:
         """``cells`` as a device may know them: 0 for those that it cannot take parts from."""
         return self.tier.gatherable(cells) if isinstance(self.tier, HostAndDisk) else cells
@@ -242,28 +264,6 @@ class Tiers:
         if isinstance(self.tier, HostAndDisk) and len(parts):
             cells = self.gatherable(self._cell[self.of_numbers(parts)])
             self.tier.used(cells[cells > 0])
-
-    @property
-    def each(self) -> list[Tiers]:
-        """This, where KV heads share slots (see HeadTiers)."""
-        return [self]
-
-    def cells_of(self, layer: int, blocks: Array) -> Array:
-        """The cells that hold copies of ``blocks``, 0 for none."""
-        return self._cell[layer, blocks]
-
-    def keeps(self, layer: int, blocks: Array, cells: Array) -> bool:
-        """Whether the host tier has ``blocks`` in ``cells``."""
-        assert isinstance(self.tier, HostTier)
-        lost = self._losses and self._lost[layer, blocks].any()
-        return not lost and not self.tier.strangers(self._parts(layer, blocks), cells.tolist())
-
-    def copied(self, layer: int, blocks: Array) -> bool:
-        """Have the tier keep a copy of each of ``blocks``. Whether it has room for all."""
-        bare = blocks[(self._cell[layer, blocks] == 0) & (self.slots_of(layer, blocks) >= 0)]
-        if len(bare) and self.tier.free_cells >= len(bare) + self._batch:
-            self._write(np.full(len(bare), layer), bare, bare[:0], bare[:0])
-        return bool((self._cell[layer, blocks] > 0).all())
 
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
