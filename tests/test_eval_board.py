@@ -229,6 +229,10 @@ def test_three_methods_of_a_users_checkpoint_are_ranked_and_a_cut_run_goes_on(tm
     last = {file.parent.name: file.read_bytes() for file in out.glob("results/*/predictions.jsonl")}
     assert all(last[name].startswith(text) for name, text in first.items())
     assert any(last[name] != text for name, text in first.items())
+    # Contexts that one setting computed are there for the next one: all tokens but those of the last, partial block.
+    for file in out.glob("results/*topk*/predictions.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            assert line["turns"][0]["cached_tokens"] > 200
     times = {file: file.read_bytes() for file in out.glob("results/*/timings.jsonl")}
     page = (out / "board.html").read_text()
     assert run(*command) == 0

@@ -128,13 +128,49 @@ def test_over_host_memory_while_everything_is_resident(engines, asked, slots):
         nothing_left(tiered.engine.pool)
 
 
-def test_who_draws_or_steers_its_own_state_does_not_go_on(engines, asked):
-    """Nor does a method that counts on the device, nor one that learns."""
-    params = [SamplingParams(max_tokens=3, seed=3, ignore_eos=True), greedy(3), greedy(3)]
-    for one, policy in zip(params, ("dense", "psa(epsilon=0.4, microbatch=1)", "h2o(budget=40)")):
-        own, batched = (engine.generate(random_ids(40, seed=5), one, policy=policy)[0] for engine in engines)
-        same(own, batched)
-    assert not asked
+def test_who_draws_goes_on(engines, asked):
+    """Draws, steered tokens and their log-probabilities are those of their own steps; who does not ask for the device's
+    choice, here under a constraint, does not go on."""
+    prompts = [random_ids(length, seed=length) for length in (40, 31, 22)]
+    params = [
+        SamplingParams(max_tokens=6, seed=3, top_p=0.8, top_k=30, ignore_eos=True, logprobs=3),
+        greedy(6, repetition_penalty=1.3, logit_bias={7: 2.5}),
+        SamplingParams(max_tokens=6, seed=4, temperature=2.0, presence_penalty=0.5, min_p=0.01, ignore_eos=True),
+    ]
+    own, batched = (one.generate(prompts, params, policy=["dense", "topk(k=9)", "dense"]) for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+    scores = [one[0].outputs[0].logprobs for one in (own, batched)]
+    assert len(scores[0]) == len(scores[1]) == 6
+    assert [list(entries) for entries in scores[0]] == [list(entries) for entries in scores[1]]
+    assert asked == [True] * 4
+
+
+@pytest.mark.parametrize("policy", ["psa(epsilon=0.4, microbatch=1)", "lfps(k=9, least=1)"])
+def test_methods_that_count_or_learn_go_on(engines, asked, policy):
+    """What they count and learn is that of the steps that were asked for: one ends by a token while the step behind it
+    runs, and its turn goes on with other tokens."""
+    prompts = [random_ids(length, seed=length) for length in (50, 37)]
+    free = tokens(engines[0].generate(prompts[0], greedy(4), policy=policy)[0])
+    ends = next(at for at in range(2, 4) if free[at] not in free[:at])
+    answers = []
+    for engine in engines:
+        params = [greedy(6, stop_token_ids=[free[ends]]), greedy(6)]
+        first, second = engine.generate(prompts, params, policy=policy)
+        with engine.session(policy=policy) as session:
+            turns = [
+                session.generate(prompts[0], greedy(6, stop_token_ids=[free[ends]])),
+                session.generate(random_ids(5, seed=2), greedy(3)),
+            ]
+        answers.append([first, second, *turns])
+    for left, right in zip(*answers):
+        same(left, right)
+        if "psa" in policy:
+            for name in ("coverage", "coverage_least"):
+                one, other = (part.report["decode"][name] for part in (left, right))
+                assert one == pytest.approx(other, abs=1e-5), name
+    assert asked.count(True) >= 3
+    assert False in asked
 
 
 def test_requests_that_come_and_go_in_between(engines, asked):

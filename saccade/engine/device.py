@@ -21,7 +21,7 @@ from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_rooms import EACH, RowRooms
-from saccade.engine.device_sampling import fetch_likeliest, fetch_repeated, fetch_tokens
+from saccade.engine.device_sampling import Choice, fetch_repeated, fetch_tokens
 from saccade.engine.device_serving import DeviceServing
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow, StepWatch
@@ -73,6 +73,7 @@ class DeviceBackend(DeviceServing):
     def forget_ahead(self) -> None:
         """Something else runs in between: what was launched ahead of its turn is not asked for any more."""
         self._ahead = None
+        self._rooms.come_back()
 
     def run(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1, goes_on: bool = False
@@ -96,9 +97,11 @@ class DeviceBackend(DeviceServing):
         try:
             quiet = self.watch.idle and times == 1
             if quiet and ahead is not None and ahead.serves(step, placed, key):
+                ahead.launched.buffers.come_back(True)
                 self._launched, self.fresh = ahead.launched, False
                 kind, offers = ahead.launched.kind, None
             else:
+                self._rooms.come_back()
                 kind, offers = self._run(step, placed, key, groups, times)
             if self.watch.audits and not key[4]:
                 tap = kind.tap if key[3] else None
@@ -235,16 +238,15 @@ class DeviceBackend(DeviceServing):
         launched = self._launched
         assert launched is not None
         kind, buffers = launched.kind, launched.buffers
-        for number, row in enumerate(placed):
-            if row is not None:
-                buffers.hold(number, row.kv, row.plan, row.scheduled.stop + 1)
-        copied = Copied(kind.best)
+        choice = Choice(kind, placed)
+        copied = Copied(choice.tokens)
+        self._rooms.follow(buffers, placed)
         if audits is not None:
             audits.launch()  # before anything that they look at is written over
-        buffers.advance(kind.best)
+        buffers.advance(choice.tokens)
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
-        fetch_likeliest(tokens, placed, self.runner.spec.vocab_size)
+        choice.write(tokens, self.runner.spec.vocab_size)
         self._ahead = Ahead.of(launched, placed, tokens)
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
@@ -261,11 +263,7 @@ class DeviceBackend(DeviceServing):
             row.result.stay = partial(verified.add_first, one.start, "triton")
             return
         counts = self._rooms.counts.rows[number]
-        whole = False
-        if row.plan.keeps:
-            state = self._rooms.state(row)
-            state.length = one.stop if times > 0 else one.start
-            whole = state.reads_all(one.stop)
+        whole = row.plan.keeps and self._rooms.stored(row, one.stop if times > 0 else one.start)
         backend = "triton" if self.watch.idle else "triton (eager)"
         everything = counts.add(one.stop, backend, times, one.start - one.span_start, whole)
         if everything and not one.policy.decode.means_dense:

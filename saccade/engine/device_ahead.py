@@ -1,8 +1,9 @@
-"""The next step of greedy rows, launched before this one's tokens are read: the device goes on while the host turns
+"""The next step of rows, launched before this one's tokens are read: the device goes on while the host turns
 tokens into answers and schedules what follows.
 
 The host then finds the step that it asks for done, or lets it lie: whatever it stored lies behind all keys that count,
-in blocks that the rows had reserved, and is written anew.
+in blocks that the rows had reserved, and is written anew, as methods' states are
+(methods.device_state), and what it has counted is taken back.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Ahead:
 
     def serves(self, step: StepInput, placed: Sequence[PlacedRow | None], key: Key) -> bool:
         """Whether it is the step that the host asks for."""
-        if key != self.launched.key or len(placed) != len(self.rows):
+        if key != self.launched.key or not self.launched.buffers.ahead or len(placed) != len(self.rows):
             return False
         tokens = dict(zip(step.request_ids, step.input_ids.tolist()))
         for row, own in zip(placed, self.rows):
@@ -67,13 +68,13 @@ class Ahead:
 
 
 def may_follow(placed: Sequence[PlacedRow | None], longest: int) -> bool:
-    """Whether rows that have run, and are counted, can go on by themselves: each wants its likeliest token alone, has
-    room for it, and nothing that a step leaves behind would count if it were not asked for."""
+    """Whether rows that have run, and are counted, can go on by themselves: the device chooses each one's token, and
+    has room for it."""
     for row in placed:
         if row is None:
             continue
-        one, plan = row.scheduled, row.plan
-        if not (one.greedy and one.wants_logits) or one.length > 1 or one.together or plan.keeps or plan.ruled:
+        one = row.scheduled
+        if not (one.chosen_there and one.wants_logits) or one.length > 1 or one.together:
             return False
         if row.kv.pool.absent or one.stop + 1 > longest or row.kv.missing_blocks(one.stop + 1):
             return False

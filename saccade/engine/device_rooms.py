@@ -72,10 +72,7 @@ class RowRooms:
             one = row.scheduled
             prepared |= buffers.hold(number, row.kv, row.plan, one.stop + times - 1)
             if row.plan.keeps:
-                state = self.state(row)
-                buffers.own.hold(number, state, row.cones, one.stop)
-                for note in state.notes(one.stop):
-                    row.result.note(note)
+                buffers.own.hold(number, self.state(row), row.cones, one.stop)
             first = firsts[one.request_id] + one.start
             inputs += [(ids[first + at], one.start + at, one.start + at + 1) for at in range(one.length)]
             if each > 1:
@@ -84,6 +81,33 @@ class RowRooms:
                 self.counts.attach(number, one.request_id, row.plan, buffers)
         buffers.load(inputs, [0 if row is None else row.scheduled.stop for row in placed])
         return prepared
+
+    @torch.inference_mode()
+    def follow(self, buffers: RowBuffers, placed: Sequence[PlacedRow | None]) -> None:
+        """Make the rows of a step that runs ready for the step after it, which is launched before it is asked for."""
+        counts = False
+        for number, row in enumerate(placed):
+            if row is None:
+                continue
+            buffers.hold(number, row.kv, row.plan, row.scheduled.stop + 1)
+            if row.plan.keeps:
+                buffers.own.hold(number, self.state(row), row.cones, row.scheduled.stop + 1)
+            counts |= row.plan.keeps or row.plan.ruled
+        buffers.go_ahead(counts)
+
+    def stored(self, row: PlacedRow, length: int) -> bool:
+        """Tell the row's state that ``length`` tokens are stored. Returns whether the step reads everything."""
+        state, stop = self.state(row), row.scheduled.stop
+        state.length = length
+        for note in state.notes(stop):
+            row.result.note(note)
+        return state.reads_all(stop)
+
+    @torch.inference_mode()
+    def come_back(self) -> None:
+        """What was launched ahead of its turn is not asked for."""
+        for buffers in self.buffers.values():
+            buffers.come_back(False)
 
     def state(self, row: PlacedRow) -> DeviceState:
         """What the row's decode method keeps on the device."""

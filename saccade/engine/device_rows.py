@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.device_words import RowWords, RuleCounts
+from saccade.engine.device_words import ReadCounts, RowWords, RuleCounts
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.models.interface import LayerAttention, ModelSpec
@@ -87,6 +87,8 @@ class RowBuffers:
         self.own = RowWords(layers, rows, heads, device)
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
+        self.ahead = False  # whether a step was launched that nobody has asked for yet
+        self._before: list[Tensor] = []  # sums as they were before it, where it counts
 
     def asked_for(self, spec: ModelSpec, tokens: int) -> None:
         """Have room for the queries of so many tokens."""
@@ -142,8 +144,29 @@ class RowBuffers:
         held[0] = tokens.clamp(min=0)  # a token of no number ends a row on the host
         held[1:] += held[3].sign()
 
+    def go_ahead(self, counts: bool) -> None:
+        """A step comes that nobody has asked for yet. ``counts``: it adds to what rules or readings have done."""
+        self.ahead, self._before = True, [one.clone() for one in self._sums] if counts else []
+
+    def come_back(self, asked: bool) -> None:
+        """That step was ``asked`` for, or will not be: then it counts for nothing."""
+        if self.ahead and not asked:
+            for one, before in zip(self._sums, self._before):
+                one.copy_(before)
+        self.ahead, self._before = False, []
+
+    @property
+    def _sums(self) -> tuple[Tensor, ...]:
+        return (*self.rules, self.own.tallies)
+
+    def take_reads(self, row: int) -> ReadCounts:
+        """What the readings of a row's own have done in ``row`` since the last time; counting begins anew."""
+        self.come_back(False)
+        return self.own.take(row)
+
     def take_rules(self, row: int) -> RuleCounts:
         """What rules did in ``row`` since the last time, [layers, kv_heads] each; counting begins anew."""
+        self.come_back(False)
         taken = RuleCounts(*(one[:, row].cpu().clone() for one in self.rules))
         self.rules.keys[:, row] = 0
         self.rules.covered[:, row] = 0.0

@@ -90,15 +90,42 @@ def fetch_repeated(chosen: Sequence[Tensor], placed: Sequence[PlacedRow | None])
             row.result.error = NOT_FINITE
 
 
-def fetch_likeliest(tokens: Sequence[int], placed: Sequence[PlacedRow | None], vocab_size: int) -> None:
-    """Write down each row's likeliest token, which is here already."""
-    for token, row in zip(tokens, placed):
-        if row is None or row.result.error is not None:
-            continue
-        if token == LEFT:  # its own logits have been written over; their sampler says the same of these
-            row.result.logits = torch.full((1, vocab_size), torch.nan, device="cpu")
-        else:
-            row.result.tokens = [token]
+class Choice:
+    """The tokens of a step's rows, chosen and left on the device: ``tokens`` int64 [rows]. Nothing waits for the step,
+    and the next one may write over its logits."""
+
+    def __init__(self, kind: StepKind, placed: Sequence[PlacedRow | None]) -> None:
+        self.tokens, self._placed = kind.best, placed
+        self._drawn: dict[int, RowSampling] = {}
+        for number, row in enumerate(placed):
+            if row is None or row.result.error is not None or row.scheduled.greedy:
+                continue
+            if row.scheduled.sampling is not None:
+                self._drawn[number] = row.scheduled.sampling
+        if self._drawn:
+            at = _whole(list(self._drawn), kind.logits.device)
+            self._logits = kind.logits[at]
+            places = [row.scheduled.stop for number, row in enumerate(placed) if row and number in self._drawn]
+            chosen = _chosen(self._logits, list(self._drawn.values()), places)
+            self.tokens = kind.best.clone()
+            self.tokens[at] = torch.where(self.tokens[at] < 0, LEFT, chosen)
+
+    def write(self, tokens: Sequence[int], vocab_size: int) -> None:
+        """Write down each row's token, which is here now."""
+        drawn = [tokens[number] for number in self._drawn]
+        entries = dict(zip(self._drawn, _entries(self._logits, list(self._drawn.values()), drawn) if drawn else []))
+        for number, (token, row) in enumerate(zip(tokens, self._placed)):
+            if row is None or row.result.error is not None:
+                continue
+            if token != LEFT:
+                row.result.tokens = [token]
+                if (entry := entries.get(number)) is not None:
+                    row.result.logprobs = [entry]
+            elif number in self._drawn:
+                at = list(self._drawn).index(number)
+                row.result.logits = self._logits[at : at + 1].cpu()
+            else:  # its own logits have been written over; their sampler says the same of these
+                row.result.logits = torch.full((1, vocab_size), torch.nan, device="cpu")
 
 
 def _fetch_verified(kind: StepKind, placed: Sequence[PlacedRow | None], likeliest: list[int], each: int) -> None:
@@ -140,6 +167,12 @@ def choose_tokens(
 
     A row's token does not depend on the rows beside it.
     """
+    chosen = _chosen(logits, asked, places).tolist()
+    return chosen, _entries(logits, asked, chosen)
+
+
+def _chosen(logits: Tensor, asked: Sequence[RowSampling], places: Sequence[int]) -> Tensor:
+    """The tokens alone, where the logits lie: int64 [rows]. Nothing waits for the device."""
     scores = _steered(logits, asked)
     tokens, greatest = scores.argmax(-1), scores.amax(-1)
     drawn = [row for row, one in enumerate(asked) if one.temperature > 0]
@@ -151,17 +184,23 @@ def choose_tokens(
         warped = _warped(scores[at], theirs)
         tokens[at], greatest[at] = _draw(warped, theirs, [places[row] for row in rows]), warped.amax(-1)
     sound = logits.amax(-1).isfinite() & greatest.isfinite()
-    chosen = torch.where(sound, tokens, LEFT).tolist()
-    return chosen, _entries(logits, asked, chosen)
+    return torch.where(sound, tokens, LEFT)
 
 
 def _whole(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.long).to(device)
+    return _over(torch.tensor(values, dtype=torch.long), device)
+
+
+def _over(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``values`` on ``device``, without a wait for what runs there."""
+    held = values if dtype is None else values.to(dtype)
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
 
 
 def _column(asked: Sequence[RowSampling], name: str, like: Tensor) -> Tensor:
     """One number of each row, of the dtype and on the device of ``like``: [rows]."""
-    return torch.tensor([getattr(one, name) for one in asked], dtype=torch.float64).to(like)
+    values = torch.tensor([getattr(one, name) for one in asked], dtype=torch.float64)
+    return _over(values, like.device, like.dtype)
 
 
 def _places(lists: Sequence[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor] | None:
@@ -170,7 +209,7 @@ def _places(lists: Sequence[Tensor | None], device: torch.device) -> tuple[Tenso
     if not any(lengths):
         return None
     rows = torch.repeat_interleave(torch.arange(len(lists)), torch.tensor(lengths))
-    return rows.to(device), torch.cat([one for one in lists if one is not None]).to(device)
+    return _over(rows, device), _over(torch.cat([one for one in lists if one is not None]), device)
 
 
 def _steered(logits: Tensor, asked: Sequence[RowSampling]) -> Tensor:
@@ -180,13 +219,13 @@ def _steered(logits: Tensor, asked: Sequence[RowSampling]) -> Tensor:
         scores[at] = -torch.inf
     biases = [one.biases for one in asked]
     if at := _places([None if one is None else one[0] for one in biases], device):
-        scores[at] += torch.cat([one[1] for one in biases if one is not None]).to(device)
+        scores[at] += _over(torch.cat([one[1] for one in biases if one is not None]), device)
     if at := _places([one.seen for one in asked], device):
         penalties, old = _column(asked, "repetition_penalty", scores)[at[0]], scores[at]
         scores[at] = torch.where(old < 0, old * penalties, old / penalties)
     answers = [one.answer for one in asked]
     if at := _places([None if one is None else one[0] for one in answers], device):
-        counts = torch.cat([one[1] for one in answers if one is not None]).to(device)
+        counts = _over(torch.cat([one[1] for one in answers if one is not None]), device)
         lower = _column(asked, "frequency_penalty", scores)[at[0]] * counts
         scores[at] = scores[at] - lower - _column(asked, "presence_penalty", scores)[at[0]]
     return scores
@@ -207,7 +246,8 @@ def _warped(scores: Tensor, asked: Sequence[RowSampling]) -> Tensor:
     if any(one.top_p < 1.0 for one in asked):
         rising, order = torch.sort(scores)
         # `1 - top_p` is rounded once, as the number that transformers compares with.
-        rest = torch.tensor([1 - one.top_p for one in asked], dtype=torch.float64).to(scores)[:, None]
+        rest = torch.tensor([1 - one.top_p for one in asked], dtype=torch.float64)
+        rest = _over(rest, scores.device, scores.dtype)[:, None]
         gone = rising.softmax(-1).cumsum(-1) <= rest
         gone[:, -1] = False
         gone &= _whole([one.top_p < 1.0 for one in asked], scores.device).bool()[:, None]

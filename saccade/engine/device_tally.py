@@ -40,7 +40,7 @@ class RowCounts:
         if plan.ruled:
             source = partial(buffers.take_rules, row)
         elif plan.keeps:
-            source = partial(buffers.own.take, row)
+            source = partial(buffers.take_reads, row)
         counts.attach(row, source)
 
     def detach(self) -> None:

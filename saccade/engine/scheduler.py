@@ -101,12 +101,13 @@ class Scheduler:
         return batch
 
     def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
-        """Whether the next step will most likely have the same requests, each with the likeliest token that this one
-        finds: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many are free."""
+        """Whether the next step will most likely have the same requests, each with the token that the device
+        chooses in this one: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many
+        are free."""
         if self.waiting or len(batch) != len(self.running) or self.pool.absent:
             return False
         for request, rows in batch:
-            single = rows.phase == "decode" and rows.length == 1 and rows.greedy and rows.wants_logits
+            single = rows.phase == "decode" and rows.length == 1 and rows.chosen_there and rows.wants_logits
             drafts = request.speculation is not None and not request.speculation.pace.rests(rows.stop + 1)
             if not single or drafts:
                 return False

@@ -60,6 +60,11 @@ class ScheduledRequest(NamedTuple):
     row: int | None = None
     together: bool = False
 
+    @property
+    def chosen_there(self) -> bool:
+        """Whether the token after the last row can be chosen where its logits lie."""
+        return self.greedy or self.sampling is not None
+
     def apart(self) -> list[ScheduledRequest]:
         """Each row of a step with drafts by itself; else these rows as they are."""
         if not self.drafts:

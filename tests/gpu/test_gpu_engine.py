@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_helpers import EVERY, GREEDY, tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.methods import Policy
+
+ON_A_GPU = {"flexprefill": {"lines": "block"}, "loopserve": {"take": "round"}}  # what "auto" means there alone
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +26,12 @@ def engines(folder):
     return [LLM(folder, kv_memory="64MiB", prefill_chunk=256, device=device) for device in ("cpu", "cuda")]
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: policy.text)
+def settled(policy: Policy) -> Policy:
+    """``policy`` with what a device would decide by itself."""
+    return replace(policy, prefill=replace(policy.prefill, **ON_A_GPU.get(policy.prefill.name, {})))
+
+
+@pytest.mark.parametrize("policy", map(settled, EVERY), ids=lambda policy: policy.text)
 def test_tokens_equal_those_of_the_cpu(engines, policy):
     prompt = random_ids(400, seed=5)
     on_cpu, on_gpu = (engine.generate(prompt, GREEDY, policy=policy)[0] for engine in engines)
@@ -96,14 +106,19 @@ def test_tokens_of_a_recorded_question_are_drawn_on_the_device(engines, folder):
     gpu.close()
 
 
-@pytest.mark.parametrize(
-    "policy", ["dense", "streaming(sinks=4, window=64)", "arkvale(budget=128)", "quest(budget=96)"]
-)
+AHEAD = ["dense", "streaming(sinks=4, window=64)", "arkvale(budget=128)", "quest(budget=96)"]
+AHEAD += ["psa(epsilon=0.3, microbatch=1)", "lfps(k=24, least=1)", "h2o(budget=96)"]
+
+
+@pytest.mark.parametrize("policy", AHEAD)
 def test_steps_launched_before_they_are_asked_for(folder, policy):
-    """Tokens and counts of requests that come, go and fill blocks are those of steps that wait for each other."""
+    """Tokens and counts of requests that come, go and fill blocks are those of steps that wait for each other; half of
+    them draw."""
     gpu = LLM(folder, kv_memory="64MiB", prefill_chunk=256, device="cuda", exact=False)
     prompts = [random_ids(length, seed=length) for length in (300, 130, 200, 31)]
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (120, 40, 90, 64)]
+    for number in (1, 2):
+        params[number] = replace(params[number], temperature=0.8, top_p=0.9, seed=number)
     device, found = gpu.engine.worker.device, []
     assert device.runs_ahead
     for ahead in (False, True, False, True):
