@@ -227,7 +227,8 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        given.path = model_folder(given.model, folder / "model", torch.bfloat16)
+        longest = max(given.decode, default=0) + given.tokens + 64
+        given.path = model_folder(given.model, folder / "model", torch.bfloat16, positions=longest)
         if given.same:
             same(given, folder)
             return

@@ -13,12 +13,13 @@ from saccade.methods.lfps.triton_row_words import budget_at, pointer
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.beside import LATE
 from saccade.ops.triton.best_parts import BOUNDS
-from saccade.ops.triton.common import begin, launched
+from saccade.ops.triton.common import begin, launched, processors
 from saccade.ops.triton.decode import KeyLists
 
 SPAN = 4096  # entries that a program compares
+PROGRAMS = 6  # that mark, or list, on each multiprocessor
 BITS = tl.constexpr(16)  # entries of a word
-TILE = 512  # words that a program marks, or lists
+TILE = 256  # words that a program marks, or lists, in one go
 
 
 class Found(NamedTuple):
@@ -51,20 +52,21 @@ def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: 
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS.value)
     parts = triton.cdiv(words, TILE)
+    programs = max(1, min(parts, triton.cdiv(PROGRAMS * processors(device), units * count)))
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
-    _mark[(parts, units, count)](
+    _mark[(programs, units, count)](
         rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
-        rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **LATE,
+        rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], parts,
+        UNITS=units, EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **LATE,
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
-    _list[(parts, units, count)](
+    _list[(programs, units, count)](
         rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds, rows.words.stride(0),
-        rows.reals.stride(0), width, words, UNITS=units, TILE=TILE, PARTS=triton.next_power_of_2(parts), num_warps=8,
-        **launched(device),
+        rows.reals.stride(0), width, words, parts, UNITS=units, TILE=TILE,
+        PARTS=triton.next_power_of_2(parts), num_warps=8, **launched(device),
     )  # fmt: skip
     return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
 
@@ -152,25 +154,26 @@ def _far(seen, word, last, base, n_words, far):
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "n_words", "n_blocks"],
+    do_not_specialize=["word_row", "real_row", "n_words", "n_blocks", "parts"],
     do_not_specialize_on_alignment=["words", "reals", "lengths", "idle", "blocks", "seen", "marks", "counts"],
 )
 def _mark(
-    words, reals, lengths, idle, blocks, seen, marks, counts, word_row, real_row, n_words, n_blocks,
+    words, reals, lengths, idle, blocks, seen, marks, counts, word_row, real_row, n_words, n_blocks, parts,
     UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a part of a unit's words, none where all its heads rest or it reads everything."""
+    """The candidates of some parts of a unit's words, none where all its heads rest or it reads everything."""
     begin(EARLY)
-    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     length = tl.load(lengths + row)
-    total = 0
+    for part in tl.range(program, parts, tl.num_programs(0)):
+        tl.store(counts + entry * parts + part, 0)
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         first = tl.load(own).to(tl.int32)
         n, dense, _take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
         last = tl.cdiv(n, 16)
-        if (dense == 0) & (part * TILE < last):
+        if dense == 0:
             votes = 0
             for head in tl.static_range(EACH):
                 votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
@@ -178,40 +181,40 @@ def _mark(
             gate = tl.load(own + 10)
             seen += entry * 2 * n_words
             base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
-            word = part * TILE + tl.arange(0, TILE)
-            here = _seen_at(seen, word, last, base, n_words)
-            above = here & 65535
-            # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
-            near = above
-            before_it = _seen_at(seen, word - 1, last, base, n_words) & 65535
-            behind_it = _seen_at(seen, word + 1, last, base, n_words) & 65535
-            ahead, back = above | (behind_it << 16), before_it | (above << 16)
-            for far in tl.range(1, tl.minimum(before, 16) + 1):
-                near = near | (ahead >> far)
-            for far in tl.range(1, tl.minimum(after, 16) + 1):
-                near = near | (back >> (16 - far))
-            for far in tl.range(17, before + 1):
-                near = near | _far(seen, word, last, base, n_words, far)
-            for far in tl.range(17, after + 1):
-                near = near | _far(seen, word, last, base, n_words, -far)
-            chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
-            chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
-            if SIZE > 0:
-                key = first + word * 16
-                for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
-                    block = key // SIZE + number
-                    known = (word < last) & (block < tl.minimum(n_blocks, length // SIZE))
-                    best = tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0
-                    begins = tl.minimum(tl.maximum(block * SIZE - key, 0), 16)
-                    ends = tl.minimum(block * SIZE + SIZE - key, 16)
-                    span = (1 << tl.maximum(ends, begins)) - (1 << begins)
-                    chosen = chosen | tl.where(best, span, 0)
-            stop = tl.where(votes > 0, n - local, 0)
-            left = tl.minimum(tl.maximum(stop - word * 16, 0), 16)
-            chosen = chosen & ((1 << left) - 1)
-            tl.store(marks + entry * n_words + word, chosen, mask=word < last)
-            total = tl.sum(_count_bits(chosen), 0)
-    tl.store(counts + entry * tl.num_programs(0) + part, total)
+            for part in tl.range(program, tl.cdiv(last, TILE), tl.num_programs(0)):
+                word = part * TILE + tl.arange(0, TILE)
+                here = _seen_at(seen, word, last, base, n_words)
+                above = here & 65535
+                # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
+                near = above
+                before_it = _seen_at(seen, word - 1, last, base, n_words) & 65535
+                behind_it = _seen_at(seen, word + 1, last, base, n_words) & 65535
+                ahead, back = above | (behind_it << 16), before_it | (above << 16)
+                for far in tl.range(1, tl.minimum(before, 16) + 1):
+                    near = near | (ahead >> far)
+                for far in tl.range(1, tl.minimum(after, 16) + 1):
+                    near = near | (back >> (16 - far))
+                for far in tl.range(17, before + 1):
+                    near = near | _far(seen, word, last, base, n_words, far)
+                for far in tl.range(17, after + 1):
+                    near = near | _far(seen, word, last, base, n_words, -far)
+                chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
+                chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
+                if SIZE > 0:
+                    key = first + word * 16
+                    for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
+                        block = key // SIZE + number
+                        known = (word < last) & (block < tl.minimum(n_blocks, length // SIZE))
+                        best = tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0
+                        begins = tl.minimum(tl.maximum(block * SIZE - key, 0), 16)
+                        ends = tl.minimum(block * SIZE + SIZE - key, 16)
+                        span = (1 << tl.maximum(ends, begins)) - (1 << begins)
+                        chosen = chosen | tl.where(best, span, 0)
+                stop = tl.where(votes > 0, n - local, 0)
+                left = tl.minimum(tl.maximum(stop - word * 16, 0), 16)
+                chosen = chosen & ((1 << left) - 1)
+                tl.store(marks + entry * n_words + word, chosen, mask=word < last)
+                tl.store(counts + entry * parts + part, tl.sum(_count_bits(chosen), 0))
 
 
 @triton.jit
@@ -224,7 +227,7 @@ def _count_bits(word):
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "n_words"],
+    do_not_specialize=["word_row", "real_row", "width", "n_words", "parts"],
     do_not_specialize_on_alignment=[
         "words",
         "reals",
@@ -238,13 +241,13 @@ def _count_bits(word):
     ],
 )
 def _list(
-    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width, n_words,
+    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width, n_words, parts,
     UNITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A unit's forced keys before, candidates, forced keys behind; all keys where it reads everything."""
     begin(EARLY)
-    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    parts = tl.num_programs(0)
+    program, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    hop = tl.num_programs(0) * TILE
     entry = (row * UNITS + unit).to(tl.int64)
     length = tl.load(lengths + row)
     total, size, first, take = 0, 0, 0, 0
@@ -258,21 +261,22 @@ def _list(
         out = indices + entry * width
         lane = tl.arange(0, TILE)
         ahead = tl.where(dense, length, first)
-        for start in tl.range(part * TILE, ahead, parts * TILE):
+        for start in tl.range(program * TILE, ahead, hop):
             tl.store(out + start + lane, start + lane, mask=start + lane < ahead)
         if dense == 0:
-            word = part * TILE + lane
-            chosen = tl.load(marks + entry * n_words + word, mask=word < tl.cdiv(n, 16), other=0)
-            count = _count_bits(chosen)
-            place = first + tl.sum(tl.where(number < part, here, 0), 0) + tl.cumsum(count, 0) - count
             bit = tl.arange(0, 16)[None, :]  # neighbours store side by side
-            to = place[:, None] + _count_bits(chosen[:, None] & ((1 << bit) - 1))
-            tl.store(out + to, first + word[:, None] * 16 + bit, mask=((chosen[:, None] >> bit) & 1) != 0)
-            for start in tl.range(part * TILE, local, parts * TILE):
+            for part in tl.range(program, tl.cdiv(n, 16 * TILE), tl.num_programs(0)):
+                word = part * TILE + lane
+                chosen = tl.load(marks + entry * n_words + word, mask=word < tl.cdiv(n, 16), other=0)
+                count = _count_bits(chosen)
+                place = first + tl.sum(tl.where(number < part, here, 0), 0) + tl.cumsum(count, 0) - count
+                to = place[:, None] + _count_bits(chosen[:, None] & ((1 << bit) - 1))
+                tl.store(out + to, first + word[:, None] * 16 + bit, mask=((chosen[:, None] >> bit) & 1) != 0)
+            for start in tl.range(program * TILE, local, hop):
                 behind = out + first + total + start + lane
                 tl.store(behind, length - local + start + lane, mask=start + lane < local)
         size = tl.where(dense, length, first + total + local)
-    if part == 0:
+    if program == 0:
         tl.store(listed + entry, total)
         tl.store(sizes + entry, size)
         own_bounds = bounds + entry * 5
