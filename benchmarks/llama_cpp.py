@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ from saccade.bench.ttft import prompt
 from saccade.eval.suite import make
 from saccade.models.tokenizer import load_tokenizer
 
+HERE = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 TIES = {"f32": 1e-3, "bf16": 0.25}  # nats
 CACHE = {"f32": "f32", "bf16": "f16", "q8_0": "f16"}  # how llama.cpp holds keys and values
 
@@ -156,7 +158,7 @@ def saccade_rows(given: argparse.Namespace, folder: Path, threads: int) -> Itera
         model = str(folder / "model") if given.model.startswith("random") else given.model
         line = [sys.executable, "-m", "saccade", "bench", command, "--model", model, "--threads", str(threads)]
         line += ["--contexts", ",".join(map(str, lengths)), "--methods", policies, "--limit", str(given.slow)]
-        done = subprocess.run([*line, *more, "--json", str(file)], capture_output=True, text=True, check=False)
+        done = subprocess.run([*line, *more, "--json", str(file)], capture_output=True, text=True, env=HERE)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         for row in json.loads(file.read_text())["rows"]:
@@ -182,7 +184,7 @@ def same(given: argparse.Namespace, folder: Path) -> None:
     """llama.cpp's greedy answers, scored by Saccade."""
     for kind, dtype in (("f32", "float32"), ("bf16", "bfloat16")):
         prompts, answers = [], []
-        with LLM(given.path, dtype=dtype, threads=max(given.threads)) as llm:
+        with LLM(given.path, dtype=dtype, device="cpu", threads=max(given.threads)) as llm:
             tokenizer = load_tokenizer(given.path)
             for index in range(given.same):
                 said = make("single", given.same_tokens, index).turns[0].message()
@@ -225,7 +227,8 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        given.path = model_folder(given.model, folder / "model", torch.bfloat16)
+        longest = max(given.decode, default=0) + given.tokens + 64
+        given.path = model_folder(given.model, folder / "model", torch.bfloat16, positions=longest)
         if given.same:
             same(given, folder)
             return

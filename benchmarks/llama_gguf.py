@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import safe_open
 
@@ -70,13 +69,17 @@ def write_gguf(folder: Path, file: Path, kind: str = "bf16") -> None:
         short = _NAMES[inner if layer.isdecimal() else name]
         if short in ("attn_q", "attn_k"):
             tensor = _interleaved(tensor, head_dim)
-        values = tensor.float().numpy()
-        as_it_is = values.ndim == 1 or kind == "f32"
-        wanted = gguf.GGMLQuantizationType.F32 if as_it_is else gguf.GGMLQuantizationType[dtype]
-        stored = numpy.ascontiguousarray(values) if as_it_is else gguf.quants.quantize(values, wanted)
-        writer.add_tensor(
-            f"blk.{layer}.{short}.weight" if layer.isdecimal() else f"{short}.weight", stored, raw_dtype=wanted
-        )
+        wanted, stored = gguf.GGMLQuantizationType.F32, tensor
+        if tensor.ndim > 1 and kind != "f32":
+            wanted = gguf.GGMLQuantizationType[dtype]
+        if wanted.name == "BF16" and tensor.dtype == torch.bfloat16:  # as it lies there
+            stored = tensor.contiguous().view(torch.uint8).numpy()
+        elif wanted.name == "F32":
+            stored = tensor.float().contiguous().numpy()
+        else:
+            stored = gguf.quants.quantize(tensor.float().numpy(), wanted)
+        place = f"blk.{layer}.{short}.weight" if layer.isdecimal() else f"{short}.weight"
+        writer.add_tensor(place, stored, raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,17 +1,18 @@
 """CPU time that a server spends for each token that it streams, by process, while clients on one side read.
 
     python benchmarks/server_cpu.py [--streams 32] [--tokens 400] [--rounds 3] [--one-process] [--endpoint chat]
+    python benchmarks/server_cpu.py --endpoint completions --prompt 30000 --streams 8 --tokens 1
 
 Starts ``saccade serve`` with a tiny random Llama, has that many streams read by one client of plain sockets, and
-divides the CPU seconds of the server's process, and of the engine's, by the tokens. They are read off /proc: on Linux
-alone. The text of every stream is compared with that of the same request without streaming.
+divides the CPU seconds of the server's process, and of the engine's, by the tokens and by the requests. They are read
+off /proc: on Linux alone. With ``--tokens 1`` it is requests that cost: ``--prompt`` says how many token ids each of
+``completions`` has. The text of every stream is compared with that of the same request without streaming.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import selectors
 import signal
 import socket
@@ -33,8 +34,7 @@ PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "resp
 
 def seconds(pid: int) -> float:
     """CPU seconds of a process so far, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(int(one.read_text().split()[0]) for one in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def children(pid: int) -> list[int]:
@@ -49,10 +49,10 @@ def address(server: subprocess.Popen[str]) -> str:
     return found
 
 
-def body(endpoint: str, seed: int, tokens: int, stream: bool) -> bytes:
+def body(endpoint: str, seed: int, tokens: int, stream: bool, prompt: int = 50) -> bytes:
     common = {"temperature": 0, "ignore_eos": True, "stream": stream}
     if endpoint == "completions":
-        asked = {"prompt": random_ids(50, seed), "max_tokens": tokens}
+        asked = {"prompt": random_ids(prompt, seed), "max_tokens": tokens}
     elif endpoint == "responses":
         asked = {"input": f"number {seed}", "max_output_tokens": tokens, "store": False}
     else:
@@ -111,12 +111,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--prompt", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one-process", action="store_true")
     parser.add_argument("--endpoint", choices=list(PATHS), default="chat")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint("llama", Path(folder), max_position_embeddings=2048)
+        make_checkpoint("llama", Path(folder), max_position_embeddings=given.prompt + given.tokens + 1024)
         command = [sys.executable, "-m", "saccade", "serve", folder, "--port", "0", "--kv-memory", "256MiB"]
         command += ["--threads", "1", "--max-requests", str(given.streams)]
         command += ["--one-process"] if given.one_process else []
@@ -133,11 +134,11 @@ def measure(given: argparse.Namespace, url: str, server: int) -> None:
     host, port = url.removeprefix("http://").split(":")
     endpoint, tokens = given.endpoint, given.streams * given.tokens
     engine = children(server)
-    print(f"{'':8}{'tokens/s':>10}{'server us/token':>18}{'engine us/token':>18}")
+    print(f"{'':8}{'tokens/s':>10}{'server us/token':>18}{'engine us/token':>18}{'server ms/request':>20}")
     for number in range(given.rounds + 1):
         before, began = [seconds(one) for one in (server, *engine)], time.perf_counter()
         clients = [
-            post((host, int(port)), PATHS[endpoint], body(endpoint, seed, given.tokens, True))
+            post((host, int(port)), PATHS[endpoint], body(endpoint, seed, given.tokens, True, given.prompt))
             for seed in range(given.streams)
         ]
         got = read_all(clients)
@@ -145,11 +146,12 @@ def measure(given: argparse.Namespace, url: str, server: int) -> None:
         spent = [(seconds(one) - was) / tokens * 1e6 for one, was in zip((server, *engine), before)]
         if number == 0:  # the first round warms up; it is the one that is checked
             for seed in range(0, given.streams, 8):
-                want = whole_text(endpoint, url, body(endpoint, seed, given.tokens, False))
+                want = whole_text(endpoint, url, body(endpoint, seed, given.tokens, False, given.prompt))
                 assert text_of(endpoint, got[seed]) == want, "a stream differs from the answer"
             continue
         other = f"{spent[1]:18.0f}" if engine else f"{'the same process':>18}"
-        print(f"round {number:<2}{tokens / took:10.0f}{spent[0]:18.0f}{other}", flush=True)
+        each = spent[0] * given.tokens / 1000
+        print(f"round {number:<2}{tokens / took:10.0f}{spent[0]:18.0f}{other}{each:20.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 process, and how much later a token arrives.
 
     python benchmarks/server_overhead.py [--model random-8b:8] [--device cuda] [--streams 32] [--prompt 1024]
-        [--tokens 256] [--warm 4] [--rounds 3] [--policy dense] [--client-cores 2]
+        [--tokens 256] [--warm 8] [--rounds 3] [--policy dense] [--client-cores 2]
 
 The engine by itself answers all prompts in one batch; then ``saccade serve`` (its engine in a process of its own)
 answers the same prompts as streams that one client of plain sockets reads, on cores of its own where there are enough.
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
+    parser.add_argument("--warm", type=int, default=8, help="rounds before those that count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policy", default="dense")
     parser.add_argument("--client-cores", type=int, default=2)

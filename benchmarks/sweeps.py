@@ -16,9 +16,13 @@ from pathlib import Path
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import SaccadeError
+from saccade.eval.micro import micro_samples, micro_table
+from saccade.eval.predict import take
 from saccade.eval.runner import prepare, run_policies
-from saccade.eval.setting import load
+from saccade.eval.setting import Setting, load
 from saccade.eval.summary import Group, Run
+from saccade.llm import LLM
+from saccade.methods.policy import Policy
 
 SINGLE = ("single", "multikey", "multivalue", "vt", "words", "common", "span_copy", "update")
 TURNS = ("three_turn_begin", "three_turn_middle", "three_turn_end")
@@ -33,6 +37,7 @@ class Sweep:
     policies: tuple[str, ...]
     tasks: tuple[str, ...] = SINGLE
     protocol: str = "A"
+    recall: bool = False  # also the share of the true weight that is kept
 
 
 def flex(*options: str) -> tuple[str, ...]:
@@ -153,6 +158,7 @@ SWEEPS = {
             *(f"hshare(source=exact,every={every})" for every in (1, 2, 4, 8)),
         ),
         protocol="B",
+        recall=True,
     ),
     "windows": Sweep(
         "PrHS, Table VI: psaw, etf and cpe",
@@ -183,10 +189,20 @@ FIELDS = (
     "keys",
     "scored",
     "ratio",
+    "recall",
 )
 
 
-def measured(name: str, folders: list[Path]) -> list[dict[str, object]]:
+def kept_of(llm: LLM, data: Path, policy: str, sweep: Sweep) -> float:
+    """Mean share of the true attention's weight on the keys read, over layers, heads and rows of each task's first
+    sample."""
+    llm.reset_prefix_cache()  # what is taken over is not seen
+    setting = Setting(Policy.parse(policy), sweep.protocol)
+    rows = micro_table(list(micro_samples(llm, take(data, 1), setting, rows=32)), ("phase",))
+    return float(next(row["mass"] for row in rows if row["phase"] == sweep.phase))
+
+
+def measured(name: str, folders: list[Path], llm: LLM, data: Path) -> list[dict[str, object]]:
     """A row a policy: shares of 1, by the names of FIELDS."""
     sweep, group = SWEEPS[name], Group([Run.load(folder) for folder in folders])
     rows = []
@@ -198,19 +214,23 @@ def measured(name: str, folders: list[Path]) -> list[dict[str, object]]:
         ratio = cell.retrieval_ratio if sweep.phase == "decode" else None
         interval = (cell.difference.mean, cell.difference.low, cell.difference.high)
         counts = (cell.density(sweep.phase), (scored or 0) / (causal or 1), ratio)
-        rows.append(dict(zip(FIELDS, (name, run.policy, sweep.protocol, cell.n, cell.score, *interval, *counts))))
+        recall = kept_of(llm, data, run.policy, sweep) if sweep.recall else None
+        rows.append(
+            dict(zip(FIELDS, (name, run.policy, sweep.protocol, cell.n, cell.score, *interval, *counts, recall)))
+        )
     return rows
 
 
 def table(name: str, rows: list[dict[str, object]]) -> str:
     lines = [
-        f"| {SWEEPS[name].about} | score | minus dense [95 %] | keys read | keys scored | ratio |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"| {SWEEPS[name].about} | score | minus dense [95 %] | keys read | keys scored | ratio | recall |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         score, gone, low, high, keys, scored = (100 * float(str(row[key] or 0)) for key in FIELDS[4:10])
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        shares = f"{keys:.1f} % | {scored:.1f} % | {ratio}"
+        recall = "" if row["recall"] is None else f"{100 * float(str(row['recall'])):.1f} %"
+        shares = f"{keys:.1f} % | {scored:.1f} % | {ratio} | {recall}"
         lines.append(f"| `{row['policy']}` | {score:.1f} | {gone:+.1f} [{low:.1f}, {high:.1f}] | {shares} |")
     return "\n".join([*lines, f"({rows[0]['n']} samples, protocol {SWEEPS[name].protocol})"])
 
@@ -251,7 +271,7 @@ def main() -> None:
             mix=True,
             note=lambda text: print(text, file=sys.stderr) if "(" in text else None,
         )
-        rows = measured(name, folders)
+        rows = measured(name, folders, llm, data)
         print(f"\n{name}\n\n{table(name, rows)}", flush=True)
         kept += rows
     if args.csv is not None:

@@ -26,7 +26,7 @@ struct FewPlan {
         part_keys = (steps + kMostParts - 1) / kMostParts * kStep;
         if (part_keys < kPartKeys) part_keys = kPartKeys;
         parts = (keys + part_keys - 1) / part_keys;
-        stride = (lanes + kTile - 1) / kTile * kTile;
+        stride = (lanes + W - 1) / W * W;
     }
 
     // What is left of the scratch behind the parts.

@@ -46,7 +46,7 @@ class PrefillTask : TileTask<Math, T> {
     }
 
     // Where to leave the greatest score (base 2) of each region of `region` keys by lane, [regions][stride], of steps
-    // that every row sees whole.
+    // that every row sees whole. `stride` is a multiple of W that holds all lanes.
     void note_peaks(float* peaks, int64_t region, int64_t stride) {
         peaks_ = peaks;
         region_ = region;
@@ -150,9 +150,10 @@ class PrefillTask : TileTask<Math, T> {
     }
 
     void keep_peaks(const KeyStep<kStep>& step, int64_t tile, int lane) {
+        const int64_t at = tile * kTile + lane;
         for (int64_t j = 0; j + region_ <= step.count; j += region_) {
-            float* to = peaks_ + step.position[j] / region_ * stride_ + tile * kTile + lane;
-            for (int v = 0; v < NV; ++v) {
+            float* to = peaks_ + step.position[j] / region_ * stride_ + at;
+            for (int v = 0; v < NV && at + v * W < stride_; ++v) {
                 const float* s = x_.s + j * kTile + lane + v * W;
                 F most = Simd::load(s);
                 for (int64_t i = 1; i < region_; ++i) most = Simd::max(most, Simd::load(s + i * kTile));

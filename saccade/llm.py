@@ -294,13 +294,14 @@ def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> Block
             f"need one each; give at least {layers * per_block} bytes"
         )
     storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
-    apart = config.kv_unit == "head" and spec.kv_heads > 1
+    apart, compute = config.kv_unit == "head" and spec.kv_heads > 1, config.kv_compute
     tier: Tier
     if config.kv_host is not None and config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
-        tier = HostAndDisk(parse_bytes(config.kv_host, "kv_host"), storage, folder.expanduser(), most)
+        size = parse_bytes(config.kv_host, "kv_host")
+        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute)
     elif config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=config.kv_compute)
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=compute)
     elif config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)

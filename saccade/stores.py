@@ -123,8 +123,12 @@ class Files:
                 path.parent.rmdir()
 
     def exists(self, key: str) -> bool:
-        """See BlockStore."""
-        return self._path(key).is_file()
+        """See BlockStore. What may not be looked at is not there."""
+        path = self._path(key)
+        try:
+            return path.is_file()
+        except OSError:
+            return False
 
     def written(self, key: str) -> int | None:
         """When a key was put, nanoseconds since the epoch; None where there is none."""

@@ -229,8 +229,15 @@ def test_three_methods_of_a_users_checkpoint_are_ranked_and_a_cut_run_goes_on(tm
     last = {file.parent.name: file.read_bytes() for file in out.glob("results/*/predictions.jsonl")}
     assert all(last[name].startswith(text) for name, text in first.items())
     assert any(last[name] != text for name, text in first.items())
+    # Contexts that one setting computed are there for the next one: all tokens but those of the last, partial block.
+    for file in out.glob("results/*topk*/predictions.jsonl"):
+        for line in map(json.loads, file.read_text().splitlines()):
+            assert line["turns"][0]["cached_tokens"] > 200
     times = {file: file.read_bytes() for file in out.glob("results/*/timings.jsonl")}
     page = (out / "board.html").read_text()
+    assert run(*command, "--seconds", 1e-9) == 0  # late, but all of it lies there
+    assert "not finished" not in (out / "board.html").read_text()
+    assert (out / "board.html").read_text() == page  # and the command is the same without its slice
     assert run(*command) == 0
     assert {file: file.read_bytes() for file in out.glob("results/*/timings.jsonl")} == times  # nothing ran again
     assert (out / "board.html").read_text() == page

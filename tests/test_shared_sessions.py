@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from engine_helpers import make
@@ -66,6 +67,22 @@ def test_each_process_writes_by_itself_and_reads_all(tmp_path):
     with pytest.raises(SaccadeError, match="was closed"):
         other.put("s1/head", b"")
     FileStore(tmp_path).close()
+
+
+def test_a_folder_that_may_not_be_read_costs_nothing(tmp_path, monkeypatch):
+    one, other = (SharedFileStore(tmp_path) for _ in range(2))
+    one.put("s1/head", b"another user's")
+    other.put("s2/head", b"mine")
+    is_file = Path.is_file
+
+    def guarded(path):
+        if "process.0" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", guarded)
+    assert (other.exists("s1/head"), other.get("s1/head")) == (False, None)
+    assert bytes(other.get("s2/head")) == b"mine"
 
 
 def test_the_folder_of_a_killed_process_is_taken_over(tmp_path):

@@ -11,7 +11,9 @@ from helpers import planted_heads
 from test_triton_line_cover import causal_weights
 
 from saccade.kv.view import KVView
-from saccade.methods.loopserve.line_cover import cover_lines
+from saccade.methods.base import Chunk
+from saccade.methods.loopserve.device import select_lines
+from saccade.methods.loopserve.line_cover import cover_lines, cover_rows
 from saccade.methods.loopserve.rounds import UNIT, cover_rounds
 from saccade.methods.loopserve.triton_rounds import cover
 from saccade.ops.scores import row_weights
@@ -35,10 +37,11 @@ def made(m: int, n: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack(parts), positions
 
 
-@pytest.mark.parametrize(("m", "n", "first"), [(12, 60, 0), (20, 300, 270), (20, 5000, 4900)])
+@pytest.mark.parametrize(("m", "n", "first"), [(12, 60, 0), (20, 300, 270), (9, 4200, 4150)])
 @pytest.mark.parametrize("share", [0.0, 0.7, 0.97])
 def test_rounds_keep_the_share_and_the_device_chooses_the_same(m, n, first, share):
     heads, positions = made(m, n, first)
+    heads = heads[1:2] if n > 4096 else heads  # more lines than a program looks at at once
     marks = cover(heads.clone(), positions, first, share)
     for head, weights in enumerate(heads):
         columns, distances = cover_rounds(weights.numpy(), positions.numpy(), first, share)
@@ -71,7 +74,7 @@ def test_a_share_of_all_ends_with_all_that_holds_weight():
 
 
 def test_a_head_whose_weights_are_no_numbers_reads_everything():
-    heads, positions = made(5, 40, 0)
+    heads, positions = made(4, 25, 0)
     spoilt = heads.clone()
     spoilt[1, 2, 3] = torch.nan
     marks = cover(spoilt, positions, 0, 0.8)
@@ -89,3 +92,17 @@ def test_weights_of_some_rows_are_the_host_s(q_len, n, every, dim, softcap):
     for heads in (range(4), range(1, 3)):
         found = device_weights(apart, view, shape, heads, rows, 0.2, softcap)
         torch.testing.assert_close(found, expected[heads.start : heads.stop], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_chunk_s_lines_from_its_queries_and_keys_a_few_heads_at_a_time(rounds, monkeypatch):
+    q, k, v = planted_heads(4, 2, 150, 16, 0, noise=0.4)
+    chunk = Chunk.of(q[:, -60:], KVView.from_tensors(k, v, block_size=32, shuffle_seed=1))
+    rows = torch.arange(0, 60, 5)
+    monkeypatch.setattr("saccade.methods.loopserve.device.MOST_BYTES", 3 * 4 * 12 * 150)
+    found = select_lines(chunk, rows, 0.8, rounds)
+    found.check()
+    expected = cover_rows(chunk.q, chunk.kv, chunk.shape, rows, 0.8, chunk.scale, rounds=rounds)
+    for head, (columns, distances) in enumerate(expected):
+        for got, wanted in zip(found.unit_lines(head), (columns, distances)):
+            assert got.tolist() == sorted(wanted.tolist())

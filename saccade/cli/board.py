@@ -92,10 +92,14 @@ def board(
 
 
 def _shown(words: list[str]) -> list[str]:
-    """The command without where it wrote."""
+    """The command without where it wrote, and in what slices."""
     kept, skip = [], False
     for word in words:
-        if not skip and word not in ("--out", "-o") and not word.startswith("--out="):
+        if (
+            not skip
+            and word not in ("--out", "-o", "--seconds", "--mix")
+            and not word.startswith(("--out=", "--seconds="))
+        ):
             kept.append(word)
-        skip = not skip and word in ("--out", "-o")
+        skip = not skip and word in ("--out", "-o", "--seconds")
     return kept

@@ -167,7 +167,8 @@ class AsyncEngine:
         )
 
     def after_steps(self, call: Callable[[], None]) -> None:
-        """Have the engine's thread call this after each step, and after each letter, once their outputs are out."""
+        """Have the engine's thread call this after each step, and after the letters read before one, once their
+        outputs are out."""
         self._loop.delivered.append(call)
 
     def open_session(self) -> Future[int]:

@@ -44,8 +44,16 @@ class HostAndDisk(HostTier):
     stay free for what comes back. ``disk``: that tier, with counts of its own. Raises SaccadeError where one of both
     holds too little, or nothing can be written to the folder, CapacityError where there is no such memory."""
 
-    def __init__(self, max_bytes: int, storage: KVStorage, folder: Path, disk_bytes: int, system: System = os) -> None:
-        super().__init__(max_bytes, storage)
+    def __init__(
+        self,
+        max_bytes: int,
+        storage: KVStorage,
+        folder: Path,
+        disk_bytes: int,
+        system: System = os,
+        compute: str = "device",
+    ) -> None:
+        super().__init__(max_bytes, storage, compute=compute)
         try:
             if self.cells < LEAST_CELLS:
                 raise SaccadeError(

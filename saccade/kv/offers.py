@@ -27,7 +27,6 @@ FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
 MOST_FRESH = 1024  # parts that are written so that their slots may be taken, at once
 REFILL = 2, 8  # a new list is made where one in the first is left of it, unless steps take little: one in the second
 STEPS = 4  # that a list is to last for, at least
-MOST_TAKEN = 1 << 16  # entries of lists that are fetched in one transfer
 STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT, ARRIVED = range(10)  # words of ``head``
 WORDS = 16  # of them, with those that are to come
 Array = np.ndarray[Any, Any]
@@ -63,6 +62,7 @@ class Offers:
         self.head = words(WORDS)
         self.reach = torch.full((pool.layers,), FIRST_RANKED, dtype=torch.int32, device=device)
         self.at = np.full((rows, slots), -1, dtype=np.int64)  # where a slot is in its row's list
+        self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
         self._pool, self._each = pool, np.arange(rows)[:, None]
         self._rows = [Listed(one, self, row) for row, one in enumerate(tiers)]
 
@@ -81,7 +81,7 @@ class Offers:
 
     def settle(self) -> bool:
         """After a step, which this waits for: take over what it did. Whether all that it asked for came."""
-        head = self.head.cpu().numpy().astype(np.int64)
+        head = self._here([self.head.view(-1)])[0].reshape(self.head.shape).astype(np.int64)
         short = bool(head[:, SHORT].any())
         if short:
             self.head[:, SHORT] = 0
@@ -94,19 +94,24 @@ class Offers:
 
     def _take_over(self, moved: list[tuple[Listed, Array, int, int]]) -> None:
         """Rows whose lists were taken from one place to another."""
-        first, last = min(one[2] for one in moved), max(one[3] for one in moved)
-        together = (last - first) * len(self.taken) <= MOST_TAKEN  # a transfer costs more than what it carries
-        every = self.taken[:, first:last].cpu().numpy() if together else None
-        took: list[tuple[Array, Array, Array]] = []
-        for row, _, start, stop in moved:
-            if every is None:
-                own = self.taken[row.number, start:stop].cpu().numpy()
-            else:
-                own = every[row.number, start - first : stop - first]
-            took.append(row.took(start, own.astype(np.int64)))
+        taken = self._here([self.taken[row.number, start:stop] for row, _, start, stop in moved])
+        took = [row.took(start, own.astype(np.int64)) for (row, _, start, _), own in zip(moved, taken)]
         numbers = np.repeat([row.number for row, *_ in moved], [len(came) for *_, came in took])
         slots, left, came = map(np.concatenate, zip(*took))
         self._pool.moved(slots, left, came, numbers)
+
+    def _here(self, parts: list[Tensor]) -> list[Array]:
+        """int32 [n] each, on the host, good until the next call: all are waited for once."""
+        if self.head.device.type == "cpu":
+            return [part.numpy() for part in parts]
+        stops = np.cumsum([len(part) for part in parts]).tolist()
+        if len(self._staging) < stops[-1]:
+            self._staging = torch.empty(2 * stops[-1], dtype=torch.int32, device="cpu", pin_memory=True)
+        found = [self._staging[stop - len(part) : stop] for part, stop in zip(parts, stops)]
+        for own, part in zip(found, parts):
+            own.copy_(part, non_blocking=True)
+        torch.cuda.current_stream(self.head.device).synchronize()
+        return [own.numpy() for own in found]
 
     def _upload(self) -> None:
         """Tell the device what has changed since."""

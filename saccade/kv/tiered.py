@@ -115,10 +115,11 @@ class TieredView(KVView):
         return slots >= 0, np.stack([one.cells_of(self._layer, ids) for one in self.tiers.each])
 
     def strangers(self, blocks: Array, want: Array, cells: Array) -> bool:
-        """Whether ``cells`` [rows, blocks], where ``want`` like them marks one of ``blocks``, hold anything else."""
+        """Whether ``cells`` [rows, blocks], where ``want`` like them marks one of ``blocks``, are none, or hold
+        anything else."""
         for one, own, kept in zip(self.tiers.each, want, cells):
             some = blocks[own[blocks]]
-            if len(some) and not one.keeps(self._layer, self._ids[some], kept[some]):
+            if len(some) and not ((kept[some] > 0).all() and one.keeps(self._layer, self._ids[some], kept[some])):
                 return True
         return False
 

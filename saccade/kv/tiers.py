@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from saccade.kv.hold import Hold
-from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
-from saccade.kv.offers import Listed, Offers
+from saccade.kv.offers import Offers
+from saccade.kv.part_cells import PartCells
 from saccade.kv.replacement import Replacement
 from saccade.kv.tier import LostKV, Openings, Tier, TierCounts, TierError, TierFull
 
@@ -32,41 +32,32 @@ BEHIND = ("bytes_read", "bytes_written", "retries", "wait_seconds")  # of a disk
 Array = np.ndarray[Any, Any]
 
 
-class Tiers:
+class Tiers(PartCells):
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
     ``clock`` (second chance), ``lru``, ``fifo`` or ``random``. ``debug`` fills slots that parts have left, and the one
     that stands for absent parts, with NaN, so that whoever reads them is seen.
 
-    Of a pool whose KV heads lie apart it knows those of KV head ``row`` alone (see head_tiers.py). Parts are numbered
-    as they lie in the pool's map: (layer * KV heads or 1 + row) * logical blocks + block."""
+    Of a pool whose KV heads lie apart it knows those of KV head ``row`` alone (see head_tiers.py)."""
 
     heads = 1  # KV heads that have slots, and cells, of their own
 
     def __init__(
         self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False, row: int = 0
     ) -> None:
-        self.pool, self.tier, self.policy, self.debug, self.row = pool, tier, policy, debug, row
-        shape = pool.host_slots.shape[0], pool.host_slots.shape[2]
+        super().__init__(pool, tier, row)
+        self.policy, self.debug = policy, debug
         self._head = row if pool.rows > 1 else None
-        self.generation = np.zeros(shape[1], dtype=np.int64)
-        self._cell = np.zeros(shape, dtype=np.int32)  # 0: none
-        self._lost = np.zeros(shape, dtype=bool)
-        self._pins = np.zeros(shape, dtype=np.int16)
+        self._pins = np.zeros_like(self._cell, dtype=np.int16)
         self._pinned = 0  # parts
-        self._stored = 0  # parts with a cell
         self.written = 0  # times that parts got cells
         self._openings = Openings()
-        self._losses = 0
         self._charged = 0  # bytes beside the slots that their memory is to hold
         self._withheld: list[int] = []
         self._turn = Replacement(pool.storage.num_blocks, policy)
-        self.offers: Listed | None = None  # this row's side of them
         self._offers: Offers | None = None
         self.guard = pool.storage.num_blocks - 1  # the slot that stands for what is not resident
         pool.storage.k[self.guard].fill_(float("nan") if debug else 0.0)
         pool.storage.v[self.guard].fill_(0.0)  # kernels that read whole tiles weigh what is not theirs with 0
-        if isinstance(tier, HostAndDisk):
-            tier.moved = self._moved  # type: ignore[method-assign]
         self._batch = max(1, min(RECORD * pool.rows // pool.format.block_bytes, self.slots // 8))
 
     @property
@@ -176,10 +167,6 @@ class Tiers:
         if fresh.any() and self.tier.free_cells >= int(fresh.sum()) + kept:
             self._write(which[fresh], own[fresh], which[:0], own[:0])
 
-    def born(self, blocks: Sequence[int]) -> None:
-        """``blocks`` have been handed out."""
-        self.generation[blocks] += 1
-
     def placed(self, layer: int, blocks: Sequence[int] | Array, slots: Array, row: int = 0) -> None:
         """``blocks`` have these slots from now on, those of KV head ``row`` if they lie apart."""
         self._turn.place(slots, self.numbers_of(layer, np.asarray(blocks, dtype=np.int64)))
@@ -199,10 +186,6 @@ class Tiers:
             self._losses -= int(self._lost[:, blocks].sum())
             self._lost[:, blocks] = False
 
-    def damaged(self, blocks: Array) -> bool:
-        """Whether parts of ``blocks`` are lost."""
-        return bool(self._losses and self._lost[:, blocks].any())
-
     def lose(self, layer: int, blocks: Array) -> None:
         """``blocks`` cannot be had back: their slots, whatever is in them, are free."""
         self._vacate(layer, blocks)
@@ -211,59 +194,17 @@ class Tiers:
         self._losses += len(blocks)
         self.counts.lost += len(blocks)
 
-    def slots_of(self, layer: int | Array, blocks: Array) -> Array:
-        """Slots of ``blocks`` in a layer, or in one each, -1 where one is not resident."""
-        return self.pool.map_of(self.row)[layer, blocks]
-
-    def numbers_of(self, layers: int | Array, blocks: Array) -> Array:
-        """The numbers of parts."""
-        found: Array = (layers * self.pool.rows + self.row) * len(self.generation) + blocks
-        return found
-
-    def of_numbers(self, parts: Array) -> tuple[Array, Array]:
-        """Layers and blocks of parts of this row."""
-        blocks = len(self.generation)
-        return parts // (blocks * self.pool.rows), parts % blocks
-
-    def owns(self, parts: Array) -> bool:
-        """Whether each of ``parts`` (numbers) has a cell, with that part in it."""
-        layers, blocks = self.of_numbers(parts)
-        cells = self._cell[layers, blocks]
-        if not isinstance(self.tier, HostTier) or not (cells > 0).all():
-            return False
-        return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
-
-    def gatherable(self, cells: Array) -> Array:
-        """``cells`` as a device may know them: 0 for those that it cannot take parts from."""
-        return self.tier.gatherable(cells) if isinstance(self.tier, HostAndDisk) else cells
-
-    def wanted(self, parts: Array) -> None:
-        """A device has brought ``parts`` (numbers) in by itself."""
-        if isinstance(self.tier, HostAndDisk) and len(parts):
-            cells = self.gatherable(self._cell[self.of_numbers(parts)])
-            self.tier.used(cells[cells > 0])
-
     @property
     def each(self) -> list[Tiers]:
         """This, where KV heads share slots (see HeadTiers)."""
         return [self]
 
-    def cells_of(self, layer: int, blocks: Array) -> Array:
-        """The cells that hold copies of ``blocks``, 0 for none."""
-        return self._cell[layer, blocks]
-
-    def keeps(self, layer: int, blocks: Array, cells: Array) -> bool:
-        """Whether the host tier has ``blocks`` in ``cells``."""
-        assert isinstance(self.tier, HostTier)
-        lost = self._losses and self._lost[layer, blocks].any()
-        return not lost and not self.tier.strangers(self._parts(layer, blocks), cells.tolist())
-
     def copied(self, layer: int, blocks: Array) -> bool:
-        """Have the tier keep a copy of each of ``blocks``. Whether it has room for all."""
+        """Have host memory keep a copy of each of ``blocks``. Whether it has one of all."""
         bare = blocks[(self._cell[layer, blocks] == 0) & (self.slots_of(layer, blocks) >= 0)]
         if len(bare) and self.tier.free_cells >= len(bare) + self._batch:
             self._write(np.full(len(bare), layer), bare, bare[:0], bare[:0])
-        return bool((self._cell[layer, blocks] > 0).all())
+        return bool((self.cells_of(layer, blocks) > 0).all())
 
     def offer(self) -> Offers:
         """What a device needs to bring parts in by itself, made once."""
@@ -376,29 +317,6 @@ class Tiers:
         layers, blocks = (found[:count] for found in np.nonzero(resident))
         for layer in np.unique(layers).tolist():
             self._drop_cells(layer, blocks[layers == layer])
-
-    def _drop_cells(self, layer: int, blocks: Array) -> None:
-        cells = self._cell[layer, blocks]
-        cells = cells[cells > 0]
-        if len(cells):
-            self.tier.release(cells.tolist())
-            self._cell[layer, blocks] = 0
-            self._stored -= len(cells)
-            if self.offers is not None:
-                self.offers.cells_changed(self.numbers_of(layer, np.asarray(blocks)))
-                slots = self.slots_of(layer, blocks)
-                self.offers.withdraw(slots[slots >= 0])
-
-    def _moved(self, parts: Array, cells: Array) -> None:
-        """The tier has put ``parts`` [parts, 3] into other cells."""
-        layers, blocks = parts[:, 0], parts[:, 1]
-        self._cell[layers, blocks] = cells
-        if self.offers is not None:
-            self.offers.cells_changed(self.numbers_of(layers, blocks))
-
-    def _parts(self, layers: int | Array, blocks: Array) -> Array:
-        """As a tier takes them: layer, block and generation, int64 [blocks, 3]."""
-        return np.stack(np.broadcast_arrays(layers, blocks, self.generation[blocks]), 1)
 
     def _pin(self, layer: int, blocks: Array) -> None:
         pins = self._pins[layer, blocks]

@@ -45,11 +45,14 @@ def run(call: Call, view: TieredView, attend: Runs) -> tuple[Result, bool] | Non
     with view.hold(split.near, heads=near_heads):
         missing = view.tiers.counts.misses - before
         tier.compute.fetched(view.layer, lists, missing, None if began is None else _now(call.q) - began)
+        cells = view.places()[1]  # what had to leave for what came may have taken copies with it
+        if len(split.far) and view.strangers(split.far, split.want, cells):
+            return None  # who fetches them sees whether they are lost
         near = replace(call, kv=view.held(split.near, near_heads), selection=split.there[0], want_weights=False)
         here = attend(near) if len(split.near) else _nothing(near)
         if not len(split.far):
             return here._replace(used=selection), False
-        there, far = _attend_far(call, view, tier, split, query)
+        there, far = _attend_far(call, view, tier, split, cells, query)
         device = call.q.device
         out, lse = merge_state(here.out, here.lse, there.out.to(device), there.lse.to(device))
         used, order = _joined(selection, split, there)
@@ -65,16 +68,20 @@ def run(call: Call, view: TieredView, attend: Runs) -> tuple[Result, bool] | Non
 
 @dataclass(frozen=True)
 class _Split:
-    """Blocks of a view, rising: those that are attended on the device, and those where they lie, in ``cells`` [KV heads
-    or 1, blocks], so many ``parts``. ``there``: the selection's part of each. ``heads``: the blocks that each KV head
-    reads, where they lie apart."""
+    """Blocks of a view, rising: those that are attended on the device, and those where they lie, of which ``want``
+    (bool [KV heads or 1, blocks]) says who reads them. ``there``: the selection's part of each. ``heads``: the blocks
+    that each KV head reads, where they lie apart."""
 
     near: Array
     far: Array
-    cells: Array
+    want: Array
     there: tuple[Selection, Selection]
     heads: list[Array] | None
-    parts: int
+
+    @property
+    def parts(self) -> int:
+        """That are attended where they lie."""
+        return int(self.want[:, self.far].sum())
 
 
 def _listed(call: Call, view: TieredView, tier: HostTier) -> _Split | None:
@@ -100,14 +107,12 @@ def _listed(call: Call, view: TieredView, tier: HostTier) -> _Split | None:
     rents[asked] = tier.compute.rents(view.layer, view.ids_of(asked), fits)
     whole = ~_grown(np.any(want & (cells == 0), axis=0), grid)
     far = _grown(rents & gone, grid) & whole & mask
-    if far.any() and view.strangers(np.nonzero(far)[0], want, cells):
-        return None  # who fetches them sees that they are lost
     near, chosen = np.nonzero(mask & ~far)[0], np.nonzero(far)[0]
     if len(near) > view.piece_blocks or (not len(chosen) and tier.compute.mode == "host"):
         return None
     parts = apart(selection, torch.from_numpy(far), size)
     heads = None if by_head is None else [np.nonzero(own)[0] for own in want]
-    return _Split(near, chosen, cells, parts, heads, int(want[:, chosen].sum()))
+    return _Split(near, chosen, want, parts, heads)
 
 
 def _candidates(call: Call, view: TieredView, tier: HostTier) -> _Split | None:
@@ -122,16 +127,15 @@ def _candidates(call: Call, view: TieredView, tier: HostTier) -> _Split | None:
     far = np.nonzero(mask)[0]
     if not len(far) or len(near) > view.piece_blocks or not view.copied(far):
         return None
-    cells = view.places()[1]
-    want = np.broadcast_to(mask, cells.shape)
-    if view.strangers(far, want, cells):
-        return None
-    return _Split(near, far, cells, (forced, others), None, int(want.sum()))
+    want = np.broadcast_to(mask, (len(view.tiers.each), len(mask)))
+    return _Split(near, far, want, (forced, others), None)
 
 
-def _attend_far(call: Call, view: TieredView, tier: HostTier, split: _Split, query: _Down) -> tuple[Result, Call]:
+def _attend_far(
+    call: Call, view: TieredView, tier: HostTier, split: _Split, cells: Array, query: _Down
+) -> tuple[Result, Call]:
     q = query.wait()
-    there_view = view.there(split.far, split.cells)
+    there_view = view.there(split.far, cells)
     began = time.perf_counter()
     selection = split.there[1].to(torch.device("cpu"))
     far = Call(q, there_view, selection, call.scale, call.softcap, call.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import ssl
 from types import FrameType
@@ -25,8 +26,10 @@ _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\
 def serve(engine: EngineFace, config: ServerConfig) -> None:
     """Serve a model until a signal ends it. SIGTERM and Ctrl-C: take no more requests, let those that run end for at
     most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then."""
-    serving = Serving(engine, config)
-    Server(serving).run()
+    server = Server(Serving(engine, config))
+    gc.collect()
+    gc.freeze()  # what was imported and made stays: a collection that walks over it would hold up every stream
+    server.run()
 
 
 class Server(uvicorn.Server):

@@ -11,8 +11,10 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine import device_attention
+from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 from saccade.ops import attend
+from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.decode import attend_decode
 from saccade.ops.triton.dispatch import pages_of
 from saccade.selection import Dense, Shape
@@ -162,3 +164,16 @@ def test_dense_rows_of_unequal_length_agree_with_the_reference(dtype):
         )
         error = (out[row][:, None].float() - expected).norm() / expected.norm()
         assert float(error) < 2e-2
+
+
+@pytest.mark.parametrize(("kind", "size"), [("minmax", 16), ("cuboid", 32), ("cuboid", 64), ("moments", 32)])
+def test_a_prompts_blocks_are_summarized_where_they_lie(kind, size):
+    """One launch, against torch on the CPU."""
+    k, v = torch.randn(2, 4, 5000, 128).bfloat16()
+    view = KVView.from_tensors(k, v, 16, shuffle_seed=2)
+    expected = summarize_view(view, kind, size, 1, 5000 // size)
+    there = KVView.from_tensors(k.cuda(), v.cuda(), 16, shuffle_seed=2)
+    made = summarize(there.paged(), kind, size, 1, 5000 // size)
+    torch.testing.assert_close(made.cpu(), expected, atol=1e-2, rtol=1e-2)
+    if kind == "minmax":
+        assert torch.equal(made.cpu(), expected)

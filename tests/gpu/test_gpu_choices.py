@@ -9,7 +9,7 @@ from helpers import planted_heads
 from test_methods_cis_sharing import DIM, HEADS, LOCAL, SINKS, UNITS, expected_sets, retrieved
 
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk
+from saccade.methods.base import Chunk, Query
 from saccade.methods.cis import triton_sharing
 from saccade.methods.cis.sharing import Anchors, keep, share
 from saccade.methods.loopserve import LoopServe, triton_rounds
@@ -17,6 +17,7 @@ from saccade.methods.loopserve.line_cover import cover_lines
 from saccade.methods.loopserve.rounds import cover_rounds
 from saccade.methods.loopserve.triton_line_cover import cover
 from saccade.methods.minference import MInference
+from saccade.methods.rocketkv import RocketKV
 from saccade.ops import Call, run
 from saccade.ops.candidates import choose
 from saccade.ops.scores import row_weights
@@ -145,3 +146,17 @@ def test_prefill_methods_choose_what_they_choose_on_the_host(method, q_len):
     mine, theirs = found.to("cpu").unit_mask(), on_host.unit_mask()
     assert torch.equal(mine, method.select_prefill(chunk).to("cpu").unit_mask())
     assert (mine ^ theirs).sum() <= 0.02 * theirs.sum()
+
+
+def test_rocketkv_reads_what_it_reads_on_the_host():
+    q, k, v = planted_heads(8, 2, 3000, 64, 0, noise=0.6)
+    method = RocketKV(capacity=700, keys=120, channels=0.25)
+    lists = []
+    for device in ("cpu", "cuda"):
+        mine, keys, values = (part.to(device) for part in (q, k, v))
+        state = method.begin(Chunk.of(mine[:, 2900:2990], KVView.from_tensors(keys[:, :2990], values[:, :2990])))
+        selection = method.select_decode(Query.of(mine[:, -1:], KVView.from_tensors(keys, values)), state)
+        lists.append([set(one.tolist()) for one in selection.to("cpu").lists()])
+    for on_host, on_device in zip(*lists, strict=True):
+        assert len(on_device) == len(on_host) == 120
+        assert len(on_device ^ on_host) <= 8  # a block of equal weight to the last bits

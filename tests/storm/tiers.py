@@ -39,15 +39,17 @@ from saccade.kv.host_disk import HostAndDisk
 
 SLOT = KVFormat(torch.float32, 2, 32, 32).block_bytes
 NEED = 600  # slots that two dozen callers' requests take together
-# Of the need, calling threads, who leaves first, shared prefixes, over host memory by block or KV head, share of the
-# requests.
+# Of the need, calling threads, who leaves first, shared prefixes, over host memory by block or KV head (and where that
+# is attended, else on the device), share of the requests.
 PHASES: tuple[tuple[float, int, str, bool, str | None, float], ...] = (
     (0.02, 4, "clock", False, None, 0.2),
     (0.1, 16, "fifo", True, None, 0.2),
     (0.3, 16, "lru", True, None, 0.15),
-    (0.1, 16, "clock", True, "block", 0.15),
-    (0.1, 16, "clock", True, "head", 0.15),
+    (0.1, 16, "clock", True, "block", 0.1),
+    (0.1, 16, "clock", True, "head", 0.1),
     (0.1, 16, "lru", True, "disk", 0.15),
+    (0.1, 16, "lru", True, "block auto", 0.05),
+    (0.1, 16, "clock", True, "head host", 0.05),
 )
 
 
@@ -104,8 +106,9 @@ def _llm(
     import saccade.llm
 
     real = saccade.llm.DiskTier, saccade.llm.HostAndDisk
-    behind = {"kv_host": "32MiB", "kv_unit": unit}
-    if unit in (None, "disk"):
+    over, compute = [*(unit or "disk").split(), "device"][:2]
+    behind = {"kv_host": "32MiB", "kv_unit": over, "kv_compute": compute}
+    if over == "disk":
         behind = {"kv_disk": f"{folder}/kv:32MiB"} | ({"kv_host": slots * SLOT} if unit else {})
     saccade.llm.DiskTier = partial(DiskTier, system=system)  # type: ignore[assignment,misc]
     saccade.llm.HostAndDisk = partial(HostAndDisk, system=system)  # type: ignore[assignment,misc]

@@ -34,7 +34,7 @@ DECODE = (
     "loopserve(budget=512|1024|2048|4096|8192)",
     "double_sparsity(source=prompt, dense_layers=0, k=0.01|0.02|0.0625|0.125)",
     "vattention(epsilon=0.2|0.1|0.05|0.02)",
-    "rocketkv(budget=256|512|1024|2048)",
+    "rocketkv(budget=256|512|1024|2048|8192)",
     "streaming(window=1024|4096|8192)",
 )
 _VALUES = re.compile(r"(?<==)([^,()]*\|[^,()]*)")

@@ -16,8 +16,8 @@ from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
-from saccade.eval.predict import Setting, predict, take
-from saccade.eval.results import read_json, write_json
+from saccade.eval.predict import Setting, configuration, folder_name, predict, take
+from saccade.eval.results import PREDICTIONS, read_json, write_json
 from saccade.eval.runner import Note, data_name, given_by, prepare
 from saccade.eval.score import score_folder
 from saccade.eval.setting import sparse_in
@@ -168,9 +168,9 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
     the first sample of each task."""
     letter = "B" if job.protocol == "B" and not sparse_in("prefill", policy) else "A"
     setting = Setting(policy, letter)
-    if play.late:
-        raise _Late
     limit = 1 if probe else play.limit
+    if play.late and not _answered(llm, job, setting, play, limit):
+        raise _Late
     if job.entry is not None and job.entry.phase == "prefill":
         llm.reset_prefix_cache()  # nobody else begins as its prompts do, and its prefill is to be counted
     folder = predict(job.data, llm, play.model, setting, play.results, limit=limit, mix=play.mix, progress=_stop(play))
@@ -178,6 +178,13 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
     if job.entry is not None and job.entry.kind != "lossless" and play.grid.recall and not probe:
         _keep(folder, llm, job, setting, play)
     return folder
+
+
+def _answered(llm: LLM, job: Job, setting: Setting, play: Play, limit: int | None) -> bool:
+    """Whether the results hold an answer to every sample already."""
+    name = folder_name(configuration(job.data, llm, play.model, setting))
+    file = play.results / name / PREDICTIONS
+    return file.is_file() and file.read_bytes().count(b"\n") >= sum(1 for _ in take(job.data, limit))
 
 
 def _stop(play: Play) -> Any:

@@ -9,7 +9,7 @@ from saccade.methods.base import Chunk
 from saccade.ops import triton
 from saccade.selection import Lines
 
-MOST_BYTES = 8 << 30  # of weights held at once
+MOST_BYTES = 8 << 30  # of weights held at once, and no more than half of what is free
 
 
 def serves(chunk: Chunk, overlap: str) -> str | None:
@@ -29,9 +29,17 @@ def select_lines(chunk: Chunk, rows: Tensor, share: float, rounds: bool) -> Line
     shape = chunk.shape
     marks = torch.empty(2, shape.heads, shape.k_len, dtype=torch.int8, device=chunk.q.device)
     cover = triton_rounds.cover if rounds else triton_line_cover.cover
-    together = max(1, MOST_BYTES // (4 * rows.numel() * shape.k_len))  # heads at once
+    together = max(1, _room(chunk.q.device) // (4 * rows.numel() * shape.k_len))  # heads at once
     for start in range(0, shape.heads, together):
         heads = range(start, min(start + together, shape.heads))
         weights = row_weights(chunk.q, chunk.kv, shape, heads, rows, chunk.scale, chunk.softcap)
         marks[:, heads.start : heads.stop] = cover(weights, shape.q_start + rows, shape.q_start, share)
     return compact_lines(shape, marks[0], marks[1])
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that weights may take at once."""
+    if device.type != "cuda":
+        return MOST_BYTES
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for nobody
+    return min(MOST_BYTES, (torch.cuda.mem_get_info(device)[0] + kept) // 2)

@@ -1,0 +1,104 @@
+"""Compile prefill's kernels for a Hopper GPU, on any machine: python tests/compiled_kernels.py
+
+The interpreter runs kernels as Python: what the compiler refuses, or what does not fit a multiprocessor's shared
+memory, shows only here or on a GPU. Prints each kernel's shared memory in bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from saccade.methods.loopserve import triton_rounds
+from saccade.ops.triton import heaviest, lines, means, prefill, row_weights
+
+SHARED = 232_448  # bytes that one program may have on Hopper
+TYPES = {
+    "columns": "*fp32", "slashes": "*fp32", "found": "*i32", "means": "*fp32", "scores": "*fp32", "offsets": "*i64",
+    "indices": "*i32", "weights": "*fp32", "positions": "*i64", "gains": "*i64", "marks": "*i8", "upto": "*i32",
+    "worth": "*fp64", "fresh": "*i32", "spoilt": "*i32", "goals": "*fp64", "table": "*i32", "words": "*i64",
+    "is_column": "*i8", "spans": "*i32", "span_offsets": "*i64", "begins_upto": "*i32", "v_offsets": "*i64",
+    "columns_upto": "*i32", "starts": "*i64", "lowest": "*i64", "lse": "*fp32", "rows": "*i64", "row_log": "*fp32",
+    "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32",
+}  # fmt: skip
+STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
+OTHERS = {lines._lines: {"columns": "*i32"}, means._means: {"out": "*fp32"}}
+ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
+
+HEADS = {"HEADS": 32, "KV_HEADS": 8, "UNITS": 32, "CAPPED": False, "PAGE": 32, "LN2": 0.69}
+
+
+def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """(kernel, constants, launch options)."""
+    found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+        (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
+        (triton_rounds._sum_lines, {"SPAN": 1024, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
+        (
+            triton_rounds._rounds,
+            {"ROWS": 512, "LINES": 8, "SPAN": 4096, "LADDER": triton_rounds.LADDER, "UNIT": triton_rounds.UNIT},
+            {"num_warps": 16},
+        ),
+    ]
+    for dtype, width, precision in (("bf16", 128, "tf32"), ("bf16", 256, "tf32"), ("fp32", 64, "tf32x3")):
+        own = {"dtype": dtype, "D": width, "D_PAD": width, "PRECISION": precision, **HEADS}
+        best = {"GROUP": 4, "SIZE": 64, "ROWS": 16, "TILE": 64, "SPAN": 2048, "PRECISION": "tf32x3"}
+        tile = 64 if width < 256 else 32
+        found.append((heaviest._best, {**own, **best}, {"num_warps": 4}))
+        found += [
+            (kernel, {**own, "GROUP": 4, "ROWS": 64, "KEYS": 64}, {"num_warps": 4})
+            for kernel in (row_weights._logs, row_weights._weights)
+        ]
+        found.append(
+            (means._means, {**own, "EACH": 4, "LISTS": 8, "ROWS": 16, "TILE": tile, "LOG_SIZE": 4.0}, {"num_warps": 4})
+        )
+        blocks = {"SIZE": 128, "ROWS": 128 if width < 256 else 64, "KEYS": 64, "MODE": 2, "COPIED": False, "STAGES": 2}
+        found.append((prefill._prefill, {**own, **blocks, "TILE": tile, "LOG_SIZE": 7.0}, {"num_warps": 8}))
+        found += [
+            (
+                lines._lines,
+                {**own, "TILE": 64, "CONE": cone, "COPIED": not cone},
+                {"num_warps": lines.WARPS, "num_stages": lines.STAGES},
+            )
+            for cone in (False, True)
+        ]
+    return found
+
+
+def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> Any:
+    """``kernel`` for Hopper. Raises what the compiler does."""
+    names = kernel.arg_names
+    dtype = constants.get("dtype", "bf16")
+    constant = {param.name for param in kernel.params if param.is_constexpr}
+    kinds = {name: "constexpr" if name in constant else TYPES.get(name, "i32") for name in names}
+    kinds |= {name: f"*{dtype}" for name in names if name in STORED and name not in constant}
+    kinds |= OTHERS.get(kernel, {})
+    attributes = {
+        (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if kinds[name][0] == "*" or name in ALIGNED
+    }
+    values = {(names.index(name),): constants[name] for name in constant}
+    return triton.compile(
+        ASTSource(kernel, kinds, values, attributes), target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+
+def main() -> int:
+    failed = 0
+    for kernel, constants, options in cases():
+        what = f"{kernel.__name__} {constants.get('dtype', '')} {constants.get('D', '')}"
+        try:
+            made = compiled(kernel, constants, options)
+        except Exception as error:
+            failed += 1
+            print(f"{what}: {type(error).__name__}: {str(error)[-300:]}", flush=True)
+            continue
+        failed += made.metadata.shared > SHARED
+        print(f"{what}: {made.metadata.shared} of {SHARED} bytes of shared memory", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

@@ -1,0 +1,22 @@
+"""Kernels that the interpreter runs are compiled as well, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+@pytest.mark.thorough
+def test_the_kernels_of_prefill_compile_for_hopper():
+    """In a process of its own: here they may be interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compiled_kernels.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "_lines" in done.stdout
