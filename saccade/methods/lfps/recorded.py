@@ -78,18 +78,11 @@ class ForeseenKeys(OwnReading):
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
-        from saccade.ops.triton.beside import Beside
 
         units = self.units
-        blocks = None
-        beside = Beside(rows.q.device)
-        with beside.run():
-            if self.size:
-                blocks = best_blocks(rows, units, self.size)
-        limits = take_in(rows, units)
+        seen = scan(rows, units, take_in(rows, units))
         idle, instead = bypasses(rows)
-        seen = scan(rows, units, limits)
-        beside.join()
+        blocks = best_blocks(rows, units, self.size) if self.size else None
         found = candidates(rows, units, seen, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))

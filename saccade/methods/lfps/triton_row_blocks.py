@@ -11,7 +11,6 @@ from saccade.methods.lfps.triton_row_words import query_of, static
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.beside import LATE
 from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, precision
 from saccade.ops.triton.radix_select import least_held, ordered_bits, taken_of
@@ -20,8 +19,7 @@ HELD = 16384  # blocks whose scores a program holds
 
 
 def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
-    """int8 [rows * units, n]: 1 for the blocks of ``size`` keys whose means agree best with a unit's queries. This may
-    run beside what the current stream does."""
+    """int8 [rows * units, n]: 1 for the blocks of ``size`` keys whose means agree best with a unit's queries."""
     q, summaries = query_of(rows), rows.summaries
     assert summaries is not None
     device, blocks = q.device, max(1, rows.pages.longest // size)
@@ -30,7 +28,7 @@ def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
     _mean_scores[(triton.cdiv(blocks, 64), rows.kv_heads, rows.count)](
         q, summaries.pointers, rows.pages.lengths, rows.words, scores, bounds, q.stride(0), q.stride(1),
         rows.words.stride(0), blocks, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads),
-        PRECISION=precision(q.dtype), **{**static(rows, num_warps=4), **LATE},
+        PRECISION=precision(q.dtype), **static(rows, num_warps=4),
     )  # fmt: skip
     marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
     if blocks <= HELD:

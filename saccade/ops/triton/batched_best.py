@@ -46,9 +46,9 @@ class Best(NamedTuple):
         return self.taken.shape[1]
 
 
-def parts_of(lists: int, longest: int, device: torch.device, each: int = 16) -> int:
-    """Into how many parts to cut each of ``lists``; ``each`` of them all for a multiprocessor."""
-    return max(1, min(triton.cdiv(longest, SPAN), triton.cdiv(each * processors(device), lists), 128))
+def parts_of(lists: int, longest: int, device: torch.device) -> int:
+    """Into how many parts to cut each of ``lists``."""
+    return max(1, min(triton.cdiv(longest, SPAN), triton.cdiv(16 * processors(device), lists), 128))
 
 
 def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usual: int = LARGE) -> Best:
@@ -64,7 +64,7 @@ def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usua
     each = lists // len(bounds)
     if width <= SHORT * SPAN:
         return _find_short(scores, bounds, active, each)
-    parts = parts_of(lists, width, device, 16 if usual >= LARGE else 6)
+    parts = parts_of(lists, width, device)
     taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
     if width <= NEAR * SPAN:
         words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)
