@@ -137,27 +137,27 @@ def _take(
     part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
-    length = tl.load(lengths + row)
     member = tl.arange(0, EACH_PAD)
     mine = member < EACH
     head = entry * EACH + member
+    # What the words say is loaded before it is known that it is of use: one wait instead of several.
+    own = words + row.to(tl.int64) * word_row
+    length, size, flags, bypass = tl.load(lengths + row), tl.load(sizes + entry), tl.load(own + 9), tl.load(own + 8)
+    first, stop, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
+    rests = tl.load(idle + head, mask=mine, other=1).to(tl.int32)
+    keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13)
     if length == 0:
         if part == 0:
             tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64), mask=mine)
             tl.store(counts + head, tl.zeros([EACH_PAD], tl.int32), mask=mine)
     else:
-        own = words + row.to(tl.int64) * word_row
-        first, stop, _low, _high, wanted, between = bounds_at(bounds, entry, 1)
-        size = tl.load(sizes + entry)
-        rests = tl.load(idle + head, mask=mine, other=1).to(tl.int32)
         voters = tl.sum((rests == 0).to(tl.int32), 0)
-        flags = tl.load(own + 9)
         count = size - between + wanted
         # Lists rise, so what is learnt is all but the sinks and, for the paper, the row's own key.
         learnt = tl.maximum(count - 1 + ((flags & 4) != 0).to(tl.int32), first)
-        sinks = tl.where(tl.load(own + 8) == 2, 0, tl.minimum(first, length))
+        sinks = tl.where(bypass == 2, 0, tl.minimum(first, length))
         reads = tl.where(mine, tl.where(rests != 0, sinks, count), -1)
-        keys = pointer(own, 22, tl.int32) + unit * tl.load(own + 13) - first
+        keys -= first
         learnt_keys = tl.where(voters > 0, learnt, first)
         ids, out, line = found + entry * width, indices + entry * room, ranks + entry * width
         lines, to_lines = logits + head * width, taken + head * room
