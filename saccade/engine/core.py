@@ -307,6 +307,8 @@ class Engine:
                 logger.debug("a step of %d requests failed", len(batch), exc_info=True)
                 if len(batch) == 1:
                     return [*outputs, self.settling.failed(batch[0][0], error)]
+                said = f"{type(error).__name__}: {error}"
+                logger.warning("a step of %d requests failed, they run one by one: %s", len(batch), said)
                 self._suspects |= {request.id for request, _ in batch}
                 return outputs
             ended = time.perf_counter()
