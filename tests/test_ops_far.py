@@ -16,7 +16,7 @@ from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
 from saccade.kv.compute import Compute
 from saccade.kv.host import HostTier
 from saccade.ops import Call, run
-from saccade.ops.far import _Down
+from saccade.ops.down import Down
 from saccade.selection import Band, Blocks, Candidates, Dense, Shape, Tokens
 
 HEADS, KV_HEADS, N, DIM = 4, 2, 330, 32
@@ -125,7 +125,7 @@ def test_parts_are_attended_there_until_that_took_as_long_as_their_fetch():
 
 def test_a_query_on_the_host_is_where_it_is():
     q = torch.randn(2, 1, 4)
-    assert _Down(q).wait() is q
+    assert Down(q).wait() is q
 
 
 @pytest.fixture(scope="module")

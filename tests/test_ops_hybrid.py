@@ -9,8 +9,9 @@ from helpers import generator
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Call, attend, run
-from saccade.ops.hybrid import attend_hybrid, split_forced
+from saccade.ops.hybrid import attend_hybrid
 from saccade.selection import Candidates, Dense, Shape, Tokens
+from saccade.selection.candidates import split_forced
 
 HEADS, KV_HEADS, N, DIM, SINKS, LOCAL = 4, 2, 300, 32, 4, 9
 

@@ -20,6 +20,7 @@ from saccade.kv.host import HostTier
 from saccade.kv.tiered import Array, TieredView
 from saccade.ops.backends import CPU, REFERENCE
 from saccade.ops.call import Call, Result
+from saccade.ops.down import Down
 from saccade.ops.merge import merge_state
 from saccade.ops.weights import selected_weights
 from saccade.selection import Band, Blocks, Candidates, Dense, Selection, Tokens
@@ -41,7 +42,7 @@ def run(call: Call, view: TieredView, attend: Runs) -> tuple[Result, bool] | Non
     near_heads = None if split.heads is None else [own[np.isin(own, split.near)] for own in split.heads]
     before = view.tiers.counts.misses
     began = _now(call.q) if tier.compute.measures() else None
-    query = _Down(call.q)
+    query = Down(call.q)
     with view.hold(split.near, heads=near_heads):
         missing = view.tiers.counts.misses - before
         tier.compute.fetched(view.layer, lists, missing, None if began is None else _now(call.q) - began)
@@ -132,7 +133,7 @@ def _candidates(call: Call, view: TieredView, tier: HostTier) -> _Split | None:
 
 
 def _attend_far(
-    call: Call, view: TieredView, tier: HostTier, split: _Split, cells: Array, query: _Down
+    call: Call, view: TieredView, tier: HostTier, split: _Split, cells: Array, query: Down
 ) -> tuple[Result, Call]:
     q = query.wait()
     there_view = view.there(split.far, cells)
@@ -183,21 +184,3 @@ def _now(q: Tensor) -> float:
     if q.is_cuda:
         torch.cuda.synchronize(q.device)
     return time.perf_counter()
-
-
-class _Down:
-    """A query on its way to the host, before the near part is launched, which it need not wait for."""
-
-    def __init__(self, q: Tensor) -> None:
-        self._sent: torch.cuda.Event | None = None
-        self._here = q
-        if q.is_cuda:
-            self._here = torch.empty(q.shape, dtype=q.dtype, device="cpu", pin_memory=True)
-            self._here.copy_(q, non_blocking=True)
-            self._sent = torch.cuda.Event()
-            self._sent.record()
-
-    def wait(self) -> Tensor:
-        if self._sent is not None:
-            self._sent.synchronize()
-        return self._here

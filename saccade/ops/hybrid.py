@@ -3,16 +3,15 @@ back and meets what the device holds (LFPS on a GPU: sinks and window there, eve
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops.attend import attend, run
 from saccade.ops.call import Call, Result
+from saccade.ops.down import Down
 from saccade.ops.merge import merge_state
 from saccade.selection import Selection
-from saccade.selection.candidates import split_forced as split_forced
 
 
 def attend_hybrid(
@@ -37,16 +36,9 @@ def attend_hybrid(
     """
     if far.device.type != "cpu":
         raise SaccadeError(f"the far keys lie on {far.device}, not in host memory; use ops.attend for both")
-    sent = None
-    query = q
-    if q.is_cuda:  # on its way before the near part is launched, which it need not wait for
-        query = torch.empty(q.shape, dtype=q.dtype, device="cpu", pin_memory=True)
-        query.copy_(q, non_blocking=True)
-        sent = torch.cuda.Event()
-        sent.record()
+    query = Down(q)
     out, lse = attend(q, near, near_selection, scale=scale, softcap=softcap)
-    if sent is not None:
-        sent.synchronize()
-    there = run(Call.of(query, far, far_selection.to(query.device), scale=scale, softcap=softcap, threads=threads))
+    sent = query.wait()
+    there = run(Call.of(sent, far, far_selection.to(sent.device), scale=scale, softcap=softcap, threads=threads))
     out, lse = merge_state(out, lse, there.out.to(q.device), there.lse.to(q.device))
     return there._replace(out=out, lse=lse)
