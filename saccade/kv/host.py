@@ -110,6 +110,13 @@ class HostTier:
         self._owner[np.array(cells, dtype=np.int64) - 1] = -1
         self._free.extend(cells)
 
+    def used(self, cells: Array) -> None:
+        """Parts of these cells were wanted now."""
+
+    def gatherable(self, cells: Array) -> Array:
+        """``cells`` as a device may know them: 0 for those that it cannot take parts from."""
+        return cells
+
     def close(self) -> None:
         """See Tier."""
         if self._stream is not None:

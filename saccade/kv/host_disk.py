@@ -137,12 +137,12 @@ class HostAndDisk(HostTier):
         }
 
     def used(self, cells: Array) -> None:
-        """Parts of these cells of the host were wanted now."""
+        """See HostTier, of cells of the host."""
         self._clock += 1
         self._used[cells - 1] = self._clock
 
     def gatherable(self, cells: Array) -> Array:
-        """``cells`` as a device may know them: 0 for those of the disk."""
+        """See HostTier: 0 for those of the disk."""
         return np.where(cells > self.host_cells, 0, cells)
 
     def moved(self, parts: Array, cells: Array) -> None:

@@ -75,14 +75,15 @@ class PartCells:
         return not lost and not self.tier.strangers(self._parts(layer, blocks), cells.tolist())
 
     def gatherable(self, cells: Array) -> Array:
-        """``cells`` as a device may know them: 0 for those that it cannot take parts from."""
-        return self.tier.gatherable(cells) if isinstance(self.tier, HostAndDisk) else cells
+        """See HostTier."""
+        assert isinstance(self.tier, HostTier)
+        return self.tier.gatherable(cells)
 
     def wanted(self, parts: Array) -> None:
         """A device has brought ``parts`` (numbers) in by itself."""
-        if isinstance(self.tier, HostAndDisk) and len(parts):
-            cells = self.gatherable(self._cell[self.of_numbers(parts)])
-            self.tier.used(cells[cells > 0])
+        assert isinstance(self.tier, HostTier)
+        cells = self.gatherable(self._cell[self.of_numbers(parts)])
+        self.tier.used(cells[cells > 0])
 
     def _drop_cells(self, layer: int, blocks: Array) -> None:
         cells = self._cell[layer, blocks]
