@@ -75,6 +75,26 @@ def test_working_sets_fit_together_and_everybodys_turn_comes(folder, tmp_path, e
         assert llm.pool.used_blocks == 0
 
 
+def test_of_a_pool_a_layer_the_greediest_layer_says_who_fits(folder, tmp_path, monkeypatch):
+    """Quest reads everything in its first two layers: these layers' shares hold fewer requests than all slots do."""
+    policy, learnt = "quest(budget=64, block_size=16, dense_layers=1)", {}
+    for pool in ("unified", "per_layer"):
+        with small(folder, tmp_path, 61, host=True, kv_pool=pool, max_requests=3) as llm:
+            control, seen = llm.engine.scheduler.control, []
+            ran = control.ran
+
+            def look(*given, ran=ran, control=control, seen=seen):
+                ran(*given)
+                seen.extend(min(one) for one in control._working.values())
+
+            monkeypatch.setattr(control, "ran", look)
+            for one in llm.generate([ids[:430] for ids in PROMPTS[1:4]], LONG, policy=policy):
+                assert one.error is None
+            learnt[pool] = min(seen), max(seen)
+    assert learnt["per_layer"][0] >= 3 * 12  # of 12 and more blocks at the layer that reads all
+    assert learnt["unified"][1] < learnt["per_layer"][1]
+
+
 def test_turns_save_what_would_be_read_again_and_again(folder, tmp_path, monkeypatch):
     def misses() -> int:
         with small(folder, tmp_path, 40) as llm:

@@ -180,7 +180,10 @@ class BatchControl:
             tiers = results[request.id].tiers
             if tiers is not None and rows.phase == "decode" and tiers.hits + tiers.misses:
                 known = self._working.setdefault(request.id, deque(maxlen=MEASURED))
-                known.append((tiers.hits + tiers.misses) // max(1, rows.length))
+                pool, asked = self.pool, tiers.hits + tiers.misses
+                if pool.layers_apart:  # the layer that reads most says who fits beside whom
+                    asked = max(asked, results[request.id].widest * pool.layers)
+                known.append(asked // max(1, rows.length))
 
     def _quantum(self, decoding: int) -> int:
         """Steps of a turn: fewer where others would wait longer than the gap for theirs."""
