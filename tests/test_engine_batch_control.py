@@ -75,6 +75,26 @@ def test_working_sets_fit_together_and_everybodys_turn_comes(folder, tmp_path, e
         assert llm.pool.used_blocks == 0
 
 
+def test_under_a_bound_between_tokens_requests_queue_instead_of_taking_turns(folder, tmp_path, expected):
+    held, order, answers = {}, {}, {}
+    for gap in (None, 3600):
+        with small(folder, tmp_path, 60, host=True, max_token_gap=gap) as llm:
+            steps, _ = watched(llm)
+            requests = [start(llm, ids, LONG, POLICIES[0]) for ids in PROMPTS]
+            while llm.engine.busy:
+                assert llm.engine.step()  # whatever it needs, the first in line runs
+            answers[gap] = [one.final_ids for one in requests]
+            held[gap] = sum(one.report.held_back for one in requests)
+            order[gap] = list(dict.fromkeys(number for ids in steps for number in ids))
+            together = max(map(len, steps))
+    assert answers[None] == answers[3600]
+    assert [answers[None][at] for at in (0, 3)] == [expected[at] for at in (0, 3)]
+    assert held[None] > 60
+    assert held[3600] < held[None] / 3  # but while it is not known yet what requests read
+    assert order[3600] == [one.id for one in requests]  # first come, first served
+    assert together > 1
+
+
 def test_of_a_pool_a_layer_the_greediest_layer_says_who_fits(folder, tmp_path, monkeypatch):
     """Quest reads everything in its first two layers: these layers' shares hold fewer requests than all slots do."""
     policy, learnt = "quest(budget=64, block_size=16, dense_layers=1)", {}

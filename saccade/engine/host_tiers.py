@@ -39,6 +39,7 @@ class HeldRows:
             finally:
                 if before is not None:
                     count_tiers(one, before, pool.layers)
+            one.result.whole = True
             together.append(one)
         return together
 
