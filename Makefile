@@ -46,12 +46,13 @@ lock:
 
 # The site, strictly: a link, an anchor or a docstring that does not resolve is an error. Its packages have an environment of
 # their own, each checked by its hash; `make docs-lock` writes them anew. Nothing is fetched while it is built or read.
+# Without -q, which hides warnings from --strict too.
 SITE := build/docs/bin/python
 $(SITE): requirements/docs.lock
 	$(PYTHON) -m venv build/docs && $(SITE) -m pip install -q --no-deps --require-hashes -r $< && touch $@
 
 docs: $(SITE)
-	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build --strict
 	! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?https?://' build/site --include='*.html'
 
 docs-lock:
