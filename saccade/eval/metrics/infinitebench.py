@@ -64,7 +64,7 @@ def option_letter(prediction: str, references: Sequence[str], **options: Any) ->
 def marked_option(prediction: str, references: Sequence[str], **options: Any) -> float:
     """Whether the right one of four options is named (Code.Debug): by its letter with a point or colon at the start, or
     by letter or name behind words such as 'answer is:'."""
-    name, letter = references
+    name, letter = references[0], references[-1]
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
