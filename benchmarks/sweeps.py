@@ -91,6 +91,17 @@ SWEEPS = {
         ),
         (*SINGLE, *TURNS),
     ),
+    "minference-search": Sweep(
+        "FlexPrefill, 4.1: MInference with its search by head (patterns of 512 keys, see docs/ablations.md)",
+        "prefill",
+        (
+            "minference(vertical=64,slash=448)",
+            "minference(vertical=256,slash=256)",
+            "minference(vertical=448,slash=64)",
+            "minference(pattern=block_sparse,blocks=8)",
+            "minference(pattern=searched)",
+        ),
+    ),
     "loopserve-alpha": Sweep(
         "LoopServe, Fig. 8: alpha",
         "prefill",

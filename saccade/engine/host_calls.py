@@ -65,7 +65,8 @@ class RequestRows:
         self.together = self.scheduled.together
         self.decodes = self.scheduled.phase == "decode" and not self.together
         self.method: Method = policy.decode if self.decodes else DENSE if self.together else policy.prefill
-        self.calibration = None if self.together else policy.decode.calibration
+        asking = () if self.together else (policy.decode,) if self.decodes else (policy.prefill, policy.decode)
+        self.calibrations = tuple(kind for one in asking if (kind := one.calibration) is not None)
         self._shape: Shape | None = None
 
     def shape(self, heads: int, kv_heads: int, rows: int, stop: int, device: torch.device) -> Shape:
@@ -129,7 +130,7 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         "gone": gone,
         "past": memory.watched[layer],
         "states": rows.states_seen(layer) if rows.drafted else memory.states,
-        "offline": None if rows.calibration is None else setting.calibrations.layer(rows.calibration, layer),
+        "offline": setting.calibrations.layer(rows.calibrations, layer) if rows.calibrations else None,
     }
     chunk: Chunk
     if rows.decodes:
