@@ -161,6 +161,13 @@ SWEEPS = {
         tuple(CIS.format(one) for one in ("s=4", "s=8,tau=0.7", "s=8,r=2", "s=32", "s=8", "s=16", "s=8,tau=0.4")),
         protocol="B",
     ),
+    "cis-likeness": Sweep(
+        "PrHS, Table VII: likeness of queries, keys or hidden states",
+        "decode",
+        tuple(CIS.format(f"s={s},by={by}") for by in ("query", "key", "hidden") for s in (8, 16)),
+        protocol="B",
+        recall=True,
+    ),
     "cis-hshare": Sweep(
         "PrHS, Table II and Fig. 7: beside HShare at falling ratios",
         "decode",
