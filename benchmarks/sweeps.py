@@ -130,6 +130,16 @@ SWEEPS = {
         ),
         (*SINGLE, *TURNS),
     ),
+    "loopserve-answer": Sweep(
+        "LoopServe, Alg. 2: rows of the last answer among those looked at",
+        "prefill",
+        tuple(
+            f"loopserve(alpha={alpha},samples=256,last_rows=0,answer_rows={rows})"
+            for alpha in (0.955, 0.995)
+            for rows in (0, 16)
+        ),
+        ("update", *TURNS),
+    ),
     "lfps-epsilon": Sweep(
         "LFPS, Table 3: the bypass",
         "decode",
