@@ -112,10 +112,12 @@ class Chunk:
 @dataclass(frozen=True, eq=False)
 class Query(Chunk):
     """The row of one decode step. ``step`` counts the decode steps of this turn from 0. ``ahead`` [heads, 1, head_dim]:
-    what this layer would ask if its input were that of the layer before; for methods that look ahead."""
+    what this layer would ask if its input were that of the layer before; for methods that look ahead. ``taken_in``
+    [channels]: the hidden state that the layer is given, before its norm; for methods that look at it."""
 
     step: int = 0
     ahead: Tensor | None = None
+    taken_in: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,11 @@ class Method(PolicyPart):
     @property
     def looks_ahead(self) -> bool:
         """Whether decode queries are to come with ``ahead``, which costs a layer's projections once more."""
+        return False
+
+    @property
+    def looks_at_inputs(self) -> bool:
+        """Whether decode queries are to come with ``taken_in``."""
         return False
 
     @property
