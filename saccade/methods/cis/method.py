@@ -28,6 +28,7 @@ from torch import Tensor
 
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.borrowed import Borrowed
 from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
@@ -37,6 +38,7 @@ from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
 from saccade.selection.plan import DevicePlan, PlanSpec
 
+ROUNDING = 1e-5  # of cosines
 AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context
 
 
@@ -129,6 +131,22 @@ class CIS(Method):
         moved = anchors.most * (2 * min(moves[0], n) + 1)
         most = min(n, max(k, anchors.capacity + moved + gap) + self.sinks + self.local)
         return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh, most=most)
+
+    def borrowed(self, query: Query, state: CISState) -> Borrowed | None:
+        if self.unit != "q_head":  # a mean over heads ranks keys, which no multiple of a query does
+            return None
+        n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
+        best = self.budget(n)
+        if n > self.sinks + best + self.local and anchors is not None and anchors.count:
+            direction = asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38)
+            cosines = (anchors.directions[: anchors.count] * direction).sum(-1)
+            alike = anchors.has[: anchors.count] & (cosines > self.tau - ROUNDING)
+            numbers = torch.arange(anchors.count, device=asked.device)[:, None]
+            whose = torch.where(alike, numbers, -1).amax(0).clamp(min=0)
+            theirs = anchors.directions[whose, torch.arange(len(asked), device=asked.device)]
+            nearest = (asked * theirs).sum(-1, keepdim=True).clamp(min=0) * theirs
+            asked = nearest if state.fresh is None else torch.where(state.fresh[:, None], asked, nearest)
+        return Borrowed(asked, best, self.sinks, self.local)
 
     def _anchors(self, query: Query, state: CISState, units: int) -> Anchors:
         """Those of the query's block of steps."""
