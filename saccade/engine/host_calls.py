@@ -176,6 +176,9 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
         result.note_of(
             audit.take(chunk.layer, chunk.q[:, 0], out[:, 0], ran.lse[:, 0], chunk.kv, spec, setting.threads)
         )
+    bounds = watch.bounds.get(scheduled.request_id)
+    if bounds is not None and isinstance(chunk, Query) and not rows.drafted and not chosen.slides:
+        result.note_of(bounds.take(chunk, ran.used, out, spec, rows.method, rows.memory.kv))
     if watch.clock is None:
         _learn(chosen, ran)
     else:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
+from saccade.methods.borrowed import Borrowed
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
@@ -202,6 +203,11 @@ class Method(PolicyPart):
     def select_decode(self, query: Query, state: Any) -> Selection:
         """Which keys one decode step reads: a selection, or a Ranking whose stopping rule the op runs."""
         return Dense(query.shape)
+
+    def borrowed(self, query: Query, state: Any) -> Borrowed | None:
+        """Asked between :meth:`select_decode` and :meth:`observe`: whose best keys the step reads; None of methods that
+        know nothing of the kind."""
+        return None
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         """What each layer of a model reads in decode, for steps that a device runs on its own (see selection.plan): the

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.borrowed import Borrowed
 from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
@@ -39,6 +40,7 @@ from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
 from saccade.selection.plan import DevicePlan, PlanSpec
 
+ROUNDING = 1e-5  # of cosines
 AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context
 
 
@@ -148,6 +150,24 @@ class CIS(Method):
             return query.taken_in.expand(units, -1)
         n = query.shape.k_len
         return query.kv.keys(n - 1, n)[:, 0].repeat_interleave(units // query.shape.kv_heads, 0)
+
+    def borrowed(self, query: Query, state: CISState) -> Borrowed | None:
+        if (
+            self.unit != "q_head" or self.by != "query"
+        ):  # a mean over heads ranks keys, which no multiple of a query does
+            return None
+        n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
+        best = self.budget(n)
+        if n > self.sinks + best + self.local and anchors is not None and anchors.count:
+            direction = asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38)
+            cosines = (anchors.directions[: anchors.count] * direction).sum(-1)
+            alike = anchors.has[: anchors.count] & (cosines > self.tau - ROUNDING)
+            numbers = torch.arange(anchors.count, device=asked.device)[:, None]
+            whose = torch.where(alike, numbers, -1).amax(0).clamp(min=0)
+            theirs = anchors.directions[whose, torch.arange(len(asked), device=asked.device)]
+            nearest = (asked * theirs).sum(-1, keepdim=True).clamp(min=0) * theirs
+            asked = nearest if state.fresh is None else torch.where(state.fresh[:, None], asked, nearest)
+        return Borrowed(asked, best, self.sinks, self.local)
 
     def _anchors(self, query: Query, state: CISState, units: int, channels: int) -> Anchors:
         """Those of the query's block of steps."""
