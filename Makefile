@@ -14,7 +14,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
 .PHONY: setup demo test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
-  fuzz-server storm-server test-page conformance test-ray aarch64 wheels clean
+  fuzz-server storm-server test-page conformance compliance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
 
@@ -46,12 +46,13 @@ lock:
 
 # The site, strictly: a link, an anchor or a docstring that does not resolve is an error. Its packages have an environment of
 # their own, each checked by its hash; `make docs-lock` writes them anew. Nothing is fetched while it is built or read.
+# Without -q, which hides warnings from --strict too.
 SITE := build/docs/bin/python
 $(SITE): requirements/docs.lock
 	$(PYTHON) -m venv build/docs && $(SITE) -m pip install -q --no-deps --require-hashes -r $< && touch $@
 
 docs: $(SITE)
-	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build --strict
 	! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="?https?://' build/site --include='*.html'
 
 docs-lock:
@@ -81,6 +82,10 @@ $(CLIENT): tests/clients.txt
 
 conformance: setup $(CLIENT)
 	SACCADE=$(BIN)/saccade $(CLIENT) tests/server_conformance.py $(CLIENTS)
+
+# Open Responses' public compliance run, from a checkout of openresponses/openresponses whose packages are installed.
+compliance: setup
+	SACCADE=$(BIN)/saccade $(PYTHON) tests/server_compliance.py $(SUITE)
 
 test-page: setup $(CLIENT)
 	npm install --silent --no-audit --no-fund --prefix build/page axe-core@4

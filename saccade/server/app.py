@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
 
 from saccade import __version__
 from saccade.errors import SaccadeError
@@ -39,7 +40,9 @@ from saccade.server.protocol import (
     TokenizeRequest,
 )
 from saccade.server.responses import Responses
-from saccade.server.responses_protocol import ResponsesRequest
+from saccade.server.responses_compact import Compaction
+from saccade.server.responses_protocol import CompactRequest, ResponsesRequest
+from saccade.server.responses_socket import ROUTE, ResponsesSocket
 from saccade.server.serving import Serving
 
 _SAID = {404: "there is no such path", 405: "this path does not know that method"}
@@ -167,6 +170,14 @@ def _completions(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/responses")
     async def respond_to(request: Request, body: ResponsesRequest) -> Response:
         return await respond(request, body, Responses(serving, request.state.caller, body))
+
+    @app.websocket(ROUTE)
+    async def respond_over_socket(socket: WebSocket) -> None:
+        await ResponsesSocket(serving, socket).run()
+
+    @app.post("/v1/responses/compact")
+    async def compact(request: Request, body: CompactRequest) -> Response:
+        return await respond(request, body, Compaction(serving, request.state.caller, body))
 
     @app.post("/v1/selection_maps")
     async def selection_map(request: Request, body: SelectionMapRequest) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,16 +12,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 
+def decoded(raw: bytes) -> Any:
+    """JSON, read by msgspec, several times faster than the standard library. What msgspec refuses the library reads, or
+    refuses in its words: half of a surrogate pair, say, or NaN. ValueError or RecursionError for what is none."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(raw)
+
+
 class JSONRequest(Request):
-    """A request whose body msgspec reads, several times faster than the standard library. What msgspec refuses the
-    library reads, or refuses in its words: half of a surrogate pair, say, or NaN."""
+    """A request whose body :func:`decoded` reads."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            try:
-                self._json = msgspec.json.decode(await self.body())
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                return await super().json()
+            self._json = decoded(await self.body())
         return self._json
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -59,26 +60,31 @@ class Endpoint:
         """How the stream says that it failed: no status can be sent any more."""
         return (error_event(error),)
 
-    async def stream(self, generation: Generation, first: list[Piece]) -> AsyncGenerator[bytes, None]:
-        """The answer as events: those of all that came at once in one write. What goes wrong from here on is an event
-        too. ``generation`` is closed at the end."""
+    async def told(self, generation: Generation, first: list[Piece]) -> AsyncGenerator[list[bytes], None]:
+        """The answer as events: those of all that came at once together. ``first``: what has been taken already.
+        ApiError for what goes wrong on the way. ``generation`` is closed at the end."""
         try:
-            for opened in self.opening(generation):
-                yield opened
+            yield list(self.opening(generation))
             pieces = first
             while pieces or not generation.finished:
                 pieces = pieces or await generation.take()
-                told = [one for index, output in pieces for one in self.events(generation, index, output)]
-                if told:
-                    yield b"".join(told)
+                yield [one for index, output in pieces for one in self.events(generation, index, output)]
                 pieces = []
-            for closed in self.closing(generation):
-                yield closed
+            yield list(self.closing(generation))
+        finally:
+            generation.close()
+
+    async def stream(self, generation: Generation, first: list[Piece]) -> AsyncGenerator[bytes, None]:
+        """:meth:`told` as the body of a response: events that came at once in one write. What goes wrong is an event
+        too."""
+        try:
+            async with aclosing(self.told(generation, first)) as told:
+                async for events in told:
+                    if events:
+                        yield b"".join(events)
         except ApiError as error:
             for said in self.failure(error):
                 yield said
-        finally:
-            generation.close()
         yield DONE
 
 

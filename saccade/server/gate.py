@@ -31,10 +31,10 @@ class Gate:
         self.app, self.serving = app, serving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._open(scope, receive, send)
+            return
         if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-                return
             await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -86,12 +86,38 @@ class Gate:
             fields |= caller.costs
             logger.info("request", extra={"fields": fields})
 
-    async def _fail(self, error: ApiError, send: Send) -> None:
+    async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket, whose messages the route checks one by one; refused as a request is."""
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        caller = Caller(_request_id(headers))
+        scope.setdefault("state", {})["caller"] = caller
+        try:
+            self._same_origin(headers)
+            caller.key = self._admit(scope, headers)
+            if self.serving.admission.draining:
+                raise ApiError(503, "this server is shutting down; ask another one", "shutting_down")
+        except ApiError as error:
+            await self._fail(error, send, "websocket.http")
+            return
+        try:
+            await self.app(scope, receive, send)
+        except Exception:
+            logger.exception("a connection failed", extra={"fields": {"request_id": caller.request_id}})
+
+    def _same_origin(self, headers: dict[bytes, bytes]) -> None:
+        """403 for a page of another site: browsers let every page open a WebSocket to every server."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and origin not in self.serving.config.cors:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if not host or origin.partition("://")[2] != host:
+                raise ApiError(403, "pages of another origin may not ask; see --cors-origin", "bad_origin")
+
+    async def _fail(self, error: ApiError, send: Send, kind: str = "http") -> None:
         body = error.encoded()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        await send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": f"{kind}.response.start", "status": error.status, "headers": headers})
+        await send({"type": f"{kind}.response.body", "body": body})
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> Key | None:
         """Who asks. 401 without a key that is known; 403 where a page of another name may be asking."""
@@ -104,7 +130,7 @@ class Gate:
             if not is_local(name) and name not in self.serving.config.hosts:
                 raise ApiError(403, "a server without API keys answers to localhost alone; see --host-name", "bad_host")
             return None
-        if scope["method"] == "OPTIONS" and self.serving.config.cors:
+        if scope.get("method") == "OPTIONS" and self.serving.config.cors:
             return None  # a browser asks whether it may send the key
         scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         key = keys.find(secret.strip()) if scheme.lower() == "bearer" else None

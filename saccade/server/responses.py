@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,10 +13,11 @@ from saccade.server.admission import Caller
 from saccade.server.chat import Chat
 from saccade.server.endpoint import JSON, Endpoint
 from saccade.server.errors import ApiError, from_validation
+from saccade.server.events import named_event
 from saccade.server.generation import Ask, Generation
 from saccade.server.logprobs import chat_logprobs
 from saccade.server.protocol import ChatRequest, Sampling
-from saccade.server.responses_items import chat_choice, chat_tools, kept_items, messages_of
+from saccade.server.responses_items import chat_choice, chat_tools, check_calls, kept_items, messages_of
 from saccade.server.responses_protocol import ResponsesRequest
 from saccade.server.responses_writer import Writer
 from saccade.server.serving import Serving
@@ -26,16 +27,27 @@ _OWN = {"n", "request_id", "stream", "stream_options", "response_format", "max_t
 
 
 class Responses(Endpoint):
-    """One request for a response."""
+    """One request for a response. ``before``: the conversation that it goes on from, where that is not a stored one's.
+    ``frame``: how its events are sent. ``said``: the conversation with its answer, once that is complete."""
 
     prefix = "resp_"
 
-    def __init__(self, serving: Serving, caller: Caller, body: ResponsesRequest) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        caller: Caller,
+        body: ResponsesRequest,
+        before: list[JSON] | None = None,
+        frame: Callable[[str, JSON], bytes] = named_event,
+    ) -> None:
         super().__init__(serving, caller, body)
-        self.body, self.writer = body, Writer()
+        self.body, self.writer = body, Writer(frame)
         earlier = body.previous_response_id
-        before = [] if earlier is None else serving.responses.get(caller, earlier, "previous_response_id").messages
+        if before is None:
+            before = [] if earlier is None else serving.responses.get(caller, earlier, "previous_response_id").messages
         self.messages = [*before, *messages_of(body.input)]
+        check_calls(self.messages)
+        self.said: list[JSON] = []
         self.chat = Chat(serving, caller, self._chat_body())
 
     def _chat_body(self) -> ChatRequest:
@@ -118,9 +130,9 @@ class Responses(Endpoint):
         response = self._response(status, writer.output, self._usage(generation, outcome, writer.thoughts))
         if self.body.report:
             response["report"] = outcome.report
+        self.said = [*self.messages, *messages_of(writer.output)]
         if self.body.store is not False:
-            said = [*self.messages, *messages_of(writer.output)]
-            self.serving.responses.put(self.caller, response, kept_items(self.body.input), said)
+            self.serving.responses.put(self.caller, response, kept_items(self.body.input), self.said)
         return response
 
     def _usage(self, generation: Generation, outcome: RequestOutcome, thoughts: str) -> JSON:

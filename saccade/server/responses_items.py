@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -11,6 +12,8 @@ from saccade.server.errors import bad_request
 from saccade.server.tools import Call
 
 JSON = dict[str, Any]
+_COMPACTED = "saccade1:"  # the form of encrypted_content
+_SUMMARY = "Summary of our conversation so far:\n"
 
 
 def messages_of(given: str | Sequence[JSON]) -> list[JSON]:
@@ -22,20 +25,57 @@ def messages_of(given: str | Sequence[JSON]) -> list[JSON]:
     for index, item in enumerate(given):
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _parts(item.get("content"))})
+            _add_message(messages, item, after=given[index - 1] if index else {})
         elif kind == "function_call":
             _add_call(messages, item, index)
+        elif kind == "compaction":
+            messages.append({"role": "user", "content": _SUMMARY + summary_of(item, f"input[{index}]")})
         elif kind == "function_call_output":
             output = _parts(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind != "reasoning":
             raise bad_request(
-                f"input[{index}] is of type {shown(kind, 60)}, which is not supported; give messages, function_call "
-                "and function_call_output",
+                f"input[{index}] is of type {shown(kind, 60)}, which is not supported; give messages, function_call, "
+                "function_call_output and compaction",
                 "input",
                 "unsupported_content",
             )
     return messages
+
+
+def check_calls(messages: Sequence[JSON]) -> None:
+    """400 for the output of a function that nobody called."""
+    calls = [call["id"] for message in messages for call in message.get("tool_calls") or ()]
+    called = {one for one in calls if isinstance(one, str)}
+    for message in messages:
+        name = message.get("tool_call_id", "")
+        if "tool_call_id" in message and not (isinstance(name, str) and name in called):
+            raise bad_request(
+                f"there is no function_call whose call_id is {shown(name, 80)}, that of a function_call_output, in "
+                "input or in what it goes on from",
+                "input",
+                "call_not_found",
+            )
+
+
+def compaction_item(summary: str) -> JSON:
+    """A conversation in short. ``encrypted_content`` is opaque to clients; it holds what they said, so it is no secret
+    from them, and nothing that comes back in it is trusted."""
+    content = _COMPACTED + base64.b64encode(summary.encode("utf-8", "replace")).decode()
+    return {"type": "compaction", "id": f"cmp_{uuid4().hex}", "encrypted_content": content}
+
+
+def summary_of(item: JSON, where: str) -> str:
+    """What :func:`compaction_item` holds. 400 for what no server of this kind made."""
+    content = item.get("encrypted_content")
+    try:
+        if not isinstance(content, str) or not content.startswith(_COMPACTED):
+            raise ValueError
+        return base64.b64decode(content.removeprefix(_COMPACTED), validate=True).decode()
+    except ValueError as error:
+        raise bad_request(
+            f"{where} is a compaction that was not made by POST /v1/responses/compact of this server", "input"
+        ) from error
 
 
 def _parts(content: Any) -> Any:
@@ -48,6 +88,17 @@ def _parts(content: Any) -> Any:
         else part
         for part in content
     ]
+
+
+def _add_message(messages: list[JSON], item: JSON, after: JSON) -> None:
+    """What a user says behind a summary is one message with it: many templates want turns that alternate."""
+    message = {"role": item.get("role"), "content": _parts(item.get("content"))}
+    if after.get("type") == "compaction" and message["role"] == "user" and isinstance(message["content"], (str, list)):
+        said = message["content"]
+        parts = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        messages[-1]["content"] = [{"type": "text", "text": f"{messages[-1]['content']}\n\n"}, *parts]
+    else:
+        messages.append(message)
 
 
 def _add_call(messages: list[JSON], item: JSON, index: int) -> None:

@@ -76,3 +76,17 @@ class ResponsesRequest(Sampling):
         ):
             return "stream_options", "usage is part of the last event anyway"
         return super().refused()
+
+
+class CompactRequest(Sampling):
+    """``input``: a conversation, or its part behind ``previous_response_id``; ``max_output_tokens`` of its summary."""
+
+    input: str | list[JSON] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+
+    def refused(self) -> tuple[str, str] | None:
+        if self.stream:
+            return "stream", "a compaction is one answer"
+        return super().refused()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from saccade.server.chat import Delta
@@ -13,9 +14,11 @@ JSON = dict[str, Any]
 
 
 class Writer:
-    """``output``: the items that are complete. One item at most is open: thoughts, or a message."""
+    """``output``: the items that are complete. One item at most is open: thoughts, or a message. ``frame``: how an
+    event of a kind is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, frame: Callable[[str, JSON], bytes] = named_event) -> None:
+        self._frame = frame
         self.output: list[JSON] = []
         self.thoughts = ""
         self._number = 0
@@ -26,7 +29,7 @@ class Writer:
     def event(self, kind: str, **fields: Any) -> bytes:
         """One event, numbered."""
         self._number += 1
-        return named_event(kind, {"type": kind, "sequence_number": self._number - 1, **fields})
+        return self._frame(kind, {"type": kind, "sequence_number": self._number - 1, **fields})
 
     def feed(self, delta: Delta, scores: list[JSON]) -> list[bytes]:
         """Take over what is new; the events that say so. ``scores``: log-probabilities of its tokens."""

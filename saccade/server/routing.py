@@ -18,7 +18,7 @@ ROUTE_HEADER = b"x-saccade-route"
 PREFIX = 2048  # characters of a text that say where it belongs: the head of a system prompt, say, or of a document
 _ROUTE = re.compile(r"[0-9a-f]{16}")
 _ROUTED_ID = re.compile(r"resp_([0-9a-f]{16})-")
-_RESPONSE_PATH = re.compile(r"/v1/responses/([^/]+)(?:/input_items)?")
+_RESPONSE_PATH = re.compile(r"/v1/responses/((?!compact$)[^/]+)(?:/input_items)?")
 _SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)")
 
 

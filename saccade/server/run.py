@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from saccade.errors import SaccadeError
 from saccade.server.app import make_app
@@ -43,7 +44,9 @@ class Server(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 http=_protocol(config),
-                ws="none",
+                ws=Draining,
+                ws_max_size=config.max_body,
+                ws_per_message_deflate=False,  # a small message could become a huge one
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -73,6 +76,10 @@ class Server(uvicorn.Server):
         where = f"{'https' if self.config.is_ssl else 'http'}://{address[0]}:{address[1]}"
         logger.info("serving", extra={"fields": {"model": self.serving.names[0], "address": where}})
 
+    async def shutdown(self, sockets: Any = None) -> None:
+        self.serving.drain()  # whatever it is that ends the server
+        await super().shutdown(sockets)
+
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens."""
@@ -92,6 +99,14 @@ class Server(uvicorn.Server):
         fields = {"running": serving.admission.samples, "seconds": serving.config.drain_seconds}
         logger.info("shutting down", extra={"fields": fields})
         asyncio.get_running_loop().call_later(serving.config.drain_seconds, serving.end_all)
+
+
+class Draining(WebSocketsSansIOProtocol):
+    """WebSockets that the application closes when the server drains: uvicorn would cut their answers off."""
+
+    def shutdown(self) -> None:
+        if not self.handshake_complete or self.close_sent:
+            super().shutdown()
 
 
 def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:

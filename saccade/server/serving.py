@@ -43,6 +43,14 @@ class Running(Protocol):
         ...
 
 
+class Socket(Protocol):
+    """A connection that outlives its answers."""
+
+    def drain(self) -> None:
+        """Close once it has the answer that it waits for."""
+        ...
+
+
 class Serving:
     """One model behind one server."""
 
@@ -62,6 +70,7 @@ class Serving:
         if config.otlp_traces_endpoint is not None:
             self.tracing = Tracing.to(config.otlp_traces_endpoint, self.names[0])
         self.running: set[Running] = set()
+        self.sockets: set[Socket] = set()
         self.mapping = False  # whether a selection map is being made
         self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
@@ -74,6 +83,8 @@ class Serving:
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
         self.admission.draining = True
+        for one in list(self.sockets):
+            one.drain()
 
     def end_all(self) -> None:
         """End what still runs; its clients are told."""
