@@ -15,18 +15,15 @@ from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
-from saccade.errors import CapacityError, ModelError, RequestError, SaccadeError, shown, whole_number
-from saccade.kv import BlockManager, KVFormat, KVStorage
-from saccade.kv.disk import DiskTier
-from saccade.kv.host import HostTier
-from saccade.kv.host_disk import HostAndDisk
-from saccade.kv.tier import Tier
-from saccade.machine import available_bytes, folder_and_size, parse_bytes
+from saccade.errors import ModelError, RequestError, SaccadeError, shown, whole_number
+from saccade.kv import BlockManager
+from saccade.machine import folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
-from saccade.models.loader import LoadedModel, load_model
-from saccade.ops import cpu, debug, triton
+from saccade.models.loader import load_model
+from saccade.ops import cpu, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
+from saccade.pools import make_pool
 from saccade.prompts import Prompt, encode, prompt_list, text_of
 from saccade.session import Session
 from saccade.shared_store import SharedFileStore
@@ -37,7 +34,8 @@ class LLM:
     """A model with its KV pool, ready to generate: a synchronous and an asyncio face of :class:`AsyncEngine`.
 
     Settings are those of :class:`EngineConfig`, by name, or a ``config`` of them. Every method may be called from any
-    thread. ``engine`` and its parts may be looked at while nothing runs. ``sessions``: those that survive, in
+    thread. ``engine`` and its parts may be looked at while nothing runs. ``memory_profile``: what a profiling run found
+    (``kv_memory="profile"``). ``sessions``: those that survive, in
     ``session_dir`` or in a ``session_store`` of the caller's own. Raises SaccadeError with one line that says the way
     out.
     """
@@ -68,7 +66,7 @@ class LLM:
         if config.backend == "auto" and not kernels.available():
             warnings.warn(kernels.why_unavailable(), stacklevel=2)
         exact = self.model.spec.dtype == torch.float32 if config.exact is None else config.exact
-        pool = _pool(config, self.model, self.max_model_len)
+        pool, self.memory_profile = make_pool(config, self.model, self.max_model_len)
         self.engine = Engine(config, self.model, pool, self.max_model_len, exact)
         self.engine.checks.policy(self.policy)
         self.loop = AsyncEngine(self.engine, config.max_waiting)
@@ -274,42 +272,6 @@ def _session_store(config: EngineConfig) -> tuple[BlockStore | None, int | None]
             except RequestError as error:
                 warnings.warn(f"sessions of this process do not survive it: {error}", stacklevel=3)
     return None, None
-
-
-def _pool(config: EngineConfig, model: LoadedModel, max_model_len: int) -> BlockManager:
-    """The KV pool that the settings ask for. CapacityError where it would not hold a block a layer."""
-    spec, size = model.spec, config.block_size
-    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size)
-    per_block = layout.block_bytes
-    if config.kv_memory is None:
-        useful = config.max_requests * layers * layout.blocks(max_model_len)
-        on_gpu = model.device.type == "cuda"
-        free = 0.85 * torch.cuda.mem_get_info(model.device)[0] if on_gpu else 0.4 * available_bytes()
-        blocks = min(useful, int(free) // per_block)
-    else:
-        blocks = parse_bytes(config.kv_memory) // per_block
-    if blocks < layers:
-        raise CapacityError(
-            f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
-            f"need one each; give at least {layers * per_block} bytes"
-        )
-    storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
-    apart, compute = config.kv_unit == "head" and spec.kv_heads > 1, config.kv_compute
-    tier: Tier
-    if config.kv_host is not None and config.kv_disk is not None:
-        folder, most = folder_and_size(config.kv_disk, "kv_disk")
-        size = parse_bytes(config.kv_host, "kv_host")
-        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute)
-    elif config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=compute)
-    elif config.kv_disk is not None:
-        folder, most = folder_and_size(config.kv_disk, "kv_disk")
-        tier = DiskTier(folder.expanduser(), most, storage)
-    else:
-        return BlockManager(storage, layers)
-    return BlockManager(
-        storage, layers, heads_apart=apart, tier=tier, replacement=config.kv_replacement, debug=debug.ON
-    )
 
 
 def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:

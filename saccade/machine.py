@@ -115,6 +115,39 @@ def available_bytes() -> int:
     return max(free, 1 << 20)
 
 
+def resident_bytes() -> int:
+    """Memory of this process that lies in RAM."""
+    return _status("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most that was, since :func:`reset_peak` where that could be done."""
+    return max(_status("VmHWM"), resident_bytes())
+
+
+def reset_peak() -> bool:
+    """Have :func:`peak_bytes` begin anew. Whether the system does that."""
+    try:
+        with open("/proc/self/clear_refs", "r+") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(name: str) -> int:
+    """Bytes, by what Linux says of this process; elsewhere the most that it has taken so far."""
+    try:
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields[name].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most << 10
+
+
 def total_bytes() -> int:
     """Physical memory."""
     try:

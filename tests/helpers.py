@@ -464,6 +464,8 @@ MATRIX = (
             {"epsilon": 0.5, "microbatch": 1},
             {"epsilon": 0.9, "block_size": 16, "rest": "last_max", "unit": "layer", "stop": "mean"},
             {"epsilon": 0.0, "block_size": 64, "microbatch": 2},
+            {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "minmax"},
+            {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "mean", "unit": "layer"},
         ),
         {"epsilon": 1.0},
         boundary=(16, 32, 64, 128, 160, 192),

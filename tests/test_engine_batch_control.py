@@ -75,6 +75,46 @@ def test_working_sets_fit_together_and_everybodys_turn_comes(folder, tmp_path, e
         assert llm.pool.used_blocks == 0
 
 
+def test_under_a_bound_between_tokens_requests_queue_instead_of_taking_turns(folder, tmp_path, expected):
+    held, order, answers = {}, {}, {}
+    for gap in (None, 3600):
+        with small(folder, tmp_path, 60, host=True, max_token_gap=gap) as llm:
+            steps, _ = watched(llm)
+            requests = [start(llm, ids, LONG, POLICIES[0]) for ids in PROMPTS]
+            while llm.engine.busy:
+                assert llm.engine.step()  # whatever it needs, the first in line runs
+            answers[gap] = [one.final_ids for one in requests]
+            held[gap] = sum(one.report.held_back for one in requests)
+            order[gap] = list(dict.fromkeys(number for ids in steps for number in ids))
+            together = max(map(len, steps))
+    assert answers[None] == answers[3600]
+    assert [answers[None][at] for at in (0, 3)] == [expected[at] for at in (0, 3)]
+    assert held[None] > 60
+    assert held[3600] < held[None] / 3  # but while it is not known yet what requests read
+    assert order[3600] == [one.id for one in requests]  # first come, first served
+    assert together > 1
+
+
+def test_of_a_pool_a_layer_the_greediest_layer_says_who_fits(folder, tmp_path, monkeypatch):
+    """Quest reads everything in its first two layers: these layers' shares hold fewer requests than all slots do."""
+    policy, learnt = "quest(budget=64, block_size=16, dense_layers=1)", {}
+    for pool in ("unified", "per_layer"):
+        with small(folder, tmp_path, 61, host=True, kv_pool=pool, max_requests=3) as llm:
+            control, seen = llm.engine.scheduler.control, []
+            ran = control.ran
+
+            def look(*given, ran=ran, control=control, seen=seen):
+                ran(*given)
+                seen.extend(min(one) for one in control._working.values())
+
+            monkeypatch.setattr(control, "ran", look)
+            for one in llm.generate([ids[:430] for ids in PROMPTS[1:4]], LONG, policy=policy):
+                assert one.error is None
+            learnt[pool] = min(seen), max(seen)
+    assert learnt["per_layer"][0] >= 3 * 12  # of 12 and more blocks at the layer that reads all
+    assert learnt["unified"][1] < learnt["per_layer"][1]
+
+
 def test_turns_save_what_would_be_read_again_and_again(folder, tmp_path, monkeypatch):
     def misses() -> int:
         with small(folder, tmp_path, 40) as llm:

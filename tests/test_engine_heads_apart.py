@@ -39,5 +39,5 @@ def test_tokens_are_those_of_shared_slots(folder, monkeypatch):
         kv_helpers.scatter(pool)
         return pool
 
-    monkeypatch.setattr("saccade.llm.BlockManager", apart)
+    monkeypatch.setattr("saccade.pools.BlockManager", apart)
     assert answers(folder) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from drafters import Perfect, drafting
@@ -52,7 +53,7 @@ def small(folder, tmp_path, slots: int, disk="64MiB", system=None, monkeypatch=N
     or over 60 blocks of that and a "disk"."""
     if system is not None:
         for tier in (DiskTier, HostAndDisk):
-            monkeypatch.setattr(f"saccade.llm.{tier.__name__}", partial(tier, system=system))
+            monkeypatch.setattr(f"saccade.pools.{tier.__name__}", partial(tier, system=system))
     if host == "disk":
         options["kv_host"] = 60 * SLOT
     elif host:
@@ -98,6 +99,34 @@ def test_every_method_in_a_small_part_of_the_memory(folder, tmp_path, expected, 
         assert 0.9 * counts.bytes_read < sum(one["bytes_read"] for one in asked) <= counts.bytes_read
         assert sum(one["misses"] for one in asked) <= counts.misses
         nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize(
+    ("slots", "replacement", "each", "host", "unit"),
+    [(25, "clock", 4, True, "block"), (28, "lru", 5, True, "head"), (40, "random", 5, False, "block")],
+)
+def test_a_pool_a_layer_gives_the_same_and_keeps_each_layer_to_its_share(
+    folder, tmp_path, expected, slots, replacement, each, host, unit
+):
+    options = {"kv_replacement": replacement, "host": host, "kv_unit": unit, "kv_pool": "per_layer"}
+    with small(folder, tmp_path, slots, **options) as llm:
+        pool, most = llm.pool, []
+        share = (slots - 1) // pool.layers
+        admit, allocate = pool.admit, pool.allocate
+
+        def look() -> None:
+            lying = np.stack([(pool.map_of(row) >= 0).sum(1) for row in range(pool.rows)])
+            assert (lying == pool._taken).all()
+            assert all(lying[row].max() <= one.share <= share for row, one in enumerate(pool.tiers.each))
+            most.append(int(lying.max()))
+
+        pool.admit = lambda *given: (admit(*given), look())[0]
+        pool.allocate = lambda *given: (allocate(*given), look())[0]
+        done = llm.generate(PROMPTS[::each], GREEDY, policy=POLICIES[::each])
+        assert [tokens(one) for one in done] == expected[::each]
+        assert max(most) == share  # it is used up
+        assert min(pool.tiers.counts.misses, pool.tiers.counts.evicted) > 50
+        nothing_left(pool)
 
 
 def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, whole, monkeypatch):
@@ -229,6 +258,9 @@ def test_what_no_tier_can_hold_is_refused_and_what_both_can_is_not(folder, tmp_p
         {"kv_host": 100, "kv_memory": "1MiB"},
         {"kv_host": "1MiB", "kv_memory": 8 * SLOT},
         {"kv_host": 7 * SLOT, "kv_disk": f"{tmp_path}:1GiB", "kv_memory": "1MiB"},
+        {"kv_pool": "per_layer"},
+        {"kv_host": "1MiB", "kv_pool": "each"},
+        {"kv_host": "1MiB", "kv_pool": "per_layer", "kv_memory": 24 * SLOT},
         {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB", "kv_unit": "head"},
         {"kv_host": "1MiB", "kv_disk": f"{tmp_path}:1GiB", "kv_compute": "host"},
     ):

@@ -59,13 +59,15 @@ def expected(folder):
         (30, "fifo", (0, 1, 2, 3, 4, 5), "block"),
         (34, "clock", (5, 0), "block"),
         (30, "clock", (0, 1, 2, 3, 4, 5), "head"),
+        (40, "per_layer", (0, 3), "block"),
         pytest.param(40, "lru", (0, 3), "block", marks=pytest.mark.thorough),
         pytest.param(34, "lru", (5, 0, 6), "head", marks=pytest.mark.thorough),
     ],
 )
 def test_answers_under_a_small_device(folder, expected, slots, replacement, which, unit):
     policies, prompts = [POLICIES[at] for at in which], [PROMPTS[at] for at in which]
-    with engine(folder, slots, kv_replacement=replacement, kv_unit=unit) as llm:
+    options = {"kv_pool": replacement} if replacement == "per_layer" else {"kv_replacement": replacement}
+    with engine(folder, slots, **options, kv_unit=unit) as llm:
         done = llm.generate(prompts, SOME, policy=policies)
         assert not {policy: one.error for policy, one in zip(policies, done) if one.error is not None}
         want = dict(zip(policies, [expected[at] for at in which]))
@@ -73,6 +75,8 @@ def test_answers_under_a_small_device(folder, expected, slots, replacement, whic
         counts = llm.pool.tiers.counts
         assert min(counts.misses, counts.evicted, counts.bytes_read) > 0
         assert counts.lost == 0
+        if llm.pool.layers_apart:
+            assert llm.pool.tiers.offers is None  # a device would take slots of any layer
         nothing_left(llm.pool)
 
 

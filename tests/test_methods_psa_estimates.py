@@ -249,10 +249,25 @@ def test_psa_by_moments_ranks_what_the_op_guesses():
     assert PSA(rank="moments").select_decode(Query.of(q, view), None).estimates is None
 
 
+@pytest.mark.parametrize(("rank", "unit"), [("minmax", "kv_head"), ("mean", "layer"), ("cuboid", "kv_head")])
+def test_blocks_are_ranked_by_the_metadata_that_is_asked_for(backend, rank, unit):
+    q, k, _, view = call(4, 2, 1, 450, 16, seed=9)
+    ranking = PSA(block_size=16, rank=rank, unit=unit).select_decode(Query.of(q, view), None)
+    keys = k[:, 32 : 27 * 16].unflatten(1, (25, 16))  # [kv_heads, blocks, 16, d]
+    low, high = keys.amin(2), keys.amax(2)
+    center = (low + high) / 2
+    spread = (keys - center.unsqueeze(2)).abs().mean(2)
+    low, high = {"minmax": (low, high), "mean": (keys.mean(2),) * 2, "cuboid": (center - spread, center + spread)}[rank]
+    rows = q[:, 0].unflatten(0, (2, 2))
+    best = torch.maximum(rows[:, :, None] * low[:, None], rows[:, :, None] * high[:, None]).sum(-1)  # [2, 2, blocks]
+    scores = best.mean(1) if unit == "kv_head" else best.mean((0, 1))[None]
+    assert torch.equal(ranking.order.long(), scores.sort(dim=1, descending=True, stable=True).indices + 2)
+
+
 def test_what_cannot_be_estimated_is_refused():
     with pytest.raises(PolicyError, match="rank=cuboid; give both"):
         PSA(rest="estimate")
-    for options in ({"rank": "mean"}, {"margin": -1.0}):
+    for options in ({"rank": "median"}, {"margin": -1.0}):
         with pytest.raises(PolicyError, match=next(iter(options))):
             PSA(**options)
     q, _, _, view = call(4, 2, 1, 450, 16, seed=9)

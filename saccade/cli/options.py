@@ -27,7 +27,7 @@ MODEL = typer.Option(
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
-MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB.")
+MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB; profile has it measured.")
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
 UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block, or the head that reads it.")
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
@@ -120,10 +120,12 @@ def load_model(config: EngineConfig | None = None, *, quiet: bool = False, **set
 
 
 def say_device(llm: LLM) -> LLM:
-    """Tell on which device a model runs, where that is not plain."""
+    """Tell on which device a model runs, where that is not plain, and what a profiling run found."""
     from saccade.machine import device_note
 
     note = device_note(llm.model.device)
     if note:
         print(f"saccade: note: {note}", file=sys.stderr)
+    if llm.memory_profile is not None:
+        print(f"saccade: note: {llm.memory_profile}", file=sys.stderr)
     return llm

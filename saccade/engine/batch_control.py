@@ -8,6 +8,10 @@ Nothing of theirs is dropped; what they do not read leaves memory by itself, and
 Turns. While some are held back, whoever has run ``quantum`` steps goes behind all others. The first in line always
 runs. So with n decoding requests each runs again after at most (n - 1) * ``quantum`` steps, whatever the others need.
 
+Who joins. Requests that wait begin as soon as memory and tier hold them, and then take turns. With ``max_token_gap`` a
+turn that does not come is a gap, too: a request begins once its working set fits beside those that run, or nobody
+runs. It is taken for what others of its policy read, apart from steps for which all of their keys were brought in.
+
 The gap between tokens. A step lasts as long as its prefill rows take. With ``max_token_gap`` a dense prefill beside
 decoding requests is cut into as many rows as leave the step within the gap, by what earlier steps took: 16 at least, so
 that it always goes on. A sparse prefill, and every one under ``exact``, keeps the borders of its chunks, which decide
@@ -84,6 +88,7 @@ class BatchControl:
     _working: dict[int, deque[int]] = field(default_factory=dict)  # parts that iterations read, by id
     _runs: set[int] | None = None  # None: all
     _costs: dict[str, RowCosts] = field(default_factory=dict)  # by policy
+    _shares: dict[str, float] = field(default_factory=dict)  # of their sequences that iterations read, by policy
     _left: float = 0.0  # seconds of the step at hand that prefill rows may still take
     _beside: bool = False  # whether requests decode in it
 
@@ -135,6 +140,20 @@ class BatchControl:
         kv = request.sequence.memory.kv
         return min(measured) if measured else UNKNOWN * kv.blocks * kv.pool.rows
 
+    def admits(self, running: Sequence[Request], request: Request) -> bool:
+        """Whether ``request`` may begin beside those that run, as far as one iteration's memory goes."""
+        tiers, pool = self.pool.tiers, self.pool
+        if tiers is None or self.max_token_gap is None or not running:
+            return True
+        whole = {one: one.sequence.memory.kv.blocks * pool.rows for one in running}
+        whole[request] = pool.slots_for(len(request.sequence.tokens)) * pool.rows
+        wanted = sum(self._share_of(one.policy) * size for one, size in whole.items())
+        if sum(whole.values()) <= tiers.parts:
+            return True
+        if any(not one.policy.decode.is_dense and one.policy.text not in self._shares for one in whole):
+            return len(running) < 2  # two show what they read, where they do not fit whole
+        return wanted <= ROOM * tiers.parts
+
     def chunk(self, request: Request, chunk: int) -> int:
         """Most prefill rows of ``request`` in the step, of a ``chunk`` of them."""
         if self.max_token_gap is None or not self._beside or _decodes(request):
@@ -179,8 +198,30 @@ class BatchControl:
         for request, rows in batch:
             tiers = results[request.id].tiers
             if tiers is not None and rows.phase == "decode" and tiers.hits + tiers.misses:
-                known = self._working.setdefault(request.id, deque(maxlen=MEASURED))
-                known.append((tiers.hits + tiers.misses) // max(1, rows.length))
+                asked = tiers.hits + tiers.misses
+                if self.pool.layers_apart:  # the layer that reads most says who fits beside whom
+                    asked = max(asked, results[request.id].widest * self.pool.layers)
+                self._read(request, asked // max(1, rows.length), results[request.id].whole)
+
+    def _share_of(self, policy: Policy) -> float:
+        """What share of its sequence an iteration under ``policy`` is taken to read."""
+        return 1.0 if policy.decode.is_dense else self._shares.get(policy.text, UNKNOWN)
+
+    def _read(self, request: Request, parts: int, whole: bool) -> None:
+        """An iteration asked for so many parts; ``whole``: for all of them, whatever it was to read."""
+        policy, kv = request.policy, request.sequence.memory.kv
+        every = kv.blocks * kv.pool.rows
+        if whole and not policy.decode.is_dense:
+            if policy.text not in self._shares:
+                return
+            parts = int(self._shares[policy.text] * every)
+        else:
+            share = min(1.0, parts / max(1, every))
+            before = self._shares.pop(policy.text, share)  # the last one used is the last
+            self._shares[policy.text] = FORGET * before + (1 - FORGET) * share
+            if len(self._shares) > POLICIES:
+                del self._shares[next(iter(self._shares))]
+        self._working.setdefault(request.id, deque(maxlen=MEASURED)).append(parts)
 
     def _quantum(self, decoding: int) -> int:
         """Steps of a turn: fewer where others would wait longer than the gap for theirs."""

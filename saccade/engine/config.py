@@ -18,6 +18,8 @@ from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 
 UNITS = "block", "head"  # of what moves between a device and host memory
+PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
+POOLS = "unified", "per_layer"  # of slots
 SESSIONS = "16GiB"  # of a session_dir that names no size
 
 
@@ -30,11 +32,13 @@ class EngineConfig:
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
     ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
-    a GPU), at most what ``max_requests`` full-length sequences need. ``kv_host``: bytes of host memory where keys and
+    a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
+    (profiling.py). ``kv_host``: bytes of host memory where keys and
     values go that ``kv_memory`` has no room for (kv/tiers.py), pinned for a GPU; ``kv_disk``: a folder and a size such
     as ``"~/kv:100GiB"`` for the same on a CPU.
-    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``kv_unit``: what
-    moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
+    ``kv_replacement``: which of them leave memory first: ``clock``, ``lru``, ``fifo`` or ``random``. ``kv_pool``: one
+    ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison. ``kv_unit``:
+    what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies; or ``auto``, by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step. ``max_requests``: most requests that run at once.
@@ -68,6 +72,7 @@ class EngineConfig:
     kv_host: int | float | str | None = None
     kv_disk: str | None = None
     kv_replacement: str = "clock"
+    kv_pool: str = "unified"
     kv_unit: str = "block"
     kv_compute: str = "device"
     prefill_chunk: int = 4096
@@ -131,6 +136,12 @@ class EngineConfig:
         if not isinstance(self.kv_replacement, str) or self.kv_replacement not in REPLACEMENTS:
             raise SaccadeError(
                 f"kv_replacement={shown(self.kv_replacement)} is unknown; known: {', '.join(REPLACEMENTS)}"
+            )
+        if not isinstance(self.kv_pool, str) or self.kv_pool not in POOLS:
+            raise SaccadeError(f"kv_pool={shown(self.kv_pool)} is unknown; known: {', '.join(POOLS)}")
+        if self.kv_pool == "per_layer" and self.kv_host is None and self.kv_disk is None:
+            raise SaccadeError(
+                "kv_pool='per_layer' shares out memory between layers whose KV moves; give kv_host or kv_disk, too"
             )
         if not isinstance(self.kv_unit, str) or self.kv_unit not in UNITS:
             raise SaccadeError(f"kv_unit={shown(self.kv_unit)} is unknown; known: {', '.join(UNITS)}")

@@ -34,6 +34,8 @@ class DeviceTiers:
         if plan is None:
             return None  # so it cannot, for another reason
         reason = "some of its KV blocks are not resident"
+        if pool.layers_apart:
+            return f"{reason}, and a device takes slots of any layer (kv_pool)"
         if tiers is None or not isinstance(tiers.tier, HostTier):
             return None if kv.resident else reason
         if not plan.listed:

@@ -15,7 +15,7 @@ from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
-from saccade.models.interface import AheadRows, FrozenRows, LayerAttention
+from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention
 from saccade.ops import cpu_rows
 
 
@@ -79,6 +79,16 @@ class HostAttention:
                 rows.ahead = {**before, layer: q[:, at : at + 1]}
 
         return AheadRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
+
+    def input_rows(self) -> InputRows | None:
+        """The decode rows whose method looks at what layers take in; None where there are none."""
+        looking = [rows for rows in self.rows if rows.decodes and rows.scheduled.policy.decode.looks_at_inputs]
+
+        def visit(layer: int, hidden: Tensor) -> None:
+            for at, rows in enumerate(looking):
+                rows.taken_in = hidden[at]
+
+        return InputRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         alone = len(self.rows) == 1 and self.joined is None and not batches(self.rows[0], q)

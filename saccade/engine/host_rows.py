@@ -64,7 +64,8 @@ class FixedPlans:
         """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
         which leaves no trace in counts."""
         memory = rows.memory
-        if rows.drafted or self.setting.watch.sees_calls or memory.has_gone:
+        watch = self.setting.watch
+        if rows.drafted or watch.sees_calls or memory.has_gone or rows.scheduled.request_id in watch.bounds:
             return None
         if rows.together:
             plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)

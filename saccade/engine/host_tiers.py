@@ -25,7 +25,8 @@ class HeldRows:
             return rows
         if isinstance(pool.tiers.tier, HostTier) and pool.tiers.tier.compute.mode != "device":
             return []  # what is absent may be attended where it lies
-        spare = max(LEAST_SLOTS, pool.tiers.slots // SPARE)
+        least = LEAST_SLOTS * pool.layers if pool.layers_apart else LEAST_SLOTS
+        spare = max(least, pool.tiers.slots // SPARE)
         together = []
         for one in rows:
             kv, before = one.memory.kv, tier_counts(one)
@@ -37,7 +38,8 @@ class HeldRows:
                 continue
             finally:
                 if before is not None:
-                    count_tiers(one, before)
+                    count_tiers(one, before, pool.layers)
+            one.result.whole = True
             together.append(one)
         return together
 
@@ -54,9 +56,11 @@ def tier_counts(rows: RequestRows) -> TierCounts | None:
     return pool.tiers.counts.copy() if pool.tiers is not None and pool.absent else None
 
 
-def count_tiers(rows: RequestRows, before: TierCounts) -> None:
-    """What was counted since ``before`` was for these rows."""
+def count_tiers(rows: RequestRows, before: TierCounts, layers: int = 1) -> None:
+    """What was counted since ``before`` was for these rows, at so many layers alike."""
     tiers, result = rows.memory.kv.pool.tiers, rows.result
     assert tiers is not None
     result.tiers = result.tiers or TierCounts()
-    result.tiers.add(tiers.counts.since(before))
+    moved = tiers.counts.since(before)
+    result.tiers.add(moved)
+    result.widest = max(result.widest, (moved.hits + moved.misses) // layers)

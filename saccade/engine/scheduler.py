@@ -90,7 +90,7 @@ class Scheduler:
             work = next_rows(request, self.control.chunk(request, self.chunk))
             if batch and rows + work.length > self.max_batch_rows:
                 break
-            if not self._admit(request):
+            if not self.control.admits(self.running, request) or not self._admit(request):
                 break
             self.waiting.popleft()
             self.running.append(request)

@@ -190,7 +190,8 @@ class RequestResult:
     are wanted of these. ``late``: counts that stay on a device until a report is asked for. ``undone``: the step broke
     for reasons that need not be this request's; its rows are to be taken back and scheduled again. ``lost``: keys that
     it needs cannot be had back from a tier; all is to be computed again. ``tiers``: what moved for it between memory
-    and a tier.
+    and a tier; ``widest``: parts that it asked for at the layer that reads most, on the host path;
+    ``whole``: all of its keys were brought in, whatever it was to read.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
@@ -210,6 +211,8 @@ class RequestResult:
     undone: bool = False
     lost: bool = False
     tiers: TierCounts | None = None
+    widest: int = 0
+    whole: bool = False
     rows: list[RequestResult] = field(default_factory=list)
     stay: Callable[[int], None] | None = None
     weighed: Weighed | None = None

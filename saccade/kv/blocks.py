@@ -41,6 +41,8 @@ class BlockManager:
 
     With a ``tier`` behind it (see tiers.py) memory and tier together count as slots: a new block has slots at once
     while some are free, else once rows are written to it. ``replacement``: who leaves, one of replacement.POLICIES.
+    With ``layers_apart`` no layer takes more than an equal share of the slots, and its parts make room for each other
+    alone: a pool a layer, as engines without PSA's unified one have it (PSA, section 3.4).
     """
 
     def __init__(
@@ -53,7 +55,10 @@ class BlockManager:
         tier: Tier | None = None,
         replacement: str = "clock",
         debug: bool = False,
+        layers_apart: bool = False,
     ) -> None:
+        if layers_apart and tier is None:
+            raise SaccadeError("layers_apart=True shares out slots between layers that move their parts: give a tier")
         self._parts = storage.num_blocks
         if tier is not None:  # one slot stands for what is absent; a few parts may be on their way
             self._parts = storage.num_blocks - 1 + max(0, tier.cells - LEAST_SLOTS)
@@ -62,15 +67,21 @@ class BlockManager:
                     f"a KV pool of {storage.num_blocks} blocks is too small for tiers: it needs {LEAST_SLOTS + 1}, "
                     f"{(LEAST_SLOTS + 1) * storage.format.block_bytes} bytes; raise kv_memory"
                 )
+            if layers_apart and (least := LEAST_SLOTS * layers + 1) > storage.num_blocks:
+                raise CapacityError(
+                    f"a KV pool of {storage.num_blocks} blocks is too small for {LEAST_SLOTS} of each of {layers} "
+                    f"layers: it needs {least}, {least * storage.format.block_bytes} bytes; raise kv_memory"
+                )
         count = max(1, self._parts // max(1, layers)) if logical_blocks is None else logical_blocks
         if layers < 1 or count < 1:
             raise SaccadeError(f"layers={layers} and logical_blocks={count} must both be at least 1")
-        self.storage, self.layers = storage, layers
+        self.storage, self.layers, self.layers_apart = storage, layers, layers_apart
         self.rows = storage.format.kv_heads if heads_apart else 1
         self.host_slots = torch.full((layers, self.rows, count), -1, dtype=torch.int32, device="cpu")
         self.slots = self.host_slots.to(storage.device)  # the same tensor on a CPU
         self._map = self.host_slots.numpy()
         self._free_slots = [list(range(storage.num_blocks - 1, -1, -1)) for _ in range(self.rows)]
+        self._taken = np.zeros((self.rows, layers), dtype=np.int64)  # slots, by KV head and layer
         self.tiers: Tiers | HeadTiers | None = None
         self._late: list[int] | None = None
         if tier is not None:
@@ -190,9 +201,10 @@ class BlockManager:
                 f"{count} logical KV blocks wanted but {len(self._free)} of {self.logical_blocks} are free"
             )
         blocks = _take(self._free, count)
-        if wanted <= self.free_slots:
+        if wanted <= self.free_slots and self._shares_leave(count):
             places = [np.array(_take(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
             self._map[:, :, blocks] = np.stack(places, 1)
+            self._taken += count
             self._publish(blocks)
             if self.tiers is not None:
                 for row, own in enumerate(places):
@@ -288,6 +300,17 @@ class BlockManager:
         """Slots that nothing of one KV head lies in."""
         return len(self._free_slots[row])
 
+    def free_for(self, layer: int, row: int = 0) -> int:
+        """Slots that parts of a layer may take as they are: those that are free, within its share."""
+        free = len(self._free_slots[row])
+        if not self.layers_apart or self.tiers is None:
+            return free
+        return max(0, min(free, self.tiers.each[row].share - self.taken(layer, row)))
+
+    def taken(self, layer: int, row: int = 0) -> int:
+        """Slots that parts of a layer lie in, of one KV head if they lie apart."""
+        return int(self._taken[row, layer])
+
     def resident(self, layer: int, block: int, kv_head: int = 0) -> bool:
         """Whether one KV head's part of a block has a slot in ``layer``; heads that share slots answer alike."""
         return bool(self._map[layer, kv_head if self.rows > 1 else 0, block] >= 0)
@@ -318,6 +341,7 @@ class BlockManager:
             raise CapacityError(f"{len(blocks)} KV blocks wanted but {free} of {self.num_blocks} are free")
         for row in rows:
             self._map[layer, row, blocks] = _take(self._free_slots[row], len(blocks))
+            self._taken[row, layer] += len(blocks)
         if self.tiers is not None:
             for row in rows:
                 self.tiers.placed(layer, blocks, self._map[layer, row, blocks], row)
@@ -358,11 +382,20 @@ class BlockManager:
         flat, free = self._map.reshape(-1), left < 0
         flat[left[~free]] = -1
         flat[came] = slots
+        for parts, change in ((left[~free], -1), (came, 1)):
+            layer, row = np.divmod(parts // self.logical_blocks, self.rows)
+            np.add.at(self._taken, (row, layer), change)
         for row in np.unique(rows[free]).tolist():
             gone = set(slots[free & (rows == row)].tolist())
             self._free_slots[row] = [slot for slot in self._free_slots[row] if slot not in gone]
         self.version += 1
         self.absent += len(left) - int(free.sum()) - len(came)
+
+    def _shares_leave(self, count: int) -> bool:
+        """Whether each layer may take ``count`` slots more."""
+        if not self.layers_apart or self.tiers is None:
+            return True
+        return all(int(own.max()) + count <= one.share for own, one in zip(self._taken, self.tiers.each))
 
     def _rows(self, kv_head: int | None) -> range:
         if kv_head is None:
@@ -374,7 +407,9 @@ class BlockManager:
     def _vacate(self, layer: int, rows: range, blocks: list[int]) -> None:
         for row in rows:
             places = self._map[layer, row, blocks]
-            self._free_slots[row].extend(places[places >= 0][::-1].tolist())
+            leaving = places[places >= 0]
+            self._free_slots[row].extend(leaving[::-1].tolist())
+            self._taken[row, layer] -= len(leaving)
             self._map[layer, row, blocks] = -1
 
     def _publish(self, blocks: list[int]) -> None:

@@ -63,6 +63,15 @@ class HeadTiers:
     def room(self) -> int:
         return min(one.room for one in self.each)
 
+    def room_in(self, layer: int) -> int:
+        """See Tiers: the least of all heads."""
+        return min(one.room_in(layer) for one in self.each)
+
+    @property
+    def share(self) -> int:
+        """See Tiers: of each KV head."""
+        return self.each[0].share
+
     @property
     def counts(self) -> TierCounts:
         return self.tier.counts

@@ -27,7 +27,7 @@ class Replacement:
         self._held = np.full(slots, -1, dtype=np.int64)
         self._seen = np.zeros(slots, dtype=np.int64)  # clock: 1 is a second chance; else when it was used, or came
         self._now = 0
-        self._hand = 0
+        self._hands: dict[int, int] = {}  # of the clock, by group
         self._rng = np.random.default_rng(0)
 
     def place(self, slots: Array, held: Array) -> None:
@@ -44,9 +44,16 @@ class Replacement:
             self._seen[slots] = self._now + 1 + (np.arange(len(slots)) if in_turn else 0)
             self._now += len(slots) if in_turn else 1
 
-    def victims(self, count: int, allowed: Callable[[Array, Array], Array]) -> Array:
+    def victims(
+        self,
+        count: int,
+        allowed: Callable[[Array, Array], Array],
+        group: int = 0,
+        member: Callable[[Array], Array] | None = None,
+    ) -> Array:
         """What ``count`` slots hold, those that leave next first. ``allowed(slots, held)`` says which may; there are
-        enough of them."""
+        enough of them. Where groups take turns of their own, ``member(held)`` says what belongs to ``group``, and all
+        that is allowed does."""
         if self.policy != "clock":
             slots = np.nonzero(allowed(np.arange(len(self._held)), self._held))[0]
             if self.policy == "random":
@@ -56,14 +63,16 @@ class Replacement:
         size = len(self._held)
         taken = np.zeros(size, dtype=bool)
         while count > 0:
-            first, last = self._hand, min(size, self._hand + max(64, 2 * count))
+            first = self._hands.get(group, 0)
+            last = min(size, first + max(64, 2 * count))
             may = allowed(np.arange(first, last), self._held[first:last]) & ~taken[first:last]
             old = first + np.nonzero(may & (self._seen[first:last] == 0))[0][:count]
             if len(old) == count:
                 last = int(old[-1]) + 1
-            self._seen[first:last] = 0
+            own = slice(None) if member is None else member(self._held[first:last])
+            self._seen[first:last][own] = 0
             found.append(self._held[old])
             taken[old] = True
             count -= len(old)
-            self._hand = last % size
+            self._hands[group] = last % size
         return np.concatenate(found) if found else self._held[:0]

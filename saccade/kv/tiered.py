@@ -55,7 +55,7 @@ class TieredView(KVView):
     @property
     def piece_blocks(self) -> int:
         """Blocks that one call may bring in together: all, where memory has room for those that nobody keeps there."""
-        room = self.tiers.room
+        room = self.tiers.room_in(self._layer)
         if room < self.blocks and self.tiers.loose(self._layer, self._ids[: self.blocks]) <= room:
             return self.blocks
         return max(1, room)

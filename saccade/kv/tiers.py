@@ -49,6 +49,7 @@ class Tiers(PartCells):
         self._head = row if pool.rows > 1 else None
         self._pins = np.zeros_like(self._cell, dtype=np.int16)
         self._pinned = 0  # parts
+        self._pinned_in = [0] * pool.layers  # the same, by layer
         self.written = 0  # times that parts got cells
         self._openings = Openings()
         self._charged = 0  # bytes beside the slots that their memory is to hold
@@ -64,6 +65,11 @@ class Tiers(PartCells):
     def slots(self) -> int:
         """Parts that memory holds at most."""
         return self.pool.storage.num_blocks - 1 - len(self._withheld)
+
+    @property
+    def share(self) -> int:
+        """Parts of one layer that memory holds at most."""
+        return self.slots // self.pool.layers if self.pool.layers_apart else self.slots
 
     @property
     def withheld(self) -> int:
@@ -82,8 +88,14 @@ class Tiers(PartCells):
 
     @property
     def room(self) -> int:
-        """Parts that one call may hold beside those that are held already."""
+        """Parts that one call may hold beside those that are held already, as many of each layer."""
+        if self.pool.layers_apart:
+            return self.pool.layers * (self.share - max(self._pinned_in))
         return self.slots - self._pinned
+
+    def room_in(self, layer: int) -> int:
+        """The same, all of one layer."""
+        return self.share - self._pinned_in[layer] if self.pool.layers_apart else self.slots - self._pinned
 
     def charge(self, change: int) -> None:
         """Block summaries in memory have grown by ``change`` bytes: from the next step on so many slots less are used.
@@ -95,6 +107,14 @@ class Tiers(PartCells):
     def settle_charges(self) -> None:
         """Between two steps: have as many slots as memory leaves beside summaries, an eighth of them at least."""
         wanted = self._give_back()
+        if self.pool.layers_apart and wanted > len(self._withheld):
+            share = (self.pool.storage.num_blocks - 1 - wanted) // self.pool.layers
+            try:
+                for layer in range(self.pool.layers):
+                    while (over := self.pool.taken(layer, self.row) - share) > 0:
+                        self._evict(min(over, self._batch), 0, layer)
+            except (TierError, TierFull):
+                return
         while wanted > len(self._withheld):
             short = wanted - len(self._withheld)
             if not self._free:
@@ -159,7 +179,8 @@ class Tiers(PartCells):
     def sealed(self, layers: range, blocks: Array) -> None:
         """``blocks`` are full: where slots run short, a tier that works in the background gets their parts now, so
         that leaving costs nothing."""
-        if not self.tier.in_background or self._free >= self.slots // SHORT:
+        free = min(self.pool.free_for(layer, self.row) for layer in layers) if self.pool.layers_apart else self._free
+        if not self.tier.in_background or free >= self.share // SHORT:
             return
         which, own = np.repeat(np.array(layers), len(blocks)), np.tile(blocks, len(layers))
         fresh = (self.pool.map_of(self.row)[which, own] >= 0) & (self._cell[which, own] == 0)
@@ -242,22 +263,26 @@ class Tiers(PartCells):
     def _admit(self, layer: int, missing: Array, arriving: int) -> Array:
         """Slots for ``missing``, of ``arriving`` parts that are held and not resident; those of them whose content must
         be read."""
-        short = len(missing) - self._free
+        short = len(missing) - self.pool.free_for(layer, self.row)
         if short > 0:
-            self._evict(short, arriving)
+            self._evict(short, arriving, layer)
         self.pool.admit(layer, missing.tolist(), self._head)
         return missing[self._cell[layer, missing] > 0]
 
-    def _evict(self, count: int, arriving: int) -> None:
-        """Free ``count`` slots at least, while ``arriving`` parts are held that are not resident. TierFull or
-        TierError where fewer can be had."""
-        wanted, spare = count, self.slots - self._free - self._pinned + arriving
+    def _evict(self, count: int, arriving: int, layer: int = 0) -> None:
+        """Free ``count`` slots at least, of ``layer`` where layers lie apart, while ``arriving`` parts are held that
+        are not resident. TierFull or TierError where fewer can be had."""
+        if self.pool.layers_apart:
+            spare = self.pool.taken(layer, self.row) - self._pinned_in[layer] + arriving
+        else:
+            spare = self.slots - self._free - self._pinned + arriving
+        wanted = count
         if count > spare:
             raise TierFull(
-                f"{count} KV blocks wanted in memory at once but {spare} of {self.slots} can be spared; raise kv_memory"
+                f"{count} KV blocks wanted in memory at once but {spare} of {self.share} can be spared; raise kv_memory"
             )
         count = max(count, min(self._batch, spare, self.tier.free_cells))
-        layers, blocks = self._victims(count)
+        layers, blocks = self._victims(count, layer if self.pool.layers_apart else None)
         has = self._cell[layers, blocks] > 0
         kept = has.copy()
         if not has.all():
@@ -283,17 +308,23 @@ class Tiers(PartCells):
                 (part if self._head is None else part[:, self._head])[slots] = float("nan")
         self.pool.evict(layer, blocks.tolist(), self._head)
 
-    def _victims(self, count: int) -> tuple[Array, Array]:
-        """``count`` resident parts that nobody holds: layers and blocks."""
+    def _victims(self, count: int, layer: int | None = None) -> tuple[Array, Array]:
+        """``count`` resident parts that nobody holds, of ``layer`` if it is given: layers and blocks."""
         held = self.pool.map_flat()
 
         def allowed(slots: Array, parts: Array) -> Array:
             valid = parts >= 0
             own = np.where(valid, parts, 0)
             may = valid & (held[own] == slots)
+            may = may if layer is None else may & of_layer(parts)
             return may & (self._pins[self.of_numbers(own)] == 0) if self._pinned else may
 
-        return self.of_numbers(self._turn.victims(count, allowed))
+        def of_layer(parts: Array) -> Array:
+            return self.of_numbers(parts)[0] == layer
+
+        if layer is None:
+            return self.of_numbers(self._turn.victims(count, allowed))
+        return self.of_numbers(self._turn.victims(count, allowed, layer, of_layer))
 
     def _write(self, layers: Array, blocks: Array, clean_layers: Array, clean_blocks: Array) -> Array:
         """Write parts that have no cell; bool like them, whether that was done."""
@@ -320,11 +351,15 @@ class Tiers(PartCells):
 
     def _pin(self, layer: int, blocks: Array) -> None:
         pins = self._pins[layer, blocks]
-        self._pinned += int((pins == 0).sum())
+        fresh = int((pins == 0).sum())
+        self._pinned += fresh
+        self._pinned_in[layer] += fresh
         self._pins[layer, blocks] = pins + 1
 
     def _unpin(self, layer: int, blocks: Array) -> None:
         if len(blocks):
             pins = self._pins[layer, blocks] - 1
             self._pins[layer, blocks] = pins
-            self._pinned -= int((pins == 0).sum())
+            gone = int((pins == 0).sum())
+            self._pinned -= gone
+            self._pinned_in[layer] -= gone

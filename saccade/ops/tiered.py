@@ -93,7 +93,7 @@ def _in_pieces(call: Call, view: TieredView, wanted: np.ndarray, attend: Runs, u
             hold = view.hold(blocks) if ahead is None else ahead
             ahead = None
             with hold:
-                if at + 1 < len(pieces) and len(pieces[at + 1][0]) <= view.tiers.room:
+                if at + 1 < len(pieces) and len(pieces[at + 1][0]) <= view.tiers.room_in(view.layer):
                     ahead = _begin(view, pieces[at + 1][0])
                 part = replace(call, kv=view.held(blocks), selection=between(selection, first, last))
                 ran = _one(part, attend)

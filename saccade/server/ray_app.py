@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from saccade.engine.config import EngineConfig
+from saccade.engine.config import PROFILE, EngineConfig
 from saccade.errors import SaccadeError, finite_number, shown, whole_number
 from saccade.llm import LLM
 from saccade.server.engine_client import EngineProcess
@@ -150,7 +150,7 @@ def application(
     """What ``serve.run`` takes. A request that names no deadline has one: a replica that is to go waits longer."""
     server = server if server.deadline is not None else replace(server, deadline=LONGEST)
     assert server.deadline is not None
-    if 0 < fleet.gpus < 1 and engine.kv_memory is None:
+    if 0 < fleet.gpus < 1 and engine.kv_memory in (None, PROFILE):
         raise SaccadeError("replicas that share a GPU need kv_memory: each would take most of it; give --kv-memory")
     # A replica goes on with what another one has stored. What "auto" found here says nothing about the machines that
     # replicas run on.

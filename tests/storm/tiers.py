@@ -103,15 +103,15 @@ def _llm(
     checkpoint: Path, folder: str, unit: str | None, system: FaultySystem, slots: int, replacement: str, prefixes: bool
 ) -> LLM:
     """Over a disk with that system's faults, over host memory by that unit, or over a little of it and the "disk"."""
-    import saccade.llm
+    import saccade.pools
 
-    real = saccade.llm.DiskTier, saccade.llm.HostAndDisk
+    real = saccade.pools.DiskTier, saccade.pools.HostAndDisk
     over, compute = [*(unit or "disk").split(), "device"][:2]
     behind = {"kv_host": "32MiB", "kv_unit": over, "kv_compute": compute}
     if over == "disk":
         behind = {"kv_disk": f"{folder}/kv:32MiB"} | ({"kv_host": slots * SLOT} if unit else {})
-    saccade.llm.DiskTier = partial(DiskTier, system=system)  # type: ignore[assignment,misc]
-    saccade.llm.HostAndDisk = partial(HostAndDisk, system=system)  # type: ignore[assignment,misc]
+    saccade.pools.DiskTier = partial(DiskTier, system=system)  # type: ignore[assignment,misc]
+    saccade.pools.HostAndDisk = partial(HostAndDisk, system=system)  # type: ignore[assignment,misc]
     try:
         return LLM(
             checkpoint,
@@ -124,7 +124,7 @@ def _llm(
             threads=2,
         )
     finally:
-        saccade.llm.DiskTier, saccade.llm.HostAndDisk = real  # type: ignore[misc]
+        saccade.pools.DiskTier, saccade.pools.HostAndDisk = real  # type: ignore[misc]
 
 
 def _calm(llm: LLM, ledger: Ledger) -> None:

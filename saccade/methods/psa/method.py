@@ -23,6 +23,7 @@ from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
 # Blocks always read: so many first ones, so many last full ones, and the partial one (docs/algorithms.md 4.5 P2).
 SINK_BLOCKS, LAST_BLOCKS = 2, 1
 FIRST_RANKED = 256  # blocks that a ranking of very many begins with
+RANKS = {"cuboid": "cuboid", "minmax": "minmax", "mean": "stored_mean", "moments": "moments"}  # and their summaries
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class PSA(BlockMethod):
     """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
 
     ``rank="cuboid"`` is ArkVale's criticality, the cuboid-mean score averaged over the unit's query heads, as in the
-    paper. ``"moments"`` guesses from the mean and the variance of a block's keys what it will weigh, and ranks by the
+    paper; ``"minmax"`` averages Quest's bound of the block's dot products, ``"mean"`` that of its mean key.
+    ``"moments"`` guesses from the mean and the variance of a block's keys what it will weigh, and ranks by the
     largest share of any head (methods/psa/estimates.py). ``unit`` is ``kv_head``, or ``layer`` as in the paper.
 
     ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too high stops the reading for
@@ -62,7 +64,7 @@ class PSA(BlockMethod):
         require_choice("unit", self.unit, ("kv_head", "layer"))
         require_choice("rest", self.rest, ("min", "last_max", "estimate"))
         require_choice("stop", self.stop, ("all", "mean"))
-        require_choice("rank", self.rank, ("cuboid", "moments"))
+        require_choice("rank", self.rank, tuple(RANKS))
         require_number("margin", self.margin, 0.0, 100.0)
         self.check_tail()
         if self.rest == "estimate" and self.rank != "moments":
@@ -87,7 +89,8 @@ class PSA(BlockMethod):
             order, estimates = ranked_by_estimate(guess, units)
             order += SINK_BLOCKS
         else:
-            q, summary, codes = query.q[:, 0], query.kv.summary("cuboid", size), query.kv.codes("cuboid", size)
+            q, kind = query.q[:, 0], RANKS[self.rank]
+            summary, codes = query.kv.summary(kind, size), query.kv.codes(kind, size)
             some = FIRST_RANKED // self.microbatch * self.microbatch
             begun = first_ranked(q, summary, units, some, SINK_BLOCKS, stop, codes) if some else None
             complete = partial(ranked_blocks, q, summary, units, SINK_BLOCKS, stop)
@@ -118,7 +121,7 @@ class PSA(BlockMethod):
         units = spec.kv_heads if self.unit == "kv_head" else 1
         ranked = RankedBlocks(
             self.block_size,
-            self.rank,
+            RANKS[self.rank],
             units,
             SINK_BLOCKS,
             LAST_BLOCKS,

@@ -1,0 +1,67 @@
+"""The KV pool that settings ask for: how much memory, and what lies behind it."""
+
+from __future__ import annotations
+
+import torch
+
+from saccade.engine.config import PROFILE, EngineConfig
+from saccade.errors import CapacityError, shown
+from saccade.kv import BlockManager, KVFormat, KVStorage
+from saccade.kv.disk import DiskTier
+from saccade.kv.host import HostTier
+from saccade.kv.host_disk import HostAndDisk
+from saccade.kv.tier import Tier
+from saccade.machine import available_bytes, folder_and_size, parse_bytes
+from saccade.models.loader import LoadedModel
+from saccade.ops import debug, triton
+from saccade.profiling import MemoryProfile, profile
+
+
+def make_pool(
+    config: EngineConfig, model: LoadedModel, max_model_len: int
+) -> tuple[BlockManager, MemoryProfile | None]:
+    """The KV pool that the settings ask for, and what a profiling run found if they ask for one. CapacityError where it
+    would not hold a block a layer."""
+    spec, size = model.spec, config.block_size
+    layers, layout = spec.layers, KVFormat(spec.dtype, spec.kv_heads, spec.head_dim, size)
+    per_block = layout.block_bytes
+    useful = config.max_requests * layers * layout.blocks(max_model_len)
+    found = None
+    if isinstance(config.kv_memory, str) and config.kv_memory == PROFILE:
+        found = profile(config, model, layout, max_model_len)
+        blocks = min(useful, found.kv // per_block)
+    elif config.kv_memory is None:
+        on_gpu = model.device.type == "cuda"
+        free = 0.85 * torch.cuda.mem_get_info(model.device)[0] if on_gpu else 0.4 * available_bytes()
+        blocks = min(useful, int(free) // per_block)
+    else:
+        blocks = parse_bytes(config.kv_memory) // per_block
+    if blocks < layers:
+        raise CapacityError(
+            f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
+            f"need one each; give at least {layers * per_block} bytes"
+        )
+    storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
+    apart, compute = config.kv_unit == "head" and spec.kv_heads > 1, config.kv_compute
+    tier: Tier
+    if config.kv_host is not None and config.kv_disk is not None:
+        folder, most = folder_and_size(config.kv_disk, "kv_disk")
+        size = parse_bytes(config.kv_host, "kv_host")
+        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute)
+    elif config.kv_host is not None:
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=compute)
+    elif config.kv_disk is not None:
+        folder, most = folder_and_size(config.kv_disk, "kv_disk")
+        tier = DiskTier(folder.expanduser(), most, storage)
+    else:
+        return BlockManager(storage, layers), found
+    pool = BlockManager(
+        storage,
+        layers,
+        heads_apart=apart,
+        tier=tier,
+        replacement=config.kv_replacement,
+        debug=debug.ON,
+        layers_apart=config.kv_pool == "per_layer",
+    )
+    return pool, found
