@@ -91,6 +91,17 @@ SWEEPS = {
         ),
         (*SINGLE, *TURNS),
     ),
+    "minference-search": Sweep(
+        "FlexPrefill, 4.1: MInference with its search by head (patterns of 512 keys, see docs/ablations.md)",
+        "prefill",
+        (
+            "minference(vertical=64,slash=448)",
+            "minference(vertical=256,slash=256)",
+            "minference(vertical=448,slash=64)",
+            "minference(pattern=block_sparse,blocks=8)",
+            "minference(pattern=searched)",
+        ),
+    ),
     "loopserve-alpha": Sweep(
         "LoopServe, Fig. 8: alpha",
         "prefill",
@@ -118,6 +129,16 @@ SWEEPS = {
             "loopserve(alpha=0.955,budget=256,first=0)",
         ),
         (*SINGLE, *TURNS),
+    ),
+    "loopserve-answer": Sweep(
+        "LoopServe, Alg. 2: rows of the last answer among those looked at",
+        "prefill",
+        tuple(
+            f"loopserve(alpha={alpha},samples=256,last_rows=0,answer_rows={rows})"
+            for alpha in (0.955, 0.995)
+            for rows in (0, 16)
+        ),
+        ("update", *TURNS),
     ),
     "lfps-epsilon": Sweep(
         "LFPS, Table 3: the bypass",
@@ -149,6 +170,13 @@ SWEEPS = {
         "decode",
         tuple(CIS.format(one) for one in ("s=4", "s=8,tau=0.7", "s=8,r=2", "s=32", "s=8", "s=16", "s=8,tau=0.4")),
         protocol="B",
+    ),
+    "cis-likeness": Sweep(
+        "PrHS, Table VII: likeness of queries, keys or hidden states",
+        "decode",
+        tuple(CIS.format(f"s={s},by={by}") for by in ("query", "key", "hidden") for s in (8, 16)),
+        protocol="B",
+        recall=True,
     ),
     "cis-hshare": Sweep(
         "PrHS, Table II and Fig. 7: beside HShare at falling ratios",

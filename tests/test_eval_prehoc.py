@@ -11,16 +11,8 @@ from tiny_models import random_ids
 
 from saccade import SamplingParams
 from saccade.engine.observe import observing
-from saccade.eval.prehoc import (
-    FreezeBound,
-    RecencyBound,
-    SharingBound,
-    divergence,
-    drift,
-    fit_changes,
-    information_loss,
-    verdict,
-)
+from saccade.eval.prehoc import FreezeBound, RecencyBound, SharingBound, verdict
+from saccade.ops.prehoc import divergence, drift, fit_changes, information_loss
 
 
 def entropy(weights: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,13 @@ def stream(n: int, prompt: int, drift: float = 0.4, heads: int = 4, kv_heads: in
     return q, k, KVView.from_tensors(k, v, shuffle_seed=seed)
 
 
-def steps(method: CIS, q, view: KVView, prompt: int):
-    """Yields (position, query, what was selected, what was read) step by step."""
+def steps(method: CIS, q, view: KVView, prompt: int, hidden=None):
+    """Yields (position, query, what was selected, what was read) step by step; ``hidden`` [positions, channels]."""
     state = method.begin(Chunk.of(q[:, :prompt], view.upto(prompt)))
     for position in range(prompt, q.shape[1]):
-        query = Query.of(q[:, position : position + 1], view.upto(position + 1), step=position - prompt)
+        taken_in = None if hidden is None else hidden[position]
+        now = q[:, position : position + 1], view.upto(position + 1)
+        query = Query.of(*now, step=position - prompt, taken_in=taken_in)
         selection = method.select_decode(query, state)
         selection.check()
         ran = run(Call.of(query.q, query.kv, selection, want_weights=True), "reference")
@@ -53,8 +55,9 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a.double().flatten() @ b.double().flatten() / (a.double().norm() * b.double().norm()))
 
 
-def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
-    """What a unit reads, and whether it retrieved, at every step (docs/algorithms.md 5.3)."""
+def expected_reads(method: CIS, q, k, prompt: int, heads: list[int], compared=None):
+    """What a unit reads, and whether it retrieved, at every step (docs/algorithms.md 5.3); ``compared`` [positions,
+    channels] where that is not its queries."""
     anchors: list[tuple[torch.Tensor, set[int], list[int], int]] = []
     block = None
     for position in range(prompt, q.shape[1]):
@@ -64,7 +67,8 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
             block, anchors = number, []
         budget = method.budget(n)
         low, high = method.sinks, n - method.local
-        alike = [a for a in anchors if cosine(q[heads, position], a[0]) > method.tau]
+        own = q[heads, position] if compared is None else compared[position]
+        alike = [a for a in anchors if cosine(own, a[0]) > method.tau]
         forced = {*range(low), *range(high, n)}
         if alike:
             _, shared, heavy, then = alike[-1]
@@ -81,7 +85,7 @@ def expected_reads(method: CIS, q, k, prompt: int, heads: list[int]):
         order = sorted(best, key=lambda i: (-float(weight[read.index(i)]), i))
         m = budget // 3 if method.m is None else method.m
         near = {i + o for i in order[:m] for o in range(-method.r, method.r + 1) if low <= i + o < high}
-        anchors.append((q[heads, position], {*best} | near, order[:m], position))
+        anchors.append((own, {*best} | near, order[:m], position))
         yield {*read}, True
 
 
@@ -120,6 +124,32 @@ def test_every_step_reads_what_the_definition_says(options, kernels, monkeypatch
         shared += len(searching) - sum(searching)
     assert shared > 10
     assert retrieved > 10
+
+
+@pytest.mark.parametrize("unit", ["q_head", "kv_head"])
+@pytest.mark.parametrize("by", ["key", "hidden"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_likeness_may_be_of_keys_or_hidden_states(by, unit, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(cpu, "available", lambda: False)
+    method = CIS(k=20, sinks=4, local=6, s=8, tau=0.7, by=by, unit=unit)
+    q, k, _ = stream(165, 130, seed=2)
+    slow = [stream(165, 130, drift=0.7, heads=2, seed=seed)[0][0] for seed in (3, 4)]
+    k[:, 130:] = 0.02 * torch.stack(slow)[:, 130:]  # no weight so large that the others vanish
+    hidden = torch.cat(slow, 1)  # [positions, 64]
+    view, share = KVView.from_tensors(k, k, shuffle_seed=2), 1 if unit == "q_head" else 2
+    units = [list(range(u, u + share)) for u in range(0, 4, share)]
+    expected = [
+        list(expected_reads(method, q, k, 130, heads, k[heads[0] // 2] if by == "key" else hidden)) for heads in units
+    ]
+    retrieved = []
+    for at, (_, query, _, used) in enumerate(steps(method, q, view, 130, hidden)):
+        assert [set(chosen.tolist()) for chosen in used.lists()] == [unit[at][0] for unit in expected]
+        searching = [unit[at][1] for unit in expected]
+        assert query.cost.searches == sum(searching) * share
+        retrieved += searching
+    assert 5 < sum(retrieved) < len(retrieved) - 5
+    assert by == "key" or all(alike[1] == expected[0][at][1] for unit in expected for at, alike in enumerate(unit))
 
 
 @pytest.mark.parametrize("options", [{"s": 1}, {"tau": 1.0}])
@@ -301,7 +331,14 @@ def test_bad_options(options):
 # --- in the engine
 
 
-@pytest.mark.parametrize("policy", ["cis(k=20,sinks=4,local=8,s=4)", "cis(k=20,sinks=4,local=8,unit=kv_head,tau=0.5)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "cis(k=20,sinks=4,local=8,s=4)",
+        "cis(k=20,sinks=4,local=8,unit=kv_head,tau=0.5)",
+        "cis(k=20,sinks=4,local=8,tau=0.3,by=hidden)",
+    ],
+)
 def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm, policy):
     ids = [random_ids(length, seed=length) for length in (127, 125, 126)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -327,9 +364,11 @@ def test_the_report_says_how_often_it_retrieved(llm):
     often = llm.generate(ids, params, policy="cis(k=20,sinks=4,local=8,tau=1.0)")[0].report["decode"]
     assert often["search_ratio"] == 1.0
     assert often["keys_scored"] == often["keys_causal"]
-    seldom = llm.generate(ids, params, policy="cis(k=20,sinks=4,local=8,tau=-1.0)")[0].report["decode"]
-    assert seldom["search_ratio"] == 1 / 16
-    assert seldom["keys_scored"] == 301 * LAYERS
+    for by in ("query", "key", "hidden"):
+        policy = f"cis(k=20,sinks=4,local=8,tau=-1.0,by={by})"
+        seldom = llm.generate(ids, params, policy=policy)[0].report["decode"]
+        assert seldom["search_ratio"] == 1 / 16
+        assert seldom["keys_scored"] == 301 * LAYERS
     assert llm.generate(ids, params, policy="topk(k=20)")[0].report["decode"]["search_ratio"] is None
 
 

@@ -127,11 +127,11 @@ def test_the_first_layers_are_dense_and_costs_are_counted():
 
 
 def test_channel_means_are_those_of_all_rows_whatever_the_chunks():
-    q, k, _ = planted_heads(4, 2, 50, seed=3)
+    q, k, v = planted_heads(4, 2, 50, seed=3)
     whole, parts = ChannelMeans(), ChannelMeans()
-    whole.add(q, k)
+    whole.add(Chunk.of(q, KVView.from_tensors(k, v)))
     for first, last in ((0, 7), (7, 8), (8, 50)):
-        parts.add(q[:, first:last], k[:, first:last])
+        parts.add(Chunk.of(q[:, first:last], KVView.from_tensors(k[:, :last], v[:, :last])))
     for name in ("q", "k"):
         torch.testing.assert_close(whole.result()[name], parts.result()[name])
     assert float(whole.result()["k"][1, 3]) == pytest.approx(sum(abs(x) for x in k[1, :, 3].tolist()) / 50, rel=1e-5)
@@ -170,7 +170,7 @@ def test_a_missing_calibration_names_its_command_which_makes_it(tmp_path, kind, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["masks"], "calibration 'masks' is unknown; known: channels, skew"),
+        (["masks"], "calibration 'masks' is unknown; known: channels, skew, patterns"),
         (["skew", "--tokens", "1"], "tokens=1 must"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from tiny_models import random_ids
 from saccade import SamplingParams
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk, Query
+from saccade.methods.base import Chunk, Cost, Query
 from saccade.methods.loopserve import LoopServe
-from saccade.selection import Dense, Tokens
+from saccade.methods.loopserve.line_cover import cover_rows
+from saccade.methods.loopserve.method import AnsweringState, LoopServeState
+from saccade.selection import Dense, Shape, Tokens
 
 PROMPT = 90
 
@@ -192,6 +195,7 @@ def test_bad_options(options):
 # --- in the engine
 
 POLICY = "decode=loopserve(budget=40, n_d=4, first=4)"
+ANSWERS = "loopserve(alpha=0.9, samples=30, last_rows=8, budget=40, answer_rows=5)"
 
 
 def test_state_follows_preemption_turns_and_cancellation(tiny_llama, llm):
@@ -225,3 +229,58 @@ def test_each_turn_counts_its_own_steps(llm):
             assert report["selections"] == {"dense": 4 * LAYERS, "tokens": 3 * LAYERS}
             assert report["retrievals"] == LAYERS
             assert report["search_ratio"] == pytest.approx(1 / 3)
+
+
+# --- rows of the last answer in the next turn's choice
+
+
+def test_the_last_answers_rows_are_among_those_looked_at():
+    n, done, m = 260, 160, 6  # keys; keys at the end of the first answer; its rows
+    q, k, v = planted_heads(4, 2, n, 32, seed=2)
+    view = KVView.from_tensors(k, v, shuffle_seed=2)
+    method = LoopServe(alpha=0.9, samples=40, last_rows=0, answer_rows=m, n_d=4)
+    state = method.begin(Chunk.of(q[:, done - 20 : done - 9], view.upto(done - 9)))
+    for at in range(done - 9, done):
+        query = Query.of(q[:, at : at + 1], view.upto(at + 1))
+        method.observe(query, Dense(query.shape), None, state)
+    assert isinstance(state, AnsweringState)
+    assert state.end == done
+    torch.testing.assert_close(state.answer, q[:, done - m : done])
+    plain = Chunk.of(q[:, done:], view, layers=1)
+    chunk = replace(plain, states=[state], cost=Cost())
+    chosen = method.select_prefill(chunk)
+    chosen.check()
+    assert chosen.shape == plain.shape
+    rows = torch.cat([torch.arange(m), m + method.sample(plain)])
+    assert chunk.cost.scored == rows.numel() * n
+    longer = Shape.suffix(4, 2, m + n - done, n, q.device)
+    lines = cover_rows(q[:, done - m :], view, longer, rows, 0.9, plain.scale, None, overlap="exact", rounds=False)
+    for head in range(4):
+        for found, expected in zip(chosen.unit_lines(head), lines[head]):
+            assert found.tolist() == sorted(expected.tolist())
+    # Without an answer that ends where the chunk begins nothing changes.
+    without = replace(method, answer_rows=0).select_prefill(plain)
+    for states in ([], [LoopServeState(q[:, :4])], [replace(state, end=done - 1)], [replace(state, answer=None)]):
+        same = method.select_prefill(replace(plain, states=states))
+        assert torch.equal(same.columns, without.columns)
+        assert torch.equal(same.distances, without.distances)
+
+
+def test_a_second_turn_looks_at_the_first_answer(llm):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    ids = [random_ids(length, seed=length) for length in (150, 90, 126)]
+    scored = []
+    for policy in (ANSWERS, ANSWERS.replace("answer_rows=5", "answer_rows=0")):
+        with llm.session(policy) as session:
+            session.generate(ids[0], params)
+            output = session.generate(ids[1], params)
+            again = tokens(output)
+            scored.append(output.report["prefill"]["keys_scored"])
+        with llm.session(policy) as session:  # a turn that is cut off leaves no trace
+            session.generate(ids[0], params)
+            running = session.stream(ids[2], params)
+            next(running), next(running)
+            running.close()
+            assert tokens(session.generate(ids[1], params)) == again
+    first_chunk = 157 + llm.engine.config.prefill_chunk  # keys that its rows see: the answer's last token is its first
+    assert scored[0] - scored[1] == 5 * first_chunk * LAYERS

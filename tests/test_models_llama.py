@@ -9,7 +9,7 @@ from dense_store import DenseStore, run_packed
 from tiny_models import make_checkpoint, one_thread, random_ids  # noqa: F401
 
 from saccade.models.families import FAMILIES
-from saccade.models.interface import AheadRows, FrozenRows, Segment
+from saccade.models.interface import AheadRows, FrozenRows, InputRows, Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_kernels import ProductLayer
 from saccade.models.llama_weights import read_weights
@@ -98,7 +98,7 @@ def test_frozen_rows_and_queries_ahead(runner, monkeypatch, rows):
     wanted = torch.tensor([0, rows - 1])
 
     def run():
-        context, ahead = Causal(), []
+        context, ahead, inputs = Causal(), [], []
         logits = runner.run(
             torch.tensor(random_ids(rows, seed=1)),
             torch.arange(rows),
@@ -107,14 +107,18 @@ def test_frozen_rows_and_queries_ahead(runner, monkeypatch, rows):
             logit_rows=torch.arange(rows),
             frozen=FrozenRows(first, projected),
             ahead=AheadRows(wanted, lambda layer, q: ahead.append((layer, q.clone()))),
+            inputs=InputRows(wanted, lambda layer, hidden: inputs.append((layer, hidden.clone()))),
         )
-        return logits, context, ahead
+        return logits, context, ahead, inputs
 
-    (logits, context, ahead), (wished, other, theirs) = both(runner, monkeypatch, run)
+    (logits, context, ahead, inputs), (wished, other, theirs, taken_in) = both(runner, monkeypatch, run)
     torch.testing.assert_close(logits, wished, **CLOSE)
     same(context.attended, other.attended)
     same(context.stored, other.stored)
     same(ahead, theirs)
+    same(inputs, taken_in)
+    assert [layer for layer, _ in inputs] == list(range(layers))
+    torch.testing.assert_close(inputs[0][1], runner.embed(torch.tensor(random_ids(rows, seed=1))[wanted]))
     assert [k.shape[1] for _, k, _ in context.stored] == [int((projected & (first <= 1 + i)).sum()) for i in range(2)]
     assert [layer for layer, _ in ahead] == [1, 2]
 

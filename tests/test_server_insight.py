@@ -277,8 +277,14 @@ def test_settings_of_what_is_told_are_checked():
 def test_audits_are_told_in_usage_and_added_up_in_metrics(server):
     asked = {"prompt": "x" * 120, **GREEDY, "max_tokens": 9, "n": 2, "seed": 1, "policy": "topk(k=24)"}
     got = server.client.post(
-        "/v1/completions", json={**asked, "audit": 1.0, "audit_steps": 1.0, "target": 0.5, "report": True}
+        "/v1/completions",
+        json={**asked, "audit": 1.0, "audit_steps": 1.0, "target": 0.5, "bounds": 1.0, "report": True},
     )
+    bounds = got.json()["usage"]["saccade"]["bounds"]["certificates"]["dropped"]
+    assert bounds["pairs"] == sum(
+        choice["report"]["bounds"]["certificates"]["dropped"]["pairs"] for choice in got.json()["choices"]
+    )
+    assert bounds["bound"] >= bounds["error"] > 0
     audit = got.json()["usage"]["saccade"]["audit"]
     parts = [choice["report"]["audit"] for choice in got.json()["choices"]]
     assert audit["places"] == sum(part["places"] for part in parts) == audit["output_error"]["samples"]

@@ -18,10 +18,15 @@ PROSE_CHARACTERS = 40_000  # of a built-in text, where none is given
 
 
 def calibrate(
-    kind: Annotated[str, typer.Argument(help="channels (double_sparsity, hshare) or skew (infinigen).")],
+    kind: Annotated[
+        str, typer.Argument(help="channels (double_sparsity, hshare), skew (infinigen) or patterns (minference).")
+    ],
     model: Annotated[str, MODEL] = "retriever",
     file: Annotated[Path | None, typer.Option("--file", "-f", help="UTF-8 text; by default generated prose.")] = None,
     tokens: Annotated[int, typer.Option(help="Most tokens of the text to look at.")] = 4096,
+    keys: Annotated[
+        int | None, typer.Option(help="patterns: keys a row that each pattern may read.", show_default="512")
+    ] = None,
     dtype: Annotated[str, DTYPE] = "auto",
     kv_memory: Annotated[str | None, MEMORY] = None,
     prefill_chunk: Annotated[int, CHUNK] = 4096,
@@ -31,32 +36,43 @@ def calibrate(
 
     saccade calibrate channels --model path/to/checkpoint
     """
+    from saccade.methods.minference import CALIBRATION
     from saccade.methods.offline import KINDS
 
     if kind not in KINDS:
         raise RequestError(f"calibration {kind!r} is unknown; known: {', '.join(KINDS)}")
     if tokens < 2:
         raise RequestError(f"tokens={tokens} must be at least 2")
+    if keys is not None and kind != CALIBRATION:
+        raise RequestError(f"--keys is for {CALIBRATION}; {kind} has no such number")
+    if keys is not None and keys < 64:
+        raise RequestError(f"keys={keys} must be at least 64")
     text = None if file is None else read_text(file)
     llm = load_model(model=model, dtype=dtype, kv_memory=kv_memory, prefill_chunk=prefill_chunk, device=device)
-    typer.echo(run(llm, kind, _prompt(llm, text, tokens)))
+    typer.echo(run(llm, kind, _prompt(llm, text, tokens), keys))
 
 
-def run(llm: LLM, kind: str, ids: list[int]) -> Path:
-    """Compute ``ids`` densely, let the calibration see every layer's queries and keys, and store what it makes of them;
-    returns the file."""
+def run(llm: LLM, kind: str, ids: list[int], keys: int | None = None) -> Path:
+    """Compute ``ids`` densely, let the calibration see every layer's queries, keys and values, and store what it makes
+    of them; returns the file. ``keys``: of a search for patterns. RequestError where the text is too short for it."""
+    import torch
+
     from saccade.engine.observe import AttentionCall, observing
     from saccade.engine.params import SamplingParams
+    from saccade.kv import KVView
+    from saccade.methods.base import Chunk
     from saccade.methods.offline import KINDS
     from saccade.models.calibration import save_calibration
 
-    layers = [KINDS[kind]() for _ in range(llm.model.spec.layers)]
+    options = {} if keys is None else {"keys": keys}
+    layers = [KINDS[kind](**options) for _ in range(llm.model.spec.layers)]
 
     def look(call: AttentionCall) -> None:
-        shape = call.selection.shape
-        keys = call.kv.keys(shape.q_start, shape.q_start + shape.q_len)
         if call.phase == "prefill":
-            layers[call.layer].add(call.q.float().cpu(), keys.float().cpu())
+            shape = call.selection.shape.to(torch.device("cpu"))
+            keys, values = (part(0, shape.q_start + shape.q_len) for part in (call.kv.keys, call.kv.values))
+            kv = KVView.from_tensors(keys.float().cpu(), values.float().cpu())
+            layers[call.layer].add(Chunk(call.q.float().cpu(), kv, shape, call.spec.scale, call.spec.softcap))
 
     with observing(llm.engine, look):
         output = llm.generate(ids, SamplingParams(temperature=0, max_tokens=1), policy="dense")[0]

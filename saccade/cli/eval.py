@@ -41,6 +41,7 @@ MIX = typer.Option(
 WORKERS = typer.Option("--workers", help="Processes that answer side by side, each with a model of its own.")
 LIMIT = typer.Option("--limit", help="Take the first N samples of each task and length.")
 LONGBENCH = typer.Option("--longbench", help="Folder of LongBench's files, for longbench: and mtlb: tasks.")
+INFINITEBENCH = typer.Option("--infinitebench", help="Folder of InfiniteBench's files, for infinitebench: tasks.")
 HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH for RULER's tasks over a text of yours.")
 UNKNOWN = typer.Option("--allow-unknown", help="Build mtlb: tasks from LongBench files whose SHA-256 is not known.")
 CORPUS = typer.Option("--corpus", help="SQuAD's or HotpotQA's JSON, for ruler:qa_1 and ruler:qa_2.")
@@ -67,11 +68,12 @@ def prepare(
     haystack: Annotated[str, HAYSTACK] = "prose",
     corpus: Annotated[Path | None, CORPUS] = None,
     allow_unknown: Annotated[bool, UNKNOWN] = False,
+    infinitebench: Annotated[Path | None, INFINITEBENCH] = None,
 ) -> None:
     """Write samples and what they are. The options replace what the size says; a longer run begins with a shorter's."""
     from saccade.eval.runner import given_by
 
-    given = given_by(model, longbench, haystack, corpus, allow_unknown)
+    given = given_by(model, longbench, haystack, corpus, allow_unknown, infinitebench)
     print(_prepare(out, size, task, length, samples, seed, model, given))
 
 

@@ -50,6 +50,10 @@ SAMPLING: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "bounds": (
+        Annotated[float | None, _option("Share of decode steps with PrHS's certificates (docs/audit.md).")],
+        None,
+    ),
     "seed": (Annotated[int | None, _option("Seed of sampling.")], None),
     "ignore_eos": (Annotated[bool, _option("Go on after an end token.", "--ignore-eos")], False),
     "special_tokens": (Annotated[bool, _option("Show special tokens.", "--special-tokens")], False),

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from saccade.engine.audit import RowAudit
+from saccade.engine.bounds import Bounds
 from saccade.engine.clock import Clock
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall, Observer
@@ -25,6 +26,8 @@ class Watch:
     maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
     audits: Mapping[int, RowAudit] = field(default_factory=dict)  # of this step's rows, by request; they change nothing
     audited: frozenset[int] = frozenset()  # requests of this step that are audited now and then
+
+    bounds: Mapping[int, Bounds] = field(default_factory=dict)  # of this step's rows, by request; on the host alone
 
     @property
     def idle(self) -> bool:

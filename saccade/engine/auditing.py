@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from saccade.engine.audit import Audit, AuditOptions, RowAudit
+from saccade.engine.bounds import Bounds
 from saccade.engine.control import Controls, TargetControl
 from saccade.engine.host_calls import DENSE
 from saccade.engine.params import SamplingParams
@@ -45,6 +46,15 @@ class Auditing:
         """A request begins."""
         default = self.default if control is not None else replace(self.default, target=None)  # it replays no steps
         options = AuditOptions.of(request.params, default)
+        if request.params.bounds:
+            request.bounds = request.report.bounds = Bounds(
+                request.params.bounds,
+                request.sampler.seed,
+                request.params.sample,
+                self.worker.setting.spec.layers,
+                request.policy.freeze,
+                request.output_start,
+            )
         if options is None:
             return
         request.audit = Audit(options, request.sampler.seed, request.params.sample, controlled=control)
@@ -63,6 +73,14 @@ class Auditing:
             if drawn := audit.draw(rows.start, spec.layers, spec.kv_heads):
                 found[request.id] = RowAudit(audit, drawn, not rows.policy.decode.stands_in)
         return found, frozenset(now_and_then)
+
+    def bounds(self, batch: Batch) -> dict[int, Bounds]:
+        """The certificates of the step of ``batch``, by request."""
+        return {
+            request.id: request.bounds
+            for request, rows in batch
+            if request.bounds is not None and _first_time(request, rows) and request.bounds.draws_step(rows.start)
+        }
 
     def replayed(self, batch: Batch) -> Batch:
         """``batch``, whose audited rows give their logits now; their dense replays have run."""

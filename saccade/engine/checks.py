@@ -83,7 +83,9 @@ class Checks:
                 f"'{freeze.text}' copies keys from layer to layer, but {self.model.spec.family} layers do not rotate "
                 f"keys all alike; use '{freeze.name}(reuse=hidden)'"
             )
-        self.calibrations.layer(policy.decode.calibration, 0)
+        for method in (policy.prefill, policy.decode):
+            if method.calibration is not None:
+                self.calibrations.layer((method.calibration,), 0)
 
 
 def certified(policy: Policy, params: SamplingParams) -> Policy:

@@ -289,11 +289,12 @@ class Engine:
                 batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
             for request, _ in batch:
                 request.report.schedule(time.perf_counter())
-            self.watch.maps, self.watch.audits, self.watch.audited = {}, {}, frozenset()
+            self.watch.maps, self.watch.audits, self.watch.audited, self.watch.bounds = {}, {}, frozenset(), {}
             try:
                 batch = self.sparse_drafts.added(batch)
                 batch = self.auditing.replayed(batch)
                 self.watch.audits, self.watch.audited = self.auditing.rows(batch)
+                self.watch.bounds = self.auditing.bounds(batch)
                 self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
                 began = time.perf_counter()
                 ahead = self.worker.runs_ahead and self.drafter is None and self.scheduler.goes_on(batch)

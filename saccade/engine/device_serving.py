@@ -42,6 +42,8 @@ class DeviceServing:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
+        if one.request_id in self.watch.bounds:
+            return "bounds of its errors are wanted"
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:
@@ -100,7 +102,7 @@ class DeviceServing:
     def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
         """Whether the device can run a step again and again by itself, each row with the token that it chose before:
         all rows want their likeliest token alone, and nothing on the way asks the host."""
-        if not self.watch.idle or self.watch.audits or not 0 < len(step) <= MOST_ROWS:
+        if not self.watch.idle or self.watch.audits or self.watch.bounds or not 0 < len(step) <= MOST_ROWS:
             return False
         for index, one in enumerate(step.scheduled):
             memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan

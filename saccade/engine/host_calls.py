@@ -50,13 +50,15 @@ DENSE = Policy().decode
 class RequestRows:
     """One request's rows in a planned step, a decode step's one by one: ``first`` of the packed rows on. What holds for
     all layers is looked up once. ``results``: where to write down what they did, and behind it the results of the
-    drafted rows after them. ``ahead``: by layer, the queries that a layer will ask, for methods that look ahead."""
+    drafted rows after them. ``ahead``: by layer, the queries that a layer will ask, for methods that look ahead.
+    ``taken_in`` [channels]: the hidden state that the layer at hand is given, for those that look at it."""
 
     scheduled: ScheduledRequest
     memory: SequenceMemory
     results: list[RequestResult]
     first: int
     ahead: dict[int, Tensor] = field(default_factory=dict)
+    taken_in: Tensor | None = None
 
     def __post_init__(self) -> None:
         policy = self.scheduled.policy
@@ -65,7 +67,8 @@ class RequestRows:
         self.together = self.scheduled.together
         self.decodes = self.scheduled.phase == "decode" and not self.together
         self.method: Method = policy.decode if self.decodes else DENSE if self.together else policy.prefill
-        self.calibration = None if self.together else policy.decode.calibration
+        asking = () if self.together else (policy.decode,) if self.decodes else (policy.prefill, policy.decode)
+        self.calibrations = tuple(kind for one in asking if (kind := one.calibration) is not None)
         self._shape: Shape | None = None
 
     def shape(self, heads: int, kv_heads: int, rows: int, stop: int, device: torch.device) -> Shape:
@@ -129,11 +132,12 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
         "gone": gone,
         "past": memory.watched[layer],
         "states": rows.states_seen(layer) if rows.drafted else memory.states,
-        "offline": None if rows.calibration is None else setting.calibrations.layer(rows.calibration, layer),
+        "offline": setting.calibrations.layer(rows.calibrations, layer) if rows.calibrations else None,
     }
     chunk: Chunk
     if rows.decodes:
-        chunk = Query(**common, step=stop - 1 - scheduled.span_start, ahead=rows.ahead.get(layer))
+        step = stop - 1 - scheduled.span_start
+        chunk = Query(**common, step=step, ahead=rows.ahead.get(layer), taken_in=rows.taken_in)
     else:
         chunk = Chunk(**common)
     slides = spec.window is not None and spec.window < stop
@@ -172,6 +176,9 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
         result.note_of(
             audit.take(chunk.layer, chunk.q[:, 0], out[:, 0], ran.lse[:, 0], chunk.kv, spec, setting.threads)
         )
+    bounds = watch.bounds.get(scheduled.request_id)
+    if bounds is not None and isinstance(chunk, Query) and not rows.drafted and not chosen.slides:
+        result.note_of(bounds.take(chunk, ran.used, out, spec, rows.method, rows.memory.kv))
     if watch.clock is None:
         _learn(chosen, ran)
     else:

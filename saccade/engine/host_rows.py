@@ -64,7 +64,8 @@ class FixedPlans:
         """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
         which leaves no trace in counts."""
         memory = rows.memory
-        if rows.drafted or self.setting.watch.sees_calls or memory.has_gone:
+        watch = self.setting.watch
+        if rows.drafted or watch.sees_calls or memory.has_gone or rows.scheduled.request_id in watch.bounds:
             return None
         if rows.together:
             plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
@@ -78,6 +79,21 @@ class FixedPlans:
             return self._listed(rows, prepared.plan)
         if memory.has_state or rows.scheduled.policy.window is not None:
             return None
+        return FixedRow(rows, prepared.plan, prepared.readings, None)
+
+    def of_blocks(self, rows: RequestRows) -> FixedRow | None:
+        """The same of a row that chooses blocks in every layer, where nobody follows what it does; None else."""
+        memory, watch = rows.memory, self.setting.watch
+        if not rows.decodes or rows.drafted or watch.sees_calls or watch.audits or memory.carried is not None:
+            return None
+        if memory.has_gone or memory.has_state or rows.scheduled.policy.window is not None:
+            return None
+        prepared = self._plan(rows.method)
+        if prepared is None or prepared.readings is None:
+            return None
+        for reading in set(prepared.plan.layers):
+            if not isinstance(reading, BestBlocks) or rows.scheduled.stop <= reading.dense_upto:
+                return None
         return FixedRow(rows, prepared.plan, prepared.readings, None)
 
     def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:

@@ -37,7 +37,8 @@ class SamplingParams:
     ``audit``: the share (0 to 1) of decode attention that is held against true attention; ``audit_steps``: of decode
     steps that are replayed densely; ``target``: agreement with dense to hold by moving the method's dial
     (docs/audit.md). None leaves them to the engine. ``certify=(epsilon, delta)``: of a policy that can, have each
-    head's error in each decode step stay below ``epsilon`` with probability 1 - ``delta``, and say how.
+    head's error in each decode step stay below ``epsilon`` with probability 1 - ``delta``, and say how. ``bounds``: in
+    this share of decode steps, what PrHS's certificates say of each head, and what is true.
     """
 
     n: int = 1
@@ -66,6 +67,7 @@ class SamplingParams:
     audit_steps: float | None = None
     target: float | None = None
     certify: tuple[float, float] | None = None
+    bounds: float | None = None
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, 128)
@@ -105,7 +107,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(words))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        for name in ("audit", "audit_steps", "target"):
+        for name in ("audit", "audit_steps", "target", "bounds"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0.0, 1.0)
         if self.certify is not None:

@@ -225,7 +225,7 @@ class Speculated(Protocol):
 
 
 class Audited(Protocol):
-    """What was held against dense attention (engine.audit)."""
+    """What was held against dense attention (engine.audit, engine.bounds)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -254,6 +254,7 @@ class Report:
         self.tiers: TierCounts | None = None
         self.speculation: Speculated | None = None
         self.audit: Audited | None = None
+        self.bounds: Audited | None = None
         self.dialed: str | None = None  # the decode method, where its dial may turn
         self.notes: list[str] = []
         self._clock = time.time() - time.perf_counter()  # seconds since the epoch where the other clock says 0
@@ -348,6 +349,7 @@ class Report:
             "speculation": None if self.speculation is None else self.speculation.as_dict(),
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
             "audit": None if self.audit is None else self.audit.as_dict(),
+            "bounds": None if self.bounds is None else self.bounds.as_dict(),
             "notes": list(self.notes),
         }
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from saccade.engine.audit import Audit
+from saccade.engine.bounds import Bounds
 from saccade.engine.control import TargetControl
 from saccade.engine.maps import Maps
 from saccade.engine.messages import StepOutput, TokenLogprob
@@ -63,6 +64,7 @@ class Request:
         self.undrafted = False  # whether its steps are to have no drafts any more: one that had them broke
         self.speculation: Speculation | None = None  # of requests under `lossless`, once they decode
         self.audit: Audit | None = None
+        self.bounds: Bounds | None = None
         self.control: TargetControl | None = None  # of the method's dial
         self._decoding = policy
         self.losses = 0  # times that its keys had to be computed again because a tier lost some

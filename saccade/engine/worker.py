@@ -159,6 +159,7 @@ class Worker:
             scored=_prompt_scores(scored, result) if scored else None,
             frozen=context.frozen,
             ahead=context.ahead_rows(),
+            inputs=context.input_rows(),
         ).cpu()  # sampling draws on the CPU
         done = 0
         for one in step.scheduled:

@@ -1,5 +1,5 @@
-"""Sources over files: LongBench from the user's folder, and multi-turn conversations built from it or from our own
-LongBench-shaped sets."""
+"""Sources over files: LongBench and InfiniteBench from the user's folders, and multi-turn conversations built from the
+former or from our own LongBench-shaped sets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
+from saccade.eval import infinitebench as infinitebench_files
 from saccade.eval import longbench as longbench_files
 from saccade.eval import prose
 from saccade.eval.multiturn import SETS, VERSION, build, generate, render
@@ -37,6 +38,29 @@ def longbench(given: Given) -> Source:
 
     return Source(
         "longbench", "1", tuple(known), lambda task, length, index, seed: _at(samples(task, length), index, task)
+    )
+
+
+def infinitebench(given: Given) -> Source:
+    """Tasks are the ten whose files the folder holds. Samples keep the files' order; the seed plays no part."""
+    folder = given.infinitebench
+    if folder is None or not folder.is_dir():
+        raise RequestError(f"InfiniteBench's tasks need the folder of its files (--infinitebench DIR), got {folder}")
+    known = tuple(name for name in infinitebench_files.TASKS if (folder / f"{name}.jsonl").is_file())
+    if not known:
+        raise RequestError(f"{folder} holds no InfiniteBench file such as passkey.jsonl")
+    templates = infinitebench_files.templates(folder)
+
+    @lru_cache(maxsize=4)
+    def samples(task: str, length: int) -> list[Sample]:
+        codec = None if given.codec is None else given.codec()
+        fit = None if codec is None else length
+        return list(
+            infinitebench_files.load(folder / f"{task}.jsonl", template=templates[task], codec=codec, length=fit)
+        )
+
+    return Source(
+        "infinitebench", "1", known, lambda task, length, index, seed: _at(samples(task, length), index, task)
     )
 
 

@@ -9,7 +9,6 @@ that are those of the layer before move at most (Q_max / sqrt d) B e^(-mu (l - l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,19 +17,7 @@ from torch import Tensor
 
 from saccade.engine.observe import AttentionCall
 from saccade.engine.truth import true_rows
-
-
-def information_loss(dropped: Tensor, keys: int) -> Tensor:
-    """At most so many nats of mutual information are lost with a share ``dropped`` of the weight of ``keys`` keys: 2
-    (h(delta) + delta ln L) (Proposition 1, U1)."""
-    share = dropped.double().clamp(0.0, 1.0)
-    entropy = -torch.xlogy(share, share) - torch.xlogy(1 - share, 1 - share)
-    return 2 * (entropy + share * math.log(keys))
-
-
-def divergence(dropped: Tensor) -> Tensor:
-    """KL divergence, in nats, of the weights that are left, renormalised, from all: ln(1 / tau) (Proposition 1, U2)."""
-    return -torch.log1p(-dropped.double())
+from saccade.ops.prehoc import Fit, drift, fit_changes
 
 
 @dataclass(frozen=True)
@@ -53,13 +40,6 @@ def verdict(layer: int, head: int, bound: Tensor, error: Tensor) -> Verdict:
     broken = error > bound * (1 + 1e-5) + 1e-5
     means = (float(part.double().mean()) for part in (bound, error, bound >= 1, broken))
     return Verdict(layer, head, bound.numel(), *means)
-
-
-def drift(query: Tensor, before: Tensor, longest: Tensor, scale: float) -> Tensor:
-    """Delta: at most so much, in L1, do weights change from the query ``before`` to ``query``, [..., head_dim] each,
-    where no key is longer than ``longest``: 2 K_max |q - q'| scale (Lemmas 5 and 6; the print puts sqrt(2 - 2 tau) for
-    |q - q'|, which queries of norm 1 have)."""
-    return 2 * longest * (query - before).norm(dim=-1) * scale
 
 
 class SharingBound:
@@ -126,30 +106,6 @@ class RecencyBound:
                 one = verdict(layer, head, bound.flatten(), mass[half:, head].flatten())
                 found.append((decay, one))
         return found
-
-
-@dataclass(frozen=True)
-class Fit:
-    """|k(l) - k(l - 1)| <= B e^(-mu (l - l_s)) over the layers from ``start``: ``mu`` by least squares, ``most`` (B) as
-    large as that needs."""
-
-    start: int
-    most: float
-    mu: float
-
-    def at(self, layer: int) -> float:
-        return self.most * math.exp(-self.mu * (layer - self.start))
-
-
-def fit_changes(changes: Sequence[float], start: int) -> Fit:
-    """``changes``: the greatest change of a key at each layer from ``start`` on."""
-    logs = torch.tensor(changes, dtype=torch.float64).clamp(min=1e-12).log()
-    at = torch.arange(len(changes), dtype=torch.float64)
-    slope = 0.0
-    if len(changes) > 1:
-        slope = float(((at - at.mean()) * (logs - logs.mean())).sum() / (at - at.mean()).square().sum())
-    most = float(torch.exp(logs - slope * at).amax())
-    return Fit(start, most, -slope)
 
 
 class FreezeBound:

@@ -70,10 +70,11 @@ def given_by(
     haystack: str = "prose",
     corpus: Path | None = None,
     allow_unknown: bool = False,
+    infinitebench: Path | None = None,
 ) -> Given:
     """What sources may need; the model's tokenizer is loaded when it is first used."""
     if model is None:
-        return Given(None, None, longbench, haystack, corpus, allow_unknown)
+        return Given(None, None, longbench, haystack, corpus, allow_unknown, infinitebench)
 
     @lru_cache(maxsize=1)
     def tokenizer() -> Tokenizer:
@@ -82,7 +83,7 @@ def given_by(
     def count(text: str) -> int:
         return len(tokenizer().encode(text, add_special_tokens=False))
 
-    return Given(count, tokenizer, longbench, haystack, corpus, allow_unknown)
+    return Given(count, tokenizer, longbench, haystack, corpus, allow_unknown, infinitebench)
 
 
 def prepare(

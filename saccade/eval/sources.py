@@ -34,7 +34,7 @@ class Source:
 class Given:
     """What the user brings for sources that need it. ``codec``: the model's tokenizer, fetched when it is called;
     ``longbench``: the folder of LongBench's files, ``allow_unknown``: whether others than the known ones will do;
-    ``haystack`` and ``corpus``: as ``saccade.eval.ruler.make``."""
+    ``haystack`` and ``corpus``: as ``saccade.eval.ruler.make``; ``infinitebench``: as ``longbench``."""
 
     count_tokens: CountTokens | None = None
     codec: Callable[[], Any] | None = None
@@ -42,6 +42,7 @@ class Given:
     haystack: str = "prose"
     corpus: Path | None = None
     allow_unknown: bool = False
+    infinitebench: Path | None = None
 
 
 Loader = Callable[[Given], Source]
@@ -90,6 +91,12 @@ def _longbench(given: Given) -> Source:
     return file_sources.longbench(given)
 
 
+def _infinitebench(given: Given) -> Source:
+    from saccade.eval import file_sources
+
+    return file_sources.infinitebench(given)
+
+
 def _multi_turn(given: Given) -> Source:
     from saccade.eval import file_sources
 
@@ -102,6 +109,7 @@ SOURCES: dict[str, Loader] = {
     "facts": _facts,
     "ruler": _ruler,
     "longbench": _longbench,
+    "infinitebench": _infinitebench,
     "mtlb": _multi_turn,
 }
 DEFAULT = "suite"

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from saccade.errors import PolicyError, finite_number, shown, whole_number
 from saccade.kv.view import KVView
+from saccade.methods.borrowed import Borrowed
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
@@ -112,10 +113,12 @@ class Chunk:
 @dataclass(frozen=True, eq=False)
 class Query(Chunk):
     """The row of one decode step. ``step`` counts the decode steps of this turn from 0. ``ahead`` [heads, 1, head_dim]:
-    what this layer would ask if its input were that of the layer before; for methods that look ahead."""
+    what this layer would ask if its input were that of the layer before; for methods that look ahead. ``taken_in``
+    [channels]: the hidden state that the layer is given, before its norm; for methods that look at it."""
 
     step: int = 0
     ahead: Tensor | None = None
+    taken_in: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,11 @@ class Method(PolicyPart):
         return False
 
     @property
+    def looks_at_inputs(self) -> bool:
+        """Whether decode queries are to come with ``taken_in``."""
+        return False
+
+    @property
     def stands_in(self) -> bool:
         """Whether something may stand for keys that a step did not read, in its output and in its log-sum-exp."""
         return False
@@ -195,6 +203,11 @@ class Method(PolicyPart):
     def select_decode(self, query: Query, state: Any) -> Selection:
         """Which keys one decode step reads: a selection, or a Ranking whose stopping rule the op runs."""
         return Dense(query.shape)
+
+    def borrowed(self, query: Query, state: Any) -> Borrowed | None:
+        """Asked between :meth:`select_decode` and :meth:`observe`: whose best keys the step reads; None of methods that
+        know nothing of the kind."""
+        return None
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
         """What each layer of a model reads in decode, for steps that a device runs on its own (see selection.plan): the

@@ -75,6 +75,10 @@ class Lossless(Verified):
     def looks_ahead(self) -> bool:
         return self.draft.looks_ahead
 
+    @property
+    def looks_at_inputs(self) -> bool:
+        return self.draft.looks_at_inputs
+
     def watch(self, chunk: Chunk) -> Any:
         return self.draft.watch(_own(chunk))
 

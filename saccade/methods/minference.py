@@ -1,7 +1,8 @@
 """MInference's online patterns (Jiang et al., 2024): vertical-slash lines and pooled block-sparse attention.
 
-The paper fixes a pattern and its sizes per head offline; here they are options, by default what its code gives a head
-it has not searched. Differences from that code:
+The paper fixes a pattern and its sizes per head offline: ``pattern=searched`` reads those of ``saccade calibrate
+patterns`` (see head_patterns). The other patterns hold for all heads, by default with the sizes that its code gives a
+head it has not searched. Differences from that code:
 
 * any appended chunk works: the sampled rows are the chunk's last ones and the block grid is anchored at position 0;
 * the lines are read as they are. The code's kernel widens each slash to 64 columns per block of 64 rows, so it reads
@@ -22,7 +23,12 @@ from saccade.methods.base import Chunk, require_choice, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops import triton
 from saccade.ops.scores import line_sums, mean_keys, mean_queries
-from saccade.selection import Blocks, Dense, Lines, Selection
+from saccade.selection import Blocks, Dense, Lines, Mixed, Selection
+
+CALIBRATION = "patterns"
+SIZES = "patterns"  # the calibration's tensor: a row (kind, columns, distances, blocks) for each query head
+A_SHAPE, LINES, BLOCKS = 0, 1, 2  # kinds: the first columns and distances, the heaviest ones, the best blocks
+PATTERNS = ("vertical_slash", "block_sparse", "searched")
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,9 @@ class MInference(BlockMethod):
     """``pattern="vertical_slash"``: the ``vertical`` heaviest key columns and ``slash`` heaviest distances by the
     weight of the chunk's last ``last_rows`` rows; the first ``keep_columns`` columns and the nearest ``keep_diagonals``
     distances are always among them. ``pattern="block_sparse"``: per query block of 64 the ``blocks`` key blocks of
-    highest mean-query mean-key product, none forced. Every query head chooses for itself."""
+    highest mean-query mean-key product, none forced. Every query head chooses for itself. ``pattern="searched"``: each
+    query head has the pattern and sizes that a search found for it offline; ``vertical``, ``slash`` and ``blocks`` play
+    no part."""
 
     name: ClassVar[str] = "minference"
     paper: ClassVar[str] = "MInference, arXiv:2407.02490"
@@ -46,7 +54,7 @@ class MInference(BlockMethod):
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        require_choice("pattern", self.pattern, ("vertical_slash", "block_sparse"))
+        require_choice("pattern", self.pattern, PATTERNS)
         require_whole("vertical", self.vertical, 0)
         require_whole("slash", self.slash, 0)
         require_whole("last_rows", self.last_rows, 1)
@@ -61,8 +69,45 @@ class MInference(BlockMethod):
                 "give pattern=block_sparse, or leave tail out"
             )
 
+    @property
+    def calibration(self) -> str | None:
+        return CALIBRATION if self.pattern == "searched" else None
+
     def select_prefill(self, chunk: Chunk) -> Selection:
+        if self.pattern == "searched":
+            assert chunk.offline is not None, "the engine hands over the calibration that a method asks for"
+            return self.of_sizes(chunk, chunk.offline[SIZES])
         return self._lines(chunk) if self.pattern == "vertical_slash" else self._blocks(chunk)
+
+    def of_sizes(self, chunk: Chunk, sizes: Tensor) -> Selection:
+        """Each query head by its row (kind, columns, distances, blocks) of ``sizes`` [heads, 4]: lines of the a-shape's
+        and the vertical-slash heads, blocks of the others."""
+        shape, device = chunk.shape, chunk.q.device
+        kinds, verticals, slashes, blocks = sizes.long().cpu().T
+        by_blocks = kinds == BLOCKS
+        most = torch.where(by_blocks, blocks * self.block_size, torch.maximum(verticals, slashes))
+        if int(most.min()) >= shape.k_len:
+            return Dense(shape)
+        lists = _nothing(shape.heads, device), _nothing(shape.heads, device)
+        if bool((kinds == LINES).any()):
+            rows = min(self.last_rows, shape.q_len)
+            chunk.cost.scored += round(rows * shape.k_len * float((kinds == LINES).double().mean()))
+            sums = line_sums(chunk.q, chunk.kv, shape, rows, chunk.scale, chunk.softcap)
+        for head in (~by_blocks).nonzero()[:, 0].tolist():
+            forced = (self.keep_columns, self.keep_diagonals)
+            for at, (least, size) in enumerate(zip(forced, (int(verticals[head]), int(slashes[head])))):
+                count = min(max(size, least), shape.k_len)
+                if int(kinds[head]) == A_SHAPE:
+                    lists[at][head] = torch.arange(count, device=device)
+                else:
+                    lists[at][head] = _heaviest(sums[at][head : head + 1], count, least)[0]
+        lines = Lines.from_lists(shape, *lists)
+        if not bool(by_blocks.any()):
+            return lines
+        chosen = self._best_blocks(
+            chunk, torch.where(by_blocks, blocks, 0).to(device), float(by_blocks.double().mean())
+        )
+        return Mixed(shape, (lines, chosen), by_blocks.long().to(device))
 
     def _lines(self, chunk: Chunk) -> Selection:
         shape = chunk.shape
@@ -82,21 +127,40 @@ class MInference(BlockMethod):
 
     def _blocks(self, chunk: Chunk) -> Selection:
         shape, size = chunk.shape, self.block_size
-        k_blocks = -(-shape.k_len // size)
-        if k_blocks <= self.blocks:
+        if -(-shape.k_len // size) <= self.blocks:
             return Dense(shape)
-        means, first = mean_keys(chunk.kv, size), shape.q_start // size
-        chunk.cost.estimated += ((shape.q_start + shape.q_len - 1) // size - first + 1) * k_blocks
         if chunk.q.is_cuda and triton.serves_scores(chunk.q, chunk.kv) is None:
             from saccade.ops.triton.heaviest import best_blocks
 
+            self._count_blocks(chunk)
+            means = mean_keys(chunk.kv, size)
             return self.with_tail(chunk, best_blocks(chunk.q, means, shape, size, self.blocks), size)
+        counts = torch.full((shape.heads,), self.blocks, device=chunk.q.device)
+        return self.with_tail(chunk, self._best_blocks(chunk, counts), size)
+
+    def _count_blocks(self, chunk: Chunk, share: float = 1.0) -> None:
+        """Scores of block pairs, in the ``share`` of the heads that need them."""
+        shape, size = chunk.shape, self.block_size
+        rows = (shape.q_start + shape.q_len - 1) // size - shape.q_start // size + 1
+        chunk.cost.estimated += round(rows * -(-shape.k_len // size) * share)
+
+    def _best_blocks(self, chunk: Chunk, counts: Tensor, share: float = 1.0) -> Blocks:
+        """The ``counts`` [heads] key blocks of highest product for each query block."""
+        shape, size = chunk.shape, self.block_size
+        self._count_blocks(chunk, share)
+        means, first = mean_keys(chunk.kv, size), shape.q_start // size
         scores = mean_queries(chunk.q, shape, size) @ means.repeat_interleave(shape.group, 0).transpose(1, 2)
         q_blocks = first + torch.arange(scores.shape[1], device=scores.device)
-        scores = scores.masked_fill(torch.arange(k_blocks, device=scores.device) > q_blocks[:, None], -torch.inf)
-        order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.blocks]
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
-        return self.with_tail(chunk, Blocks.from_block_mask(shape, size, chosen), size)
+        k_blocks = torch.arange(scores.shape[2], device=scores.device)
+        scores = scores.masked_fill(k_blocks > q_blocks[:, None], -torch.inf)
+        order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+        taken = (k_blocks < counts[:, None, None]).expand_as(order)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, taken)
+        return Blocks.from_block_mask(shape, size, chosen)
+
+
+def _nothing(heads: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(0, dtype=torch.int32, device=device)] * heads
 
 
 def _heaviest(sums: Tensor, count: int, forced: int) -> list[Tensor]:

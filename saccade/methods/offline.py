@@ -1,37 +1,46 @@
 """What is learnt of a model offline: the statistics of a layer's queries and keys over a calibration text.
 
-A calibration sees the rows of each prefill chunk, ``q`` fp32 [heads, rows, head_dim] and ``k`` fp32 [kv_heads, rows,
-head_dim], post-RoPE, and ends in tensors [kv_heads, head_dim, ...] by name.
+A calibration sees each prefill chunk, in float32, and ends in fp32 tensors by name.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from saccade.methods import infinigen, labels
+from saccade.methods import infinigen, labels, minference
+from saccade.methods.base import Chunk
+from saccade.methods.head_patterns import PatternSearch
 
 
 class Statistics(Protocol):
-    def add(self, q: Tensor, k: Tensor) -> None: ...
+    def add(self, chunk: Chunk) -> None: ...
 
     def result(self) -> dict[str, Tensor]: ...
+
+    @staticmethod
+    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        """Of the result's tensors, by name."""
+        ...
 
 
 class ChannelMeans:
     """Mean |q| (over rows and the group's heads) and mean |k| of every channel: fp32 [kv_heads, head_dim]. Their
     product is the mean |q k| over all pairs (Double Sparsity, docs/algorithms.md 6.10)."""
 
-    ranks: ClassVar[dict[str, int]] = {"q": 2, "k": 2}  # axes of the result's tensors: KV heads, then channels
-
     def __init__(self) -> None:
         self.rows = 0
         self.q: Tensor | float = 0.0
         self.k: Tensor | float = 0.0
 
-    def add(self, q: Tensor, k: Tensor) -> None:
+    @staticmethod
+    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys("qk", (kv_heads, head_dim))
+
+    def add(self, chunk: Chunk) -> None:
+        q, k = chunk.q, _keys(chunk)
         self.rows += k.shape[1]
         self.q = self.q + q.double().abs().sum(1).unflatten(0, (k.shape[0], -1)).mean(1)
         self.k = self.k + k.double().abs().sum(1)
@@ -46,13 +55,15 @@ class Skew:
     docs/algorithms.md 6.13). The order
     of its columns, which the paper takes from the keys too, does not matter: channels are picked by weight."""
 
-    ranks: ClassVar[dict[str, int]] = {"skew": 3}
-
     def __init__(self) -> None:
         self.gram: Tensor | float = 0.0
 
-    def add(self, q: Tensor, k: Tensor) -> None:
-        rows = q.double().unflatten(0, (k.shape[0], -1)).flatten(1, 2)  # [G, g * rows, d]
+    @staticmethod
+    def shapes(heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
+        return {"skew": (kv_heads, head_dim, head_dim)}
+
+    def add(self, chunk: Chunk) -> None:
+        rows = chunk.q.double().unflatten(0, (chunk.shape.kv_heads, -1)).flatten(1, 2)  # [G, g * rows, d]
         self.gram = self.gram + rows.transpose(1, 2) @ rows
 
     def result(self) -> dict[str, Tensor]:
@@ -60,4 +71,13 @@ class Skew:
         return {"skew": vectors.flip(-1).float()}
 
 
-KINDS: dict[str, type[ChannelMeans] | type[Skew]] = {labels.CALIBRATION: ChannelMeans, infinigen.CALIBRATION: Skew}
+def _keys(chunk: Chunk) -> Tensor:
+    """Of the chunk's own rows, [kv_heads, rows, head_dim]."""
+    return chunk.kv.keys(chunk.shape.q_start, chunk.shape.q_start + chunk.shape.q_len)
+
+
+KINDS: dict[str, type[ChannelMeans] | type[Skew] | type[PatternSearch]] = {
+    labels.CALIBRATION: ChannelMeans,
+    infinigen.CALIBRATION: Skew,
+    minference.CALIBRATION: PatternSearch,
+}

@@ -38,13 +38,15 @@ class Calibrations:
         self.spec, self.folder = spec, folder
         self._read: dict[str, list[dict[str, Tensor]]] = {}
 
-    def layer(self, kind: str | None, layer: int) -> Mapping[str, Tensor] | None:
-        """One layer's tensors, None for no ``kind``. PolicyError naming the command where the model has none."""
-        if kind is None:
-            return None
-        if kind not in self._read:
-            self._read[kind] = self._load(kind)
-        return self._read[kind][layer]
+    def layer(self, kinds: Sequence[str], layer: int) -> Mapping[str, Tensor] | None:
+        """One layer's tensors of all ``kinds``, None for none. PolicyError naming the command where the model lacks
+        one."""
+        for kind in kinds:
+            if kind not in self._read:
+                self._read[kind] = self._load(kind)
+        if len(kinds) < 2:
+            return self._read[kinds[0]][layer] if kinds else None
+        return {name: tensor for kind in kinds for name, tensor in self._read[kind][layer].items()}
 
     def _load(self, kind: str) -> list[dict[str, Tensor]]:
         command = f"saccade calibrate {kind} --model {self.folder or 'FOLDER'}"
@@ -54,8 +56,8 @@ class Calibrations:
             stored = load_file(file)
         except (SafetensorError, OSError, ValueError) as error:
             raise PolicyError(f"calibration {file} cannot be used ({error}); make it again with: {command}") from None
-        spec, ranks = self.spec, KINDS[kind].ranks
-        shapes = {name: (spec.kv_heads, *[spec.head_dim] * (rank - 1)) for name, rank in ranks.items()}
+        spec = self.spec
+        shapes = KINDS[kind].shapes(spec.heads, spec.kv_heads, spec.head_dim)
         wanted = {f"{layer}.{name}": shape for layer in range(spec.layers) for name, shape in shapes.items()}
         if {key: tuple(tensor.shape) for key, tensor in stored.items()} != wanted:
             raise PolicyError(f"calibration {file} belongs to another model; make it again with: {command}")

@@ -87,6 +87,17 @@ class AheadRows:
     visit: Callable[[int, Tensor], None]
 
 
+@dataclass(frozen=True, eq=False)
+class InputRows:
+    """Rows whose hidden states are wanted as each layer takes them in, before its norm.
+
+    ``visit(layer, hidden)`` gets [n, channels] for the rows ``rows`` int64 [n], before the layer runs.
+    """
+
+    rows: Tensor
+    visit: Callable[[int, Tensor], None]
+
+
 class Stopwatch(Protocol):
     """Adds up the time of named stretches."""
 
@@ -161,6 +172,7 @@ class Runner(Protocol):
         scored: ScoredRows | None = None,
         frozen: FrozenRows | None = None,
         ahead: AheadRows | None = None,
+        inputs: InputRows | None = None,
     ) -> Tensor:
         """``token_ids``, ``positions`` int64 [rows]; returns float32 logits [len(logit_rows), vocab_size]. A frozen
         row's logits are those of its hidden state where it was frozen."""

@@ -17,6 +17,7 @@ from saccade.models.interface import (
     AheadRows,
     AttentionContext,
     FrozenRows,
+    InputRows,
     ModelSpec,
     ScoredRows,
     Segment,
@@ -86,6 +87,7 @@ class HFRunner:
         scored: ScoredRows | None = None,
         frozen: FrozenRows | None = None,
         ahead: AheadRows | None = None,
+        inputs: InputRows | None = None,
     ) -> Tensor:
         """See ``interface.Runner.run``. ``segments`` must tile the rows in order; ValueError if they do not."""
         _check_rows(token_ids, positions, segments)
@@ -96,8 +98,10 @@ class HFRunner:
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(self.spec.layers):
-            if delta is not None and (ahead is not None or frozen is not None):
+            if delta is not None and (ahead is not None or frozen is not None or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
+            if inputs is not None:
+                inputs.visit(index, hidden[inputs.rows.to(device)])
             if ahead is not None and index + 1 < self.spec.layers:
                 ahead.visit(index + 1, self._project(index + 1, hidden, positions, rotary, ahead.rows.to(device))[0])
             if frozen is not None and bool((skip := frozen.skip(index)).any()):

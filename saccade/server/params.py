@@ -32,6 +32,7 @@ _SAME = (  # fields whose name and meaning are the engine's own
     "audit_steps",
     "target",
     "certify",
+    "bounds",
 )
 
 

@@ -52,8 +52,8 @@ class ResponseFormat(Body):
 
 class Ours(Body):
     """Fields that no other server has: ``policy``, ``session_id`` (the header ``x-session-id`` too), ``report`` for all
-    that was counted, ``deadline_seconds``, ``audit``, ``audit_steps``, ``target`` and
-    ``certify`` (docs/audit.md)."""
+    that was counted, ``deadline_seconds``, ``audit``, ``audit_steps``, ``target``,
+    ``certify`` and ``bounds`` (docs/audit.md)."""
 
     policy: str | JSON | None = None
     session_id: str | None = None
@@ -63,6 +63,7 @@ class Ours(Body):
     audit_steps: float | None = None
     target: float | None = None
     certify: list[float] | None = None
+    bounds: float | None = None
 
 
 class Sampling(Ours):

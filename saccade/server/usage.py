@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from saccade.engine.bounds import joined
 from saccade.engine.estimates import Mean, Share
 from saccade.engine.messages import RequestOutcome
 
@@ -32,7 +33,8 @@ def usage(outcomes: Sequence[RequestOutcome], prompt: int, answer: int, samples:
 def costs(reports: Sequence[JSON], policy: str) -> JSON:
     """``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
     ``coverage``: what stopping rules say that they covered, null where none ran. Each by phase, null for one that did
-    not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what audits found; null without any.
+    not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what audits found,
+    ``bounds``: what PrHS's certificates said; null without any.
     """
     phases: dict[str, JSON] = {"density": {}, "keys_read_per_token": {}, "coverage": {}}
     for phase in ("prefill", "decode"):
@@ -51,6 +53,7 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
         phases["coverage"][phase] = sum(one["coverage"] * one["tokens"] for one in covered) / weight if weight else None
     audits = [report["audit"] for report in reports if report["audit"] is not None]
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
+    bounds = [report["bounds"] for report in reports if report["bounds"] is not None]
     sure = [one for report in reports if (one := report["decode"]["certified"]) is not None]
     certified = {name: sum(one[name] for one in sure) for name in sure[0]} if sure else None
     return {
@@ -58,6 +61,7 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
         **phases,
         "certified": certified,
         "audit": audited(audits) if audits else None,
+        "bounds": joined(bounds) if bounds else None,
         "notes": notes,
     }
 

@@ -8,6 +8,7 @@
 | `string_match_all`, `string_match_part` | RULER's |
 | `qa_f1_score`, `rouge_score`, `rouge_l_recall`, `count_score`, `retrieval_score`, `code_sim_score` | LongBench's (the best over the references) |
 | `classification_score` | LongBench's; needs `all_classes` |
+| `first_digits`, `first_number`, `holds_word`, `names_word`, `option_letter`, `marked_option`, `qa_f1_characters`, `rouge_lsum` | InfiniteBench's |
 """  # noqa: E501 - a table row
 
 from __future__ import annotations
@@ -16,6 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade.errors import RequestError
+from saccade.eval.metrics.infinitebench import (
+    first_digits,
+    first_number,
+    holds_word,
+    marked_option,
+    names_word,
+    option_letter,
+    qa_f1_characters,
+    rouge_lsum,
+)
 from saccade.eval.metrics.longbench import (
     classification_score,
     code_sim_score,
@@ -91,6 +102,19 @@ METRICS: dict[str, Callable[..., float]] = {
             retrieval_score,
             code_sim_score,
             classification_score,
+        )
+    },
+    **{
+        scorer.__name__: scorer
+        for scorer in (
+            first_digits,
+            first_number,
+            holds_word,
+            names_word,
+            option_letter,
+            marked_option,
+            qa_f1_characters,
+            rouge_lsum,
         )
     },
 }

@@ -12,7 +12,9 @@ that one's keys and their neighbours; any other retrieves, by exact top-k. With 
 * ``follow``: whoever copies a text looks one key further at every step, with queries that resemble each other. The
   paper's sets stay where they are, so such a head loses its place until it retrieves again, and an answer breaks off
   after a token or two. Here those who share also read where the steps since would have moved the best keys, and what is
-  near; ``follow=none`` is the paper.
+  near; ``follow=none`` is the paper;
+* ``by``: likeness is that of rotated queries. ``by=key`` and ``by=hidden`` are the paper's Table VII: of the steps' own
+  rotated keys, and of the hidden states that the layer is given, where all units of a layer decide alike.
 
 At least every ``s``-th step of a head retrieves: retrieval ratios below 1 / s, as in the paper's Table VI, cannot be.
 """
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.borrowed import Borrowed
 from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
@@ -37,6 +40,7 @@ from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
 from saccade.selection.plan import DevicePlan, PlanSpec
 
+ROUNDING = 1e-5  # of cosines
 AHEAD = 256  # steps that the room made for lists lasts, where they grow with the context
 
 
@@ -59,8 +63,8 @@ class CIS(Method):
     read beside it. The ``m`` best keys (default: a third of k) bring their neighbours up to ``r`` away into the shared
     set. Who shares also reads where the steps since would have moved those best keys, and up to ``follow`` away: a copy
     looks one key further at every step (none: the paper, whose sets stay where they are). Cosines are those of rotated
-    queries. ``unit="kv_head"`` decides for whole groups, by the cosine of their concatenated queries, and ranks keys by
-    the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves at every step.
+    queries (``by``: see the module). ``unit="kv_head"`` decides for whole groups, by the cosine of their concatenated
+    queries, and ranks keys by the mean of the heads' softmax weights. ``s=1`` or ``tau=1`` retrieves at every step.
     """
 
     name: ClassVar[str] = "cis"
@@ -79,6 +83,7 @@ class CIS(Method):
     cover_gap: bool = True
     align: str = "step"
     follow: int | None = 2
+    by: str = "query"
 
     def __post_init__(self) -> None:
         require_number("tau", self.tau, -1.0, 1.0)
@@ -95,6 +100,11 @@ class CIS(Method):
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         require_choice("cover_gap", self.cover_gap, (False, True))
         require_choice("align", self.align, ("step", "position"))
+        require_choice("by", self.by, ("query", "key", "hidden"))
+
+    @property
+    def looks_at_inputs(self) -> bool:
+        return self.by == "hidden"
 
     def budget(self, keys: int) -> int:
         """How many of ``keys`` keys a query retrieves."""
@@ -110,9 +120,10 @@ class CIS(Method):
         if n <= self.sinks + k + self.local:
             return Dense(shape)
         units = shape.heads if self.unit == "q_head" else shape.kv_heads
-        anchors = self._anchors(query, state, units)
+        asked = self._asked(query, units)
+        anchors = self._anchors(query, state, units, asked.numel() // units)
         moves = self.follow or 0, self.sinks  # nothing moves where the anchors remember no best keys
-        offsets, shared, searching = share(anchors, query.q[:, 0], self.tau, self.local, n, self.cover_gap, moves)
+        offsets, shared, searching = share(anchors, asked, self.tau, self.local, n, self.cover_gap, moves)
         query.cost.estimated += anchors.count
         if _late(query):  # only the device knows who searches, and asking would make the host wait
             share_of = searching.double().mean()
@@ -130,12 +141,40 @@ class CIS(Method):
         most = min(n, max(k, anchors.capacity + moved + gap) + self.sinks + self.local)
         return Candidates(shape, offsets, shared, k_of, self.sinks, self.local, state.fresh, most=most)
 
-    def _anchors(self, query: Query, state: CISState, units: int) -> Anchors:
+    def _asked(self, query: Query, units: int) -> Tensor:
+        """What is compared: a unit's rows, one after the other, [heads or units, channels]."""
+        if self.by == "query":
+            return query.q[:, 0]
+        if self.by == "hidden":
+            assert query.taken_in is not None, "the engine hands over the hidden state that a method asks for"
+            return query.taken_in.expand(units, -1)
+        n = query.shape.k_len
+        return query.kv.keys(n - 1, n)[:, 0].repeat_interleave(units // query.shape.kv_heads, 0)
+
+    def borrowed(self, query: Query, state: CISState) -> Borrowed | None:
+        if (
+            self.unit != "q_head" or self.by != "query"
+        ):  # a mean over heads ranks keys, which no multiple of a query does
+            return None
+        n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
+        best = self.budget(n)
+        if n > self.sinks + best + self.local and anchors is not None and anchors.count:
+            direction = asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38)
+            cosines = (anchors.directions[: anchors.count] * direction).sum(-1)
+            alike = anchors.has[: anchors.count] & (cosines > self.tau - ROUNDING)
+            numbers = torch.arange(anchors.count, device=asked.device)[:, None]
+            whose = torch.where(alike, numbers, -1).amax(0).clamp(min=0)
+            theirs = anchors.directions[whose, torch.arange(len(asked), device=asked.device)]
+            nearest = (asked * theirs).sum(-1, keepdim=True).clamp(min=0) * theirs
+            asked = nearest if state.fresh is None else torch.where(state.fresh[:, None], asked, nearest)
+        return Borrowed(asked, best, self.sinks, self.local)
+
+    def _anchors(self, query: Query, state: CISState, units: int, channels: int) -> Anchors:
         """Those of the query's block of steps."""
-        shape, (heads, _, head_dim) = query.shape, query.q.shape
+        shape = query.shape
         block = (query.step if self.align == "step" else shape.q_start) // self.s
         if state.anchors is None or block != state.block:
-            state.anchors = state.anchors or Anchors.empty(units, heads * head_dim // units, device=query.q.device)
+            state.anchors = state.anchors or Anchors.empty(units, channels, device=query.q.device)
             state.block, state.anchors.count = block, 0
         capacity, most = self.room(shape.k_len)
         if capacity > state.anchors.capacity or most > state.anchors.most:
@@ -154,13 +193,13 @@ class CIS(Method):
         return min(keys, self.budget(keys) // 3 if self.m is None else self.m)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        return DevicePlan.alike(self, spec, SharedKeys.of(self, spec))
+        return DevicePlan.alike(self, spec, SharedKeys.of(self, spec)) if self.by == "query" else None
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedAnchors(opening, self)
 
     def host_state(self, opening: Opening) -> HostState | None:
-        return HostAnchors(opening, self) if HostAnchors.serves(opening) else None
+        return HostAnchors(opening, self) if self.by == "query" and HostAnchors.serves(opening) else None
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: CISState) -> None:
         searching, anchors = state.fresh, state.anchors

@@ -34,12 +34,14 @@ reads those and all keys since. What is not chosen stays stored, and may be chos
 * lines are chosen per KV head by weights summed over its group; ``unit="q_head"`` chooses per query head.
 
 The columns that prefill chose are not carried into decode, and the answer's keys are not computed again when the next
-turn begins: the paper gives no formula for the one, and leaves the other to the store.
+turn begins: the paper gives no formula for the one, and leaves the other to the store. Its sample is drawn from the
+last answer and the new input; the answer's rows are none of the chunk's, so ``answer_rows`` of them, the last ones, are
+remembered and looked at beside the sample of the next turn's first chunk (default: none).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -72,6 +74,16 @@ class LoopServeState(MethodState):
     until: int = 0
 
 
+@dataclass
+class AnsweringState(LoopServeState):
+    """``answer`` [heads, m, head_dim]: the queries of the last tokens of the answer, the last one at ``end`` - 1."""
+
+    replaced: ClassVar[frozenset[str]] = LoopServeState.replaced | {"answer"}
+
+    answer: Tensor | None = None
+    end: int = 0
+
+
 @dataclass(frozen=True)
 class LoopServe(Method):
     """Prefill: per query head the lines, by new weight per new cell, that recover ``alpha`` of the attention of
@@ -99,6 +111,7 @@ class LoopServe(Method):
     force: bool = False
     sinks: int = 4
     slashes: bool = True
+    answer_rows: int = 0
 
     def __post_init__(self) -> None:
         require_number("alpha", self.alpha, 0.0, 1.0)
@@ -112,7 +125,7 @@ class LoopServe(Method):
         require_whole("seed", self.seed, 0)
         for name in ("budget", "n_d"):
             require_whole(name, getattr(self, name), 1)
-        for name in ("first", "sinks"):
+        for name in ("first", "sinks", "answer_rows"):
             require_whole(name, getattr(self, name), 0)
         require_choice("unit", self.unit, ("q_head", "kv_head"))
         if self.observed is not None:
@@ -129,6 +142,24 @@ class LoopServe(Method):
         if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
         rows = self.sample(chunk)
+        answer = self._answer(chunk)
+        if answer is not None:  # as if it were of the chunk; lines do not say for which rows they are
+            shape = Shape.suffix(shape.heads, shape.kv_heads, answer.shape[1] + shape.q_len, shape.k_len, shape.device)
+            rows = torch.cat([torch.arange(answer.shape[1], device=rows.device), answer.shape[1] + rows])
+            longer = replace(chunk, q=torch.cat([answer, chunk.q], 1), shape=shape)
+            return replace(self._cover(longer, rows), shape=chunk.shape)
+        return self._cover(chunk, rows)
+
+    def _answer(self, chunk: Chunk) -> Tensor | None:
+        """The rows of the last answer that end where the chunk begins, [heads, m, head_dim]."""
+        state = chunk.states[chunk.layer] if chunk.layer < len(chunk.states) else None
+        if self.answer_rows == 0 or not isinstance(state, AnsweringState) or state.end != chunk.shape.q_start:
+            return None
+        return None if state.answer is None else state.answer[:, -self.answer_rows :].to(chunk.q.device)
+
+    def _cover(self, chunk: Chunk, rows: Tensor) -> Lines:
+        """The lines that recover the weight of the chunk's ``rows``."""
+        shape = chunk.shape
         chunk.cost.scored += rows.numel() * shape.k_len
         if device.serves(chunk, self.overlap) is None:
             return device.select_lines(chunk, rows, self.alpha, self.take != "line")
@@ -149,7 +180,8 @@ class LoopServe(Method):
         return torch.from_numpy(chosen).to(chunk.q.device)
 
     def begin(self, segment: Chunk) -> LoopServeState:
-        return LoopServeState(segment.q[:, -self.n_d :].clone())
+        rows = segment.q[:, -self.n_d :].clone()
+        return AnsweringState(rows) if self.answer_rows else LoopServeState(rows)
 
     def select_decode(self, query: Query, state: LoopServeState) -> Selection:
         shape, n = query.shape, query.shape.k_len
@@ -201,10 +233,13 @@ class LoopServe(Method):
         return top_places(torch.cat([columns, slashes], 1), self.budget)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        return DevicePlan.alike(self, spec, ChosenLines.of(self, spec))
+        return None if self.answer_rows else DevicePlan.alike(self, spec, ChosenLines.of(self, spec))
 
     def device_state(self, opening: Opening) -> DeviceState:
         return RecordedLines(opening, self)
 
     def observe(self, query: Query, selection: Selection, weights: Tensor | None, state: LoopServeState) -> None:
         state.rows = torch.cat([state.rows, query.q], 1)[:, -self.n_d :]
+        if isinstance(state, AnsweringState):
+            answer = query.q if state.answer is None else torch.cat([state.answer, query.q], 1)
+            state.answer, state.end = answer[:, -self.answer_rows :], query.shape.k_len
