@@ -14,7 +14,8 @@ system has the bound as its ``max_token_gap``, so that prefills are cut to it. M
 memory behind it. What each part of psa brings: ``arkvale``, which reads a fixed number of keys, has no progressive
 reading; ``per-layer pool`` (kv_pool) no unified one; in ``hidden loads`` a step takes the longer of its copies and of
 all else, which is what perfect pipelining could bring. ``never idle``: requests a second where all come at once, and
-``ms/step`` the median step without prefill rows then; ``right``: the tasks' score of the answers, which most sets cut short.
+``ms/step`` the median step without prefill rows then; ``right``: the tasks' score of the answers, which most sets cut
+short.
 """
 
 from __future__ import annotations
@@ -290,10 +291,10 @@ def main() -> None:
                 rate, kept = capacity(run, most, most / 16)
             base = base or rate
             told = kept or whole
+            over, step = rate / base if base else 0.0, 1e3 * median(whole.iterations or [0.0])
             print(
-                f"| {name} | {system.name} | {rate:.2f} | {rate / base if base else 0:.2f}x | {most:.2f} "
-                f"| {1e3 * median(whole.iterations or [0.0]):.1f} | {whole.right:.0%} | {whole.density:.0%} | {fmean(told.batches):.1f} "
-                f"| {told.hits:.1%} | {told.copying:.1%} |",
+                f"| {name} | {system.name} | {rate:.2f} | {over:.2f}x | {most:.2f} | {step:.1f} | {whole.right:.0%} "
+                f"| {whole.density:.0%} | {fmean(told.batches):.1f} | {told.hits:.1%} | {told.copying:.1%} |",
                 flush=True,
             )
 
