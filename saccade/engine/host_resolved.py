@@ -98,9 +98,11 @@ class ResolvedRow:
         wanted, missing = planned.wanted(0)
         if not missing:
             tiers.found(self._home.slots[:wanted])
-            counts = self.fixed.rows.result.tiers
-            assert counts is not None
-            counts.hits += wanted
+            result = self.fixed.rows.result
+            assert result.tiers is not None
+            result.tiers.hits += wanted
+            result.widest = max(result.widest, wanted)
+            result.asked_bytes += wanted * tiers.tier.cell_bytes
             return share
         chosen, before = time.perf_counter() - began, tiers.counts.copy()
         try:
@@ -131,7 +133,7 @@ def resolved(
         if fixed is None:
             continue
         most = max(_most(one, pool.format.block_size) for one in set(fixed.plan.layers) if isinstance(one, BestBlocks))
-        if most <= tiers.room:
+        if most <= min(tiers.room_in(layer) for layer in range(pool.layers)):
             found[rows.scheduled.request_id] = ResolvedRow(setting, plans, fixed, most, own_products)
     return found
 
