@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # Pages name files in code spans too: `docs/claims.md`, `tests/helpers.py`.
