@@ -91,7 +91,8 @@ class PlannedRow(NamedTuple):
     everything, each up to its own key; ``peaks`` fp32 [layers, length, kv_heads, regions] gets what the heaviest key
     of each region of ``region`` keys weighs, summed over a KV head's query heads, 0 in about the last 128 keys.
     ``carried`` int32 [layers, units, n]: blocks that layers with a budget for so many units read besides, in place of
-    the last of those that they would choose; numbers of no block that is chosen from mean none."""
+    the last of those that they would choose, and layers with a rule before those that they rank; numbers of no block
+    that is chosen from mean none."""
 
     row: int
     position: int
