@@ -2,8 +2,11 @@
 
     python benchmarks/batches.py [--model reference] [--prompt 1000] [--tokens 40] [--batches 1,4,16,64] [--threads N]
 
-A row is the batch over the median time of those engine steps in which every request got a token, prompts left out.
-Nothing looks on while it runs, so the engine takes the path that a server's requests take.
+A row is the batch over the median time of those engine steps in which every request got a token, prompts left out;
+with --mean over their mean time, for methods whose steps differ, and with the share of steps that searched anew behind
+it. Nothing looks on while it runs, so the engine takes the path that a server's requests take.
+
+    python benchmarks/batches.py --mean --prefixes --prompt 4096 --tokens 34 --batches 8,16 --policies "dense;cis"
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from saccade import LLM, SamplingParams
 POLICIES = "dense;quest;psa;lfps;topk(k=64);cis"
 
 
-def rate(llm: LLM, policy: str, batch: int, prompt: int, tokens: int, vocab: int) -> float:
-    """Tokens a second."""
+def rate(
+    llm: LLM, policy: str, batch: int, prompt: int, tokens: int, vocab: int, mean: bool = False
+) -> tuple[float, float | None]:
+    """Tokens a second, and the share of steps that searched for keys anew."""
     rng = random.Random(batch)
     prompts = [[rng.randrange(8, vocab) for _ in range(prompt)] for _ in range(batch)]
     real, times = llm.engine.step, []
@@ -36,10 +41,12 @@ def rate(llm: LLM, policy: str, batch: int, prompt: int, tokens: int, vocab: int
     llm.engine.step = step  # type: ignore[method-assign]
     try:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        llm.generate(prompts, params, policy=f"prefill=dense, decode={policy}")
+        outputs = llm.generate(prompts, params, policy=f"prefill=dense, decode={policy}")
     finally:
         del llm.engine.step
-    return batch / statistics.median(times[1:])
+    ratios = [output.report["decode"]["search_ratio"] for output in outputs]
+    typical = statistics.fmean if mean else statistics.median
+    return batch / typical(times[1:]), None if None in ratios else statistics.fmean(ratios)
 
 
 def main() -> None:
@@ -51,18 +58,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--mean", action="store_true")
+    parser.add_argument("--prefixes", action="store_true", help="prefill a prompt once for all policies that may share")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     batches = [int(one) for one in chosen.batches.split(",")]
     memory = f"{max(256, 2 * max(batches) * (chosen.prompt + chosen.tokens) // 100)}MiB"
-    llm = LLM(chosen.model, dtype=chosen.dtype, threads=chosen.threads, max_requests=max(batches), kv_memory=memory)
-    with llm:
+    shared = {"kv_memory": memory, "enable_prefix_caching": chosen.prefixes}
+    with LLM(chosen.model, dtype=chosen.dtype, threads=chosen.threads, max_requests=max(batches), **shared) as llm:
         vocab = llm.model.spec.vocab_size
         print(f"tokens/s, {chosen.model}, {chosen.dtype}, {chosen.threads} threads, prompts of {chosen.prompt} tokens")
         print("| policy | " + " | ".join(map(str, batches)) + " |\n|---|" + "---:|" * len(batches))
         for policy in chosen.policies.split(";"):
-            rates = [rate(llm, policy, batch, chosen.prompt, chosen.tokens, vocab) for batch in batches]
-            print(f"| `{policy}` | " + " | ".join(f"{one:,.0f}" for one in rates) + " |", flush=True)
+            print(f"| `{policy}` |", end="", flush=True)
+            for batch in batches:
+                one, ratio = rate(llm, policy, batch, chosen.prompt, chosen.tokens, vocab, chosen.mean)
+                print(f" {one:,.0f}" + (f" ({ratio:.2f})" if chosen.mean and ratio else "") + " |", end="", flush=True)
+            print()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 // The decode rows of one step, known to the kernels before it runs: a layer then is one call, which stores all rows' keys
 // and values, chooses what they read and attends. saccade/ops/cpu_step.py keeps the tensors alive.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "choosing.h"
 #include "listing.h"
 #include "new_rows.h"
+#include "resolving.h"
 #include "sharing_row.h"
 #include "threads.h"
 
@@ -32,7 +34,7 @@ struct StepRow : BlockTable {
 };
 
 class DecodeStep {
-    enum class Kind { elsewhere, reads, reads_few, chooses, lists, shares };
+    enum class Kind { elsewhere, reads, reads_few, chooses, resolves, lists, shares };
     // What one layer reads: a ReadKeys, BlockChoice, ListedLayer or SharedLayer that Python holds.
     struct Layer {
         Kind kind = Kind::elsewhere;
@@ -58,6 +60,7 @@ class DecodeStep {
         int64_t units = 0;
         const int32_t* carried = nullptr;  // [layers, carrying units, carries]
         int64_t carrying = 0, carries = 0;
+        Residence home;  // of a row whose blocks are not all resident
         float* peaks = nullptr;  // [layers, count, kv_heads, regions] of a row that is several
         int64_t region = 0, regions = 0;
 
@@ -162,6 +165,24 @@ class DecodeStep {
         row.carries = carries;
     }
 
+    // A row that chooses blocks in every layer, some of which may be in no slot. It is stored once it knows its own.
+    void resolves(int64_t number, const Residence& home) {
+        Row& row = at(number);
+        for (const Layer& layer : row.layers)
+            if (layer.kind != Kind::chooses) throw std::invalid_argument("a row whose blocks may be absent chooses blocks");
+        if (home.layer_stride < 1 || home.room < 1) throw std::invalid_argument("layer_stride and room must be at least 1");
+        for (Layer& layer : row.layers) layer.kind = Kind::resolves;
+        row.home = home;
+    }
+    // Of such a row at the layer that ran last: how many blocks it reads, and how many of them are in no slot; where
+    // there are some the layer has done nothing yet, and runs again.
+    std::pair<int64_t, int64_t> wanted(int64_t number) {
+        Row& row = at(number);
+        if (row.worked != Kind::resolves) throw std::invalid_argument("the row has looked nothing up");
+        const Resolving& own = row.working<Resolving>(row.worked);
+        return {own.wanted(), own.missing()};
+    }
+
     // Several rows of a sequence that read everything also leave `peaks` [layers, rows, kv_heads, regions], see FewRows.
     void weighs(int64_t number, uintptr_t peaks, int64_t region, int64_t regions) {
         Row& row = at(number);
@@ -203,6 +224,7 @@ class DecodeStep {
         Work work{set, {}, threads, watched};
         if (fresh.k)
             for (const auto& row : rows_) {
+                if (row->layers[layer].kind == Kind::resolves) continue;
                 const BlockTable table = row->where.at(layer);
                 for (int64_t i = 0; i < row->where.count; ++i)
                     store_row(pool, fresh, row->where.row + i, table, row->where.q_start + i);
@@ -224,6 +246,9 @@ class DecodeStep {
                     .begin(a, row.peaks ? row.peaks + layer * each : nullptr, row.region, row.regions);
             } else if (own.kind == Kind::chooses) {
                 row.working<Choosing>(own.kind).begin(a, own.as<BlockChoice>(), row.choosing_by(layer));
+            } else if (own.kind == Kind::resolves) {
+                row.working<Resolving>(own.kind)
+                    .begin(a, own.as<BlockChoice>(), row.choosing_by(layer), row.home, layer, fresh, row.where.row);
             } else if (own.kind == Kind::lists) {
                 row.working<Listing>(own.kind)
                     .begin(a, *static_cast<const ListedKeys*>(row.how), row.listed_by(layer));
@@ -329,6 +354,12 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
          field<&SharedLayer::count>("count"), field<&SharedLayer::window>("window"),
          field<&SharedLayer::channels>("channels").at_least(16), field<&SharedLayer::capacity>("capacity").at_least(1),
          field<&SharedLayer::most>("most"), field<&SharedLayer::room>("room").at_least(1)});
+    bind_struct<Residence>(
+        m, "Residence",
+        {field<&Residence::ids>("ids"), field<&Residence::map>("map"), field<&Residence::layer_stride>("layer_stride"),
+         field<&Residence::count>("count").at_least(1), field<&Residence::nowhere>("nowhere"),
+         field<&Residence::table>("table"), field<&Residence::blocks>("blocks"), field<&Residence::slots>("slots"),
+         field<&Residence::room>("room")});
     nb::class_<DecodeStep>(m, "DecodeStep")
         .def(nb::init<int64_t, int64_t, int64_t>())
         .def("add", &DecodeStep::add)
@@ -336,7 +367,9 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         .def("lists", &DecodeStep::lists)
         .def("carries", &DecodeStep::carries)
         .def("weighs", &DecodeStep::weighs)
-        .def("shares", &DecodeStep::shares);
+        .def("shares", &DecodeStep::shares)
+        .def("resolves", &DecodeStep::resolves)
+        .def("wanted", &DecodeStep::wanted);
     set.def("run_step", &run_step);
 }
 

@@ -46,6 +46,14 @@ void antidiagonals(const KernelSet& set, int threads, const Pool& pool, const Bl
     run(set.antidiagonals, about(estimate, threads, pool, table, queries));
 }
 
+void row_shares(const KernelSet& set, int threads, const Pool& pool, const BlockTable& table, const Queries& queries,
+                const RowShares& shares) {
+    if (shares.rows > 64) throw std::invalid_argument("rows=" + std::to_string(shares.rows) + " is above 64");
+    if (128 % shares.block_size)
+        throw std::invalid_argument("block_size=" + std::to_string(shares.block_size) + " must divide 128");
+    run(set.row_shares, about(shares, threads, pool, table, queries));
+}
+
 double cover(const KernelSet& set, const CoverCall& call) {
     nb::gil_scoped_release release;
     return set.cover(call);
@@ -69,6 +77,10 @@ void bind_sums(nb::module_& m, KernelSetClass& set) {
                                 field<&Antidiagonals::stride>("stride").at_least(1),
                                 field<&Antidiagonals::block_size>("block_size").at_least(1),
                                 field<&Antidiagonals::shares>("shares")});
+    bind_struct<RowShares>(m, "RowShares",
+                           {field<&RowShares::k_len>("k_len"), field<&RowShares::rows>("rows").at_least(1),
+                            field<&RowShares::block_size>("block_size").at_least(1),
+                            field<&RowShares::shares>("shares")});
     bind_struct<CoverCall>(
         m, "Cover",
         {field<&CoverCall::weights>("weights"), field<&CoverCall::positions>("positions"),
@@ -78,6 +90,7 @@ void bind_sums(nb::module_& m, KernelSetClass& set) {
     set.def("line_sums", &line_sums);
     set.def("cover_rows", &cover_rows);
     set.def("antidiagonals", &antidiagonals);
+    set.def("row_shares", &row_shares);
     set.def("cover", &cover);
 }
 

@@ -6,8 +6,8 @@
 namespace saccade {
 
 // Summaries of blocks 0 .. blocks - 1, rounded to 4 bits (saccade/kv/block_codes.py), by which most blocks are passed
-// over: uint8 [kv_heads, tiles, planes, 16], a plane being two channels, of all parts one behind the other, of 16 blocks;
-// fp32 least value and step of each block [kv_heads, tiles, 2, 16]; and what was taken off a channel and what it was
+// over: uint8 [kv_heads, tiles, channels / 8, 16, 4], channels being those of all parts one behind the other (see
+// code_sums.h for their order); fp32 least value and step of each block [kv_heads, tiles, 2, 16]; and what was taken off a channel and what it was
 // divided by, fp32 [2, kv_heads, parts * head_dim].
 struct BlockCodes {
     const uint8_t* codes = nullptr;

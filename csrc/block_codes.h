@@ -7,20 +7,23 @@
 #include <cmath>
 
 #include "block_scores.h"
+#include "code_sums.h"
 
 namespace saccade {
 namespace {
 
-constexpr int64_t kCodeTile = 16;       // blocks whose codes lie together
 constexpr int64_t kCodedTask = 32;      // tiles scored by one task
 constexpr int64_t kListedTask = 64;     // blocks of a list scored by one task
 constexpr int64_t kListAhead = 12;      // blocks of a list between asking for a summary and using it
 constexpr int64_t kWorthCoding = 4;     // so many times as many coded blocks as are taken
+constexpr float kGreatestCode = 15;
 constexpr float kRounding = 1.0f / 32768;  // of float sums, relative to the sum of their terms' sizes: 512 times theirs
 
 class CodedPlan {
-    static constexpr int kParts = kCodeTile / W;  // vectors of a tile
-    static constexpr int64_t kRows = 4;           // rows of a register tile
+    static constexpr int64_t kRows = CodeSums::kRows;  // of a register tile
+    // Of a row: what the frame's own values count for; what a block's step, and the size of its values, let the score
+    // be off by; what rounding the first does; the weights' sum.
+    enum Constant { base, off_by_step, off_by_size, off, weight_sum, kConstants };
 
   public:
     explicit CodedPlan(const BlockPlan& plan) : plan_(plan), r_(plan.r), channels_(r_.parts * r_.head_dim) {
@@ -28,13 +31,15 @@ class CodedPlan {
         rows_ = r_.kv_heads * plan.per_kv_head;
         stride_ = r_.coded.tiles * kCodeTile;
         const int64_t listed = r_.last - r_.first;
-        floats_.reset(new float[rows_ * (channels_ + 4) + r_.units * (2 * stride_ + listed)]);
-        numbers_.reset(new int32_t[r_.units * listed]);
-        weights_ = floats_.get();
-        constants_ = weights_ + rows_ * channels_;
-        estimate_ = constants_ + 4 * rows_;
+        // Not on the heap: so much would be asked of the system at each call.
+        const int64_t floats = rows_ * (channels_ + CodeSums::room(channels_) + kConstants) + r_.units * (2 * stride_ + 2 * listed);
+        raw_ = static_cast<float*>(thread_scratch(floats * sizeof(float), 2));
+        weights_ = raw_ + rows_ * channels_;
+        constants_ = weights_ + rows_ * CodeSums::room(channels_);
+        estimate_ = constants_ + kConstants * rows_;
         above_ = estimate_ + r_.units * stride_;
         scores_ = above_ + r_.units * stride_;
+        numbers_ = reinterpret_cast<int32_t*>(scores_ + r_.units * listed);
         weigh();
     }
 
@@ -54,27 +59,30 @@ class CodedPlan {
     }
 
   private:
-    // What codes are multiplied with; and of each row what the frame's own values count for, the weights' sizes together,
-    // the size of what the frame counts for, and the weights' sum.
+    // What codes are multiplied with, and each row's constants.
     void weigh() {
         const int64_t d = r_.head_dim, heads = r_.kv_heads;
         for (int64_t row = 0; row < rows_; ++row) {
             const int64_t g = row / plan_.per_kv_head;
             const float* center = r_.coded.frame + g * channels_;
             const float* scale = r_.coded.frame + (heads + g) * channels_;
-            double base = 0, reach = 0, size = 0, sum = 0;
+            float* weights = raw_ + row * channels_;
+            double frame = 0, reach = 0, size = 0, sum = 0;
             for (int64_t c = 0; c < channels_; ++c) {
                 const float q = plan_.queries[c / d][row * d + c % d], w = q * scale[c];
-                weights_[row * channels_ + c] = w;
-                base += static_cast<double>(q) * center[c];
+                weights[c] = w;
+                frame += static_cast<double>(q) * center[c];
                 size += std::fabs(static_cast<double>(q) * center[c]);
                 reach += std::fabs(static_cast<double>(w));
                 sum += w;
             }
-            constants_[4 * row] = static_cast<float>(base);
-            constants_[4 * row + 1] = static_cast<float>(reach) * (1 + kRounding);
-            constants_[4 * row + 2] = static_cast<float>(size) * kRounding;
-            constants_[4 * row + 3] = static_cast<float>(sum);
+            const double rounded = CodeSums::write(weights, channels_, weights_ + row * CodeSums::room(channels_));
+            float* constant = constants_ + kConstants * row;
+            constant[base] = static_cast<float>(frame);
+            constant[off_by_step] = static_cast<float>(0.5 * reach + kGreatestCode * rounded) * (1 + kRounding);
+            constant[off_by_size] = static_cast<float>(reach) * (1 + kRounding) * kRounding;
+            constant[off] = static_cast<float>(size) * kRounding;
+            constant[weight_sum] = static_cast<float>(sum);
         }
     }
 
@@ -94,38 +102,23 @@ class CodedPlan {
 
     template <int R>
     void tiles_of(int64_t g, int64_t first_row, int64_t first, int64_t stop) {
-        const int64_t planes = channels_ / 2;
-        const uint8_t* codes = r_.coded.codes + (g * r_.coded.tiles + first) * planes * kCodeTile;
+        const int64_t bytes = channels_ / 2 * kCodeTile, room = CodeSums::room(channels_);
+        const uint8_t* codes = r_.coded.codes + (g * r_.coded.tiles + first) * bytes;
         const float* range = r_.coded.range + (g * r_.coded.tiles + first) * 2 * kCodeTile;
-        const float* weights = weights_ + first_row * channels_;
-        for (int64_t tile = first; tile < stop; ++tile, range += 2 * kCodeTile) {
-            F acc[2][R][kParts];  // two sums that do not wait for each other
-            for (auto& sum : acc)
-                for (auto& row : sum)
-                    for (F& x : row) x = Simd::set1(0);
-            for (int64_t plane = 0; plane < planes; ++plane, codes += kCodeTile) {
-                if (plane % 4 == 0) Simd::prefetch(codes + 2048);
-                const float* w = weights + 2 * plane;
-                for (int part = 0; part < kParts; ++part) {
-                    const I code = Simd::load_bytes(codes + part * W);
-                    const F low = Simd::to_float(Simd::low_bits(code)), high = Simd::to_float(Simd::high_bits(code));
-                    for (int j = 0; j < R; ++j) {
-                        acc[0][j][part] = Simd::fma(low, Simd::set1(w[j * channels_]), acc[0][j][part]);
-                        acc[1][j][part] = Simd::fma(high, Simd::set1(w[j * channels_ + 1]), acc[1][j][part]);
-                    }
-                }
-            }
+        for (int64_t tile = first; tile < stop; ++tile, codes += bytes, range += 2 * kCodeTile) {
+            F sums[R][kCodeParts];
+            CodeSums::sum<R>(codes, channels_, weights_ + first_row * room, sums);
             for (int j = 0; j < R; ++j) {
                 const int64_t row = first_row + j, unit = row / plan_.rows_per_unit, at = unit * stride_ + tile * kCodeTile;
                 const bool starts = row == unit * plan_.rows_per_unit;
-                const float* constant = constants_ + 4 * row;
-                for (int part = 0; part < kParts; ++part) {
+                const float* constant = constants_ + kConstants * row;
+                for (int64_t part = 0; part < kCodeParts; ++part) {
                     const F least = Simd::load(range + part * W), step = Simd::load(range + kCodeTile + part * W);
-                    const F reach = Simd::set1(constant[1]), sum = Simd::add(acc[0][j][part], acc[1][j][part]);
-                    F x = Simd::fma(sum, step, Simd::fma(least, Simd::set1(constant[3]), Simd::set1(constant[0])));
-                    const F size = Simd::fma(step, Simd::set1(16), Simd::abs(least));
-                    F most = Simd::fma(Simd::mul(step, Simd::set1(0.5f * (1 + kRounding))), reach, x);
-                    most = Simd::fma(Simd::mul(size, Simd::set1(kRounding)), reach, Simd::add(most, Simd::set1(constant[2])));
+                    F x = Simd::fma(least, Simd::set1(constant[weight_sum]), Simd::set1(constant[base]));
+                    x = Simd::fma(sums[j][part], step, x);
+                    const F size = Simd::fma(step, Simd::set1(kGreatestCode + 1), Simd::abs(least));
+                    F most = Simd::fma(step, Simd::set1(constant[off_by_step]), x);
+                    most = Simd::fma(size, Simd::set1(constant[off_by_size]), Simd::add(most, Simd::set1(constant[off])));
                     float *own = estimate_ + at + part * W, *top = above_ + at + part * W;
                     if (!starts) x = Simd::add(x, Simd::load(own)), most = Simd::add(most, Simd::load(top));
                     Simd::store(own, x);
@@ -142,7 +135,7 @@ class CodedPlan {
         const int64_t spare = top_of_many_scratch(r_.last - r_.first, k);
         float* scratch = static_cast<float*>(thread_scratch((spare + k + 1) * sizeof(float)));
         int32_t* best = reinterpret_cast<int32_t*>(scratch + spare);  // with room for one more
-        int32_t* numbers = numbers_.get() + unit * (r_.last - r_.first);
+        int32_t* numbers = numbers_ + unit * (r_.last - r_.first);
         float* scores = scores_ + unit * (r_.last - r_.first);
         top_of_many(estimate, n, k, static_cast<int32_t>(r_.first), best, scratch);
         std::memcpy(numbers, best, k * sizeof *numbers);
@@ -237,9 +230,8 @@ class CodedPlan {
     const BlockRanking& r_;
     const int64_t channels_;  // of all parts
     int64_t coded_, rows_, stride_;
-    std::unique_ptr<float[]> floats_;
-    std::unique_ptr<int32_t[]> numbers_;
-    float *weights_, *constants_, *estimate_, *above_, *scores_;
+    float *raw_, *weights_, *constants_, *estimate_, *above_, *scores_;
+    int32_t* numbers_;
 };
 
 template <class Q, class S>
@@ -247,12 +239,13 @@ void rank_blocks_typed(const BlockRanking& r) {
     const int64_t per_kv_head = r.units > r.kv_heads ? r.units / r.kv_heads : 1;
     BlockPlan plan{r, per_kv_head, r.kv_heads * per_kv_head / r.units, r.last - r.first};
     const int64_t queries = r.kv_heads * plan.per_kv_head * r.head_dim;
-    const std::unique_ptr<float[]> storage(new float[2 * queries + r.units * plan.ranked]);
+    const bool coded = CodedPlan::serves(r);
+    const std::unique_ptr<float[]> storage(new float[2 * queries + (coded ? 0 : r.units * plan.ranked)]);
     plan.queries[0] = storage.get();
     plan.queries[1] = storage.get() + queries;
     plan.scores = storage.get() + 2 * queries;
     plan.split_queries<Q>();
-    if (CodedPlan::serves(r)) {
+    if (coded) {
         CodedPlan(plan).template run<S>();
         return;
     }

@@ -117,6 +117,14 @@ struct Antidiagonals {
     float* shares;
 };
 
+// Exact attention of `rows` rows of every query block, at most kTile (row_shares.h): the sums of their shares, fp32
+// [heads, q_blocks, k_blocks], zero on entry. block_size divides kStep.
+struct RowShares {
+    Attention attention;
+    int64_t k_len, rows, block_size;
+    float* shares;
+};
+
 // One decode step over candidates (saccade/selection/candidates.py). `attention` holds the row, out and lse.
 struct Gather {
     Attention attention;

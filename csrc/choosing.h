@@ -52,7 +52,7 @@ class Choosing : public RowWork {
         lists.resize(c.units * (forced + (c.microbatch ? 0 : c.take)));
         order.resize(c.units * (c.microbatch ? ranked : c.take));
         offsets.resize(c.units + 1);
-        if (c.microbatch) read.resize(c.units * (forced + ranked) + 1);
+        if (c.microbatch) reached.resize(c.units * (forced + ranked) + 1);
     }
 
     void run(const KernelSet& set, int threads) override {
@@ -75,15 +75,44 @@ class Choosing : public RowWork {
             phases.end(Phases::reading);
             return;
         }
-        if (c.take && c.take < ranked) {
+        choose(set, threads);
+        phases.end(Phases::choosing);
+        read(set, threads);
+        phases.end(Phases::reading);
+    }
+
+    // The two halves of run() without a rule; the row's call may be another one in between, over the same keys.
+    void choose(const KernelSet& set, int threads) {
+        a_.threads = threads;
+        const BlockChoice& c = choice;
+        if (c.take && c.take < stop - first) {
             rank(set, c.take);
             if (from.carries) join();
         } else {
             for (int64_t i = 0; i < c.units * c.take; ++i) order[i] = static_cast<int32_t>(first + i % c.take);
         }
-        phases.end(Phases::choosing);
-        run_listed(set);
-        phases.end(Phases::reading);
+        list();
+    }
+    void again(const Attention& attention) { a_ = attention; }
+    void read(const KernelSet& set, int threads) {
+        a_.threads = threads;
+        a_.keys = Keys::blocks;
+        a_.block_size = choice.size;
+        a_.units = choice.units;
+        a_.q_blocks = 1;
+        a_.offsets = offsets.data();
+        a_.indices = lists.data();
+        set.decode(a_);
+    }
+
+    // Every block of the pool that holds keys of what was chosen, some of them more than once.
+    template <class Visit>
+    void each_page(const Visit& visit) const {
+        const int64_t size = choice.size, page = a_.page;
+        for (int64_t i = 0; i < offsets[choice.units]; ++i) {
+            const int64_t begin = lists[i] * size, end = std::min(begin + size, length_);
+            for (int64_t p = begin / page; p * page < end; ++p) visit(p);
+        }
     }
 
   private:
@@ -136,7 +165,7 @@ class Choosing : public RowWork {
         return std::find(joined.begin(), end, block) != end;
     }
 
-    void run_listed(const KernelSet& set) {
+    void list() {
         const BlockChoice& c = choice;
         int32_t* to = lists.data();
         for (int64_t u = 0; u < c.units; ++u) {
@@ -146,13 +175,6 @@ class Choosing : public RowWork {
             for (int64_t b = 0; b < ends; ++b) *to++ = static_cast<int32_t>(stop + b);
         }
         offsets[c.units] = to - lists.data();
-        a_.keys = Keys::blocks;
-        a_.block_size = c.size;
-        a_.units = c.units;
-        a_.q_blocks = 1;
-        a_.offsets = offsets.data();
-        a_.indices = lists.data();
-        set.decode(a_);
     }
 
     // By the first `listed` ranked blocks; false where they do not suffice.
@@ -180,7 +202,7 @@ class Choosing : public RowWork {
         p.used = from.used;
         p.coverage = from.coverage;
         p.offsets = offsets.data();
-        p.indices = read.data();
+        p.indices = reached.data();
         set.progressive(p);
         for (int64_t u = 0; u < c.units; ++u)
             if (listed < p.ranked && p.used[u] == listed && !(p.coverage[u] > p.epsilon)) return false;
@@ -190,7 +212,7 @@ class Choosing : public RowWork {
     BlockChoice choice;
     ChoosingLayer from;
     int64_t first = 0, stop = 0, ends = 0;  // blocks that are ranked, and how many follow them
-    std::vector<int32_t> lists, order, read, joined;
+    std::vector<int32_t> lists, order, reached, joined;
     std::vector<int64_t> offsets;
 };
 

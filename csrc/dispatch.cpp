@@ -48,7 +48,8 @@ const KernelSet* const* supported_kernels(int* count) {
         int n = 0;
 #if defined(SACCADE_HAS_AVX512_BF16)
         if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+            __builtin_cpu_supports("avx512vnni")) {
 #if defined(SACCADE_HAS_AMX_BF16)
             if (has_tiles() && ask_for_tiles()) sets[n++] = &amx_bf16_kernels();
 #endif

@@ -16,6 +16,7 @@
 #include "sampled.h"
 #include "rows.h"
 #include "row_passes.h"
+#include "row_shares.h"
 #include "score_tables.h"
 
 namespace saccade {
@@ -54,6 +55,11 @@ void cover_rows(const RowCovers& s) {
 void antidiagonals(const Antidiagonals& s) {
     if (s.attention.storage == Storage::bf16) antidiagonals_typed<HalfMath, uint16_t>(s);
     else antidiagonals_typed<Fp32Math, float>(s);
+}
+
+void row_shares(const RowShares& s) {
+    if (s.attention.storage == Storage::bf16) row_shares_typed<HalfMath, uint16_t>(s);
+    else row_shares_typed<Fp32Math, float>(s);
 }
 
 void gather(const Gather& g) {

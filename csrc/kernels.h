@@ -18,6 +18,7 @@ struct KernelSet {
     void (*cover_rows)(const RowCovers&);
     double (*cover)(const CoverCall&);  // what was recovered
     void (*antidiagonals)(const Antidiagonals&);
+    void (*row_shares)(const RowShares&);
     void (*gather)(const Gather&);
     void (*scan_tables)(const TableScan&);
     void (*learn_tables)(const TableGain&);

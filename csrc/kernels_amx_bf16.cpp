@@ -8,6 +8,7 @@
 #include "line_cover.h"
 #include "prefill.h"
 #include "progressive.h"
+#include "row_shares.h"
 #include "rows.h"
 
 #include <sys/syscall.h>
@@ -42,6 +43,11 @@ void cover_rows(const RowCovers& s) {
 void antidiagonals(const Antidiagonals& s) {
     if (serves(s.attention)) antidiagonals_typed<TileMath, uint16_t>(s);
     else avx512_bf16_kernels.antidiagonals(s);
+}
+
+void row_shares(const RowShares& s) {
+    if (serves(s.attention)) row_shares_typed<TileMath, uint16_t>(s);
+    else avx512_bf16_kernels.row_shares(s);
 }
 
 // Of one row per head: processors with tiles take four times as long for a product of bf16 pairs as for one of fp32.
@@ -94,6 +100,7 @@ const KernelSet& amx_bf16_kernels() {
         made.line_sums = line_sums;
         made.cover_rows = cover_rows;
         made.antidiagonals = antidiagonals;
+        made.row_shares = row_shares;
         made.decode = decode;
         made.few_rows = few_rows;
         made.progressive = progressive;

@@ -15,6 +15,7 @@ struct Simd {
     static constexpr int registers = 16;
     static constexpr int NV = 3;  // 12 sums of 4 keys, 3 vectors of queries and one of a key: 16 registers
     static constexpr bool has_bf16_dot = false;
+    static constexpr bool has_byte_dot = true;
     using F = __m256;
     using I = __m256i;
 
@@ -119,6 +120,17 @@ struct Simd {
 
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+    // --- four bytes to a lane, each with a code of 4 bits in its low half and one in its high half ---
+
+    static I zero_int() { return _mm256_setzero_si256(); }
+    static I low_halves(I x) { return _mm256_and_si256(x, _mm256_set1_epi32(0x0f0f0f0f)); }
+    static I high_halves(I x) { return low_halves(_mm256_srli_epi32(x, 4)); }
+    // acc + the four codes of each lane times the four signed bytes of `weights`.
+    static I dot_bytes(I acc, I codes, int32_t weights) {
+        I pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(weights));  // below 2 * 15 * 128
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Sixteen-lane vectors: AVX512 (F, BW, VL, DQ) with BF16 dot products. The meaning of every function is in
+// Sixteen-lane vectors: AVX512 (F, BW, VL, DQ, VNNI) with BF16 dot products. The meaning of every function is in
 // simd_portable.h; the last section exists only here.
 #pragma once
 
@@ -16,6 +16,7 @@ struct Simd {
     static constexpr int NV = 4;
     static constexpr int registers = 32;
     static constexpr bool has_bf16_dot = true;
+    static constexpr bool has_byte_dot = true;
     using F = __m512;
     using I = __m512i;
 
@@ -111,6 +112,15 @@ struct Simd {
 
     // Always inlined: g++ takes an out-of-line function that only prefetches for one without effect and drops the call.
     static SACCADE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+
+    // --- codes of 4 bits: as in simd_avx2.h ---
+
+    static I zero_int() { return _mm512_setzero_si512(); }
+    static I low_halves(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(0x0f0f0f0f)); }
+    static I high_halves(I x) { return low_halves(_mm512_srli_epi32(x, 4)); }
+    static I dot_bytes(I acc, I codes, int32_t weights) {
+        return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(weights));
+    }
 
     // --- bf16 pairs: a 32-bit unit holds two values, the first in the low half ---
 

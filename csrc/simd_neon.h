@@ -92,6 +92,7 @@ struct Simd {
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     static constexpr bool has_bf16_dot = true;
+    static constexpr bool has_byte_dot = false;
 
     // --- bf16 pairs: a 32-bit unit holds two values, the first in the low half ---
 
@@ -119,6 +120,7 @@ struct Simd {
     static uint16x4_t half(F x) { return vreinterpret_u16_bf16(vcvt_bf16_f32(x)); }
 #else
     static constexpr bool has_bf16_dot = false;
+    static constexpr bool has_byte_dot = false;
 
   private:
     // Round to nearest, ties to even; NaN stays NaN.

@@ -198,7 +198,7 @@ void parallel_for(int64_t count, int threads, Task task, void* context, bool fol
 }
 
 void* thread_scratch(size_t bytes, int which) {
-    thread_local Scratch kept[2];
+    thread_local Scratch kept[3];
     Scratch& scratch = kept[which];
     if (scratch.size < bytes) {
         std::free(scratch.data);

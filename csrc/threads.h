@@ -25,7 +25,8 @@ __attribute__((always_inline)) inline int worth(int64_t work, int64_t piece, int
 }
 
 // Scratch of the calling thread, 64-byte aligned, kept and grown between calls; its content is whatever was left there.
-// A task that calls parallel_for loses number 0 to the tasks that it runs meanwhile; number 1 is for such tasks.
+// A task that calls parallel_for loses number 0 to the tasks that it runs meanwhile; number 1 is for such tasks, and number 2 for one that
+// may run within them.
 void* thread_scratch(size_t bytes, int which = 0);
 
 }  // namespace saccade

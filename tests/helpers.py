@@ -245,6 +245,16 @@ MATRIX = (
         boundary=(16, 64, 128, 192, 256),
     ),
     MethodCase(
+        "sampled_rows",
+        (
+            {"threshold": 0.1, "gamma": 0.5, "block_size": 64},
+            {"threshold": 1.0, "gamma": 0.0, "rows": 3, "block_size": 32},
+            {"threshold": 0.05, "gamma": 0.0, "rows": 4},
+        ),
+        {"threshold": 0.0},
+        boundary=(32, 64, 128, 192, 256),
+    ),
+    MethodCase(
         "flashprefill",
         (
             {"alpha": 0.9, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 0, "block_size": 64},

@@ -84,7 +84,8 @@ def test_blocks_that_codes_rule_out_are_not_read():
     best = cpu_blocks.rank_blocks(q, parts, 2, 2, 3200, 64, None, codes)
     own = codes.range[..., 1, :].flatten(1)[:, :3200] / 2  # how far off a value may be
     frame = codes.frame
-    pairs = torch.stack([codes.codes & 15, codes.codes >> 4], 3).flatten(2, 3)  # [G, tiles, channels, 16]
+    pairs = torch.stack([codes.codes & 15, codes.codes >> 4], 3)  # [G, tiles, channels / 8, 2, 16, 4]
+    pairs = pairs.transpose(4, 5).flatten(2, 4)  # [G, tiles, channels, 16]
     rounded = codes.range[:, :, 0, None] + pairs * codes.range[:, :, 1, None]
     rounded = rounded.transpose(2, 3).flatten(1, 2)[:, :3200] * frame[1][:, None] + frame[0][:, None]
     true = parts.permute(2, 0, 1, 3).flatten(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from engine_helpers import tokens
@@ -25,8 +26,9 @@ from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
 from saccade.ops import Call, cpu, cpu_plans, run
-from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, Residence
 from saccade.ops.cpu_structs import native
+from saccade.selection.pieces import read_blocks
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
 LAYERS, HEADS, KV_HEADS, DIM = 2, 6, 2, 32
@@ -171,6 +173,69 @@ def test_a_rule_over_very_many_blocks_begins_with_the_first(epsilon):
     assert torch.equal(used[0], all_used[0])
     assert torch.equal(coverage[0], all_coverage[0])
     assert (used[0] < 256).all() if epsilon < 0.5 else (used[0] > 256).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Quest(budget=96, dense_layers=0),
+        Quest(budget=40, block_size=8, dense_layers=0, unit="q_head"),
+        ArkVale(budget=320, block_size=64, sinks=1),
+        ArkVale(budget=160, unit="layer"),
+    ],
+    ids=lambda one: one.text,
+)
+def test_blocks_in_no_slot_are_named_before_anything_is_read_or_stored(method, dtype):
+    length = int(torch.randint(1100, 1500, (1,)))
+    (kv,), (keys,), q = sequences([length], dtype, 1)
+    reading = method.device_plan(Spec).blocks
+    readings, storage = Readings([reading] * LAYERS), kv.pool.storage
+    given = readings, kv.summaries(reading.summary, reading.size)
+    ids, nowhere = kv.block_table.numpy(), storage.num_blocks - 1
+    wide = np.full((LAYERS, kv.pool.logical_blocks + 5), -7, dtype=np.int32)
+    slots = wide[:, 2:-3]
+    slots[:] = kv.pool.map_of(0)
+    plain = PlannedRows([PlannedRow(0, length - 1, kv.tables, *given)], storage.k, storage.v)
+    rng = np.random.default_rng(length)
+    for layer in range(LAYERS):
+        new, whole = keys[layer, :, :, -1:], torch.empty(1, HEADS, DIM, dtype=dtype)
+        plain.run(layer, q[layer], *new, whole, 0.2, None, 2)
+        kv.append(layer, *new)
+        query = Query.of(q[layer], kv.view(layer), layer=layer, layers=LAYERS, scale=0.2)
+        read = read_blocks(method.select_decode(query, None), 32).nonzero()[:, 0].tolist()
+        for share in (0.0, 0.6, 1.0):  # the own block is among those that left, too
+            gone = rng.permutation(len(ids))[: round(share * len(ids))]
+            left = torch.from_numpy(slots[layer, ids[gone]]).long()
+            kept = storage.k[left].clone(), storage.v[left].clone()
+            storage.k[left] = storage.v[left] = torch.nan
+            slots[layer, ids[gone]] = -1
+            home = Residence(ids, slots, nowhere, len(ids))
+            row = PlannedRow(0, length - 1, home.table, *given, home=home)
+            planned = PlannedRows([row], storage.k, storage.v)
+            out = torch.full((1, HEADS, DIM), 5.0, dtype=dtype)
+            planned.run(layer, q[layer], *new, out, 0.2, None, 2)
+            wanted, missing = planned.wanted(0)
+            assert sorted(home.blocks[:wanted].tolist()) == read
+            assert missing == len(set(read) & set(gone.tolist()))
+            assert (home.slots[:wanted] == slots[layer, ids[home.blocks[:wanted]]]).all()
+            if missing:
+                assert (out == 5).all()
+                slots[layer, ids[gone]] = left.numpy()
+                storage.k[left], storage.v[left] = kept
+                storage.k[left[gone == length // 32], :, (length - 1) % 32] = torch.nan  # stored by the call
+                planned.run(layer, q[layer], *new, out, 0.2, None, 2)
+                assert planned.wanted(0) == (wanted, 0)
+            slots[layer, ids[gone]] = left.numpy()
+            storage.k[left], storage.v[left] = kept
+            assert torch.equal(out, whole)
+            assert (home.table == nowhere).all()
+    home = Residence(ids, slots, nowhere, 1)
+    planned = PlannedRows([PlannedRow(0, length - 1, home.table, *given, home=home)], storage.k, storage.v)
+    with pytest.raises(ValueError, match="no room"):
+        planned.run(0, q[0], *new, out, 0.2, None, 2)
+    with pytest.raises(SaccadeError, match="int32 with contiguous rows"):
+        Residence(ids, slots[:, ::2], nowhere, 8)
 
 
 def test_what_is_not_served_says_so():

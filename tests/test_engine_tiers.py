@@ -14,6 +14,7 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.host_resolved import ResolvedRow
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.disk import DiskTier
@@ -133,22 +134,30 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
     policies = [
         "quest(budget=48, block_size=8, dense_layers=0)",
         "arkvale(budget=64, block_size=16)",
+        "quest(budget=256, block_size=64, dense_layers=0)",
         "psa(epsilon=0.3, block_size=8, microbatch=1)",
         "psa(epsilon=0.99, block_size=8, microbatch=2)",
     ]
     prompts = [random_ids(700 + 30 * i, seed=i) for i in range(len(policies))]
-    expected = [tokens(one) for one in whole.generate(prompts, GREEDY, policy=policies)]
+    long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)  # so that blocks fill
+    expected = whole.generate(prompts, long, policy=policies)
     monkeypatch.setattr("saccade.kv.kept_summaries.LEAST_BLOCKS", 16)
     monkeypatch.setattr("saccade.methods.psa.method.FIRST_RANKED", 4)
     asked = []
     follow = BlockCodes.follow
     monkeypatch.setattr(BlockCodes, "follow", lambda codes, made: (follow(codes, made), asked.append(codes.blocks)))
+    resolved, attend = [], ResolvedRow._attend
+    monkeypatch.setattr(ResolvedRow, "_attend", lambda row, *a, **k: (attend(row, *a, **k), resolved.append(row))[0])
     with small(folder, tmp_path, 30) as llm:
-        done = llm.generate(prompts, GREEDY, policy=policies)
-        assert [tokens(one) for one in done] == expected
+        done = llm.generate(prompts, long, policy=policies)
+        assert [tokens(one) for one in done] == [tokens(one) for one in expected]
+        for one, same in zip(done[:3], expected):
+            untimed = {"seconds": 0, "tokens_per_second": 0}
+            assert one.report["decode"] | untimed == same.report["decode"] | untimed
         assert llm.pool.tiers.counts.misses > 50
         nothing_left(llm.pool)
     assert max(asked) >= 64
+    assert len(resolved) > 50  # of 99 layers; summaries take the room of slots
 
 
 def test_heads_that_read_different_blocks_move_fewer_bytes(folder, tmp_path, whole):

@@ -264,6 +264,20 @@ def test_clients_that_leave_and_replicas_that_drain(fleet, llms):
     asyncio.run(ask())
 
 
+def test_a_websocket_is_refused_where_replicas_answer():
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        await Ingress(Fleet({}))({"type": "websocket", "path": "/v1/responses", "headers": []}, None, send)
+
+    asyncio.run(ask())
+    assert [one["type"] for one in sent] == ["websocket.http.response.start", "websocket.http.response.body"]
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]) == (501, "not_supported")
+
+
 def test_a_probe_of_an_empty_fleet_is_answered_in_time():
     class Nobody:
         async def send(self, request: Forwarded, route: str) -> AsyncIterator[Part]:

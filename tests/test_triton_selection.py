@@ -13,9 +13,11 @@ from saccade.methods.flexprefill import FlexPrefill
 from saccade.methods.flexprefill import triton_shares as shares
 from saccade.methods.flexprefill.device import _block_means, select_blocks, select_lines
 from saccade.methods.flexprefill.modes import token_lines
+from saccade.methods.sampled_rows import SampledRows
 from saccade.methods.xattention import _reach
 from saccade.ops import attend
 from saccade.ops.block_energies import block_energies
+from saccade.ops.row_shares import row_shares
 from saccade.ops.scores import (
     antidiagonal_shares,
     block_sums,
@@ -28,6 +30,7 @@ from saccade.ops.scores import (
 )
 from saccade.ops.triton import antidiagonals, choose
 from saccade.ops.triton import line_sums as sums
+from saccade.ops.triton import row_shares as on_device
 from saccade.ops.triton.block_energies import energies
 from saccade.ops.triton.block_sums import line_sums
 from saccade.ops.triton.choose import compact, kept_lines, mass_threshold
@@ -88,6 +91,26 @@ def test_antidiagonals_choose_as_the_host_does(q_len, n, stride, size, softcap, 
         mask = _reach(shares, chunk.shape.q_start // size, threshold, lagging)
         want = Blocks.from_block_mask(chunk.shape, size, mask)
         got = antidiagonals.choose(given, *at, threshold, lagging, chunk.scale, softcap)
+        assert torch.equal(got.offsets, want.offsets)
+        assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "n", "rows", "size", "softcap"),
+    [(150, 150, 5, 64, None), (40, 300, 3, 32, None), (129, 515, 8, 128, 5.0)],
+)
+def test_sampled_rows_choose_as_the_host_does(q_len, n, rows, size, softcap, monkeypatch):
+    chunk = chunk_of(4 if rows == 3 else 2, 2 if rows == 3 else 1, q_len, n)
+    given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]  # rows that lie apart
+    if rows == 3:  # one head at a time
+        monkeypatch.setattr(on_device, "MOST_BYTES", 1)
+    at = chunk.kv, chunk.shape, rows, size
+    shares = on_device.shares(given, *at, chunk.scale, softcap)
+    torch.testing.assert_close(shares, row_shares(chunk.q, *at, chunk.scale, softcap), atol=1e-5, rtol=1e-5)
+    for gamma, threshold in ((0.0, 0.05), (0.6, 0.1)):
+        mask = SampledRows(threshold, gamma, rows, size)._taken(shares, chunk.shape.q_start // size)
+        want = Blocks.from_block_mask(chunk.shape, size, mask)
+        got = on_device.choose(given, *at, gamma, threshold, chunk.scale, softcap)
         assert torch.equal(got.offsets, want.offsets)
         assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
 

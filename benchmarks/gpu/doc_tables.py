@@ -1,4 +1,4 @@
-"""Tables for docs/performance-gpu.md from the json of a run: ``OUT=results python benchmarks/gpu/doc_tables.py``."""
+"""Tables of docs/results/performance-tables.md from a run: ``OUT=results python benchmarks/gpu/doc_tables.py``."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
+from saccade.engine.host_resolved import ResolvedRow, resolved
 from saccade.engine.host_rows import FixedPlans, JoinedRows
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows
@@ -50,12 +51,15 @@ class HostBackend:
         joined = [one for one in rows if one.decodes or one.together]
         if not joined or frozen is not None or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
             return HostAttention(setting, rows, frozen)
-        joined = self._held.gather(joined)
-        if not joined:
-            return HostAttention(setting, rows, frozen)
-        together = set(map(id, joined))
+        held = self._held.gather(joined)
+        together = set(map(id, held))
+        left = [one for one in joined if id(one) not in together]
+        found = resolved(setting, self.fixed, left, self._own_products) if left else {}
+        if not held:
+            return HostAttention(setting, rows, frozen, resolved=found)
         others = [one for one in rows if id(one) not in together]
-        return HostAttention(setting, rows, frozen, others, JoinedRows(setting, self.fixed, joined, self._own_products))
+        own = JoinedRows(setting, self.fixed, held, self._own_products)
+        return HostAttention(setting, rows, frozen, others, own, found)
 
 
 @dataclass
@@ -67,6 +71,7 @@ class HostAttention:
     frozen: FrozenRows | None = None
     apart: list[RequestRows] | None = None  # rows that are served one request at a time; all by default
     joined: JoinedRows | None = None  # the others
+    resolved: dict[int, ResolvedRow] = field(default_factory=dict)  # of rows that are served apart, by request
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # frozen rows' keys and values by request
 
     def ahead_rows(self) -> AheadRows | None:
@@ -91,7 +96,8 @@ class HostAttention:
         return InputRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
-        alone = len(self.rows) == 1 and self.joined is None and not batches(self.rows[0], q)
+        self._settle_resolved(layer, q, spec)
+        alone = len(self.rows) == 1 and self.joined is None and not self.resolved and not batches(self.rows[0], q)
         if alone and self._skipped(self.rows[0], layer) is None:
             return self._whole(self.rows[0], layer, q, k, v, spec)  # nothing to put together
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
@@ -105,8 +111,12 @@ class HostAttention:
             start = here.stop
             if rows.result.error is not None or here.start == here.stop:
                 continue
-            before = tier_counts(rows)
+            own = self.resolved.get(rows.scheduled.request_id)
+            before = None if own is not None else tier_counts(rows)
             try:
+                if own is not None:
+                    own.run(layer, q, k, v, spec, out)
+                    continue
                 if batches(rows, q):
                     rows.memory.kv.append(layer, k[:, here], v[:, here])
                     chosen = choose(self.setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
@@ -120,6 +130,11 @@ class HostAttention:
                 count_tiers(rows, before)
         together.run(q, spec, out)
         return out
+
+    def _settle_resolved(self, layer: int, q: Tensor, spec: LayerAttention) -> None:
+        """Have rows served as any others where the kernels do not read these tensors."""
+        if layer == 0 and self.resolved:
+            self.resolved = {number: one for number, one in self.resolved.items() if one.serves(q, spec)}
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         start = 0

@@ -81,6 +81,21 @@ class FixedPlans:
             return None
         return FixedRow(rows, prepared.plan, prepared.readings, None)
 
+    def of_blocks(self, rows: RequestRows) -> FixedRow | None:
+        """The same of a row that chooses blocks in every layer, where nobody follows what it does; None else."""
+        memory, watch = rows.memory, self.setting.watch
+        if not rows.decodes or rows.drafted or watch.sees_calls or watch.audits or memory.carried is not None:
+            return None
+        if memory.has_gone or memory.has_state or rows.scheduled.policy.window is not None:
+            return None
+        prepared = self._plan(rows.method)
+        if prepared is None or prepared.readings is None:
+            return None
+        for reading in set(prepared.plan.layers):
+            if not isinstance(reading, BestBlocks) or rows.scheduled.stop <= reading.dense_upto:
+                return None
+        return FixedRow(rows, prepared.plan, prepared.readings, None)
+
     def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:
         """Count a row that was attended in every layer, and what rules let it do."""
         rows, plan, state = row.rows, row.plan, row.state

@@ -22,8 +22,9 @@ class BlockCodes:
 
     A block's channels, those of all parts in a row, are less ``frame[0]`` and over ``frame[1]`` (fp32 [2, kv_heads,
     channels], the mean and the deviation over the blocks that there were), then rounded between their least and their
-    greatest. ``codes`` uint8 [kv_heads, tiles, channels / 2, 16], two channels in a byte, the first in its low half;
-    ``range`` fp32 [kv_heads, tiles, 2, 16], the least value and the step.
+    greatest. ``codes`` uint8 [kv_heads, tiles, channels / 8, 16, 4]: of eight channels in a row the first four in the
+    low halves of four bytes, the others in the high ones; ``range`` fp32 [kv_heads, tiles, 2, 16], the least value and
+    the step.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class BlockCodes:
         if self.codes.dim() > 1 and tiles <= self.tiles:
             return
         room = tiles if self.codes.dim() == 1 else max(tiles, self.tiles + self.tiles // 8)
-        codes = torch.empty(kv_heads, room, parts * head_dim // 2, TILE, dtype=torch.uint8, device="cpu")
+        codes = torch.empty(kv_heads, room, parts * head_dim // 8, TILE, 4, dtype=torch.uint8, device="cpu")
         ranges = torch.empty(kv_heads, room, 2, TILE, device="cpu")
         if self.blocks:
             kept = self.blocks // TILE
@@ -92,7 +93,8 @@ class BlockCodes:
         code = (
             ((values - low[..., None]) / divisor[..., None]).round_().nan_to_num_(0).clamp_(0, LEVELS).to(torch.uint8)
         )
-        pairs = code[..., 0::2] | code[..., 1::2] << 4
+        eights = code.unflatten(2, (-1, 2, 4))  # [G, n, channels / 8, 2, 4]
+        pairs = eights[..., 0, :] | eights[..., 1, :] << 4
         tiles = slice(self.blocks // TILE, (self.blocks + len(made)) // TILE)
         self.codes[:, tiles] = pairs.unflatten(1, (-1, TILE)).transpose(2, 3)
         self.range[:, tiles] = torch.stack([low, step]).unflatten(2, (-1, TILE)).permute(1, 2, 0, 3)

@@ -10,6 +10,8 @@ from saccade.kv.block_codes import LEAST_BLOCKS, BlockCodes
 from saccade.kv.summaries import summarize_view
 from saccade.kv.view import KVView
 
+MANY = 4096  # blocks from which room is made for an eighth as many more, not for twice as many
+
 
 class KeptSummaries:
     """``buffer`` [>= filled, parts, kv_heads, head_dim]: what ``summarize_view`` makes of the first ``filled`` blocks;
@@ -45,7 +47,8 @@ class KeptSummaries:
         if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
             if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
-                self._grow(max(full, 2 * self.filled, 16), fresh)
+                more = self.filled if self.filled < MANY else self.filled // 8  # what memory has room for is counted
+                self._grow(max(full, self.filled + more, 16), fresh)
             self.buffer[self.filled : full] = fresh
             self.filled = full
         return self.buffer[:full]

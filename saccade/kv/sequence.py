@@ -143,9 +143,13 @@ class SequenceKV:
         self._plain_view(layer, start).write(start, k, v)
         self._lengths[layer] = start + count
         self._version += 1
+        self.written(layer, start, start + count)
+
+    def written(self, layer: int, start: int, stop: int) -> None:
+        """Rows ``start .. stop - 1`` of a layer, which count as stored, have been."""
         if self.pool.tiers is not None and self.pool.absent:
-            self._known.grown(self._plain_view, layer, start)
-        self._sealed(range(layer, layer + 1), start, start + count)
+            self._known.grown(self._plain_view, layer, start, stop)
+        self._sealed(range(layer, layer + 1), start, stop)
 
     def place(self, layer: int) -> tuple[int, int]:
         """Where the next row of one layer goes, slot and offset in it. It counts as stored: the caller writes it.

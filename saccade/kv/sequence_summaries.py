@@ -68,10 +68,11 @@ class SequenceSummaries:
         for length, one in zip(lengths, self._kept(kind, block_size)):
             one.filled = length // block_size
 
-    def grown(self, view: View, layer: int, start: int) -> None:
-        """A layer got rows from ``start`` on: what was up to date is brought up to date, while the keys are at hand."""
+    def grown(self, view: View, layer: int, start: int, stop: int) -> None:
+        """A layer got rows ``start .. stop - 1``: what was up to date is brought up to date, while the keys are at
+        hand."""
         for (kind, size), kept in self._kinds.items():
-            if kept[layer].buffer.dim() > 1 and kept[layer].filled >= start // size:
+            if kept[layer].buffer.dim() > 1 and start // size <= kept[layer].filled < stop // size:
                 self.of(view, layer, kind, size)
 
     def truncate(self, length: int) -> None:

@@ -164,6 +164,11 @@ class Tiers(PartCells):
             raise
         return hold
 
+    def found(self, slots: Array) -> None:
+        """Parts in ``slots`` were asked for by somebody who looked them up, and were there."""
+        self.counts.hits += len(slots)
+        self._turn.touch(slots)
+
     def opened(self, layers: slice, blocks: Array) -> None:
         """Rows are about to be written to ``blocks``: what the tier has of their resident parts is the past."""
         if (

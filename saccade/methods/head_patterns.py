@@ -33,7 +33,7 @@ class PatternSearch:
 
     def __init__(self, keys: int = KEYS) -> None:
         self.method = MInference(pattern="searched")
-        self.candidates = torch.tensor(candidates(keys, self.method.block_size), dtype=torch.float32)
+        self.candidates = torch.tensor(candidates(keys, self.method.block_size), dtype=torch.float32, device="cpu")
         self.keys, self.longest = keys, 0
         self.errors: Tensor | float = 0.0
 

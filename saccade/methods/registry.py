@@ -24,6 +24,7 @@ from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.methods.random_choice import RandomChoice
 from saccade.methods.rocketkv import RocketKV
+from saccade.methods.sampled_rows import SampledRows
 from saccade.methods.shapes import AShape, TriShape
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
@@ -55,6 +56,7 @@ METHODS: dict[str, type[Method]] = {
         Quest,
         RandomChoice,
         RocketKV,
+        SampledRows,
         SnapKV,
         Streaming,
         TopK,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from saccade.ops.layer_rows import MOST_ROWS
 from saccade.ops.layout import written as checked
 from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
 
+Array = np.ndarray[Any, Any]
 NOTHING_NEW: Any = None if native is None else native.NewRows(k=0, v=0, head_stride=0, row_stride=0, count=0)
 SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
 
@@ -82,6 +84,33 @@ class Shared(NamedTuple):
     layers: Sequence[Any]
 
 
+class Residence:
+    """Where the blocks ``ids`` (int64) of a sequence lie some of which may be in no slot: ``slots`` int32 [layers,
+    blocks of the pool], -1 for none, of which kernels see what it is when they run. ``nowhere``: a slot that nothing
+    lies in; ``most``: blocks that a layer may want. What a layer wanted, int64: ``blocks`` of the sequence, each once,
+    and their ``slots``."""
+
+    def __init__(self, ids: Array, slots: Array, nowhere: int, most: int) -> None:
+        layers, parts = slots.shape
+        if slots.strides[1] != 4 or ids.dtype != np.int64 or not ids.flags.c_contiguous or ids.max() >= parts:
+            raise SaccadeError(f"ids must be int64 blocks of {parts}, and slots int32 with contiguous rows")
+        self._kept = ids, slots
+        self._table = np.full(len(ids), nowhere, dtype=np.int32)
+        self.table = torch.from_numpy(self._table).expand(layers, 1, -1)
+        self.blocks, self.slots = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+        self.call = native.Residence(
+            ids=ids.ctypes.data,
+            map=slots.ctypes.data,
+            layer_stride=slots.strides[0] // 4,
+            count=len(ids),
+            nowhere=nowhere,
+            table=self._table.ctypes.data,
+            blocks=self.blocks.ctypes.data,
+            slots=self.slots.ctypes.data,
+            room=most,
+        )
+
+
 class PlannedRow(NamedTuple):
     """Row ``row`` of a step's q, k and v, at ``position`` of a sequence whose blocks ``table`` int32 [layers, kv_heads
     or 1, blocks], contiguous rows, finds. Without ``reads`` it is stored and nothing else. ``summaries``: where a layer
@@ -90,6 +119,7 @@ class PlannedRow(NamedTuple):
     ``length``: so many rows of the sequence one after the other, the first at ``position``, which then read
     everything, each up to its own key; ``peaks`` fp32 [layers, length, kv_heads, regions] gets what the heaviest key
     of each region of ``region`` keys weighs, summed over a KV head's query heads, 0 in about the last 128 keys.
+    ``home``: where its blocks lie if some are in no slot; ``table`` is then its own, and all layers choose blocks.
     ``carried`` int32 [layers, units, n]: blocks that layers with a budget for so many units read besides, in place of
     the last of those that they would choose, and layers with a rule before those that they rank; numbers of no block
     that is chosen from mean none."""
@@ -104,6 +134,7 @@ class PlannedRow(NamedTuple):
     peaks: Tensor | None = None
     region: int = 0
     carried: Tensor | None = None
+    home: Residence | None = None
 
 
 class PlannedRows:
@@ -151,6 +182,8 @@ class PlannedRows:
         noted = (self._used[i].data_ptr(), self._coverage[i].data_ptr()) if reads.units else (0, 0)
         codes = [codes_of(one) for one in row.codes]
         self._step.reads(number, reads.of(row.position + 1), *parts, codes, *noted, units)
+        if row.home is not None:
+            self._step.resolves(number, row.home.call)
         if row.peaks is not None:
             checked("peaks", row.peaks, torch.float32)
             self._step.weighs(number, row.peaks.data_ptr(), row.region, row.peaks.shape[3])
@@ -231,6 +264,12 @@ class PlannedRows:
             self._step, threads, layer, self._pool, new, queries, written, attends, follows, watched
         )
         return share
+
+    def wanted(self, i: int) -> tuple[int, int]:
+        """Of row ``i`` that has a ``home``, at the layer that ran last: how many blocks it reads, and how many of them
+        are in no slot. Where there are any it was neither stored nor attended, and goes on once it is run again."""
+        wanted: tuple[int, int] = self._step.wanted(i)
+        return wanted
 
     @property
     def lse(self) -> Tensor:

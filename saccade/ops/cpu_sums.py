@@ -11,6 +11,7 @@ from saccade.ops.cpu_structs import Call, native
 from saccade.selection import Shape
 
 _MAX_TILE = 4096  # channels of a tile's rows together
+_MAX_LANES = 64  # rows of a tile
 
 
 def line_sums(
@@ -74,3 +75,23 @@ def needed_shares(mass: Tensor) -> Tensor:
         native.Shares(threads=torch.get_num_threads(), mass=mass.data_ptr(), rows=rows, n=n, out=out.data_ptr())
     )
     return out
+
+
+def serves_row_shares(q: Tensor, kv: KVView, rows: int, block_size: int) -> str | None:
+    """Why :func:`row_shares` cannot run this call; None where it can."""
+    if rows > _MAX_LANES or 128 % block_size:
+        return f"it takes up to {_MAX_LANES} rows of blocks that divide 128; got {rows} of {block_size}"
+    return cpu.serves(q, kv)
+
+
+def row_shares(
+    q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None = None
+) -> Tensor:
+    """``row_shares.row_shares`` before rows are brought to a sum of 1, for calls that :func:`serves_row_shares`
+    allows."""
+    call = Call(q, kv, shape, scale, softcap, None)
+    q_blocks = (shape.q_start + shape.q_len - 1) // block_size - shape.q_start // block_size + 1
+    shares = torch.zeros(shape.heads, q_blocks, -(-shape.k_len // block_size))
+    wanted = native.RowShares(k_len=shape.k_len, rows=rows, block_size=block_size, shares=shares.data_ptr())
+    cpu.kernels().row_shares(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
+    return shares

@@ -58,6 +58,15 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body())
 
 
+async def refuse(send: Send, error: ApiError, kind: str = "http") -> None:
+    """An error as the whole answer; ``kind`` is ``websocket.http`` for a WebSocket that is not opened."""
+    body = error.encoded()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": f"{kind}.response.start", "status": error.status, "headers": headers})
+    await send({"type": f"{kind}.response.body", "body": body})
+
+
 class EventStream(Response):
     """Sends what ``body`` gives, each item as it comes. A client that does not read holds ``body`` up; one that goes
     away ends it. After ``ping`` seconds without an item a comment says that the server lives. ``close`` is called at

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError, bad_request
+from saccade.server.events import refuse
 from saccade.server.keys import Key
 from saccade.server.logs import logger
 from saccade.server.routing import ROUTE_HEADER, is_route
@@ -64,11 +65,11 @@ class Gate:
         except ClientDisconnect:
             status = status or 499
         except ApiError as error:
-            await self._fail(error, reply)
+            await refuse(reply, error)
         except Exception:
             logger.exception("a request failed", extra={"fields": {"request_id": caller.request_id}})
             if not status:
-                await self._fail(ApiError(500, "the server failed to answer", "internal_error"), reply)
+                await refuse(reply, ApiError(500, "the server failed to answer", "internal_error"))
         finally:
             route = getattr(scope.get("route"), "path", "none")
             self.serving.metrics.answered(route, status)
@@ -97,7 +98,7 @@ class Gate:
             if self.serving.admission.draining:
                 raise ApiError(503, "this server is shutting down; ask another one", "shutting_down")
         except ApiError as error:
-            await self._fail(error, send, "websocket.http")
+            await refuse(send, error, "websocket.http")
             return
         try:
             await self.app(scope, receive, send)
@@ -111,13 +112,6 @@ class Gate:
             host = headers.get(b"host", b"").decode("latin-1")
             if not host or origin.partition("://")[2] != host:
                 raise ApiError(403, "pages of another origin may not ask; see --cors-origin", "bad_origin")
-
-    async def _fail(self, error: ApiError, send: Send, kind: str = "http") -> None:
-        body = error.encoded()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        await send({"type": f"{kind}.response.start", "status": error.status, "headers": headers})
-        await send({"type": f"{kind}.response.body", "body": body})
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> Key | None:
         """Who asks. 401 without a key that is known; 403 where a page of another name may be asking."""

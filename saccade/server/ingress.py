@@ -18,7 +18,7 @@ from uuid import uuid4
 from starlette.types import Message, Receive, Scope, Send
 
 from saccade.server.errors import ApiError
-from saccade.server.events import DONE, encoded, error_event, named_event
+from saccade.server.events import DONE, error_event, named_event, refuse
 from saccade.server.routing import ROUTE_HEADER, route_of
 
 logger = logging.getLogger("saccade.server")
@@ -75,12 +75,16 @@ class Ingress:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _live(receive, send)
+        if scope["type"] == "websocket":  # what a connection remembers would be one replica's
+            said = "replicas answer over HTTP alone; ask a server of its own for a WebSocket"
+            await refuse(send, ApiError(501, said, "not_supported"), "websocket.http")
+            return
         if scope["type"] != "http":
             return
         try:
             body = await self._body(receive)
         except ApiError as error:
-            await _say(send, error)
+            await refuse(send, error)
             return
         if body is None:
             return
@@ -106,7 +110,7 @@ class Ingress:
                 answer.result()
             elif not ended:
                 answer.cancel()
-                await _say(send, ApiError(503, "no replica is ready", "not_ready", headers={"retry-after": "1"}))
+                await refuse(send, ApiError(503, "no replica is ready", "not_ready", headers={"retry-after": "1"}))
         finally:
             for task in (answer, gone):
                 task.cancel()
@@ -131,7 +135,7 @@ class Ingress:
                 await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
             if await _attempt(self._replicas.send(request, route), request, send):
                 return
-        await _say(
+        await refuse(
             send, ApiError(503, "no replica could answer; try again", "replica_lost", headers={"retry-after": "1"})
         )
 
@@ -198,14 +202,6 @@ def _broken(path: str, last: bytes) -> bytes:
 def _start(head: Head) -> Message:
     headers = [(name, value) for name, value in head.headers if name.lower() not in _OWN_HEADERS]
     return {"type": "http.response.start", "status": head.status, "headers": headers}
-
-
-async def _say(send: Send, error: ApiError) -> None:
-    body = encoded(error.body())
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def _live(receive: Receive, send: Send) -> None:

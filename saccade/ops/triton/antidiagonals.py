@@ -20,6 +20,7 @@ from saccade.ops.triton.common import LOG2E, also, cap_logits, pad, pool_rows, p
 from saccade.selection import Blocks, Shape
 
 MOST_BYTES = 1 << 30  # of weights kept of heads at once
+NO_BAR = 2.0  # a share that no block has
 
 
 def choose(
@@ -81,8 +82,8 @@ def _run(
             STRIDE=stride, EACH=each, ROWS=rows, KEYS=keys, CAPPED=softcap is not None, PRECISION=precision(q.dtype),
             num_warps=8 if wide else 4, num_stages=3 if wide else 2,
         )  # fmt: skip
-        _reach[(q_blocks, count)](
-            weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging,
+        reach[(q_blocks, count)](
+            weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging, NO_BAR,
             EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
         )  # fmt: skip
     return taken, found
@@ -139,12 +140,15 @@ def _weigh(
         tl.store(weights + line + block[None, :], found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])
 
 
-@triton.jit(do_not_specialize=["head_from", "first", "tiles", "own", "q_blocks", "k_blocks", "threshold", "lagging"])
-def _reach(
-    weights, taken, found, head_from, first, tiles, own, q_blocks, k_blocks, threshold, lagging,
+@triton.jit(
+    do_not_specialize=["head_from", "first", "tiles", "own", "q_blocks", "k_blocks", "threshold", "lagging", "bar"]
+)
+def reach(
+    weights, taken, found, head_from, first, tiles, own, q_blocks, k_blocks, threshold, lagging, bar,
     EACH: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One query block: its rows of tiles, each brought to a sum of 1, added; and the blocks that it reads."""
+    """One query block: its rows of tiles, each brought to a sum of 1, added; and the blocks that it reads, those with a
+    share of ``bar`` among them."""
     diagonal = own + tl.program_id(0)
     block = tl.arange(0, WIDTH)
     causal = (block <= diagonal) & (block < k_blocks)
@@ -180,5 +184,5 @@ def _reach(
     left = tl.where(rest & (wanted == 0), bits, -1)
     most = tl.max(left, 0)
     one_more = tl.min(tl.where((left == most) & rest, block, WIDTH), 0)  # the sum lags a block behind
-    wanted = wanted | also(rest & (block == one_more), lags)
+    wanted = wanted | also(rest & (block == one_more), lags) | (rest & (share >= bar))
     tl.store(taken + line + block, (wanted | always).to(tl.int8), mask=block < k_blocks)

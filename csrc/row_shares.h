@@ -1,0 +1,157 @@
+// Exact attention of a few rows of every query block, summed over blocks of keys (saccade/ops/row_shares.py). A task is
+// one head and the rows of as many query blocks as fit a tile: keys are read once for all of them.
+#pragma once
+
+#include "tile_task.h"
+
+namespace saccade {
+namespace {
+
+struct RowSharesPlan {
+    const RowShares& s;
+    int64_t first_block, q_blocks, k_blocks, blocks_each, groups;
+
+    explicit RowSharesPlan(const RowShares& call) : s(call) {
+        const Attention& a = s.attention;
+        first_block = a.q_start / s.block_size;
+        q_blocks = (a.q_start + a.q_len - 1) / s.block_size - first_block + 1;
+        k_blocks = (s.k_len + s.block_size - 1) / s.block_size;
+        blocks_each = kTile / s.rows;
+        groups = (q_blocks + blocks_each - 1) / blocks_each;
+    }
+};
+
+// The rows of one task: of each query block `rows` of those that the call has, or all, evenly spread.
+struct SampledLanes {
+    int64_t count = 0, row[kTile], q_block[kTile];
+
+    SampledLanes(const RowSharesPlan& plan, int64_t group) {
+        const Attention& a = plan.s.attention;
+        const int64_t size = plan.s.block_size, first = group * plan.blocks_each;
+        for (int64_t block = first; block < first + plan.blocks_each && block < plan.q_blocks; ++block) {
+            const int64_t start = (plan.first_block + block) * size - a.q_start;
+            const int64_t low = start > 0 ? start : 0, high = start + size < a.q_len ? start + size : a.q_len;
+            const int64_t taken = high - low < plan.s.rows ? high - low : plan.s.rows;
+            for (int64_t i = 0; i < taken; ++i, ++count) {
+                row[count] = low + (2 * i + 1) * (high - low) / (2 * taken);
+                q_block[count] = block;
+            }
+        }
+    }
+};
+
+template <class Math, class T>
+class RowSharesTask : TileTask<Math, T> {
+    using Base = TileTask<Math, T>;
+    using Base::a_, Base::d_, Base::units_, Base::lanes_, Base::x_, Base::kConvert;
+
+  public:
+    RowSharesTask(const RowSharesPlan& plan, int64_t head, const SampledLanes& lanes)
+        : Base(plan.s.attention, lanes.count), plan_(plan), sampled_(lanes), head_(head),
+          keys_(a_.q_start + lanes.row[lanes.count - 1] + 1), per_step_(kStep / plan.s.block_size) {}
+
+    void run() {
+        Carver count(nullptr);
+        carve(count);
+        Carver carver(static_cast<char*>(thread_scratch(count.used())));
+        carve(carver);
+        this->load_queries(
+            [&](int64_t lane) {
+                return static_cast<const T*>(a_.q) + head_ * a_.q_head_stride + sampled_.row[lane] * a_.q_row_stride;
+            },
+            [&](int64_t lane) { return a_.q_start + sampled_.row[lane]; });
+        for (int i = 0; i < kTile; ++i) {
+            x_.max[i] = kNoMax;
+            x_.sum[i] = 0;
+        }
+        KeyStream stream(a_, head_ / (a_.heads / a_.kv_heads), 0, keys_);
+        KeyStep<kStep> steps[2];
+        int now = 0;
+        bool more = stream.fill(steps[0]);
+        for (int64_t index = 0; more; ++index) {
+            more = stream.fill(steps[1 - now]);
+            take_step(steps[now], more ? &steps[1 - now] : nullptr, index);
+            now = 1 - now;
+        }
+        finish();
+    }
+
+  private:
+    void carve(Carver& c) {
+        x_.carve(c, 1, units_, d_, kConvert, Math::tiles);
+        const int64_t steps = (keys_ + kStep - 1) / kStep;
+        step_max_ = c.take<float>(steps * kTile);
+        sums_ = c.take<float>(steps * per_step_ * kTile);
+    }
+
+    void take_step(const KeyStep<kStep>& step, const KeyStep<kStep>* next, int64_t index) {
+        this->find_keys(step);
+        const int size = static_cast<int>(plan_.s.block_size);
+        const bool masked = step.position[step.count - 1] > x_.first[0] || step.count % kRegKeys != 0;
+        if (masked) {
+            for (int j = 0; j < step.count; ++j) x_.low[j] = step.position[j], x_.high[j] = INT32_MAX;
+            for (int j = step.count; j % kRegKeys; ++j) x_.low[j] = INT32_MAX, x_.high[j] = INT32_MAX;
+        }
+        for (int lane = 0; lane < kTile; lane += NV * W) {
+            Reach reach(step, x_.position + lane, step.count, masked);
+            if (masked) this->template scores<Mask::interval>(0, lane, reach, nullptr);
+            else this->template scores<Mask::none>(0, lane, reach, lane ? nullptr : next, false);
+            for (int v = 0; v < NV; ++v) {
+                const int at = lane + v * W, end = step.count < reach.end[v] ? step.count : reach.end[v];
+                F old = Simd::load(x_.max + at), max = Simd::max(old, Simd::load(x_.best + at));
+                F sum = Simd::set1(0);
+                for (int64_t part = 0; part < per_step_; ++part) {
+                    const int from = static_cast<int>(part) * size, to = from + size < end ? from + size : end;
+                    F block = Simd::set1(0);
+                    for (int j = from; j < to; ++j)
+                        block = Simd::add(block, Simd::exp2(Simd::sub(Simd::load(x_.s + j * kTile + at), max)));
+                    sum = Simd::add(sum, block);
+                    Simd::store(sums_ + (index * per_step_ + part) * kTile + at, block);
+                }
+                F before = Simd::mul(Simd::load(x_.sum + at), Simd::exp2(Simd::sub(old, max)));
+                Simd::store(x_.max + at, max);
+                Simd::store(x_.sum + at, Simd::add(before, sum));
+                Simd::store(step_max_ + index * kTile + at, max);
+            }
+        }
+    }
+
+    // Adds the lanes' shares to the sums of their query blocks.
+    void finish() {
+        float* out = plan_.s.shares + head_ * plan_.q_blocks * plan_.k_blocks;
+        float share[kTile];
+        for (int i = 0; i < kTile; ++i) x_.sum[i] = i < lanes_ ? 1 / x_.sum[i] : 0;
+        const int64_t blocks = (keys_ + plan_.s.block_size - 1) / plan_.s.block_size;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const float *sums = sums_ + block * kTile, *max = step_max_ + block / per_step_ * kTile;
+            for (int v = 0; v < kTile; v += W) {
+                F scale = Simd::mul(Simd::exp2(Simd::sub(Simd::load(max + v), Simd::load(x_.max + v))),
+                                    Simd::load(x_.sum + v));
+                Simd::store(share + v, Simd::mul(Simd::load(sums + v), scale));
+            }
+            for (int64_t lane = 0; lane < lanes_; ++lane) out[sampled_.q_block[lane] * plan_.k_blocks + block] += share[lane];
+        }
+    }
+
+    const RowSharesPlan& plan_;
+    const SampledLanes& sampled_;
+    const int64_t head_, keys_, per_step_;  // blocks of keys of a step
+    float *step_max_ = nullptr, *sums_ = nullptr;
+};
+
+template <class Math, class T>
+void row_shares_typed(const RowShares& s) {
+    RowSharesPlan plan(s);
+    parallel_for(
+        s.attention.heads * plan.groups, s.attention.threads,
+        [](void* context, int64_t index) {
+            const RowSharesPlan& plan = *static_cast<const RowSharesPlan*>(context);
+            const int64_t group = plan.groups - 1 - index % plan.groups;  // the longest first
+            SampledLanes lanes(plan, group);
+            RowSharesTask<Math, T>(plan, index / plan.groups, lanes).run();
+        },
+        &plan);
+}
+
+}  // namespace
+}  // namespace saccade
