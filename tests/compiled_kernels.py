@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from saccade.methods.loopserve import triton_rounds
-from saccade.ops.triton import heaviest, lines, means, prefill, row_weights
+from saccade.ops.triton import antidiagonals, heaviest, lines, means, prefill, row_shares, row_weights
 
 SHARED = 232_448  # bytes that one program may have on Hopper
 TYPES = {
@@ -23,10 +23,15 @@ TYPES = {
     "worth": "*fp64", "fresh": "*i32", "spoilt": "*i32", "goals": "*fp64", "table": "*i32", "words": "*i64",
     "is_column": "*i8", "spans": "*i32", "span_offsets": "*i64", "begins_upto": "*i32", "v_offsets": "*i64",
     "columns_upto": "*i32", "starts": "*i64", "lowest": "*i64", "lse": "*fp32", "rows": "*i64", "row_log": "*fp32",
-    "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32",
+    "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32", "taken": "*i8", "threshold": "fp32",
+    "bar": "fp32",
 }  # fmt: skip
 STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
-OTHERS = {lines._lines: {"columns": "*i32"}, means._means: {"out": "*fp32"}}
+OTHERS = {
+    lines._lines: {"columns": "*i32"},
+    means._means: {"out": "*fp32"},
+    antidiagonals.reach: {"found": "*fp32"},
+}
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
 
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "UNITS": 32, "CAPPED": False, "PAGE": 32, "LN2": 0.69}
@@ -36,6 +41,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """(kernel, constants, launch options)."""
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
+        (antidiagonals.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
         (triton_rounds._sum_lines, {"SPAN": 1024, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
         (
             triton_rounds._rounds,
@@ -48,6 +54,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         best = {"GROUP": 4, "SIZE": 64, "ROWS": 16, "TILE": 64, "SPAN": 2048, "PRECISION": "tf32x3"}
         tile = 64 if width < 256 else 32
         found.append((heaviest._best, {**own, **best}, {"num_warps": 4}))
+        rows, warps = (128, 8) if dtype == "bf16" and width == 128 else (32, 4)
+        sampled = {"GROUP": 4, "EACH": 8, "SIZE": 128, "ROWS": rows, "SPAN": row_shares.SPAN}
+        found.append(
+            (row_shares._weigh, {**own, **sampled}, {"num_warps": warps, "num_stages": 3 if warps == 8 else 2})
+        )
         found += [
             (kernel, {**own, "GROUP": 4, "ROWS": 64, "KEYS": 64}, {"num_warps": 4})
             for kernel in (row_weights._logs, row_weights._weights)

@@ -69,8 +69,8 @@ class Fit:
 
 def fit_changes(changes: Sequence[float], start: int) -> Fit:
     """``changes``: the greatest change of a key at each layer from ``start`` on."""
-    logs = torch.tensor(changes, dtype=torch.float64).clamp(min=1e-12).log()
-    at = torch.arange(len(changes), dtype=torch.float64)
+    logs = torch.tensor(changes, dtype=torch.float64, device="cpu").clamp(min=1e-12).log()
+    at = torch.arange(len(changes), dtype=torch.float64, device="cpu")
     slope = 0.0
     if len(changes) > 1:
         slope = float(((at - at.mean()) * (logs - logs.mean())).sum() / (at - at.mean()).square().sum())

@@ -15,17 +15,17 @@ MOST = 2**24  # weights held at once: 64 MiB
 
 def sampled_rows(shape: Shape, rows: int, block_size: int) -> tuple[Tensor, Tensor]:
     """``rows`` of the rows that this call has of each query block, or all of fewer, in the middle of equal stretches:
-    int64 [m] numbers within the call, rising, and of each the query block, counted from the call's first one. The grid
-    of blocks is anchored at position 0."""
+    int64 [m] numbers within the call, rising, and of each the query block, counted from the call's first one; both on
+    the CPU. The grid of blocks is anchored at position 0."""
     ahead = shape.q_start % block_size
     q_blocks = (ahead + shape.q_len - 1) // block_size + 1
-    start = torch.arange(q_blocks) * block_size - ahead
+    start = torch.arange(q_blocks, device="cpu") * block_size - ahead
     low, high = start.clamp(min=0), (start + block_size).clamp(max=shape.q_len)
     taken = (high - low).clamp(max=rows)
-    turn = torch.arange(rows)
+    turn = torch.arange(rows, device="cpu")
     row = low[:, None] + (2 * turn + 1) * (high - low)[:, None] // (2 * taken[:, None])
     there = turn < taken[:, None]
-    return row[there], torch.arange(q_blocks)[:, None].expand_as(there)[there]
+    return row[there], torch.arange(q_blocks, device="cpu")[:, None].expand_as(there)[there]
 
 
 def row_shares(
