@@ -29,7 +29,7 @@ from saccade.methods.verified import Verified
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_plans, cpu_rows
 from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled, Shared
-from saccade.selection.plan import DevicePlan, Everything, OwnReading, Summarized
+from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, Summarized
 
 PLANS = 4096  # of methods used last
 
