@@ -198,6 +198,34 @@ def test_the_page_holds_every_row_in_order_and_nothing_from_outside(made, tmp_pa
     assert page.count("off the budget") == 2  # cis, twice
 
 
+def test_every_run_that_rows_come_from_is_named(made, tmp_path):
+    def says(placed):
+        markdown = write_board(placed, GRID, tmp_path / "out")[2].read_text()
+        return markdown.partition("Points lost")[0]
+
+    alone = says(made)
+    assert "8 samples a length; saccade" in alone
+    assert "several runs" not in alone
+    for number, one in enumerate(made[1:4]):  # two settings of another commit, and one that another machine finished
+        file = one.folder / "config.json"
+        stored = json.loads(file.read_text())
+        if number < 2:
+            stored["commit"] = "abcdef0123456789+changes"
+            rows = (one.folder / "scores.jsonl").read_text().splitlines(keepends=True)
+            (one.folder / "scores.jsonl").write_text("".join(rows[:5]))
+        else:
+            environment = {name: stored[name] for name in ("versions", "commit")}
+            stored["continued_with"] = [{**environment, "machine": {"processor": "Tortoise", "cores": 3}}]
+        file.write_text(json.dumps(stored))
+    mixed = says(made)
+    assert "5 to 8 samples a length. Rows come from several runs" in mixed
+    assert "2 of B: saccade" in mixed
+    assert "at abcdef012345 with changes" in mixed
+    assert "1 of B: saccade" in mixed
+    assert "Tortoise, 3 cores" in mixed
+    assert f"{len(made) - 2} of B: saccade" in mixed
+
+
 def test_without_matplotlib_the_tables_are_whole(made, tmp_path, monkeypatch):
     whole = write_board(made, GRID, tmp_path / "whole")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)

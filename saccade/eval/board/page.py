@@ -13,6 +13,7 @@ import jinja2
 
 from saccade.errors import RequestError
 from saccade.eval import figures
+from saccade.eval.board import origin
 from saccade.eval.board.entries import EXCLUDED, KINDS
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.matching import MATCHED
@@ -21,7 +22,6 @@ from saccade.eval.board.play import Placed
 from saccade.eval.board.rows import RECALLS, Equal, Row, equal_bytes, equal_recall, fold
 from saccade.eval.plots import in_k
 from saccade.eval.stats import Interval
-from saccade.eval.summary import Run
 from saccade.files import write_text
 
 PROTOCOLS = {
@@ -62,7 +62,7 @@ def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = 
     lengths = sorted({one.length for one in placed})
     rows = fold(placed, lengths)
     sections = [_section(rows, letter, grid, lengths) for letter in grid.protocols]
-    about = _about(placed, command, missing)
+    about = origin.about(placed, command, missing)
     files = {
         "board.html": _page(sections, about, rows),
         "board.json": json.dumps(_plain(rows, grid, about), indent=1, ensure_ascii=False) + "\n",
@@ -79,7 +79,7 @@ def _section(rows: Sequence[Row], letter: str, grid: Grid, lengths: Sequence[int
     fixed = [row for row in own if row.budget is None]
     if fixed:
         tables.append(
-            Table("The same at every budget", _head(lengths), tuple(_line(row, lengths) for row in fixed), "", 2)
+            Table("The same at every budget", _head(lengths), tuple(_line(row, lengths) for row in fixed), "", 3)
         )
     others = [
         _equal_table(f"At equal bytes: {100 * x:g} % of what dense reads", ones, "between the two settings around it")
@@ -111,7 +111,7 @@ def _head(lengths: Sequence[int]) -> tuple[str, ...]:
         "keys read",
         "bytes read",
         "recall",
-        *("p (McNemar)", "setting"),
+        *("p (McNemar)", "n", "setting"),
     )
 
 
@@ -121,7 +121,7 @@ def _budget_table(rows: Sequence[Row], budget: float, lengths: Sequence[int]) ->
     said = f"{len(own) - off} methods within {100 * MATCHED:g} % of the budget"
     said += f"; {off} below them could not be set to read that many keys, so no rank is theirs." if off else "."
     lines = tuple(_line(row, lengths) for row in own)
-    return Table(f"At equal keys: {100 * budget:g} % of what dense reads", _head(lengths), lines, said, 2)
+    return Table(f"At equal keys: {100 * budget:g} % of what dense reads", _head(lengths), lines, said, 3)
 
 
 def _line(row: Row, lengths: Sequence[int]) -> Line:
@@ -135,6 +135,7 @@ def _line(row: Row, lengths: Sequence[int]) -> Line:
         _share(row.read),
         "–" if row.recall is None else f"{100 * row.recall:.1f} %",
         f"{min(chances):.2g}" if chances else "–",
+        str(row.loss.n) if row.loss else "–",
         "; ".join(settings) or "; ".join(row.errors) or "not finished",
     )
     note = ""
@@ -173,30 +174,6 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-def _about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any]:
-    first = next(one.folder for one in placed if one.folder is not None)
-    run = Run.load(first)
-    config, machine = run.config, run.config["machine"]
-    counts = {len(Run.load(one.folder).rows) for one in placed if one.folder is not None and one.name == "dense"}
-    commit, _, changed = (config["commit"] or "no commit").partition("+")
-    commit = commit[:12] + (" with changes" if changed else "")
-    lines = [
-        f"{Path(config['model']['name']).name}, weights {config['model']['weights_sha256'][:12]}, "
-        f"{config['model']['dtype']}; {len(run.tasks)} tasks, {' or '.join(map(str, sorted(counts)))} samples a "
-        f"length; saccade {config['versions']['saccade']} at {commit}, torch {config['versions']['torch']}; "
-        f"{machine['processor']}, {machine['cores']} cores.",
-    ]
-    lines += [f"{missing} settings are not finished; the same command goes on with them."] if missing else []
-    return {
-        "lines": lines,
-        "command": command,
-        "tasks": run.tasks,
-        "config": {name: config[name] for name in ("versions", "commit", "machine")},
-        "weights": config["model"]["weights_sha256"],
-        "dtype": config["model"]["dtype"],
-    }
-
-
 def _made(about: dict[str, Any]) -> list[str]:
     return [f"Made by `{about['command']}`."] if about["command"] else []
 
@@ -210,7 +187,8 @@ HOW = (
     "size of what stands for keys is not known. In prefill they are products, not traffic. Tables at equal bytes and "
     "equal recall take the straight line between a method's two nearest budgets, sample by sample, and nothing beyond.",
     "Recall is the mean share of the true softmax weight that lay on keys read, over layers, heads and rows of the "
-    "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths.",
+    "first samples, as they were run. The p of McNemar's test is the smaller one of the lengths; n samples were "
+    "answered.",
     "A small model's scores rank methods; they predict no large model's.",
 )
 

@@ -1,0 +1,64 @@
+"""Where a board's rows come from: model, samples, and every version and machine that answered some of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from saccade.eval.board.play import Placed
+from saccade.eval.results import ENVIRONMENT, MIXED
+from saccade.eval.summary import Run
+
+
+def about(placed: Sequence[Placed], command: str, missing: int) -> dict[str, Any]:
+    """Plain data for the page: ``lines`` to print, and what they are made of. ``placed`` has at least one folder."""
+    runs = {one.folder: Run.load(one.folder) for one in placed if one.folder is not None}
+    config = next(iter(runs.values())).config
+    tasks = next(iter(runs.values())).tasks
+    sizes = sorted({len(run.rows) for run in runs.values()})
+    samples = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    made: dict[str, Counter[str]] = {}
+    for one in placed:
+        if one.folder is not None:
+            for environment in _environments(runs[one.folder].config):
+                made.setdefault(_said(environment), Counter())[one.protocol] += 1
+    model = config["model"]
+    head = (
+        f"{Path(model['name']).name}, weights {model['weights_sha256'][:12]}, {model['dtype']}; {len(tasks)} tasks, "
+        f"{samples} samples a length"
+    )
+    if len(made) == 1:
+        lines = [f"{head}; {next(iter(made))}."]
+    else:
+        lines = [f"{head}. Rows come from several runs, which round apart; the samples are the same."]
+        lines += [
+            f"{' and '.join(f'{count} of {letter}' for letter, count in sorted(counts.items()))}: {said}."
+            for said, counts in made.items()
+        ]
+    lines += [f"{missing} settings are not finished; the same command goes on with them."] if missing else []
+    return {
+        "lines": lines,
+        "command": command,
+        "tasks": tasks,
+        "config": {name: config[name] for name in ENVIRONMENT},
+        "runs": {said: dict(sorted(counts.items())) for said, counts in made.items()},
+        "weights": model["weights_sha256"],
+        "dtype": model["dtype"],
+    }
+
+
+def _environments(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """That of the run that began a folder, and those that went on with it."""
+    return [config, *config.get(MIXED, [])]
+
+
+def _said(environment: dict[str, Any]) -> str:
+    versions, machine = environment["versions"], environment["machine"]
+    commit, _, changed = (environment["commit"] or "no commit").partition("+")
+    commit = commit[:12] + (" with changes" if changed else "")
+    return (
+        f"saccade {versions['saccade']} at {commit}, torch {versions['torch']}; {machine['processor']}, "
+        f"{machine['cores']} cores"
+    )
