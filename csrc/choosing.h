@@ -26,8 +26,8 @@ struct ChoosingLayer {
     int64_t* used;
     float* coverage;
     BlockCodes coded{};
-    // Blocks that are read in place of the last of the `take` best, `carries` for each unit; others than ranked ones
-    // mean none. Not under a rule.
+    // Blocks that are read in place of the last of the `take` best, under a rule before all that are ranked, `carries`
+    // for each unit; others than ranked ones mean none.
     const int32_t* carried = nullptr;
     int64_t carries = 0;
 };
@@ -63,10 +63,12 @@ class Choosing : public RowWork {
             const int64_t some = kFirstRanked / c.microbatch * c.microbatch;
             const bool few = from.coded.codes && some && from.coded.blocks - first > kRarely * some;
             rank(set, few ? some : 0);
+            if (from.carries) lead(few ? some : ranked);
             phases.end(Phases::choosing);
             if (!run_ruled(set, few ? some : ranked)) {  // it reads further than was ranked
                 phases.end(Phases::reading);
                 rank(set, 0);
+                if (from.carries) lead(ranked);
                 phases.end(Phases::choosing);
                 run_ruled(set, ranked);
             }
@@ -140,6 +142,21 @@ class Choosing : public RowWork {
                 if (!among(own[i])) joined.push_back(own[i]);
             std::copy(joined.begin(), joined.end(), own);
             std::sort(own, own + take);
+        }
+    }
+    // Carried blocks and behind them the others as they were ranked, `listed` in all.
+    void lead(int64_t listed) {
+        for (int64_t u = 0; u < choice.units; ++u) {
+            int32_t* own = order.data() + u * listed;
+            const int32_t* more = from.carried + u * from.carries;
+            joined.clear();
+            for (int64_t i = 0; i < from.carries && static_cast<int64_t>(joined.size()) < listed; ++i)
+                if (more[i] >= first && more[i] < stop && !among(more[i])) joined.push_back(more[i]);
+            const auto last = joined.end() - joined.begin();
+            for (int64_t i = 0; static_cast<int64_t>(joined.size()) < listed; ++i)
+                if (std::find(joined.begin(), joined.begin() + last, own[i]) == joined.begin() + last)
+                    joined.push_back(own[i]);
+            std::copy(joined.begin(), joined.end(), own);
         }
     }
     // Of carried ones there are few; the best are no two alike.

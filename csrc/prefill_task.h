@@ -24,6 +24,7 @@ class PrefillTask : TileTask<Math, T> {
                 const LineUnit* lines = nullptr)
         : Base(a, heads * (last_row - first_row)), head_(first_head), row_(first_row), rows_(last_row - first_row),
           lines_(lines) {
+        this->lean_ = true;
         Carver count(nullptr);
         carve(count);
         Carver carver(static_cast<char*>(thread_scratch(count.used())));
@@ -140,9 +141,9 @@ class PrefillTask : TileTask<Math, T> {
             for (int lane = 0; lane < this->held(tile); lane += NV * W) {
                 Reach reach(step, position + lane, count, masked, this->held(tile) - lane);
                 if (masked) this->template scores<Mask::interval>(tile, lane, reach, nullptr);
-                else this->template scores<Mask::none>(tile, lane, reach, lane ? nullptr : next);
+                else this->template scores<Mask::none>(tile, lane, reach, lane ? nullptr : next, false);
                 if (peaks_ && !masked) keep_peaks(step, tile, lane);
-                weights(tile, lane, reach);
+                weights(tile, lane, reach, masked || lane ? nullptr : next);
                 accumulate(tile, lane, reach);
             }
             if (!masked) next = nullptr;  // on its way
@@ -246,8 +247,9 @@ class PrefillTask : TileTask<Math, T> {
     }
 
     // P^T = 2^(S^T - max) by key units; updates maxima and sums, and leaves what old sums must be scaled by in alpha.
+    // Asks for the values of `next`: its keys are on their way, and more at once would wait for each other.
     template <class R>
-    void weights(int64_t tile, int lane, const R& reach) {
+    void weights(int64_t tile, int lane, const R& reach, const KeyStep<kStep>* next = nullptr) {
         F max[NV], sum[NV];
         for (int v = 0; v < NV; ++v) {
             float *m = x_.max + tile * kTile + lane + v * W, *l = x_.sum + tile * kTile + lane + v * W;
@@ -262,6 +264,8 @@ class PrefillTask : TileTask<Math, T> {
                 std::memset(x_.p + span_[0] / 2 * kTile, 0, (span_[1] - span_[0]) / 2 * kTile * sizeof(float));
         reach.each([&](auto from, auto to, int begin, int end) {
             for (int j = begin; j < end; j += Math::per_unit) {
+                if (next)
+                    for (int r = j; r < j + Math::per_unit && r < next->count; ++r) this->prefetch_values(next->row[r]);
                 const float* s = x_.s + j * kTile + lane;
                 float* p = x_.p + j / Math::per_unit * kTile + lane;
                 for (int v = decltype(from)::value; v < decltype(to)::value; ++v) {
@@ -282,24 +286,24 @@ class PrefillTask : TileTask<Math, T> {
     // The same by tiles.
     void accumulate_tiles(int64_t tile) {
         float* o = x_.o + tile * d_ * kTile;
+        const int live = static_cast<int>((this->held(tile) + W - 1) / W);
         F alpha[kTile / W];
         uint32_t shrinks = 0;
-        for (int v = 0; v < kTile / W; ++v) {
+        for (int v = 0; v < live; ++v) {
             alpha[v] = Simd::load(x_.alpha + v * W);
             shrinks |= Simd::greater_bits(Simd::set1(1), alpha[v]);
         }
         if (shrinks)
             for (int64_t c = 0; c < d_; ++c)
-                for (int v = 0; v < kTile / W; ++v)
+                for (int v = 0; v < live; ++v)
                     Simd::store(o + c * kTile + v * W, Simd::mul(Simd::load(o + c * kTile + v * W), alpha[v]));
         const int64_t stride[2] = {kValueStride, kValueStride};
         const float* p = x_.p + span_[0] / 2 * kTile;
         for (int64_t c = 0; c < d_; c += kTileKeys) {
             const float* values = x_.v + c * kValueStride + span_[0] / 2;
             const float* rows[2] = {values, values + kTileSide * kValueStride};
-            for (int lane = 0; lane < this->held(tile); lane += kTileKeys)
-                this->registers_.template multiply<true>(rows, stride, p + lane, kTile, (span_[1] - span_[0]) / 2,
-                                                         o + c * kTile + lane, kTile);
+            this->registers_.template multiply_columns<true>(rows, stride, p, this->held(tile), kTile,
+                                                             (span_[1] - span_[0]) / 2, o + c * kTile, kTile);
         }
     }
 

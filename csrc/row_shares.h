@@ -129,7 +129,8 @@ class RowSharesTask : TileTask<Math, T> {
                                     Simd::load(x_.sum + v));
                 Simd::store(share + v, Simd::mul(Simd::load(sums + v), scale));
             }
-            for (int64_t lane = 0; lane < lanes_; ++lane) out[sampled_.q_block[lane] * plan_.k_blocks + block] += share[lane];
+            for (int64_t lane = 0; lane < lanes_; ++lane)
+                out[sampled_.q_block[lane] * plan_.k_blocks + block] += share[lane];
         }
     }
 

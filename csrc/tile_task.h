@@ -137,9 +137,8 @@ class TileTask {
             const float* rows[2];
             int64_t stride[2];
             for (int half = 0; half < 2; ++half) rows[half] = sixteen_keys(j, half, stride[half]);
-            for (int lane = 0; lane < held(tile); lane += kTileKeys)
-                registers_.template multiply<false>(rows, stride, q + lane, kTile, units_, x_.s + j * kTile + lane,
-                                                    kTile);
+            registers_.template multiply_columns<false>(rows, stride, q, lean_ ? held(tile) : kTile, kTile, units_,
+                                                        x_.s + j * kTile, kTile);
         }
     }
 
@@ -170,10 +169,16 @@ class TileTask {
         }
     }
 
+    SACCADE_INLINE void prefetch_values(int64_t row) const {
+        const T* v = static_cast<const T*>(a_.v_pool) + row;
+        for (int64_t c = 0; c < d_; c += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(v + c);
+    }
+
     const Attention& a_;
     const Logits logits_;
     const int64_t d_, units_, lanes_, tiles_;
     PrefillScratch x_;
+    bool lean_ = false;       // nobody looks at lanes that hold no rows: their scores may be anything
     int key_rows_ = 0;        // of the step
     int span_[2] = {0, 0};    // with tiles: the keys whose scores there are, in whole tiles
     TileRegisters<Math::tiles> registers_;

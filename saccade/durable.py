@@ -94,6 +94,7 @@ class DurableSessions:
         self._kept: dict[str, Kept] = {}
         self._open: dict[str, int] = {}  # the engine's session of a group
         self._pending: dict[str, Future[None]] = {}  # the last save of a group
+        self._known: dict[str, int] = {}  # when the turn was stored, by any process, that the open session stands at
         self._groups = Groups(store, limit, lambda group: self._kept.pop(group, None))
         self.counts = self._groups.counts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="saccade-sessions")
@@ -119,6 +120,19 @@ class DurableSessions:
         with self._lock:
             return group in self._pending or self.store.exists(self._groups.head(group))
 
+    def superseded(self, name: str, owner: str = "") -> bool:
+        """Whether another process has stored that session since this one has read or stored it, so that what it keeps
+        in memory is an earlier turn. Looks into the folders of all processes."""
+        group = _group(owner, name)
+        if not isinstance(self.store, SharedFileStore):
+            return False
+        with self._lock:
+            known = self._known.get(group)
+            if group in self._pending:  # a turn of this process, which is about to be the last
+                return False
+        last = self.store.last_written(self._groups.head(group))
+        return last is not None and (known is None or last > known)
+
     def opened(self, number: int, name: str, owner: str = "") -> None:
         """The engine's session ``number`` is the one of that name from now on."""
         with self._lock:
@@ -131,6 +145,7 @@ class DurableSessions:
             pending = self._pending.get(group)
             if self._open.get(group) == number:
                 del self._open[group]
+                self._known.pop(group, None)
         if pending is None:
             self._loop.forget_soon(number)
         else:
@@ -276,12 +291,16 @@ class DurableSessions:
             while segments and self._groups.over(group, [one.key for one in segments]) > 0:
                 segments.pop()
             self._groups.put(self._groups.head(group), _head(about, saved, segments, said), anyhow=True)
+        if isinstance(self.store, SharedFileStore):
+            self._stands(group, self.store.written(self._groups.head(group)))
         self._kept[group] = Kept(segments, captured.mark)
         self._groups.keep(group, [one.key for one in segments])
 
     # Restoring, on the caller's thread
 
     def _restore(self, group: str, called: str, recompute: bool) -> Restored | None:
+        shared = self.store if isinstance(self.store, SharedFileStore) else None
+        stored = None if shared is None else shared.last_written(self._groups.head(group))
         content = self.store.get(self._groups.head(group))
         if content is None:
             return None
@@ -312,6 +331,7 @@ class DurableSessions:
             raise
         with self._lock:
             self._open[group] = number
+        self._stands(group, stored)
         self._groups.used(group)
         computed = self._loop.engine.sessions[number].computed
         self.counts["restores"] += 1
@@ -351,6 +371,12 @@ class DurableSessions:
         return decode_record(content, SEGMENT, f"the record of tokens {one.start} to {one.stop - 1}")
 
     # Both
+
+    def _stands(self, group: str, stored: int | None) -> None:
+        """The session in memory is the one that was stored then."""
+        with self._lock:
+            if stored is not None and group in self._open:
+                self._known[group] = stored
 
     def _wait(self, group: str) -> None:
         with self._lock:

@@ -49,6 +49,14 @@ class SharedFileStore:
                 return content
         return self._own.get(key)
 
+    def written(self, key: str) -> int | None:
+        """When this process put a key, nanoseconds since the epoch; None where it has none."""
+        return self._own.written(key)
+
+    def last_written(self, key: str) -> int | None:
+        """When any process put a key last."""
+        return max(filter(None, (one.written(key) for one in (self._own, *self._others()))), default=None)
+
     def put(self, key: str, content: bytes) -> None:
         """See BlockStore."""
         self._own.put(key, content)

@@ -67,7 +67,7 @@ def test_greedy_answers_and_logprobs_are_dense_ones(any_llm, prompts, dense, dra
 
 
 def test_the_report_adds_up(any_llm, prompts, dense):
-    output = any_llm.generate(prompts[0], LONG, policy=lossless(DRAFTS[0]))[0]
+    output = any_llm.generate(prompts[0], LONG, policy=lossless("psa(epsilon=0.6, block_size=16, microbatch=1)"))[0]
     report, said = output.report, output.report["speculation"]
     kept = said["accepted"] + said["accepted_looked_up"]
     assert kept + said["rejected"] == said["drafted"] + said["looked_up"] == report["drafted_tokens"]

@@ -174,6 +174,24 @@ def test_heads_that_read_different_blocks_move_fewer_bytes(folder, tmp_path, who
     assert all(by_head < by_block for by_head, by_block in zip(read["head"], read["block"])), read
 
 
+def test_under_chosen_lines_a_step_asks_for_these_and_what_came_since(folder, tmp_path, whole):
+    """LoopServe's Table 2: decode needs its lines and the keys since, however long the context is."""
+    policy = "streaming(sinks=2, window=64)+loopserve(budget=8, n_d=64, first=2, sinks=1, slashes=false)"
+    most = (2 * 8 + 2) * 3 * SLOT  # a block for each line of a KV head at worst, and the last ones, in every layer
+    asked = {}
+    for length in (600, 960):
+        ids = random_ids(length, seed=length)
+        (expected,) = whole.generate([ids], GREEDY, policy=policy)
+        with small(folder, tmp_path, 40, host=True) as llm:
+            (done,) = llm.generate([ids], GREEDY, policy=policy)
+            assert tokens(done) == tokens(expected)
+            asked[length] = done.report["tiers"]["step_bytes"]
+            assert 0 < asked[length] <= most
+            assert llm.pool.tiers.counts.misses > 0
+            nothing_left(llm.pool)
+    assert asked[960] < 0.6 * 31 * 3 * SLOT  # of all blocks
+
+
 def test_while_memory_suffices_nothing_moves(folder, tmp_path, expected):
     with small(folder, tmp_path, 1500, max_requests=4) as llm:
         done = llm.generate(PROMPTS[::3], GREEDY, policy=POLICIES[::3])

@@ -25,6 +25,7 @@ DECODE = (
 PREFILL = (
     "xattention(threshold=0.4, block_size=32, tail=mean)",
     "flashprefill(alpha=0.9, block_size=32, window_blocks=2, tail=mean)",
+    "sampled_rows(threshold=0.2, gamma=0.3, block_size=32, tail=mean)",
     "flexprefill(gamma=0.3, block_size=64, min_budget=0, lines=block, tail=mean)",
     "minference(pattern=block_sparse, blocks=2, tail=mean)",
 )

@@ -188,6 +188,32 @@ def test_answers_are_the_replicas_and_sessions_keep_to_theirs(fleet):
     asyncio.run(ask())
 
 
+def test_a_replica_goes_on_with_the_later_turn_that_another_one_stored(tiny_llama, tmp_path, monkeypatch):
+    made = [make(tiny_llama, session_dir=tmp_path, session_shared=True) for _ in range(2)]
+    replicas = [Replica(LocalEngine(llm), ServerConfig()) for llm in made]
+    prompt, cached, restored = random_ids(60, 1), [], []
+
+    async def ask() -> None:
+        nonlocal prompt
+        for at in (0, 0, 1, 1, 0, 0):
+            app = Ingress(Fleet({f"r{at}": replicas[at]}))
+            status, answer = await Called(
+                app, "/v1/completions", {"prompt": prompt, **GREEDY, "session_id": "talk"}
+            ).result()
+            assert status == 200
+            cached.append(json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] - len(prompt))
+            await asyncio.to_thread(made[at].sessions.flush)
+            restored.append(sum(llm.sessions.counts["restores"] for llm in made))
+            prompt = prompt + random_ids(20, len(prompt))
+
+    asyncio.run(ask())
+    assert cached[0] == -60
+    assert set(cached[1:]) == {-20}, cached  # all but what the turn adds
+    assert restored == [0, 0, 1, 1, 2, 2]  # and nobody reads what it has already
+    for replica in replicas:
+        replica.close()
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_broken_replica_is_retried_before_the_first_token_and_told_of_after_it(fleet, path):
     field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path)

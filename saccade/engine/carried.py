@@ -2,8 +2,8 @@
 
 A verification leaves for each of its rows, layer, KV head and region of ``REGION`` keys the softmax weight of the
 region's heaviest key. Of the last row that stayed the heaviest regions are carried over: a draft that chooses blocks
-for a budget reads them in place of its own last choices, so that it reads no more than before. Rows that were rejected
-carry nothing.
+for a budget reads them in place of its own last choices, so that it reads no more than before; one that reads ranked
+blocks until a rule is content reads them first. Rows that were rejected carry nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from saccade.selection.plan import BestBlocks, DevicePlan
+from saccade.selection.plan import BestBlocks, DevicePlan, RankedBlocks
 
 REGION = 32  # keys
+RULED = 512  # keys, of which a share are carried for a draft that has a rule and no budget
+Choice = BestBlocks | RankedBlocks
 
 
 def carries(plan: DevicePlan | None, share: float) -> bool:
     """Whether a draft under ``plan`` can read carried blocks, ``share`` of what it chooses."""
     choice = None if plan is None else plan.blocks
-    return isinstance(choice, BestBlocks) and _regions(choice, share) > 0
+    return isinstance(choice, Choice) and _regions(choice, share) > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,16 +59,16 @@ class Carried:
 
     peaks: Tensor
     share: float
-    _blocks: dict[BestBlocks, Tensor | None] = field(default_factory=dict)
+    _blocks: dict[Choice, Tensor | None] = field(default_factory=dict)
 
-    def blocks(self, choice: BestBlocks) -> Tensor | None:
+    def blocks(self, choice: Choice) -> Tensor | None:
         """The blocks that ``choice`` is to read besides: int32 [layers, units, n], -1 for none; None where there is
         nothing to carry."""
         if choice not in self._blocks:
             self._blocks[choice] = self._heaviest(choice)
         return self._blocks[choice]
 
-    def _heaviest(self, choice: BestBlocks) -> Tensor | None:
+    def _heaviest(self, choice: Choice) -> Tensor | None:
         layers, kv_heads, regions = self.peaks.shape
         wide = max(1, choice.size // REGION)  # regions of a block
         count = min(_regions(choice, self.share), regions // wide)
@@ -88,6 +90,7 @@ class Carried:
         return found.contiguous()
 
 
-def _regions(choice: BestBlocks, share: float) -> int:
+def _regions(choice: Choice, share: float) -> int:
     """Regions, or blocks where these are wider, that make up ``share`` of what is chosen."""
-    return int(choice.take * choice.size * share) // max(REGION, choice.size)
+    keys = choice.take * choice.size if isinstance(choice, BestBlocks) else RULED
+    return int(keys * share) // max(REGION, choice.size)

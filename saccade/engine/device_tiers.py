@@ -116,7 +116,10 @@ class DeviceTiers:
         moved = self.counts(rows).since(before)
         for number, row in enumerate(rows):
             row.result.tiers = row.result.tiers or TierCounts()
-            row.result.tiers.add(moved.share(number, len(rows)))
+            own = moved.share(number, len(rows))
+            row.result.tiers.add(own)
+            if came:
+                row.result.asked_bytes += (own.hits + own.misses) * offers.cell_bytes
             _, last = self._pauses.pop(row.kv, (0, 0))
             if not came:
                 pause = min(MOST_PAUSE, 2 * last + 1)

@@ -131,7 +131,7 @@ def resolved(
         if fixed is None:
             continue
         most = max(_most(one, pool.format.block_size) for one in set(fixed.plan.layers) if isinstance(one, BestBlocks))
-        if most <= tiers.room:
+        if most <= min(tiers.room_in(layer) for layer in range(pool.layers)):
             found[rows.scheduled.request_id] = ResolvedRow(setting, plans, fixed, most, own_products)
     return found
 

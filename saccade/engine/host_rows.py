@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.engine.carried import REGION, carries
+from saccade.engine.carried import REGION, Choice, carries
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
@@ -285,5 +285,5 @@ def _planned(rows: RequestRows, fixed: FixedRow | None) -> PlannedRow:
         summaries = kv.summaries(blocks.summary, blocks.size)
         if isinstance(fixed.reads, Readings):
             codes = kv.summary_codes(blocks.summary, blocks.size)
-    more = carried.blocks(blocks) if carried is not None and summaries and isinstance(blocks, BestBlocks) else None
+    more = carried.blocks(blocks) if carried is not None and summaries and isinstance(blocks, Choice) else None
     return PlannedRow(rows.first, length - 1, kv.tables, fixed.reads, summaries, codes, carried=more)

@@ -64,3 +64,4 @@ def count_tiers(rows: RequestRows, before: TierCounts, layers: int = 1) -> None:
     moved = tiers.counts.since(before)
     result.tiers.add(moved)
     result.widest = max(result.widest, (moved.hits + moved.misses) // layers)
+    result.asked_bytes += (moved.hits + moved.misses) * tiers.tier.cell_bytes

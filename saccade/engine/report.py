@@ -252,6 +252,7 @@ class Report:
         self.longest_gap = 0.0  # seconds between two tokens
         self.held_back = 0  # steps in which it did not run, for others needed the memory
         self.tiers: TierCounts | None = None
+        self._step_bytes: int | None = None  # of keys and values that the last decode step asked for
         self.speculation: Speculated | None = None
         self.audit: Audited | None = None
         self.bounds: Audited | None = None
@@ -285,6 +286,8 @@ class Report:
         text = method.text if self.dialed is None or rows.phase == "prefill" else self.dialed
         stats.take(result, text, rows.stop - rows.start, seconds)
         self.take_tiers([result])
+        if rows.phase == "decode" and result.asked_bytes and not result.whole:
+            self._step_bytes = result.asked_bytes
         for note in result.notes:
             self.note(note)
 
@@ -347,7 +350,7 @@ class Report:
             "prefill": self.prefill.as_dict(),
             "decode": self.decode.as_dict(),
             "speculation": None if self.speculation is None else self.speculation.as_dict(),
-            "tiers": None if self.tiers is None else self.tiers.as_dict(),
+            "tiers": None if self.tiers is None else self.tiers.as_dict() | {"step_bytes": self._step_bytes},
             "audit": None if self.audit is None else self.audit.as_dict(),
             "bounds": None if self.bounds is None else self.bounds.as_dict(),
             "notes": list(self.notes),

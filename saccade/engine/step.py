@@ -191,7 +191,7 @@ class RequestResult:
     for reasons that need not be this request's; its rows are to be taken back and scheduled again. ``lost``: keys that
     it needs cannot be had back from a tier; all is to be computed again. ``tiers``: what moved for it between memory
     and a tier; ``widest``: parts that it asked for at the layer that reads most, on the host path;
-    ``whole``: all of its keys were brought in, whatever it was to read.
+    ``asked_bytes``: of all parts that it asked for; ``whole``: that was all of its keys, whatever it was to read.
 
     ``rows``: of a step with drafts, what each row did by itself, so that those that are rejected leave no trace; an
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
@@ -212,6 +212,7 @@ class RequestResult:
     lost: bool = False
     tiers: TierCounts | None = None
     widest: int = 0
+    asked_bytes: int = 0
     whole: bool = False
     rows: list[RequestResult] = field(default_factory=list)
     stay: Callable[[int], None] | None = None

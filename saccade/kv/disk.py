@@ -18,8 +18,9 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,11 +131,14 @@ class DiskTier:
         parts = _named(parts)
         order = sorted(range(len(cells)), key=cells.__getitem__)
         ordered = [cells[i] for i in order]
-        jobs: list[tuple[list[int], Future[list[int]]]] = []
+        jobs: list[tuple[list[int], Callable[[], list[int]]]] = []
         for first, last in self._runs(ordered, most=max(1, -(-len(cells) // THREADS))):
             which = order[first:last]
             own = [(parts[i], cells[i], slots[i]) for i in which]
-            jobs.append((which, self._pool.submit(self._read_record, own)))
+            if last == len(cells) <= THREADS:  # whoever waits for a few reads the last: waking a thread takes longer
+                jobs.insert(0, (which, partial(self._read_record, own)))
+            else:
+                jobs.append((which, self._pool.submit(self._read_record, own).result))
         self.counts.bytes_read += len(cells) * self.cell_bytes
         return DiskLoading(self, jobs)
 
@@ -212,14 +216,14 @@ class DiskTier:
 class DiskLoading:
     """Reads under way (see tier.Loading)."""
 
-    def __init__(self, tier: DiskTier, jobs: list[tuple[list[int], Future[list[int]]]]) -> None:
+    def __init__(self, tier: DiskTier, jobs: list[tuple[list[int], Callable[[], list[int]]]]) -> None:
         self._tier, self._jobs = tier, jobs
 
     def wait(self) -> list[int]:
         began, failed = time.perf_counter(), []
         for which, job in self._jobs:
             try:
-                failed += [which[i] for i in job.result()]
+                failed += [which[i] for i in job()]
             except Exception:  # out of memory, say: nothing is known of these
                 failed += which
         self._jobs = []

@@ -64,6 +64,7 @@ class Offers:
         self.at = np.full((rows, slots), -1, dtype=np.int64)  # where a slot is in its row's list
         self._staging = torch.empty(0, dtype=torch.int32, device="cpu")
         self._pool, self._each = pool, np.arange(rows)[:, None]
+        self.cell_bytes = tiers[0].tier.cell_bytes  # of a part
         self._rows = [Listed(one, self, row) for row, one in enumerate(tiers)]
 
     def prepare(self, kept: Array, open_blocks: Array) -> None:

@@ -40,7 +40,8 @@ class Lossless(Verified):
     tokens of the draft stood earlier in the sequence and went on with what was drafted, what followed there is drafted
     too, for no step at all (prompt lookup; Saxena 2023); 0 never does. ``carried``: of the blocks that a draft chooses
     for its budget (``quest``, ``arkvale``), this share are those that weighed most in the last verified row, where the
-    verification says so (``engine/carried.py``).
+    verification says so; a draft with a rule (``psa``) reads this share of 512 keys of them before its own
+    (``engine/carried.py``).
 
     Raises PolicyError for a draft that is no decode method, reads everything, or is ``lossless`` itself.
     """

@@ -121,7 +121,8 @@ class PlannedRow(NamedTuple):
     of each region of ``region`` keys weighs, summed over a KV head's query heads, 0 in about the last 128 keys.
     ``home``: where its blocks lie if some are in no slot; ``table`` is then its own, and all layers choose blocks.
     ``carried`` int32 [layers, units, n]: blocks that layers with a budget for so many units read besides, in place of
-    the last of those that they would choose; numbers of no block that is chosen from mean none."""
+    the last of those that they would choose, and layers with a rule before those that they rank; numbers of no block
+    that is chosen from mean none."""
 
     row: int
     position: int

@@ -109,8 +109,8 @@ class EngineProcess(asyncio.Protocol):
             raise
         return outputs
 
-    async def open_session(self, name: str, owner: str) -> int:
-        session: int = await self._call(wire.OpenSession(0, None, wire.encoded(name), wire.encoded(owner)))
+    async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
+        session: int = await self._call(wire.OpenSession(0, held, wire.encoded(name), wire.encoded(owner)))
         return session
 
     def save_soon(self, session: int, name: str, owner: str) -> None:

@@ -148,7 +148,7 @@ class EngineServer:
     def _session(self, frame: wire.Session, name: str, owner: str) -> None:
         named = self._named
         if isinstance(frame, wire.OpenSession):
-            self._answer(frame.call, named.open(name, owner))
+            self._answer(frame.call, named.open(name, owner, frame.session))
         elif isinstance(frame, wire.ForgetSession):
             self._answer(frame.call, named.forget(frame.session, name, owner))
         elif frame.session is not None:

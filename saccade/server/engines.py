@@ -24,7 +24,8 @@ from saccade.server.named_sessions import NamedSessions
 class About:
     """What never changes of an engine. ``name``: of its model; ``path``: the folder of its tokenizer; ``policy``: of
     requests that name none; ``defaults``: sampling parameters, likewise; ``max_requests``: most that run at once;
-    ``device``: where it runs, as torch writes it."""
+    ``device``: where it runs, as torch writes it; ``session_shared``: whether other processes store its sessions,
+    too."""
 
     name: str
     path: Path
@@ -36,6 +37,7 @@ class About:
     device: str
     layers: int
     heads: int
+    session_shared: bool = False
 
 
 class EngineFace(Protocol):
@@ -63,8 +65,9 @@ class EngineFace(Protocol):
         outputs are taken, once the engine has ended by itself."""
         ...
 
-    async def open_session(self, name: str, owner: str) -> int:
-        """The id of the session that is stored under the owner's name, or of one that begins."""
+    async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
+        """The id of the session that is stored under the owner's name, or of one that begins. ``held``: its id so far,
+        which stays unless another process has stored a later turn."""
         ...
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
@@ -111,6 +114,7 @@ def about_llm(llm: LLM) -> About:
         device=str(llm.model.device),
         layers=llm.model.spec.layers,
         heads=llm.model.spec.heads,
+        session_shared=llm.config.session_shared,
     )
 
 
@@ -137,8 +141,8 @@ class LocalEngine:
     async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
         return await self.llm.loop.submit(messages)
 
-    async def open_session(self, name: str, owner: str) -> int:
-        return await asyncio.wrap_future(self._named.open(name, owner))
+    async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
+        return await asyncio.wrap_future(self._named.open(name, owner, held))
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
         self._named.save_soon(session, name, owner)

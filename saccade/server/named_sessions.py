@@ -25,12 +25,13 @@ class NamedSessions:
         self._report: dict[str, Any] = {}
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-named")
 
-    def open(self, name: str, owner: str) -> Future[int]:
+    def open(self, name: str, owner: str, held: int | None = None) -> Future[int]:
         """The engine's id of the session that is stored under the name, or of a new one. A client says its whole
-        context anew, so where what is stored is of no use nothing is lost but time; the log and the report say so."""
+        context anew, so where what is stored is of no use nothing is lost but time; the log and the report say so.
+        ``held``: the session's id so far, which stays unless another process has stored a later turn."""
         if self._stored is None:
             return self._llm.loop.open_session()
-        return self._threads.submit(self._open, name, owner)
+        return self._threads.submit(self._open, name, owner, held)
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
         """After a turn: store it, if sessions are stored."""
@@ -67,7 +68,12 @@ class NamedSessions:
         """Wait for what runs."""
         self._threads.shutdown()
 
-    def _open(self, name: str, owner: str) -> int:
+    def _open(self, name: str, owner: str, held: int | None) -> int:
+        assert self._stored is not None
+        if held is not None:
+            if held in self._llm.engine.sessions and not self._stored.superseded(name, owner):
+                return held
+            self.leave(held, name, owner)
         restored, why = self._restored(name, owner)
         if restored is not None:
             return restored.number

@@ -56,6 +56,8 @@ class Sessions:
             )
         held.busy = True
         self._held.move_to_end(place)
+        if self._engine.about.session_shared:  # another replica may have stored a later turn
+            await self._open(place, held)
         return held
 
     def release(self, held: Held, answered: bool) -> None:
@@ -72,8 +74,9 @@ class Sessions:
         return stored or held is not None
 
     async def _open(self, place: tuple[str, str], held: Held) -> None:
-        """Have the engine begin a session, or restore it; it is left again where nobody wants it by then."""
-        opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner))
+        """Have the engine begin a session, restore it, or go on with it; it is left again where nobody wants it by
+        then."""
+        opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner, held.id))
         try:
             held.id = await asyncio.shield(opening)
             if self._held.get(place) is not held:

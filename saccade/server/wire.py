@@ -288,7 +288,7 @@ def config_dict(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-_PLAIN = ("name", "eos_token_ids", "max_requests", "device", "layers", "heads")
+_PLAIN = ("name", "eos_token_ids", "max_requests", "device", "layers", "heads", "session_shared")
 
 
 def about_dict(about: About) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from saccade.methods import Method, parse_method
 from saccade.methods.registry import METHODS
 
 PREFILL = (
-    "sampled_rows(gamma=0.75, threshold=0.05|0.02|0.01|0.005|0.003|0.002|0.001|0.0005|0.0002)",
+    "sampled_rows(gamma=0.75, threshold=0.05|0.02|0.01|0.005|0.003|0.002|0.001|0.0005|0.0004|0.0002)",
     "sampled_rows(threshold=1, gamma=0.8|0.9|0.95|0.98)",
     "xattention(threshold=0.5|0.7|0.8|0.9|0.95|0.98)",
     "flexprefill(lines=token, gamma=0.8|0.9|0.95|0.98|0.995)",

@@ -152,9 +152,8 @@ class CIS(Method):
         return query.kv.keys(n - 1, n)[:, 0].repeat_interleave(units // query.shape.kv_heads, 0)
 
     def borrowed(self, query: Query, state: CISState) -> Borrowed | None:
-        if (
-            self.unit != "q_head" or self.by != "query"
-        ):  # a mean over heads ranks keys, which no multiple of a query does
+        # A mean over heads ranks keys, which no multiple of a query does; other likenesses keep no queries.
+        if self.unit != "q_head" or self.by != "query":
             return None
         n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
         best = self.budget(n)
