@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+import mmap
+
 import pytest
 from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
@@ -31,16 +32,19 @@ def test_what_a_step_takes_is_not_given_to_keys(folder, monkeypatch, capsys):
     step, extra, seen = Engine.step, 32 * MIB, []
 
     def greedy(engine: Engine):
-        held = np.ones(extra, dtype=np.uint8)  # what a step needs for itself
+        held = mmap.mmap(-1, extra)  # what a step needs for itself, of no allocator that has it already
+        held[::4096] = bytes(extra // 4096)
         seen.append(sorted(len(one.sequence.tokens) for one in engine.scheduler.running))
-        return step(engine), held.sum() and None
+        outputs = step(engine)
+        held.close()
+        return outputs
 
     monkeypatch.setattr(Engine, "step", greedy)
     with profiled(folder, monkeypatch, 100 * MIB, max_requests=16, max_model_len=8000) as llm:
         found = llm.memory_profile
-        assert found.steps >= extra
+        assert found.steps > 0.9 * extra
         assert found.free == 100 * MIB
-        assert found.kv == int(found.share * found.free) - found.steps < 48 * MIB
+        assert found.kv == int(found.share * found.free) - found.steps < 52 * MIB
         assert 0 <= found.kv - llm.pool.num_blocks * llm.pool.format.block_bytes < llm.pool.format.block_bytes
         assert (found.prefill_rows, found.decode_rows) == (64, 15)
         assert any(len(lengths) == 16 and lengths[-1] >= 64 for lengths in seen)  # the widest step did run

@@ -98,9 +98,11 @@ class ResolvedRow:
         wanted, missing = planned.wanted(0)
         if not missing:
             tiers.found(self._home.slots[:wanted])
-            counts = self.fixed.rows.result.tiers
-            assert counts is not None
-            counts.hits += wanted
+            result = self.fixed.rows.result
+            assert result.tiers is not None
+            result.tiers.hits += wanted
+            result.widest = max(result.widest, wanted)
+            result.asked_bytes += wanted * tiers.tier.cell_bytes
             return share
         chosen, before = time.perf_counter() - began, tiers.counts.copy()
         try:
