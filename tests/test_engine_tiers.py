@@ -160,6 +160,15 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
     assert len(resolved) > 50  # of 99 layers; summaries take the room of slots
 
 
+def test_steps_that_are_certified_are_certified_over_a_tier_too(folder, tmp_path):
+    prompt, asked = random_ids(700, seed=3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, bounds=1.0)
+    with small(folder, tmp_path, 30) as llm:
+        [done] = llm.generate([prompt], asked, policy="quest(budget=48, block_size=8, dense_layers=0)")
+        assert llm.pool.tiers.counts.misses > 0
+        assert (done.report["bounds"]["steps"], done.report["bounds"]["left_out"]) == (7, 0)
+        nothing_left(llm.pool)
+
+
 def test_heads_that_read_different_blocks_move_fewer_bytes(folder, tmp_path, whole):
     policies = ["quest(budget=64, dense_layers=0)", "psa(epsilon=0.3, block_size=32, microbatch=1)"]
     prompts = [random_ids(900, seed=seed) for seed in range(len(policies))]

@@ -18,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from saccade.server import responses_socket
 from saccade.server.keys import Key, KeyRing, digest
+from saccade.server.responses_items import summary_of
 
 SECRET, OTHER = "sk-first-key-of-tests", "sk-second-key-of-tests"
 ASK = {"temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
@@ -214,7 +215,7 @@ def test_a_conversation_in_short(server):
     [item] = short.json()["output"]
     assert (item["type"], set(item)) == ("compaction", {"type", "id", "encrypted_content"})
     more = server.ask("/v1/responses", {"input": [item, {"role": "user", "content": "who am I?"}], **ASK}).json()
-    summary = responses_socket_summary(item)
+    summary = summary_of(item, "input[0]")
     asked = f"Summary of our conversation so far:\n{summary}\n\nwho am I?"
     plain = server.ask("/v1/responses", {"input": asked, **ASK}).json()
     assert more["output"][0]["content"] == plain["output"][0]["content"]
@@ -233,9 +234,3 @@ def test_a_conversation_in_short(server):
     ):
         status, _, param = error(server.ask("/v1/responses/compact", body))
         assert (status, param) == (400, expected)
-
-
-def responses_socket_summary(item: dict[str, Any]) -> str:
-    from saccade.server.responses_items import summary_of
-
-    return summary_of(item, "input[0]")

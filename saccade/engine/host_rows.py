@@ -63,9 +63,7 @@ class FixedPlans:
     def of(self, rows: RequestRows) -> FixedRow | None:
         """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
         which leaves no trace in counts."""
-        memory = rows.memory
-        watch = self.setting.watch
-        if rows.drafted or watch.sees_calls or memory.has_gone or rows.scheduled.request_id in watch.bounds:
+        if self._followed(rows):
             return None
         if rows.together:
             plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
@@ -75,25 +73,31 @@ class FixedPlans:
         prepared = self._plan(rows.method)
         if prepared is None:
             return None
-        if prepared.readings is None:
-            return self._listed(rows, prepared.plan)
-        if memory.has_state or rows.scheduled.policy.window is not None:
-            return None
-        return FixedRow(rows, prepared.plan, prepared.readings, None)
+        return self._listed(rows, prepared.plan) if prepared.readings is None else self._read(rows, prepared)
 
     def of_blocks(self, rows: RequestRows) -> FixedRow | None:
-        """The same of a row that chooses blocks in every layer, where nobody follows what it does; None else."""
-        memory, watch = rows.memory, self.setting.watch
-        if not rows.decodes or rows.drafted or watch.sees_calls or watch.audits or memory.carried is not None:
-            return None
-        if memory.has_gone or memory.has_state or rows.scheduled.policy.window is not None:
+        """The same of a row that chooses blocks in every layer, where no audit follows the step and nothing is carried;
+        None else."""
+        if not rows.decodes or self._followed(rows) or self.setting.watch.audits or rows.memory.carried is not None:
             return None
         prepared = self._plan(rows.method)
-        if prepared is None or prepared.readings is None:
+        fixed = None if prepared is None else self._read(rows, prepared)
+        if fixed is None:
             return None
-        for reading in set(prepared.plan.layers):
+        for reading in set(fixed.plan.layers):
             if not isinstance(reading, BestBlocks) or rows.scheduled.stop <= reading.dense_upto:
                 return None
+        return fixed
+
+    def _followed(self, rows: RequestRows) -> bool:
+        """Whether somebody looks on layer by layer, or the row may be rejected or reads over evicted keys."""
+        watch = self.setting.watch
+        return rows.drafted or watch.sees_calls or rows.memory.has_gone or rows.scheduled.request_id in watch.bounds
+
+    def _read(self, rows: RequestRows, prepared: Prepared) -> FixedRow | None:
+        """A row that the kernels read by its plan alone."""
+        if prepared.readings is None or rows.memory.has_state or rows.scheduled.policy.window is not None:
+            return None
         return FixedRow(rows, prepared.plan, prepared.readings, None)
 
     def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:

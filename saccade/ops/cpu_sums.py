@@ -49,11 +49,16 @@ def antidiagonals(
     """``scores.antidiagonal_shares`` before blocks are brought to a sum of 1, for calls that :func:`serves_tiles`
     allows."""
     call = Call(q, kv, shape, scale, softcap, None)
-    q_blocks = (shape.q_start + shape.q_len - 1) // block_size - shape.q_start // block_size + 1
-    shares = torch.zeros(shape.heads, q_blocks, -(-shape.k_len // block_size))
+    shares = _no_shares(shape, block_size)
     wanted = native.Antidiagonals(k_len=shape.k_len, stride=stride, block_size=block_size, shares=shares.data_ptr())
     cpu.kernels().antidiagonals(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
     return shares
+
+
+def _no_shares(shape: Shape, block_size: int) -> Tensor:
+    """Zeros [heads, query blocks that the call has a part of, key blocks]."""
+    q_blocks = (shape.q_start + shape.q_len - 1) // block_size - shape.q_start // block_size + 1
+    return torch.zeros(shape.heads, q_blocks, -(-shape.k_len // block_size))
 
 
 def serves_shares(mass: Tensor) -> str | None:
@@ -90,8 +95,7 @@ def row_shares(
     """``row_shares.row_shares`` before rows are brought to a sum of 1, for calls that :func:`serves_row_shares`
     allows."""
     call = Call(q, kv, shape, scale, softcap, None)
-    q_blocks = (shape.q_start + shape.q_len - 1) // block_size - shape.q_start // block_size + 1
-    shares = torch.zeros(shape.heads, q_blocks, -(-shape.k_len // block_size))
+    shares = _no_shares(shape, block_size)
     wanted = native.RowShares(k_len=shape.k_len, rows=rows, block_size=block_size, shares=shares.data_ptr())
     cpu.kernels().row_shares(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
     return shares

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Any
 from uuid import uuid4
 
 from starlette.requests import ClientDisconnect
@@ -72,20 +71,7 @@ class Gate:
                 await refuse(reply, ApiError(500, "the server failed to answer", "internal_error"))
         finally:
             route = getattr(scope.get("route"), "path", "none")
-            self.serving.metrics.answered(route, status)
-            if tracing is not None and caller.span is not None:
-                tracing.answered(caller.span, scope["method"], route, status)
-            fields: dict[str, Any] = {
-                "request_id": caller.request_id,
-                "method": scope["method"],
-                "path": scope["path"][:200],
-                "status": status,
-                "seconds": round(time.perf_counter() - began, 4),
-            }
-            if caller.key is not None:
-                fields["key"] = caller.key.name
-            fields |= caller.costs
-            logger.info("request", extra={"fields": fields})
+            self.serving.answered(caller, (scope["method"], scope["path"], route), status, began)
 
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A WebSocket, whose messages the route checks one by one; refused as a request is."""

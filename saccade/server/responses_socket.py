@@ -126,15 +126,7 @@ class ResponsesSocket:
             status = 499
             raise
         finally:
-            self.serving.metrics.answered(ROUTE, status)
-            if tracing is not None and caller.span is not None:
-                tracing.answered(caller.span, "WEBSOCKET", ROUTE, status)
-            seconds = round(time.perf_counter() - began, 4)
-            fields: JSON = {"request_id": caller.request_id, "method": "WEBSOCKET", "path": ROUTE}
-            fields |= {"status": status, "seconds": seconds, **caller.costs}
-            if caller.key is not None:
-                fields["key"] = caller.key.name
-            logger.info("request", extra={"fields": fields})
+            self.serving.answered(caller, ("WEBSOCKET", ROUTE, ROUTE), status, began)
 
     def _body(self, data: str | bytes) -> ResponsesRequest:
         """What a message asks for. ApiError where it is none."""

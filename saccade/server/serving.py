@@ -16,7 +16,7 @@ from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammar import Grammars
 from saccade.server.insight import Insight
-from saccade.server.logs import add_costs
+from saccade.server.logs import add_costs, logger
 from saccade.server.metrics import Metrics
 from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
@@ -97,6 +97,24 @@ class Serving:
         self.engine.close()
         if self.tracing is not None:
             self.tracing.close()
+
+    def answered(self, caller: Caller, asked: tuple[str, str, str], status: int, began: float) -> None:
+        """A request has its answer: it is counted, traced, and has a line in the log. ``asked``: its method, its path
+        and the route that served it; ``began`` by time.perf_counter."""
+        method, path, route = asked
+        self.metrics.answered(route, status)
+        if self.tracing is not None and caller.span is not None:
+            self.tracing.answered(caller.span, method, route, status)
+        fields: dict[str, Any] = {
+            "request_id": caller.request_id,
+            "method": method,
+            "path": path[:200],
+            "status": status,
+            "seconds": round(time.perf_counter() - began, 4),
+        }
+        if caller.key is not None:
+            fields["key"] = caller.key.name
+        logger.info("request", extra={"fields": fields | caller.costs})
 
     def ended(self, caller: Caller, outcome: RequestOutcome, policy: Policy) -> None:
         """A sample of ``caller`` has ended: it is counted, and told to whoever looks on."""
