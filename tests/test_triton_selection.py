@@ -103,7 +103,7 @@ def test_sampled_rows_choose_as_the_host_does(q_len, n, rows, size, softcap, mon
     chunk = chunk_of(4 if rows == 3 else 2, 2 if rows == 3 else 1, q_len, n)
     given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]  # rows that lie apart
     if rows == 3:  # one head at a time
-        monkeypatch.setattr(on_device, "MOST_BYTES", 1)
+        monkeypatch.setattr(antidiagonals, "MOST_BYTES", 1)
     at = chunk.kv, chunk.shape, rows, size
     shares = on_device.shares(given, *at, chunk.scale, softcap)
     torch.testing.assert_close(shares, row_shares(chunk.q, *at, chunk.scale, softcap), atol=1e-5, rtol=1e-5)

@@ -67,10 +67,8 @@ def _run(
     first, last = shape.q_start // stride, (shape.q_start + q_len - 1) // stride
     own, tiles = first // each, last - first + 1
     q_blocks, k_blocks = last // each - own + 1, -(-shape.k_len // block_size)
-    taken = torch.empty(heads, q_blocks, k_blocks, dtype=torch.int8, device=q.device)
-    found = torch.empty(taken.shape if wants_shares else (1,), dtype=torch.float32, device=q.device)
-    together = max(1, min(heads, MOST_BYTES // (4 * tiles * k_blocks)))
-    weights = torch.empty(together, tiles, k_blocks, dtype=torch.float32, device=q.device)
+    taken, found, weights = room(q, (q_blocks, k_blocks), tiles, wants_shares)
+    together = len(weights)
     wide = q.element_size() == 2 and head_dim <= 128
     rows, keys = (128, 128) if wide else (32, max(32, each))
     for head in range(0, heads, together):
@@ -87,6 +85,16 @@ def _run(
             EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
         )  # fmt: skip
     return taken, found
+
+
+def room(q: Tensor, blocks: tuple[int, int], rows: int, wants_shares: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """For what is taken, int8 [heads, q_blocks, k_blocks]; for shares, fp32 like it or of one element; and for weights
+    of as many heads as go together within MOST_BYTES, fp32 [heads together, rows, k_blocks]."""
+    heads = len(q)
+    taken = torch.empty(heads, *blocks, dtype=torch.int8, device=q.device)
+    found = torch.empty(taken.shape if wants_shares else (1,), dtype=torch.float32, device=q.device)
+    together = max(1, min(heads, MOST_BYTES // (4 * rows * blocks[1])))
+    return taken, found, torch.empty(together, rows, blocks[1], dtype=torch.float32, device=q.device)
 
 
 @triton.jit(

@@ -6,14 +6,13 @@ Each query block has as many slots as it may have rows; slots without a row weig
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.antidiagonals import MOST_BYTES, reach
+from saccade.ops.triton.antidiagonals import reach, room
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision
 from saccade.selection import Blocks, Shape
@@ -63,10 +62,8 @@ def _run(
     own = shape.q_start // block_size
     q_blocks = (shape.q_start + q_len - 1) // block_size - own + 1
     slots, k_blocks = q_blocks * rows, -(-shape.k_len // block_size)
-    taken = torch.empty(heads, q_blocks, k_blocks, dtype=torch.int8, device=q.device)
-    found = torch.empty(taken.shape if wants_shares else (1,), dtype=torch.float32, device=q.device)
-    together = max(1, min(heads, MOST_BYTES // (4 * slots * k_blocks)))
-    weights = torch.empty(together, slots, k_blocks, dtype=torch.float32, device=q.device)
+    taken, found, weights = room(q, (q_blocks, k_blocks), slots, wants_shares)
+    together = len(weights)
     wide = q.element_size() == 2 and head_dim <= 128
     tile = 128 if wide else 32
     for head in range(0, heads, together):
