@@ -28,7 +28,7 @@ from saccade.ops.scores import (
     row_weights,
     slash_sums,
 )
-from saccade.ops.triton import antidiagonals, choose
+from saccade.ops.triton import antidiagonals, choose, reach
 from saccade.ops.triton import line_sums as sums
 from saccade.ops.triton import row_shares as on_device
 from saccade.ops.triton.block_energies import energies
@@ -82,7 +82,7 @@ def test_antidiagonals_choose_as_the_host_does(q_len, n, stride, size, softcap, 
     chunk = chunk_of(4, 2, q_len, n)
     given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]  # rows that lie apart
     if stride == 8:  # one head at a time
-        monkeypatch.setattr(antidiagonals, "MOST_BYTES", 1)
+        monkeypatch.setattr(reach, "MOST_BYTES", 1)
     at = chunk.kv, chunk.shape, stride, size
     shares = antidiagonals.shares(given, *at, chunk.scale, softcap)
     expected = antidiagonal_shares(chunk.q, *at, chunk.scale, softcap)
@@ -103,7 +103,7 @@ def test_sampled_rows_choose_as_the_host_does(q_len, n, rows, size, softcap, mon
     chunk = chunk_of(4 if rows == 3 else 2, 2 if rows == 3 else 1, q_len, n)
     given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]  # rows that lie apart
     if rows == 3:  # one head at a time
-        monkeypatch.setattr(antidiagonals, "MOST_BYTES", 1)
+        monkeypatch.setattr(reach, "MOST_BYTES", 1)
     at = chunk.kv, chunk.shape, rows, size
     shares = on_device.shares(given, *at, chunk.scale, softcap)
     torch.testing.assert_close(shares, row_shares(chunk.q, *at, chunk.scale, softcap), atol=1e-5, rtol=1e-5)
@@ -113,6 +113,22 @@ def test_sampled_rows_choose_as_the_host_does(q_len, n, rows, size, softcap, mon
         got = on_device.choose(given, *at, gamma, threshold, chunk.scale, softcap)
         assert torch.equal(got.offsets, want.offsets)
         assert torch.equal(got.indices[: int(got.offsets[-1])], want.indices)
+
+
+@pytest.mark.parametrize(("q_len", "n"), [(72, 200), (51, 97)])
+def test_keys_laid_out_in_one_piece_first(q_len, n, monkeypatch):
+    """Rows of tiles that begin and end with one, or are cut at both ends; shares as those over pages."""
+    chunk = chunk_of(4, 2, q_len, n)
+    given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]
+    at = chunk.kv, chunk.shape, 8, 32
+    tiles = antidiagonals.Config(rows=32, keys=64, channels=16, warps=4, stages=2, copy=True)
+    monkeypatch.setattr(antidiagonals, "config_for", lambda q, each: tiles)
+    shares = antidiagonals.shares(given, *at, chunk.scale)
+    torch.testing.assert_close(shares, antidiagonal_shares(chunk.q, *at, chunk.scale), atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(on_device, "config_for", lambda q: on_device.Config(rows=32, span=3, warps=4, copy=True))
+    for scale in (chunk.scale, -0.1):
+        shares = on_device.shares(given, *at, scale)
+        torch.testing.assert_close(shares, row_shares(chunk.q, *at, scale), atol=1e-5, rtol=1e-5)
 
 
 def test_blocks_of_equal_shares_are_taken_in_their_order():

@@ -1,26 +1,53 @@
 """XAttention's choice on the device: key blocks by strided antidiagonal sums, up to a share of each query block.
 
 Keys are read once: a kernel takes the products of whole tiles of ``stride`` x ``stride`` pairs, which are as many
-shorter products of strided rows, and keeps of every row of tiles and key block the logarithm of what its tiles weigh. A
-second one, a program for each query block, brings these rows to a sum of 1, adds them, and finds which blocks reach the
-threshold. Nothing goes to the host, and sums are added in a fixed order.
+shorter products of strided rows, and keeps of every row of tiles and key block the logarithm of what its tiles weigh.
+Over keys in one piece these are one product of matrices with ``stride`` rows side by side. A second one, a program for
+each query block, brings these rows to a sum of 1, adds them, and finds which blocks reach the threshold. Nothing goes
+to the host, and sums are added in a fixed order.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.choose import compact
-from saccade.ops.triton.common import LOG2E, also, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
+from saccade.ops.triton.pages import gather
+from saccade.ops.triton.prefill import LONG
+from saccade.ops.triton.reach import NO_BAR, reach, room
 from saccade.selection import Blocks, Shape
 
-MOST_BYTES = 1 << 30  # of weights kept of heads at once
-NO_BAR = 2.0  # a share that no block has
+
+@dataclass(frozen=True)
+class Config:
+    """Rows of tiles and tiles of keys of a program, channels of a step, warps and pipeline depth; ``copy``: lay queries
+    and keys out in one piece first and fetch them by the copy engine."""
+
+    rows: int = 128
+    keys: int = 128
+    channels: int = 128
+    warps: int = 8
+    stages: int = 3
+    copy: bool = False
+
+
+def config_for(q: Tensor, each: int) -> Config:
+    """``each``: tiles of a block."""
+    head_dim = q.shape[-1]
+    if q.element_size() > 2 or head_dim > 128:
+        return Config(32, max(32, each), pad(head_dim), 4, 2)
+    if is_hopper(q.device) and q.shape[1] >= LONG and head_dim == pad(head_dim):
+        return Config(128, 256, 64, 8, 3, copy=True)
+    return Config(channels=pad(head_dim))
 
 
 def choose(
@@ -60,6 +87,7 @@ def _run(
     scale: float,
     softcap: float | None,
     wants_shares: bool,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, q_len, head_dim = q.shape
     given, paged = in_rows(q), kv.paged()
@@ -69,17 +97,25 @@ def _run(
     q_blocks, k_blocks = last // each - own + 1, -(-shape.k_len // block_size)
     taken, found, weights = room(q, (q_blocks, k_blocks), tiles, wants_shares)
     together = len(weights)
-    wide = q.element_size() == 2 and head_dim <= 128
-    rows, keys = (128, 128) if wide else (32, max(32, each))
+    config = config or config_for(q, each)
+    options = {
+        "GROUP": heads // kv.kv_heads, "STRIDE": stride, "EACH": each, "ROWS": config.rows, "KEYS": config.keys,
+        "CAPPED": softcap is not None, "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    sides = (_row_tiles(given, shape, stride, config), _key_tiles(kv, shape, stride, config)) if config.copy else ()
     for head in range(0, heads, together):
         count = min(together, heads - head)
-        _weigh[(-(-k_blocks * each // keys), -(-tiles // rows), count)](
-            given, paged.k, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
-            shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0,
-            GROUP=heads // kv.kv_heads, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
-            STRIDE=stride, EACH=each, ROWS=rows, KEYS=keys, CAPPED=softcap is not None, PRECISION=precision(q.dtype),
-            num_warps=8 if wide else 4, num_stages=3 if wide else 2,
-        )  # fmt: skip
+        numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0
+        if config.copy:
+            _weigh_rows[(-(-tiles // config.rows), -(-k_blocks * each // config.keys), count)](
+                *sides, weights, head, -(-shape.k_len // stride), *numbers, D=head_dim, STEP=config.channels, **options
+            )
+        else:
+            _weigh[(-(-k_blocks * each // config.keys), -(-tiles // config.rows), count)](
+                given, paged.k, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
+                *numbers, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
+                PRECISION=precision(q.dtype), **options,
+            )  # fmt: skip
         reach[(q_blocks, count)](
             weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging, NO_BAR,
             EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
@@ -87,14 +123,27 @@ def _run(
     return taken, found
 
 
-def room(q: Tensor, blocks: tuple[int, int], rows: int, wants_shares: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """For what is taken, int8 [heads, q_blocks, k_blocks]; for shares, fp32 like it or of one element; and for weights
-    of as many heads as go together within MOST_BYTES, fp32 [heads together, rows, k_blocks]."""
-    heads = len(q)
-    taken = torch.empty(heads, *blocks, dtype=torch.int8, device=q.device)
-    found = torch.empty(taken.shape if wants_shares else (1,), dtype=torch.float32, device=q.device)
-    together = max(1, min(heads, MOST_BYTES // (4 * rows * blocks[1])))
-    return taken, found, torch.empty(together, rows, blocks[1], dtype=torch.float32, device=q.device)
+def _row_tiles(q: Tensor, shape: Shape, stride: int, config: Config) -> TensorDescriptor:
+    """Queries [heads, stride, rows of tiles, head_dim] as they lie; a copy with zeros where tiles at the ends are cut,
+    or for addresses that the copy engine does not take."""
+    heads, q_len, head_dim = q.shape
+    ahead = shape.q_start % stride
+    tiles = -(-(ahead + q_len) // stride)
+    if tiles * stride != q_len or any(at * q.element_size() % 16 for at in (q.storage_offset(), *q.stride()[:2])):
+        given, q = q, q.new_zeros(heads, tiles * stride, head_dim)
+        q[:, ahead : ahead + q_len] = given
+    by_head, by_row, by_channel = q.stride()
+    strides = [by_head, by_row, stride * by_row, by_channel]
+    return TensorDescriptor(q, [heads, stride, tiles, head_dim], strides, [1, 1, config.rows, config.channels])
+
+
+def _key_tiles(kv: KVView, shape: Shape, stride: int, config: Config) -> TensorDescriptor:
+    """Keys [kv_heads * tiles, stride * head_dim], with zeros behind the last one."""
+    paged, head_dim = kv.paged(), kv.head_dim
+    keys = gather(paged.k, paged.block_table, 0, shape.k_len)
+    if shape.k_len % stride:
+        keys = torch.nn.functional.pad(keys, (0, 0, 0, -shape.k_len % stride))
+    return TensorDescriptor.from_tensor(keys.view(-1, stride * head_dim), [config.keys, config.channels])
 
 
 @triton.jit(
@@ -132,65 +181,52 @@ def _weigh(
             at = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
             k = tl.load(k_pool + at, mask=there[:, None] & (channel[None, :] < D), other=0.0)
             summed = tl.dot(q, tl.trans(k), summed, input_precision=PRECISION)
-        # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
-        from_step = tl.maximum(begin + STRIDE - q_len, 0)
-        to_step = tl.minimum(begin + STRIDE, STRIDE)
-        pairs = tl.minimum(to_step[:, None], (k_len - tile * STRIDE)[None, :]) - from_step[:, None]
-        logits = cap_logits(summed / tl.maximum(pairs, 1).to(tl.float32), scale_log2, softcap, CAPPED)
-        known = (pairs > 0) & (tile[None, :] <= (first + own)[:, None]) & (own < tiles)[:, None]
-        logits = tl.reshape(tl.where(known, logits, float("-inf")), (ROWS, KEYS // EACH, EACH))
-        high = tl.max(logits, 2)
-        anchor = tl.where(high == float("-inf"), 0.0, high)
-        total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
-        found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
-        block = tl.program_id(0) * (KEYS // EACH) + tl.arange(0, KEYS // EACH)
-        line = (tl.program_id(2).to(tl.int64) * tiles + own)[:, None] * k_blocks
-        tl.store(weights + line + block[None, :], found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])
+        _keep(
+            summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+            STRIDE, EACH, ROWS, KEYS, CAPPED,
+        )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["head_from", "first", "tiles", "own", "q_blocks", "k_blocks", "threshold", "lagging", "bar"]
-)
-def reach(
-    weights, taken, found, head_from, first, tiles, own, q_blocks, k_blocks, threshold, lagging, bar,
-    EACH: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
+@triton.jit(do_not_specialize=["head_from", "key_tiles", "q_start", "q_len", "k_len", "first", "tiles", "k_blocks"])
+def _weigh_rows(
+    q_rows, k_rows, weights, head_from, key_tiles, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One query block: its rows of tiles, each brought to a sum of 1, added; and the blocks that it reads, those with a
-    share of ``bar`` among them."""
-    diagonal = own + tl.program_id(0)
-    block = tl.arange(0, WIDTH)
-    causal = (block <= diagonal) & (block < k_blocks)
-    total = tl.zeros([WIDTH], tl.float32)
-    for within in tl.range(0, EACH):
-        row = diagonal * EACH + within - first
-        here = (row >= 0) & (row < tiles)
-        line = weights + (tl.program_id(1).to(tl.int64) * tiles + tl.where(here, row, 0)) * k_blocks
-        log = tl.load(line + block, mask=also(causal, here), other=float("-inf"))
-        high = tl.max(log, 0)
-        weight = tl.exp2(log - tl.where(high == float("-inf"), 0.0, high))
-        total += weight / tl.maximum(tl.sum(weight, 0), 1e-37)  # a row may know no tile
-    share = total / tl.maximum(tl.sum(total, 0), 1e-37)
-    line = ((head_from + tl.program_id(1)).to(tl.int64) * q_blocks + tl.program_id(0)) * k_blocks
-    if SHARES:
-        tl.store(found + line + block, share, mask=block < k_blocks)
-    always = causal & ((block == 0) | (block == diagonal))
-    lags = diagonal < lagging  # then block 0 is ranked like the others
-    ahead = always & also(block == diagonal, lags) | also(always, diagonal >= lagging)  # what comes before all others
-    rest = causal & (ahead == 0)
-    have = tl.sum(tl.where(ahead, share, 0.0), 0)
-    # The greatest bits whose shares, with those above, reach the threshold: bits of floats from 0 on order as they do.
-    bits = tl.where(rest, share.to(tl.int32, bitcast=True), -1)
-    least = q_blocks * 0
-    for place in tl.range(0, 31):
-        higher = least | (1 << (30 - place))
-        least = tl.where(have + tl.sum(tl.where(bits >= higher, share, 0.0), 0) >= threshold, higher, least)
-    level = bits == least
-    value = tl.max(tl.where(level, share, 0.0), 0)
-    before = have + tl.sum(tl.where(bits > least, share, 0.0), 0)
-    before += (tl.cumsum(level.to(tl.int32), 0) - 1).to(tl.float32) * value
-    wanted = also(rest & ((bits > least) | (level & (before < threshold))), have < threshold)
-    left = tl.where(rest & (wanted == 0), bits, -1)
-    most = tl.max(left, 0)
-    one_more = tl.min(tl.where((left == most) & rest, block, WIDTH), 0)  # the sum lags a block behind
-    wanted = wanted | also(rest & (block == one_more), lags) | (rest & (share >= bar))
-    tl.store(taken + line + block, (wanted | always).to(tl.int8), mask=block < k_blocks)
+    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Neighbouring programs
+    read the same keys."""
+    row, key = tl.program_id(0) * ROWS, tl.program_id(1) * KEYS
+    if key <= first + tl.minimum(row + ROWS, tiles) - 1:
+        head = head_from + tl.program_id(2)
+        line = (head // GROUP) * key_tiles + key
+        summed = tl.zeros([ROWS, KEYS], tl.float32)
+        for at in tl.range(0, STRIDE * D, STEP):
+            q = tl.reshape(q_rows.load([head, STRIDE - 1 - at // D, row, at % D]), (ROWS, STEP))
+            summed = tl.dot(q, tl.trans(k_rows.load([line, at])), summed)
+        _keep(
+            summed, weights, row + tl.arange(0, ROWS), key + tl.arange(0, KEYS), q_start, q_len, k_len, first, tiles,
+            k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _keep(
+    summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+    STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Store what ``summed`` [rows of tiles ``own``, tiles of keys ``tile``] weighs, block by block."""
+    begin = (first + own) * STRIDE - q_start
+    # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
+    from_step = tl.maximum(begin + STRIDE - q_len, 0)
+    to_step = tl.minimum(begin + STRIDE, STRIDE)
+    pairs = tl.minimum(to_step[:, None], (k_len - tile * STRIDE)[None, :]) - from_step[:, None]
+    logits = cap_logits(summed / tl.maximum(pairs, 1).to(tl.float32), scale_log2, softcap, CAPPED)
+    known = (pairs > 0) & (tile[None, :] <= (first + own)[:, None]) & (own < tiles)[:, None]
+    logits = tl.reshape(tl.where(known, logits, float("-inf")), (ROWS, KEYS // EACH, EACH))
+    high = tl.max(logits, 2)
+    anchor = tl.where(high == float("-inf"), 0.0, high)
+    total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
+    found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
+    block = tl.min(tile, 0) // EACH + tl.arange(0, KEYS // EACH)
+    line = (tl.program_id(2).to(tl.int64) * k_blocks + block)[None, :] * tiles
+    tl.store(weights + line + own[:, None], found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])

@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
 
-__all__ = ["copy_blocks", "gather", "launch_copies", "resolve", "store", "summarize"]
+__all__ = ["copy_blocks", "gather", "launch_copies", "resolve", "store", "summarize", "tiles_of"]
 
 RESOLVED = 1024  # entries of a block table that a program looks up
 COPIERS = 32  # programs that copy blocks at once: as many as fill a link of 55 GB/s, few beside what computes
@@ -46,6 +47,12 @@ def gather(pool: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
             HEADS=heads, SIZE=size, D=head_dim, WIDTH=pad(head_dim, 1), STORES=False, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def tiles_of(keys: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of ``rows`` of contiguous ``keys`` [kv_heads, n, head_dim] for the copy engine, rows of all heads numbered
+    through."""
+    return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(keys.shape[-1])])
 
 
 def copy_blocks(source: tuple[Tensor, Tensor], which: Tensor, target: tuple[Tensor, Tensor], where: Tensor) -> None:

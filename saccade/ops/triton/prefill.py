@@ -13,13 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.means import Means, mean_steps
-from saccade.ops.triton.pages import gather
+from saccade.ops.triton.pages import gather, tiles_of
 from saccade.selection import Band, Blocks, Dense, Selection
 
 DENSE, BAND, BLOCKS = 0, 1, 2
@@ -92,7 +91,7 @@ def attend_prefill(
     limit = shape.q_start + q_len
     k, v = paged.k, paged.v
     if config.copy:
-        k, v = (_pieces(gather(part, paged.block_table, 0, limit), keys) for part in (k, v))
+        k, v = (tiles_of(gather(part, paged.block_table, 0, limit), keys) for part in (k, v))
     _prefill[(heads, tiles)](
         q,
         k,
@@ -136,11 +135,6 @@ def attend_prefill(
         num_warps=config.warps,
     )
     return out, lse
-
-
-def _pieces(keys: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of ``rows`` of contiguous ``keys`` [kv_heads, n, head_dim], rows of all heads numbered through."""
-    return TensorDescriptor.from_tensor(keys.flatten(0, 1), [rows, pad(keys.shape[-1])])
 
 
 @triton.jit

@@ -1,10 +1,13 @@
 """Blocks by the exact attention of sampled rows, on the device: rows of many query blocks share a tile, a program takes
-a stretch of key blocks, and :func:`saccade.ops.triton.antidiagonals.reach` brings rows to a sum of 1 and chooses.
+a stretch of key blocks, and :func:`saccade.ops.triton.reach.reach` brings rows to a sum of 1 and chooses.
 
-Each query block has as many slots as it may have rows; slots without a row weigh nothing.
+Each query block has as many slots as it may have rows; slots without a row weigh nothing. A score is computed once:
+what a block weighs in a row is kept as a logarithm, so that no pass before has to find the row's maximum.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -12,12 +15,30 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.antidiagonals import reach, room
 from saccade.ops.triton.choose import compact
-from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
+from saccade.ops.triton.pages import gather, tiles_of
+from saccade.ops.triton.prefill import LONG
+from saccade.ops.triton.reach import reach, room
 from saccade.selection import Blocks, Shape
 
-SPAN = 16  # key blocks of a program: what a row keeps of them is a cache line's half
+
+@dataclass(frozen=True)
+class Config:
+    """Sampled rows of a tile, key blocks of a program, warps and pipeline depth; ``copy``: lay the keys out in one
+    piece first and fetch tiles by the copy engine."""
+
+    rows: int = 128
+    span: int = 32
+    warps: int = 8
+    stages: int = 2
+    copy: bool = False
+
+
+def config_for(q: Tensor) -> Config:
+    if q.element_size() > 2 or q.shape[-1] > 128:
+        return Config(rows=32, warps=4)
+    return Config(copy=is_hopper(q.device) and q.shape[1] >= LONG)
 
 
 def choose(
@@ -56,30 +77,62 @@ def _run(
     scale: float,
     softcap: float | None,
     wants_shares: bool,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, q_len, head_dim = q.shape
+    config = config or config_for(q)
+    if scale <= 0:
+        q, scale = q * scale, 1.0
     given, paged = in_rows(q), kv.paged()
     own = shape.q_start // block_size
     q_blocks = (shape.q_start + q_len - 1) // block_size - own + 1
     slots, k_blocks = q_blocks * rows, -(-shape.k_len // block_size)
     taken, found, weights = room(q, (q_blocks, k_blocks), slots, wants_shares)
     together = len(weights)
-    wide = q.element_size() == 2 and head_dim <= 128
-    tile = 128 if wide else 32
+    keys = tiles_of(gather(paged.k, paged.block_table, 0, shape.k_len), block_size) if config.copy else paged.k
     for head in range(0, heads, together):
         count = min(together, heads - head)
-        _weigh[(-(-k_blocks // SPAN), -(-slots // tile), count)](
-            given, paged.k, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
+        _weigh[(-(-slots // config.rows), -(-k_blocks // config.span), count)](
+            given, keys, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
             shape.q_start, q_len, shape.k_len, own, slots, k_blocks, scale * LOG2E, softcap or 0.0,
             GROUP=heads // kv.kv_heads, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
-            EACH=rows, SIZE=block_size, ROWS=tile, SPAN=SPAN, CAPPED=softcap is not None, PRECISION=precision(q.dtype),
-            num_warps=8 if wide else 4, num_stages=3 if wide else 2,
+            EACH=rows, SIZE=block_size, ROWS=config.rows, SPAN=config.span, COPIED=config.copy,
+            CAPPED=softcap is not None, PRECISION=precision(q.dtype), STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
         reach[(q_blocks, count)](
             weights, taken, found, head, own * rows, slots, own, q_blocks, k_blocks, gamma, 0, threshold,
             EACH=rows, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
         )  # fmt: skip
     return taken, found
+
+
+@triton.jit
+def _block_logs(
+    q, start, position, k_len, k_pool, table, kv_head, scale_log2, softcap,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+    COPIED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Base-2 logarithm of what the block of keys from ``start`` on weighs in rows ``q`` at ``position``."""
+    key = start + tl.arange(0, SIZE)
+    if COPIED:
+        k = k_pool.load([(kv_head * k_len + start).to(tl.int32), 0])
+    else:
+        channel = tl.arange(0, D_PAD)
+        there = (key < k_len) if MASKED else (key >= 0)
+        place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+        if MASKED or D != D_PAD:
+            k = tl.load(k_pool + place, mask=there[:, None] & (channel[None, :] < D), other=0.0)
+        else:
+            k = tl.load(k_pool + place)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if CAPPED:
+        scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    most = tl.max(scores, 1) * scale_log2  # the scale is above 0: it may come after the maximum
+    anchor = tl.where(most == float("-inf"), 0.0, most) if MASKED else most
+    total = tl.sum(tl.exp2(scores * scale_log2 - anchor[:, None]), 1)  # the greatest counts 1
+    return most + tl.log2(tl.maximum(total, 1.0))
 
 
 @triton.jit(
@@ -90,11 +143,13 @@ def _weigh(
     q_ptr, k_pool, table, weights, head_from, q_head, q_row, table_head, q_start, q_len, k_len, own, slots, k_blocks,
     scale_log2, softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EACH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, COPIED: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 logarithm of what ``SPAN`` key blocks weigh in ``ROWS`` sampled rows."""
-    slot = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """Base-2 logarithms of what ``SPAN`` key blocks weigh in ``ROWS`` sampled rows. Neighbouring programs read the same
+    keys."""
+    begin = tl.program_id(0) * ROWS
+    slot = begin + tl.arange(0, ROWS)
     # The rows of `ops.row_shares.sampled_rows`.
     start = (own + slot // EACH) * SIZE - q_start
     low, high = tl.maximum(start, 0), tl.minimum(start + SIZE, q_len)
@@ -103,9 +158,10 @@ def _weigh(
     given = (slot < slots) & (turn < count)
     row = tl.where(given, low + (2 * turn + 1) * (high - low) // (2 * tl.maximum(count, 1)), 0)
     position = tl.where(given, q_start + row, -1)
-    first = tl.program_id(0) * SPAN
-    seen = tl.minimum(tl.max(position, 0) // SIZE + 1, k_blocks)  # key blocks that some row sees
-    if first < seen:
+    first = tl.program_id(1) * SPAN
+    seen = tl.minimum(own + (tl.minimum(begin + ROWS, slots) - 1) // EACH + 1, k_blocks)  # blocks that some row sees
+    last = tl.minimum(first + SPAN, seen)
+    if first < last:
         head = head_from + tl.program_id(2)
         kv_head = head // GROUP
         table += kv_head.to(tl.int64) * table_head
@@ -115,20 +171,18 @@ def _weigh(
             mask=given[:, None] & (channel[None, :] < D),
             other=0.0,
         )
-        part = tl.arange(0, SPAN)
-        found = tl.full([ROWS, SPAN], float("-inf"), tl.float32)
-        for at in tl.range(0, tl.minimum(SPAN, seen - first)):
-            key = (first + at) * SIZE + tl.arange(0, SIZE)
-            there = key < k_len
-            place = pool_rows(table, key, there, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
-            k = tl.load(k_pool + place, mask=there[:, None] & (channel[None, :] < D), other=0.0)
-            logits = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
-            logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
-            most = tl.max(logits, 1)
-            anchor = tl.where(most == float("-inf"), 0.0, most)
-            total = tl.sum(tl.exp2(logits - anchor[:, None]), 1)
-            weight = tl.where(most == float("-inf"), most, anchor + tl.log2(tl.maximum(total, 1e-37)))
-            found = tl.where(part[None, :] == at, weight[:, None], found)
-        line = (tl.program_id(2).to(tl.int64) * slots + slot)[:, None] * k_blocks
-        block = first + part
-        tl.store(weights + line + block[None, :], found, mask=(slot < slots)[:, None] & (block < k_blocks)[None, :])
+        line = weights + tl.program_id(2).to(tl.int64) * k_blocks * slots + slot
+        plain = tl.maximum(tl.minimum(own + begin // EACH, last), first)  # blocks before these all rows see whole
+        for block in tl.range(first, plain, num_stages=STAGES):
+            found = _block_logs(
+                q, block * SIZE, position, k_len, k_pool, table, kv_head, scale_log2, softcap,
+                KV_HEADS, D, D_PAD, PAGE, SIZE, COPIED, CAPPED, False, PRECISION,
+            )  # fmt: skip
+            found = tl.where(given, found, float("-inf"))
+            tl.store(line + slots.to(tl.int64) * block, found, mask=slot < slots)
+        for block in tl.range(plain, last, num_stages=1):
+            found = _block_logs(
+                q, block * SIZE, position, k_len, k_pool, table, kv_head, scale_log2, softcap,
+                KV_HEADS, D, D_PAD, PAGE, SIZE, COPIED, CAPPED, True, PRECISION,
+            )  # fmt: skip
+            tl.store(line + slots.to(tl.int64) * block, found, mask=slot < slots)
