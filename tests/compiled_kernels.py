@@ -14,7 +14,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from saccade.methods.loopserve import triton_rounds
-from saccade.ops.triton import antidiagonals, heaviest, lines, means, prefill, row_shares, row_weights
+from saccade.ops.triton import (
+    antidiagonals,
+    heaviest,
+    line_blocks,
+    lines,
+    means,
+    prefill,
+    reach,
+    row_shares,
+    row_weights,
+)
 
 SHARED = 232_448  # bytes that one program may have on Hopper
 TYPES = {
@@ -24,13 +34,14 @@ TYPES = {
     "is_column": "*i8", "spans": "*i32", "span_offsets": "*i64", "begins_upto": "*i32", "v_offsets": "*i64",
     "columns_upto": "*i32", "starts": "*i64", "lowest": "*i64", "lse": "*fp32", "rows": "*i64", "row_log": "*fp32",
     "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32", "taken": "*i8", "threshold": "fp32",
-    "bar": "fp32",
+    "bar": "fp32", "elsewhere": "*i8",
 }  # fmt: skip
 STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
-    antidiagonals.reach: {"found": "*fp32"},
+    reach.reach: {"found": "*fp32"},
+    line_blocks._covered: {"columns": "*i64"},
 }
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
 
@@ -41,7 +52,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """(kernel, constants, launch options)."""
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
-        (antidiagonals.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
+        (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
         (triton_rounds._sum_lines, {"SPAN": 1024, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
         (
             triton_rounds._rounds,
@@ -55,10 +66,8 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         tile = 64 if width < 256 else 32
         found.append((heaviest._best, {**own, **best}, {"num_warps": 4}))
         rows, warps = (128, 8) if dtype == "bf16" and width == 128 else (32, 4)
-        sampled = {"GROUP": 4, "EACH": 8, "SIZE": 128, "ROWS": rows, "SPAN": row_shares.SPAN}
-        found.append(
-            (row_shares._weigh, {**own, **sampled}, {"num_warps": warps, "num_stages": 3 if warps == 8 else 2})
-        )
+        sampled = {"GROUP": 4, "EACH": 8, "SIZE": 128, "ROWS": rows, "SPAN": 32, "STAGES": 2, "COPIED": False}
+        found.append((row_shares._weigh, {**own, **sampled}, {"num_warps": warps}))
         found += [
             (kernel, {**own, "GROUP": 4, "ROWS": 64, "KEYS": 64}, {"num_warps": 4})
             for kernel in (row_weights._logs, row_weights._weights)
@@ -76,6 +85,30 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             )
             for cone in (False, True)
         ]
+    copied = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "GROUP": 4, "COPIED": True}
+    found += [
+        (
+            row_shares._weigh,
+            {**copied, "EACH": 8, "SIZE": 128, "ROWS": 128, "SPAN": 32, "STAGES": 2, "tiles": {"k_pool": (128, 128)}},
+            {"num_warps": 8},
+        ),
+        (
+            antidiagonals._weigh_rows,
+            {
+                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 256, "STEP": 64,
+                "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (256, 64)},
+            },
+            {"num_warps": 8, "num_stages": 3},
+        ),
+        (
+            line_blocks._covered,
+            {
+                **copied, "SIZE": line_blocks.SIZE, "STAGES": line_blocks.STAGES,
+                "tiles": {"k_keys": (128, 128), "v_keys": (128, 128)},
+            },
+            {"num_warps": line_blocks.WARPS},
+        ),
+    ]  # fmt: skip
     return found
 
 
@@ -87,6 +120,8 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int]) ->
     kinds = {name: "constexpr" if name in constant else TYPES.get(name, "i32") for name in names}
     kinds |= {name: f"*{dtype}" for name in names if name in STORED and name not in constant}
     kinds |= OTHERS.get(kernel, {})
+    for name, box in constants.get("tiles", {}).items():  # by the copy engine
+        kinds[name] = f"tensordesc<{dtype}{list(box)}>"
     attributes = {
         (at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if kinds[name][0] == "*" or name in ALIGNED
     }

@@ -7,6 +7,7 @@ import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from test_triton_attention import agrees, data
 
+from saccade.ops.triton import line_blocks
 from saccade.selection import Band, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed, cut
 
 # Rows of a tile share their start, tiles do, none do; with and without sinks; and one that hides whole tiles.
@@ -78,6 +79,28 @@ def test_keys_laid_out_in_one_piece_first(cone, monkeypatch):
     lines = lines_of(shape, 4, 30)
     monkeypatch.setattr("saccade.ops.triton.lines.LONG", 1)
     agrees(q, view, lines if cone is None else Windowed(lines, cone))
+
+
+@pytest.mark.parametrize(("q_len", "n", "softcap"), [(300, 300, None), (150, 467, 5.0), (200, 392, None)])
+@pytest.mark.parametrize("ratio", [0.0, 1.5])
+def test_tiles_of_many_lines_read_masked_blocks(q_len, n, softcap, ratio, monkeypatch):
+    """All tiles, or those for which blocks are fewer steps; two heads have many lines, two have few."""
+    q, view, shape = data(4, 2, q_len, n, 32, torch.float16)
+    rng, last = torch.Generator().manual_seed(n), shape.q_start + q_len
+    some = [torch.randperm(last, generator=rng)[: last // 5] for _ in range(4)]
+    few = [torch.tensor([1, 200]), torch.tensor([0, 131])]
+    lines = Lines.from_lists(shape, [some[0], few[0], some[1][:0], few[0][:0]], [some[2], few[1], some[3], few[1]])
+    monkeypatch.setattr("saccade.ops.triton.lines.LONG", 1)
+    monkeypatch.setattr(line_blocks, "serves", lambda q: True)
+    monkeypatch.setattr(line_blocks, "STEPS", ratio)
+    covers = []
+    monkeypatch.setattr(
+        line_blocks, "cover", lambda *at, cover=line_blocks.cover: covers.append(cover(*at)) or covers[-1]
+    )
+    agrees(q, view, lines, atol=2e-3, softcap=softcap)
+    marks = covers[0].marks.bool()
+    assert marks.any()
+    assert marks.all() == (ratio == 0.0)
 
 
 @pytest.mark.parametrize("cone", [None, CONES[0], CONES[1]], ids=str)

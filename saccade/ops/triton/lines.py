@@ -4,7 +4,8 @@ A tile of rows reads, for each distance, the keys that lie so far behind its row
 other. Where they lie depends on the distances alone, counted back from the tile's last row, so that one list of
 stretches a unit, cut into spans of ``TILE`` keys, serves every tile of rows. A program reads those spans, masked to the
 lines, and then the columns outside them, gathered. Which keys of a span a row reads hangs on the span's distance alone:
-it is one word of as many bits, so that a tile's mask is a word for each row.
+it is one word of as many bits, so that a tile's mask is a word for each row. Tiles for which that would take longer
+than whole blocks read blocks (``line_blocks.py``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
+from saccade.ops.triton import line_blocks
 from saccade.ops.triton.choose import lists_of
-from saccade.ops.triton.common import LN2, LOG2E, cap_logits, pad, pool_rows, precision
+from saccade.ops.triton.common import LN2, LOG2E, also, cap_logits, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather
 from saccade.selection import Lines
 from saccade.selection.window import Cone
@@ -54,6 +56,12 @@ def attend_lines(
     k, v = paged.k, paged.v
     if copied:
         k, v = (gather(part, paged.block_table, 0, shape.q_start + q_len) for part in (k, v))
+    elsewhere, of_unit = is_column, 0  # a pointer even to nothing
+    if cone is None and copied and line_blocks.serves(q):
+        steps = begins_upto[:, TILE - 1 :: TILE] + (columns_upto + TILE - 1) // TILE
+        covered = line_blocks.cover(shape, is_distance, is_column, steps)
+        line_blocks.attend(q, shape, covered, words, k, v, out, lse, scale, softcap)
+        elsewhere, of_unit = covered.marks, covered.marks.shape[1]
     _lines[(heads, (shape.q_start + q_len - 1) // TILE - first + 1)](
         q,
         k,
@@ -69,11 +77,13 @@ def attend_lines(
         columns_upto,
         starts,
         lowest,
+        elsewhere,
         out,
         lse,
         q.stride(0),
         q.stride(1),
         paged.head_stride,
+        of_unit,
         first,
         shape.q_start,
         q_len,
@@ -188,13 +198,13 @@ def _line_step(
 
 
 @triton.jit(
-    do_not_specialize=["table_head", "first", "q_start", "q_len", "tiles", "sinks"],
+    do_not_specialize=["table_head", "of_unit", "first", "q_start", "q_len", "tiles", "sinks"],
     do_not_specialize_on_alignment=["table", "columns"],
 )
 def _lines(
     q_ptr, k_pool, v_pool, table, words, is_column, spans, span_offsets, begins_upto, columns, v_offsets,
-    columns_upto, starts, lowest, out, lse, q_head, q_row, table_head, first, q_start, q_len, tiles, sinks, scale_log2,
-    softcap,
+    columns_upto, starts, lowest, elsewhere, out, lse, q_head, q_row, table_head, of_unit, first, q_start, q_len, tiles,
+    sinks, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, CONE: tl.constexpr, COPIED: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr, LN2: tl.constexpr,
@@ -207,6 +217,10 @@ def _lines(
     position = tile * TILE + tl.arange(0, TILE)
     row = (position - q_start).to(tl.int64)
     inside = (row >= 0) & (row < q_len)
+    passed = 0  # whether line_blocks.py serves the tile
+    if of_unit > 0:
+        passed = tl.load(elsewhere + unit * of_unit + tile // 2 - q_start // (2 * TILE)).to(tl.int32)
+        inside = also(inside, passed == 0)
     limit = q_start + q_len
     channel = tl.arange(0, D_PAD)
     q = tl.load(
@@ -228,7 +242,7 @@ def _lines(
     behind = (tile + 1) * TILE - 1  # the last row; spans count back from it
     begins_upto += unit * (tiles * TILE + TILE - 1)
     listed_spans = spans + tl.load(span_offsets + unit)
-    many = tl.load(begins_upto + behind)
+    many = tl.where(passed == 0, tl.load(begins_upto + behind), 0)
     skip_from, skipped = many, 0
     if CONE:  # spans between the sinks and what the first row sees
         skip_from = tl.load(begins_upto + behind - hidden_upto)
@@ -252,7 +266,7 @@ def _lines(
             KV_HEADS, D, D_PAD, PAGE, COPIED, CAPPED, PRECISION,
         )  # fmt: skip
     listed = columns + tl.load(v_offsets + unit)
-    count = tl.load(columns_upto + unit * tiles + tile)
+    count = tl.where(passed == 0, tl.load(columns_upto + unit * tiles + tile), 0)
     for start in tl.range(0, count, TILE):
         number = start + tl.arange(0, TILE)
         valid = number < count
