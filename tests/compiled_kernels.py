@@ -40,7 +40,7 @@ STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_valu
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
-    reach.reach: {"found": "*fp32"},
+    reach.reach: {"found": "*fp32", "rows": "i32"},
     line_blocks._covered: {"columns": "*i64"},
 }
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16

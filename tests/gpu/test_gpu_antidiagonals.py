@@ -22,7 +22,10 @@ def draw(n: int, head_dim: int, dtype: torch.dtype, seed: int) -> tuple[torch.Te
 @pytest.mark.parametrize(
     ("q_len", "n", "stride", "size"), [(3000, 3000, 8, 128), (1000, 5013, 16, 64), (77, 2000, 4, 32)]
 )
-def test_shares_and_lists(q_len, n, stride, size, dtype, head_dim):
+@pytest.mark.parametrize("copied", [False, True])
+def test_shares_and_lists(q_len, n, stride, size, dtype, head_dim, copied, monkeypatch):
+    if copied:
+        monkeypatch.setattr(antidiagonals, "LONG", 1)
     q, k, v = draw(n, head_dim, dtype, int(torch.randint(1 << 20, ())))
     given = torch.cat([q, q], -1)[:, -q_len:, head_dim:]  # rows that lie apart
     chunk = Chunk.of(given, KVView.from_tensors(k, v, block_size=32, shuffle_seed=1))

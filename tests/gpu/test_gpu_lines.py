@@ -11,6 +11,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.ops.scores import line_sums, row_weights, slash_sums
+from saccade.ops.triton import line_blocks
 from saccade.selection import Band, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed
 
 
@@ -40,6 +41,22 @@ def test_lines_in_bf16_agree_with_float64(head_dim, q_len, n):
         agrees(q, k, v, view, own, softcap=20.0)
     else:
         agrees(q, k, v, view, empty)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 96), (torch.bfloat16, 64)])
+@pytest.mark.parametrize(("q_len", "n", "softcap"), [(1000, 1000, None), (333, 1500, 20.0), (700, 1333, None)])
+@pytest.mark.parametrize("steps", [0.0, 2.0])
+def test_tiles_of_many_lines_read_masked_blocks(q_len, n, softcap, steps, dtype, head_dim, monkeypatch):
+    """All tiles, or those for which it is less; half of the heads have many lines."""
+    q, k, v, view, shape = data(8, 2, q_len, n, head_dim, dtype)
+    rng = torch.Generator().manual_seed(n)
+    many = [torch.randperm(n, generator=rng)[: n // 6] for _ in range(8)]
+    few = torch.tensor([0, 131])
+    columns = [(many[unit][:: unit + 1], few)[unit % 2] for unit in range(8)]
+    lines = Lines.from_lists(shape, columns, [(many[7 - unit], few)[unit % 2] for unit in range(8)])
+    monkeypatch.setattr("saccade.ops.triton.lines.LONG", 1)
+    monkeypatch.setattr(line_blocks, "STEPS", steps)
+    agrees(q, k, v, view, lines, **({} if softcap is None else {"softcap": softcap}))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
