@@ -54,11 +54,12 @@ def test_rounds_keep_the_share_and_the_device_chooses_the_same(m, n, first, shar
         assert marks[1, head].nonzero()[:, 0].tolist() == distances.tolist()
 
 
-@pytest.mark.parametrize(("m", "n", "first", "share", "rounds"), [(6, 60, 0, 0.9, 40), (9, 130, 100, 0.7, 2)])
+@pytest.mark.parametrize(("m", "n", "first", "share", "rounds"), [(6, 60, 0, 0.8, 25), (6, 130, 100, 0.7, 2)])
 def test_many_programs_choose_as_one_does(m, n, first, share, rounds, monkeypatch):
     """Rounds by many programs to the end, or so few that one program has to go on."""
     heads, positions = made(m, n, first)
-    heads[2, 0, 0] = torch.nan
+    heads = heads[[0, 2]]
+    heads[1, 0, 0] = torch.nan
     want = cover(heads.clone(), positions, first, share)
     monkeypatch.setattr(triton_rounds, "LONG", 1)
     monkeypatch.setattr(triton_rounds, "ROUNDS", rounds)
