@@ -75,7 +75,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         tile = 64 if width < 256 else 32
         found.append((heaviest._best, {**own, **best}, {"num_warps": 4}))
         rows, warps = (128, 8) if dtype == "bf16" and width == 128 else (32, 4)
-        sampled = {"GROUP": 4, "EACH": 8, "SIZE": 128, "ROWS": rows, "SPAN": 32, "STAGES": 2, "COPIED": False}
+        sampled = {"GROUP": 4, "EACH": 8, "SIZE": 128, "ROWS": rows, "SPAN": 64, "STAGES": 2, "COPIED": False}
         found.append((row_shares._weigh, {**own, **sampled}, {"num_warps": warps}))
         found += [
             (kernel, {**own, "GROUP": 4, "ROWS": 64, "KEYS": 64}, {"num_warps": 4})
@@ -98,16 +98,16 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found += [
         (
             row_shares._weigh,
-            {**copied, "EACH": 8, "SIZE": 128, "ROWS": 128, "SPAN": 32, "STAGES": 2, "tiles": {"k_pool": (128, 128)}},
+            {**copied, "EACH": 8, "SIZE": 128, "ROWS": 128, "SPAN": 64, "STAGES": 2, "tiles": {"k_pool": (128, 128)}},
             {"num_warps": 8},
         ),
         (
             antidiagonals._weigh_rows,
             {
-                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 256, "STEP": 64,
-                "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (256, 64)},
+                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64, "BAND": 16,
+                "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (128, 64)},
             },
-            {"num_warps": 8, "num_stages": 3},
+            {"num_warps": 4, "num_stages": 3},
         ),
         (
             line_blocks._covered,

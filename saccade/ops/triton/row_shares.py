@@ -29,7 +29,7 @@ class Config:
     piece first and fetch tiles by the copy engine."""
 
     rows: int = 128
-    span: int = 32
+    span: int = 64
     warps: int = 8
     stages: int = 2
     copy: bool = False
