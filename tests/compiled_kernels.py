@@ -40,7 +40,7 @@ STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_valu
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
-    reach._reach: {"found": "*fp32", "rows": "i32"},
+    reach.reach: {"found": "*fp32", "rows": "i32"},
     line_blocks._covered: {"columns": "*i64"},
 }
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
@@ -52,7 +52,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """(kernel, constants, launch options)."""
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
-        (reach._reach, {"EACH": 8, "TOGETHER": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
+        (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
         (triton_rounds._sum_lines, {"SPAN": 1024, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
         (
             triton_rounds._rounds,

@@ -23,7 +23,7 @@ from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather
 from saccade.ops.triton.prefill import LONG
-from saccade.ops.triton.reach import NO_BAR, launch_reach, room
+from saccade.ops.triton.reach import NO_BAR, reach, room
 from saccade.selection import Blocks, Shape
 
 BAND = 16  # tiles of rows that neighbouring programs go through for each tile of keys
@@ -120,7 +120,10 @@ def _run(
                 *numbers, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
                 PRECISION=precision(q.dtype), **options,
             )  # fmt: skip
-        launch_reach(weights, taken, found, head, count, first, own, each, threshold, lagging, NO_BAR, wants_shares)
+        reach[(q_blocks, count)](
+            weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging, NO_BAR,
+            EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
+        )  # fmt: skip
     return taken, found
 
 

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import also, pad
+from saccade.ops.triton.common import also
 
 MOST_BYTES = 1 << 30  # of weights kept of heads at once
 NO_BAR = 2.0  # a share that no block has
-MOST_AT_ONCE = tl.constexpr(16384)  # weights of a query block that one program holds
 
 
 def room(q: Tensor, blocks: tuple[int, int], rows: int, wants_shares: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,26 +26,12 @@ def room(q: Tensor, blocks: tuple[int, int], rows: int, wants_shares: bool) -> t
     return taken, found, torch.empty(together, blocks[1], rows, dtype=torch.float32, device=q.device)
 
 
-def launch_reach(
-    weights: Tensor, taken: Tensor, found: Tensor, head: int, heads: int, first: int, own: int, each: int,
-    threshold: float, lagging: int, bar: float, shares: bool,
-) -> None:  # fmt: skip
-    """Heads ``head .. head + heads - 1`` of ``taken`` and ``found`` (:func:`room`) from their ``weights``."""
-    q_blocks, k_blocks = taken.shape[1:]
-    width, together = pad(k_blocks), pad(each, 1)
-    _reach[(q_blocks, heads)](
-        weights, taken, found, head, first, weights.shape[2], own, q_blocks, k_blocks, threshold, lagging, bar,
-        EACH=each, TOGETHER=together, WIDTH=width, SHARES=shares,
-        num_warps=max(4, min(width * together, MOST_AT_ONCE.value) // 1024),
-    )  # fmt: skip
-
-
 @triton.jit(
     do_not_specialize=["head_from", "first", "rows", "own", "q_blocks", "k_blocks", "threshold", "lagging", "bar"]
 )
-def _reach(
+def reach(
     weights, taken, found, head_from, first, rows, own, q_blocks, k_blocks, threshold, lagging, bar,
-    EACH: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
+    EACH: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One query block: its rows, each brought to a sum of 1, added; and the blocks that it reads, those with a share of
     ``bar`` among them. ``weights``: base-2 logarithms, [heads, k_blocks, rows], of ``EACH`` rows a query block, the
@@ -54,26 +39,15 @@ def _reach(
     diagonal = own + tl.program_id(0)
     block = tl.arange(0, WIDTH)
     causal = (block <= diagonal) & (block < k_blocks)
-    lines = weights + tl.program_id(1).to(tl.int64) * k_blocks * rows
-    if WIDTH * TOGETHER <= MOST_AT_ONCE:
-        within = tl.arange(0, TOGETHER)
+    total = tl.zeros([WIDTH], tl.float32)
+    for within in tl.range(0, EACH):
         row = diagonal * EACH + within - first
-        here = (row >= 0) & (row < rows) & (within < EACH)
-        at = lines + block.to(tl.int64)[:, None] * rows + row[None, :]
-        log = tl.load(at, mask=causal[:, None] & here[None, :], other=float("-inf"))
+        here = (row >= 0) & (row < rows)
+        line = weights + tl.program_id(1).to(tl.int64) * k_blocks * rows + tl.where(here, row, 0)
+        log = tl.load(line + block.to(tl.int64) * rows, mask=also(causal, here), other=float("-inf"))
         high = tl.max(log, 0)
-        weight = tl.exp2(log - tl.where(high == float("-inf"), 0.0, high)[None, :])
-        total = tl.sum(weight / tl.maximum(tl.sum(weight, 0), 1e-37)[None, :], 1)  # a row may know no tile
-    else:
-        total = tl.zeros([WIDTH], tl.float32)
-        for within in tl.range(0, EACH):
-            row = diagonal * EACH + within - first
-            here = (row >= 0) & (row < rows)
-            at = lines + block.to(tl.int64) * rows + tl.where(here, row, 0)
-            log = tl.load(at, mask=also(causal, here), other=float("-inf"))
-            high = tl.max(log, 0)
-            weight = tl.exp2(log - tl.where(high == float("-inf"), 0.0, high))
-            total += weight / tl.maximum(tl.sum(weight, 0), 1e-37)
+        weight = tl.exp2(log - tl.where(high == float("-inf"), 0.0, high))
+        total += weight / tl.maximum(tl.sum(weight, 0), 1e-37)  # a row may know no tile
     share = total / tl.maximum(tl.sum(total, 0), 1e-37)
     line = ((head_from + tl.program_id(1)).to(tl.int64) * q_blocks + tl.program_id(0)) * k_blocks
     if SHARES:

@@ -1,5 +1,5 @@
 """Blocks by the exact attention of sampled rows, on the device: rows of many query blocks share a tile, a program takes
-a stretch of key blocks, and :func:`saccade.ops.triton.reach.launch_reach` brings rows to a sum of 1 and chooses.
+a stretch of key blocks, and :func:`saccade.ops.triton.reach.reach` brings rows to a sum of 1 and chooses.
 
 Each query block has as many slots as it may have rows; slots without a row weigh nothing. A score is computed once:
 what a block weighs in a row is kept as a logarithm, so that no pass before has to find the row's maximum.
@@ -19,7 +19,7 @@ from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather, tiles_of
 from saccade.ops.triton.prefill import LONG
-from saccade.ops.triton.reach import launch_reach, room
+from saccade.ops.triton.reach import reach, room
 from saccade.selection import Blocks, Shape
 
 
@@ -99,7 +99,10 @@ def _run(
             EACH=rows, SIZE=block_size, ROWS=config.rows, SPAN=config.span, COPIED=config.copy,
             CAPPED=softcap is not None, PRECISION=precision(q.dtype), STAGES=config.stages, num_warps=config.warps,
         )  # fmt: skip
-        launch_reach(weights, taken, found, head, count, own * rows, own, rows, gamma, 0, threshold, wants_shares)
+        reach[(q_blocks, count)](
+            weights, taken, found, head, own * rows, slots, own, q_blocks, k_blocks, gamma, 0, threshold,
+            EACH=rows, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
+        )  # fmt: skip
     return taken, found
 
 
