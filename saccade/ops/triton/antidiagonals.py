@@ -26,8 +26,6 @@ from saccade.ops.triton.prefill import LONG
 from saccade.ops.triton.reach import NO_BAR, reach, room
 from saccade.selection import Blocks, Shape
 
-BAND = 16  # tiles of rows that neighbouring programs go through for each tile of keys
-
 
 @dataclass(frozen=True)
 class Config:
@@ -109,11 +107,9 @@ def _run(
         count = min(together, heads - head)
         numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0
         if config.copy:
-            across = -(-k_blocks * each // config.keys)
-            _weigh_rows[(-(-tiles // (config.rows * BAND)) * BAND * across, count)](
-                *sides, weights, head, -(-shape.k_len // stride), across, *numbers, D=head_dim, STEP=config.channels,
-                BAND=BAND, **options,
-            )  # fmt: skip
+            _weigh_rows[(-(-tiles // config.rows), -(-k_blocks * each // config.keys), count)](
+                *sides, weights, head, -(-shape.k_len // stride), *numbers, D=head_dim, STEP=config.channels, **options
+            )
         else:
             _weigh[(-(-k_blocks * each // config.keys), -(-tiles // config.rows), count)](
                 given, paged.k, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
@@ -186,45 +182,39 @@ def _weigh(
             k = tl.load(k_pool + at, mask=there[:, None] & (channel[None, :] < D), other=0.0)
             summed = tl.dot(q, tl.trans(k), summed, input_precision=PRECISION)
         _keep(
-            summed, weights, tl.program_id(2), own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2,
-            softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+            STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["head_from", "key_tiles", "across", "q_start", "q_len", "k_len", "first", "tiles", "k_blocks"]
-)
+@triton.jit(do_not_specialize=["head_from", "key_tiles", "q_start", "q_len", "k_len", "first", "tiles", "k_blocks"])
 def _weigh_rows(
-    q_rows, k_rows, weights, head_from, key_tiles, across, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2,
-    softcap,
-    GROUP: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAPPED: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr,
+    q_rows, k_rows, weights, head_from, key_tiles, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Programs that run at
-    once read few rows and few keys, so that these stay in the cache."""
-    turn = tl.program_id(0) % (BAND * across)
-    row = ((tl.program_id(0) // (BAND * across)) * BAND + turn % BAND) * ROWS
-    key = (turn // BAND) * KEYS
-    if (row < tiles) & (key <= first + tl.minimum(row + ROWS, tiles) - 1):
-        head = head_from + tl.program_id(1)
+    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Neighbouring programs
+    read the same keys."""
+    row, key = tl.program_id(0) * ROWS, tl.program_id(1) * KEYS
+    if key <= first + tl.minimum(row + ROWS, tiles) - 1:
+        head = head_from + tl.program_id(2)
         line = (head // GROUP) * key_tiles + key
         summed = tl.zeros([ROWS, KEYS], tl.float32)
         for at in tl.range(0, STRIDE * D, STEP):
             q = tl.reshape(q_rows.load([head, STRIDE - 1 - at // D, row, at % D]), (ROWS, STEP))
             summed = tl.dot(q, tl.trans(k_rows.load([line, at])), summed)
         _keep(
-            summed, weights, tl.program_id(1), row + tl.arange(0, ROWS), key + tl.arange(0, KEYS), q_start, q_len,
-            k_len, first, tiles, k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, row + tl.arange(0, ROWS), key + tl.arange(0, KEYS), q_start, q_len, k_len, first, tiles,
+            k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
 @triton.jit
 def _keep(
-    summed, weights, turn, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+    summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
     STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Store what ``summed`` [rows of tiles ``own``, tiles of keys ``tile``] weighs, block by block, as that of head
-    ``turn`` of those that go together."""
+    """Store what ``summed`` [rows of tiles ``own``, tiles of keys ``tile``] weighs, block by block."""
     begin = (first + own) * STRIDE - q_start
     # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
     from_step = tl.maximum(begin + STRIDE - q_len, 0)
@@ -238,5 +228,5 @@ def _keep(
     total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
     found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
     block = tl.min(tile, 0) // EACH + tl.arange(0, KEYS // EACH)
-    line = (turn.to(tl.int64) * k_blocks + block)[None, :] * tiles
+    line = (tl.program_id(2).to(tl.int64) * k_blocks + block)[None, :] * tiles
     tl.store(weights + line + own[:, None], found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])
