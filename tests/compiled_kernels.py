@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from saccade.methods.loopserve import triton_rounds
+from saccade.methods.loopserve import triton_round_steps, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
     heaviest,
@@ -34,7 +34,7 @@ TYPES = {
     "is_column": "*i8", "spans": "*i32", "span_offsets": "*i64", "begins_upto": "*i32", "v_offsets": "*i64",
     "columns_upto": "*i32", "starts": "*i64", "lowest": "*i64", "lse": "*fp32", "rows": "*i64", "row_log": "*fp32",
     "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32", "taken": "*i8", "threshold": "fp32",
-    "bar": "fp32", "elsewhere": "*i8",
+    "bar": "fp32", "elsewhere": "*i8", "state": "*i64", "best": "*fp64", "sums": "*i64",
 }  # fmt: skip
 STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
 OTHERS = {
@@ -59,6 +59,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {"ROWS": 512, "LINES": 8, "SPAN": 4096, "LADDER": triton_rounds.LADDER, "UNIT": triton_rounds.UNIT},
             {"num_warps": 16},
         ),
+    ]
+    wide = {"CHUNK": triton_round_steps.CHUNK, "PARTS": 128, "LADDER": triton_rounds.LADDER}
+    found += [
+        (triton_round_steps._take_lines, {"KIND": 0, "ROWS": 512, "LINES": 8, "UNIT": 2.0**40}, {"num_warps": 8}),
+        (triton_round_steps._take_lines, {"KIND": 1, "ROWS": 512, "LINES": 8, "UNIT": 2.0**40}, {"num_warps": 8}),
+        (triton_round_steps._count_lines, {"SPAN": 4096}, {"num_warps": 8}),
+        (triton_round_steps._weigh_lines, {"CHUNK": triton_round_steps.CHUNK}, {"num_warps": 4}),
+        (triton_round_steps._sum_ladder, wide, {"num_warps": 4}),
+        (triton_round_steps._decide_lines, wide, {"num_warps": 4}),
     ]
     for dtype, width, precision in (("bf16", 128, "tf32"), ("bf16", 256, "tf32"), ("fp32", 64, "tf32x3")):
         own = {"dtype": dtype, "D": width, "D_PAD": width, "PRECISION": precision, **HEADS}
