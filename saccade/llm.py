@@ -59,7 +59,7 @@ class LLM:
             session_store, most = _session_store(config)
         self.policy = Policy.parse(config.policy)
         self.model = load_model(
-            checkpoint_folder(config.model, config.revision), dtype=config.dtype, device=config.device
+            checkpoint_folder(config.model, config.revision), config.dtype, config.device, config.quantize
         )
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu

@@ -26,6 +26,7 @@ MODEL = typer.Option(
 )
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
+QUANTIZE = typer.Option("--quantize", help="fp8: weights and products of the layers in 8-bit floats, on a GPU.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
 MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB; profile has it measured.")
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
@@ -46,6 +47,7 @@ DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU wher
 ENGINE: dict[str, tuple[Any, Any]] = {
     "model": (Annotated[str, MODEL], "retriever"),
     "dtype": (Annotated[str, DTYPE], "auto"),
+    "quantize": (Annotated[str | None, QUANTIZE], None),
     "max_model_len": (Annotated[int | None, MAX_LENGTH], None),
     "kv_memory": (Annotated[str | None, MEMORY], None),
     "kv_host": (Annotated[str | None, HOST], None),

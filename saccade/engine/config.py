@@ -16,6 +16,7 @@ from saccade.kv.replacement import POLICIES as REPLACEMENTS
 from saccade.machine import best_device, check_threads, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
+from saccade.ops.fp8 import QUANTIZATIONS
 
 UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
@@ -30,7 +31,9 @@ class EngineConfig:
     ``model``: a checkpoint folder, a hub name such as ``"Qwen/Qwen3-8B"`` or ``"Qwen/Qwen3-8B@main"``, or a model that
     is built in: ``"retriever"`` or ``"reference"``. ``revision``: of a hub's model: a branch, tag or commit.
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
-    ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
+    ``bfloat16`` or ``float16``. ``quantize``: ``fp8``: weights of the layers held, and their products run, in 8-bit
+    floats on a GPU that has such products (docs/models.md); ``fp8_reference``: the same numbers by slow torch
+    operations, anywhere. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
     a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
     (profiling.py). ``kv_host``: bytes of host memory where keys and
@@ -67,6 +70,7 @@ class EngineConfig:
     model: str | Path = "retriever"
     policy: PolicyLike = "dense"
     dtype: str | torch.dtype = "auto"
+    quantize: str | None = None
     max_model_len: int | None = None
     kv_memory: int | float | str | None = None
     kv_host: int | float | str | None = None
@@ -113,6 +117,10 @@ class EngineConfig:
             raise SaccadeError(
                 f"generation_config={shown(source)} must be 'auto', 'none' or a folder that holds "
                 "generation_config.json"
+            )
+        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+            raise SaccadeError(
+                f"quantize={shown(self.quantize)} is unknown; known: {', '.join(QUANTIZATIONS)}, or None for none"
             )
         if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())

@@ -59,12 +59,18 @@ class LoadedModel:
         return total if tied else total - embedding.numel() * embedding.element_size()
 
 
-def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu") -> LoadedModel:
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    quantize: str | None = None,
+) -> LoadedModel:
     """Load the checkpoint in folder ``path``.
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
-    a CPU float16 becomes float32 (exact) with a note. Raises ModelError, always one line, for a folder that is missing
-    or broken, and for a family or feature that cannot be run correctly.
+    a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``ops.fp8.QUANTIZATIONS``: the
+    layers' products run in FP8, and their weights are held so. Raises ModelError, always one line, for a folder that is
+    missing or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
@@ -80,6 +86,14 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     model.to(target)
     model.eval()
     spec = _spec(model, family, run_dtype)
+    llama = LlamaDecoder.of(model, family, spec, quantize=quantize)
+    if quantize is not None and llama is None:
+        shaped = ", ".join(one.model_type for one in FAMILIES.values() if one.llama_shape is not None)
+        raise ModelError(
+            f"{checkpoint.path}: quantize={quantize!r} is for models whose layers are Llama's ({shaped}), not "
+            f"{family.model_type} with {config.hidden_act if hasattr(config, 'hidden_act') else 'its own'} activation; "
+            "leave it out"
+        )
     generation_config = model.generation_config
     notes += _config_notes(config)
     for note in notes:
@@ -87,7 +101,7 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     return LoadedModel(
         path=checkpoint.path,
         spec=spec,
-        runner=HFRunner(model, family, spec, LlamaDecoder.of(model, family, spec)),
+        runner=HFRunner(model, family, spec, llama),
         tokenizer=tokenizer,
         config=model.config,
         generation_config=generation_config,
