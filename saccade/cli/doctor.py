@@ -35,12 +35,12 @@ def collect() -> dict[str, dict[str, Any]]:
     """Facts by section, plain data."""
     import torch
 
-    from saccade.ops import cpu, triton
+    from saccade.ops import cpu, fa4, fp8, triton
 
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    available = cpu.available()
+    available, device = cpu.available(), torch.device(best_device())
     return {
         "versions": {
             "saccade": __version__,
@@ -64,11 +64,13 @@ def collect() -> dict[str, dict[str, Any]]:
             if available
             else f"missing: {cpu.why_unavailable()}",
             "triton": "not needed: no GPU" if not gpus else triton.why_unavailable() or "ready",
+            "fa4": fa4.why_not(device) or "ready: serves prefills of many rows, dense and by blocks",
         },
         "gpu": {
             "found": ", ".join(gpus) or "none",
             "used": "by default; --device cpu keeps to the CPU" if gpus else "no",
-            "note": device_note(torch.device(best_device())) if not gpus else None,
+            "note": device_note(device) if not gpus else None,
+            "fp8 products": fp8.why_not(device, torch.bfloat16) or "ready (quantize=fp8)",
         },
         "recorded decode steps": _recorded(),
     }
