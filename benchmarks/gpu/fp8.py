@@ -5,6 +5,8 @@ Few rows are timed in a recorded graph over several weights in turn, so that non
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from harness import DTYPE, Results, graph_ms, time_ms
 from torch.nn.functional import linear
@@ -28,8 +30,8 @@ def products(results: Results, rows: int) -> None:
         x = torch.randn(rows, channels, device="cuda", dtype=DTYPE)
         quantized = fp8.quantize(x)
         calls = {
-            "bfloat16": [lambda w=weight: linear(x, w) for weight in weights],
-            "fp8": [lambda m=matrix: fp8.product(quantized, m, DTYPE) for matrix in matrices],
+            "bfloat16": [partial(linear, x, weight) for weight in weights],
+            "fp8": [partial(fp8.product, quantized, matrix, DTYPE) for matrix in matrices],
         }
         true = x[:64].double() @ weights[0].double().t()
         for kind, each in calls.items():
