@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from fp8_helpers import losses_and_answers
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.config import EngineConfig
 from saccade.errors import ModelError, SaccadeError
-from saccade.eval.suite import make
 from saccade.models.loader import load_model
 from saccade.ops import fp8
 from saccade.ops.triton import fp8 as passes
@@ -135,26 +135,12 @@ def trained():
 def test_a_trained_model_keeps_its_answers_and_its_perplexity(trained):
     """Perplexity of gold answers within 1 %, of the prompts before them, whose filler is drawn at random, within 10 %;
     and it says what it said."""
-    params = SamplingParams(temperature=0, max_tokens=12)
-    losses, answers = [], []
-    for llm in trained:
-        prompt, gold, said = [], [], []
-        for task in ("multikey", "span_copy"):
-            turn = make(task, 700, 3).turns[0]
-            ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": turn.message()}])
-            whole = ids + llm.encode(turn.meta["gold"], first=False)
-            scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-            entries = llm.generate([whole], scored)[0].prompt_logprobs
-            found = [entries[i][token].logprob for i, token in enumerate(whole) if i]
-            prompt += found[: len(ids) - 1]
-            gold += found[len(ids) - 1 :]
-            said.append(llm.generate([ids], params)[0].outputs[0].token_ids)
-        losses.append((-sum(prompt) / len(prompt), -sum(gold) / len(gold)))
-        answers.append(said)
-    (prompt, gold), (quantized_prompt, quantized_gold) = losses
-    assert abs(math.exp(quantized_prompt - prompt) - 1) < 0.1
-    assert abs(math.exp(quantized_gold - gold) - 1) < 0.01
-    assert answers[0] == answers[1]
+    (prompt, gold, said), (own_prompt, own_gold, own_said) = (
+        losses_and_answers(llm, ("multikey", "span_copy")) for llm in trained
+    )
+    assert abs(math.exp(own_prompt - prompt) - 1) < 0.1
+    assert abs(math.exp(own_gold - gold) - 1) < 0.01
+    assert own_said == said
 
 
 def test_refusals_name_the_reason_and_the_way_out(tmp_path):

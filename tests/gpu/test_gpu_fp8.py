@@ -3,13 +3,17 @@ and a model that answers as the dequantized reference does."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from engine_helpers import tokens
-from tiny_models import make_checkpoint, random_ids
+from fp8_helpers import losses_and_answers
+from tiny_models import make_checkpoint
 
 from saccade import LLM, SamplingParams
 from saccade.eval.suite import make
+from saccade.models.loader import load_model
 from saccade.ops import fp8
 from saccade.ops.triton import fp8 as passes
 from saccade.ops.triton.rows import add_norm, gated
@@ -26,7 +30,7 @@ def draw(*size, seed=0):
 
 def same(ours: fp8.QuantizedRows, theirs: fp8.QuantizedRows) -> None:
     """Equal but for values at a rounding edge."""
-    torch.testing.assert_close(ours.scale, theirs.scale, rtol=5e-3, atol=0)  # of a largest value at an edge of bf16
+    torch.testing.assert_close(ours.scale, theirs.scale, rtol=8e-3, atol=0)  # of a largest value at an edge of bf16
     one, other = ours.dequantized(), theirs.dequantized()
     assert float((one != other).float().mean()) < 0.3  # a scale an ulp of bf16 apart moves all values of its row
     torch.testing.assert_close(one, other, rtol=0.14, atol=1e-2 * float(other.abs().max()))
@@ -61,27 +65,42 @@ def test_products(rows, channels, out, bias):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_model_answers_as_the_reference_does(family, tmp_path):
+@pytest.mark.parametrize("rows", [1, 65])
+def test_layers_compute_what_the_reference_does(rows, family, tmp_path):
+    """From the same input; from layer to layer what is rounded otherwise would grow."""
     folder = make_checkpoint(family, tmp_path, max_position_embeddings=2048, hidden_size=64, head_dim=32)
-    prompt, found = random_ids(700, seed=7), []
-    for quantize in ("fp8", "fp8_reference"):
-        options = {"kv_memory": "64MiB", "prefill_chunk": 256, "device": "cuda", "dtype": "bfloat16"}
-        with LLM(folder, quantize=quantize, **options) as llm:
-            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-            entries = llm.generate([prompt], params)[0].prompt_logprobs
-        found.append(torch.tensor([entries[i][prompt[i]].logprob for i in range(1, len(prompt))]))
-    assert float((found[0] - found[1]).abs().mean()) < 0.1
+    runners = [load_model(folder, "bfloat16", "cuda", name).runner for name in ("fp8", "fp8_reference")]
+    angles = torch.outer(torch.arange(float(rows)), 0.3 ** torch.arange(16)).repeat(1, 2)
+    cos, sin = angles.cos().to("cuda", torch.bfloat16), angles.sin().to("cuda", torch.bfloat16)
+    for ours, theirs in zip(*(runner.llama.step_kernels().layers for runner in runners)):
+        hidden, delta = draw(rows, 64), draw(rows, 64, seed=1)
+        copy, attended = hidden.clone(), draw(rows, 4, 32, seed=2).transpose(0, 1)
+        for one, other in zip(ours.project(hidden, cos, sin, delta), theirs.project(copy, cos, sin, delta)):
+            close(one, other)
+        assert torch.equal(hidden, copy)
+        close(ours.finish(hidden, attended), theirs.finish(copy, attended))
+        close(hidden, copy)
 
 
-def test_a_trained_model_keeps_its_answers():
-    """Eager, in a recorded step of three, and in a sparse prefill."""
-    found = []
-    prompts = [make(task, 1024, 1).turns[0] for task in ("multikey", "vt", "span_copy")]
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert torch.isfinite(one).all()
+    assert float((one.float() - other.float()).norm() / other.float().norm()) < 0.03
+
+
+def test_a_trained_model_keeps_its_answers_and_its_perplexity():
+    """Eager in a long prefill, in recorded steps of three requests, and in a sparse prefill. Perplexity of gold answers
+    within 1 %, of the prompts within 10 %."""
+    found, tasks = [], ("multikey", "vt", "span_copy")
+    prompts = [make(task, 1024, 1).turns[0] for task in tasks]
     for quantize in (None, "fp8"):
         with LLM("reference", dtype="bfloat16", device="cuda", quantize=quantize) as llm:
             ids = [llm.tokenizer.apply_chat_template([{"role": "user", "content": turn.message()}]) for turn in prompts]
             params = SamplingParams(temperature=0, max_tokens=12)
-            found.append([tokens(one) for one in llm.generate(ids, params, policy="dense")])
-            found.append([tokens(one) for one in llm.generate(ids[:1], params, policy="flexprefill(lines=block)")])
-    assert found[0] == found[2]
-    assert found[1] == found[3]
+            dense = [tokens(one) for one in llm.generate(ids, params, policy="dense")]
+            sparse = [tokens(one) for one in llm.generate(ids[:1], params, policy="flexprefill(lines=block)")]
+            found.append((dense, sparse, *losses_and_answers(llm, tasks, 1024)))
+    (dense, sparse, prompt, gold, said), (own_dense, own_sparse, own_prompt, own_gold, own_said) = found
+    print(f"perplexity: prompts x {math.exp(own_prompt - prompt):.4f}, gold answers x {math.exp(own_gold - gold):.5f}")
+    assert (own_dense, own_sparse, own_said) == (dense, sparse, said)
+    assert abs(math.exp(own_prompt - prompt) - 1) < 0.1
+    assert abs(math.exp(own_gold - gold) - 1) < 0.01
