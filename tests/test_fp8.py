@@ -152,6 +152,9 @@ def test_refusals_name_the_reason_and_the_way_out(tmp_path):
     gemma = make_checkpoint("gemma2", tmp_path / "gemma2")
     with pytest.raises(ModelError, match=r"quantize='fp8_reference' is for models whose layers are Llama's"):
         load_model(gemma, quantize="fp8_reference")
+    gelu = make_checkpoint("llama", tmp_path / "gelu", hidden_act="gelu")
+    with pytest.raises(ModelError, match=r"not llama with hidden_act='gelu'; leave it out"):
+        load_model(gelu, quantize="fp8_reference")
     odd = make_checkpoint("llama", tmp_path / "odd", hidden_size=40, head_dim=10)
     with pytest.raises(
         ModelError, match=r"a product of 40 by 80 channels cannot run in FP8, which takes multiples of 16"

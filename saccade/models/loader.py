@@ -22,6 +22,7 @@ from saccade.models.families import FAMILIES, Family
 from saccade.models.headers import refuse_more_layers, refuse_other_shapes
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
+from saccade.models.llama_fp8 import Fp8Kernels
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
 from saccade.models.refusals import refuse_unsupported
@@ -81,6 +82,10 @@ def load_model(
         config = _read_hf_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
+        if quantize is not None:
+            if family.llama_shape is None:
+                raise _not_llama(checkpoint.path, quantize, family.model_type)
+            Fp8Kernels.of(quantize, target, run_dtype)
         model = _load_weights(checkpoint, config, run_dtype)
         tokenizer = load_tokenizer(checkpoint.path)
     model.to(target)
@@ -88,12 +93,7 @@ def load_model(
     spec = _spec(model, family, run_dtype)
     llama = LlamaDecoder.of(model, family, spec, quantize=quantize)
     if quantize is not None and llama is None:
-        shaped = ", ".join(one.model_type for one in FAMILIES.values() if one.llama_shape is not None)
-        raise ModelError(
-            f"{checkpoint.path}: quantize={quantize!r} is for models whose layers are Llama's ({shaped}), not "
-            f"{family.model_type} with {config.hidden_act if hasattr(config, 'hidden_act') else 'its own'} activation; "
-            "leave it out"
-        )
+        raise _not_llama(checkpoint.path, quantize, f"{family.model_type} with hidden_act={shown(config.hidden_act)}")
     generation_config = model.generation_config
     notes += _config_notes(config)
     for note in notes:
@@ -108,6 +108,13 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
+    )
+
+
+def _not_llama(path: Path, quantize: str, what: str) -> ModelError:
+    shaped = ", ".join(one.model_type for one in FAMILIES.values() if one.llama_shape is not None)
+    return ModelError(
+        f"{path}: quantize={quantize!r} is for models whose layers are Llama's ({shaped}), not {what}; leave it out"
     )
 
 
