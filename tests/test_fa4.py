@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
+from tiny_models import make_checkpoint, random_ids
 
+from saccade import LLM, SamplingParams
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.ops import Call, fa4, run
@@ -101,3 +103,21 @@ def test_a_package_that_fails_is_left_and_says_so(monkeypatch):
     assert ran.backend == "triton"
     torch.testing.assert_close(ran.out, run(Call.of(q, kv), "reference").out, rtol=1e-4, atol=1e-4)
     assert fa4._failed == {"cpu": "a call failed: RuntimeError: ptxas is missing"}
+
+
+def test_an_engine_uses_it_where_asked_and_reports_it(tmp_path, monkeypatch):
+    folder = make_checkpoint("llama", tmp_path)
+    with pytest.raises(SaccadeError, match=r"fa4=True cannot run: .*; leave it out"):
+        LLM(folder, kv_memory="8MiB", device="cpu", fa4=True)
+    monkeypatch.setattr(fa4, "why_not", lambda device: None)
+    many = "8 rows are needed"
+    monkeypatch.setattr(FA4, "serves", lambda call: None if call.q.shape[1] >= 8 else many, raising=False)
+    monkeypatch.setattr(FA4, "attend", lambda call: run(call, "reference")._replace(backend="fa4"), raising=False)
+    found = []
+    for asked in (True, False):
+        with LLM(folder, dtype="float32", kv_memory="8MiB", device="cpu", fa4=asked) as llm:
+            found.append(llm.generate(random_ids(40, seed=1), SamplingParams(temperature=0, max_tokens=4))[0])
+    assert found[0].outputs[0].token_ids == found[1].outputs[0].token_ids
+    assert set(found[0].report["prefill"]["backends"]) == {"fa4"}
+    assert "fa4" not in found[0].report["decode"]["backends"]
+    assert "fa4" not in found[1].report["prefill"]["backends"]

@@ -48,10 +48,11 @@ class EngineConfig:
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
     them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
-    ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of
-    attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the last bit, at
-    the price of one pass over the weights per request, and per drafted row; by default yes in float32 and no
-    otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
+    ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
+    FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py).
+    ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the
+    last bit, at the price of one pass over the weights per request, and per drafted row; by default yes in float32 and
+    no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
     its name. ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are
     launched one by one. ``generation_config``: where requests without sampling parameters take theirs from:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
@@ -85,6 +86,7 @@ class EngineConfig:
     max_waiting: int = 1024
     block_size: int = 32
     backend: str = "auto"
+    fa4: bool = False
     threads: int | None = None
     exact: bool | None = None
     device: str = "auto"
@@ -161,7 +163,7 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_compute={self.kv_compute!r} attends KV in host memory where it lies; give kv_host, too"
             )
-        for name in ("exact", "cuda_graphs", "enable_prefix_caching", "session_shared"):
+        for name in ("exact", "fa4", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")

@@ -20,7 +20,7 @@ from saccade.ops.merge import merge_state
 from saccade.ops.weights import selected_weights
 from saccade.selection import Candidates, Corrected, Selection
 
-BACKENDS = ("auto", *(name for name in NAMED if name != FA4.name))  # that serve all calls; "auto" may take the other
+BACKENDS = ("auto", *(name for name in NAMED if name != FA4.name))  # that serve calls of every kind
 
 
 def attend(
@@ -98,8 +98,6 @@ def _corrected(call: Call, corrected: Corrected, backend: str) -> Result:
 
 def _chosen(call: Call, name: str) -> Backend:
     if name == "auto":
-        if call.q.is_cuda and FA4.serves(call) is None:
-            return FA4
         kernels: Backend = TRITON if call.q.is_cuda else CPU
         return kernels if kernels.serves(call) is None else REFERENCE
     backend = NAMED.get(name)

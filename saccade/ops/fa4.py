@@ -1,5 +1,6 @@
-"""Prefill by FlashAttention-4 (the package flash-attn-4, BSD-3; Dao et al.), where the optional extra ``fa4`` is
-installed and its kernels are faster than ours: many rows on a Hopper GPU, dense or blocks of 64 or 128 keys.
+"""Prefill by FlashAttention-4 (the package flash-attn-4, BSD-3; Dao et al.), an optional extra for who asks for it
+(``fa4=True``): many rows on a Hopper GPU, dense or blocks of 64 or 128 keys. Its kernels by themselves were measured to
+be faster than ours; with this adapter they were compiled for Hopper, and never run.
 
 Its kernels read keys in one piece, so these are laid out first, as our own kernel does for as many rows. With a page
 table and block lists it was seen to ignore the table: it is never called so.

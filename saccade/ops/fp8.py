@@ -54,7 +54,8 @@ def quantize(x: Tensor) -> QuantizedRows:
     """The rows of ``x`` [rows, channels] in e4m3: each scaled so that its largest value becomes 448."""
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    values = (wide * (LARGEST / largest)).clamp(-LARGEST, LARGEST).to(E4M3)
+    factor = torch.full_like(largest, LARGEST) / largest  # a number over a tensor would be rounded twice
+    values = (wide * factor).clamp(-LARGEST, LARGEST).to(E4M3)
     return QuantizedRows(values, largest * (1 / LARGEST))
 
 

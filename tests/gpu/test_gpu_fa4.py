@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_helpers import BOUND, agrees, data, random_blocks
+from gpu_helpers import BOUND, data, random_blocks
 from helpers import brute_force
 
 from saccade import LLM, SamplingParams
+from saccade.errors import SaccadeError
 from saccade.eval.suite import make
 from saccade.ops import Call, fa4, run
 from saccade.selection import Blocks, Dense
@@ -25,7 +26,7 @@ def few_rows(monkeypatch):
 
 
 def served(q, k, v, view, selection) -> None:
-    ran = run(Call.of(q, view, selection))
+    ran = run(Call.of(q, view, selection), "fa4")
     assert ran.backend == "fa4"
     expected, expected_lse = brute_force(q.cpu(), k.cpu(), v.cpu(), selection.mask())
     assert torch.isfinite(ran.out).all()
@@ -73,20 +74,22 @@ def test_views_of_other_strides():
     served(wide[:, :, 1].transpose(0, 1), k, v, view, Dense(shape))
 
 
-def test_what_it_does_not_serve_runs_in_triton():
-    q, k, v, view, shape = data(8, 2, 200, 500, 128)
-    agrees(q, k, v, view, Dense(shape), softcap=4.0)
-    q, k, v, view, shape = data(8, 2, 200, 500, 128, torch.float32)
-    agrees(q, k, v, view, Dense(shape))
-    q, k, v, view, shape = data(8, 2, 200, 500, 128)
-    agrees(q, k, v, view, random_blocks(shape, 32, 8))
+def test_what_it_does_not_serve_is_refused():
+    q, _, _, view, shape = data(8, 2, 200, 500, 128)
+    for call in (
+        Call.of(q, view, softcap=4.0),
+        Call.of(q.float(), view),
+        Call.of(q, view, random_blocks(shape, 32, 8)),
+    ):
+        with pytest.raises(SaccadeError, match="backend 'fa4' cannot run"):
+            run(call, "fa4")
 
 
 def test_a_report_says_which_served():
     turn = make("multikey", 1024, 1).turns[0]
     found = []
-    for backend in ("auto", "triton"):
-        with LLM("reference", dtype="bfloat16", device="cuda", backend=backend) as llm:
+    for asked in (True, False):
+        with LLM("reference", dtype="bfloat16", device="cuda", fa4=asked) as llm:
             ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": turn.message()}])
             out = llm.generate(ids, SamplingParams(temperature=0, max_tokens=8), policy="dense")[0]
             found.append((out.outputs[0].token_ids, out.report["prefill"]["backends"]))

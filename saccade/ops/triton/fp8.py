@@ -102,7 +102,7 @@ def _warps(width: int) -> int:
 def _scaled(x, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
     """e4m3 values of ``x``, whose ``largest`` value becomes LARGEST; and the scale."""
     largest = tl.maximum(largest, LEAST)
-    y = x * tl.div_rn(tl.full([], LARGEST, tl.float32), largest)  # as torch divides: values often lie half way
+    y = x * tl.div_rn(tl.full([], LARGEST, tl.float32), largest)  # rounded once, as there
     return tl.minimum(tl.maximum(y, -LARGEST), LARGEST).to(tl.float8e4nv), largest * (1.0 / LARGEST)
 
 
