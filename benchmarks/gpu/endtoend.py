@@ -69,6 +69,7 @@ PEERS = {  # what transformers' sdpa may use; the first is its own choice
 PROFILED = bool(os.environ.get("PROFILE"))
 VECTORS = {"cuboid": 2, "minmax": 2, "stored_mean": 1, "moments": 2}  # of a block's summary, a KV head
 QUANTIZE = os.environ.get("QUANTIZE")  # "fp8": the same rows again by FP8 products, beside the dense of before
+FA4 = bool(os.environ.get("FA4"))  # FlashAttention-4's kernels where they serve
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
 
@@ -154,7 +155,7 @@ class Bench:
         self.quantize, family = quantize, FAMILIES["llama"]
         llama = LlamaDecoder.of(self.model, family, self.spec, quantize=quantize)
         runner = HFRunner(self.model, family, self.spec, llama)
-        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch()))
+        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch(), fa4=FA4))
 
     def room(self, tokens: int) -> None:
         """A pool for ``tokens`` tokens in place of the one before."""
