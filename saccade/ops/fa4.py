@@ -24,7 +24,7 @@ from saccade.selection import Blocks, Dense, Selection
 VERSION = "4.0.0b36"  # whose results were compared; an alpha's interface changes between versions
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (64, 128)
-LEAST_ROWS = {Dense: 2048, Blocks: 8192}  # from which on the copy of the keys is little beside the gain
+LEAST_ROWS = {Dense: 2048, Blocks: 8192}  # reckoned: from there on copying the keys is little beside the gain
 
 _failed: dict[str, str] = {}  # by device: why no further call is made there
 
@@ -54,8 +54,7 @@ def _missing() -> str | None:
 
 
 def serves(q: Tensor, selection: Selection, scale: float, softcap: float | None) -> str | None:
-    """Why it does not serve this call, or is no faster; None where it does. The caller knows that our own kernels
-    could."""
+    """Why it does not serve this call; None where it does. The caller knows that our own kernels could."""
     if type(selection) not in LEAST_ROWS:
         return f"it is called for everything and for blocks, not for {type(selection).__name__}"
     if q.shape[1] < LEAST_ROWS[type(selection)]:
