@@ -20,8 +20,8 @@ from saccade.kv import BlockManager
 from saccade.machine import folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
-from saccade.models.loader import load_model
-from saccade.ops import cpu, triton
+from saccade.models.loader import checked_device, load_model
+from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
 from saccade.pools import make_pool
 from saccade.prompts import Prompt, encode, prompt_list, text_of
@@ -58,8 +58,11 @@ class LLM:
         if session_store is None:  # before the model: another process may have the folder
             session_store, most = _session_store(config)
         self.policy = Policy.parse(config.policy)
+        reason = fa4.why_not(checked_device(config.device)) if config.fa4 else None
+        if reason is not None:
+            raise SaccadeError(f"fa4=True cannot run: {reason}; leave it out")
         self.model = load_model(
-            checkpoint_folder(config.model, config.revision), dtype=config.dtype, device=config.device
+            checkpoint_folder(config.model, config.revision), config.dtype, config.device, config.quantize
         )
         self.max_model_len = _model_length(config.max_model_len, self.model.spec.max_position)
         kernels = triton if self.model.device.type == "cuda" else cpu

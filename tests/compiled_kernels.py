@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from saccade.methods.loopserve import triton_round_steps, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
+    block_rows,
+    fp8,
     heaviest,
     line_blocks,
     lines,
@@ -37,14 +39,20 @@ TYPES = {
     "bar": "fp32", "elsewhere": "*i8", "state": "*i64", "best": "*fp64", "sums": "*i64",
 }  # fmt: skip
 STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
+FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
     line_blocks._covered: {"columns": "*i64"},
+    block_rows._split: dict.fromkeys(("counts", "rows", "diagonal_counts", "diagonals"), "*i32"),
+    fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
+    fp8._gated: {**FP8, "both": "*bf16"},
+    fp8._heads: {**FP8, "attended": "*bf16"},
 }
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
 
+E4M3 = {"LARGEST": 448.0, "LEAST": 1e-20}
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "UNITS": 32, "CAPPED": False, "PAGE": 32, "LN2": 0.69}
 
 
@@ -53,6 +61,10 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
         (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
+        (block_rows._split, {"PER_UNIT": 4, "WIDTH": block_rows.WIDTH}, {"num_warps": 4}),
+        (fp8._add_norm, {"CHANNELS": 4096, "WIDTH": 4096, "ADDS": True, **E4M3}, {"num_warps": 4}),
+        (fp8._gated, {"INNER": 14336, "WIDTH": 16384, **E4M3}, {"num_warps": 16}),
+        (fp8._heads, {"HEADS": 28, "ALL": 32, "HEAD_DIM": 128, "WIDTH": 128, **E4M3}, {"num_warps": 4}),
         (triton_rounds._sum_lines, {"SPAN": 1024, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
         (
             triton_rounds._rounds,

@@ -68,6 +68,8 @@ PEERS = {  # what transformers' sdpa may use; the first is its own choice
 # else a kernel's time has in it what it waits for.
 PROFILED = bool(os.environ.get("PROFILE"))
 VECTORS = {"cuboid": 2, "minmax": 2, "stored_mean": 1, "moments": 2}  # of a block's summary, a KV head
+QUANTIZE = os.environ.get("QUANTIZE")  # "fp8": the same rows again by FP8 products, beside the dense of before
+FA4 = bool(os.environ.get("FA4"))  # FlashAttention-4's kernels where they serve
 WANTED = os.environ.get("WANTED", "prefill decode transformers").split()
 
 
@@ -135,10 +137,8 @@ class Bench:
     def __init__(self, part: str = "endtoend", built: tuple[Any, ModelSpec] | None = None) -> None:
         self.results = Results(part)
         self.model, self.spec = built or build("cuda")
-        family = FAMILIES["llama"]
-        runner = HFRunner(self.model, family, self.spec, LlamaDecoder.of(self.model, family, self.spec))
-        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch()))
         self.pool: BlockManager | None = None
+        self.serve(None)
         self.limits = measured_limits()
         self.results.facts = {
             "limits": self.limits,
@@ -149,6 +149,13 @@ class Bench:
         }
         self.results.write()
         say(str(self.results.facts))
+
+    def serve(self, quantize: str | None) -> None:
+        """Run the model by products of its own type, or ``quantize`` it for good."""
+        self.quantize, family = quantize, FAMILIES["llama"]
+        llama = LlamaDecoder.of(self.model, family, self.spec, quantize=quantize)
+        runner = HFRunner(self.model, family, self.spec, llama)
+        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch(), fa4=FA4))
 
     def room(self, tokens: int) -> None:
         """A pool for ``tokens`` tokens in place of the one before."""
@@ -209,6 +216,7 @@ class Bench:
             context=tokens,
             batch=1,
             policy=policy,
+            products=self.quantize or "bfloat16",
             seconds=taken,
             density=report["density"],
             backends=str(report["backends"]),
@@ -260,6 +268,7 @@ class Bench:
             context=tokens,
             batch=batch,
             policy=policy,
+            products=self.quantize or "bfloat16",
             ms_per_step=1000 * taken,
             mean_ms_per_step=1000 * statistics.mean(steps),  # steps that search beside steps that do not
             floor_ms=self.floor(tokens * batch, policy, report["decode"]["density"]),
@@ -352,36 +361,54 @@ class Bench:
         return cache
 
     def run(self) -> None:
+        dense: dict[tuple[str, int, int], float | None] = {}
         if "prefill" in WANTED:
-            self.run_prefill()
-        for tokens, batch in SIZES if "decode" in WANTED else ():
-            self.room(batch * (tokens + STEPS + 40))
-            dense = None
-            for policy in DECODE:
-                taken = self.results.attempt(
-                    f"decode {tokens} x {batch} {policy}",
-                    lambda p=policy, d=dense, n=tokens, b=batch: self.decode(n, b, p, d),
-                )
-                dense = taken if policy == "dense" else dense
+            self.run_prefill(dense)
+        if "decode" in WANTED:
+            self.run_decode(dense)
         for tokens, batch in SIZES if "transformers" in WANTED else ():
             for static in (False, True):
                 self.results.attempt(
                     f"transformers decode {tokens} x {batch}",
                     lambda n=tokens, b=batch, s=static: self.transformers_decode(n, b, "sdpa", s),
                 )
+        if QUANTIZE:  # last: transformers' modules do not run any more
+            self.pool = None
+            self.serve(QUANTIZE)
+            if "prefill" in WANTED:
+                self.run_prefill(dense)
+            if "decode" in WANTED:
+                self.run_decode(dense)
 
-    def run_prefill(self) -> None:
+    def run_decode(self, dense: dict[tuple[str, int, int], float | None]) -> None:
+        """``dense``: what dense takes by products of the model's own type, by phase, context and batch."""
+        for tokens, batch in SIZES:
+            self.room(batch * (tokens + STEPS + 40))
+            key = "decode", tokens, batch
+            for policy in DECODE:
+                taken = self.results.attempt(
+                    f"decode {tokens} x {batch} {policy}",
+                    lambda p=policy, n=tokens, b=batch, k=key: self.decode(n, b, p, dense.get(k)),
+                )
+                if policy == "dense":
+                    dense.setdefault(key, taken)
+
+    def run_prefill(self, dense: dict[tuple[str, int, int], float | None]) -> None:
         attempt = self.results.attempt
         self.room(max(PREFILL_SIZES) + 64)
         for policy in (PREFILL[0], PREFILL[-1]):  # budgets are numbers to the same kernels
             attempt(f"warm up {policy}", lambda p=policy: self.warm_up(p))
         for tokens in PREFILL_SIZES:
-            dense = None
+            key = "prefill", tokens, 1
             for policy in PREFILL:
                 taken = attempt(
-                    f"prefill {tokens} {policy}", lambda p=policy, d=dense, n=tokens: self.first_token(n, p, d)
+                    f"prefill {tokens} {policy}",
+                    lambda p=policy, n=tokens, k=key: self.first_token(n, p, dense.get(k)),
                 )
-                dense = taken if policy == "dense" else dense
+                if policy == "dense":
+                    dense.setdefault(key, taken)
+            if self.quantize:
+                continue
             for kernel in PEERS if tokens == min(PREFILL_SIZES) else ("",):
                 attempt(f"transformers {tokens}{kernel}", lambda n=tokens, k=kernel: self.transformers(n, k))
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from saccade.ops.triton.choose import compact
+from saccade.selection import Blocks, Shape
+
 OUT = Path(os.environ.get("OUT") or Path(__file__).parent / "results")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -86,6 +89,16 @@ def graph_ms(calls: Sequence[Callable[[], Any]], budget_ms: float = 150.0) -> fl
         for call in calls:
             call()
     return time_ms(graph.replay, budget_ms) / len(calls)
+
+
+def random_blocks(shape: Shape, size: int, density: float, seed: int = 0) -> Blocks:
+    """Random lists of every query head with about ``density`` of the blocks, always the first and the diagonal."""
+    blocks = -(-shape.k_len // size)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    noise = torch.rand(shape.heads, blocks, blocks, device="cuda", generator=generator)
+    row, column = torch.arange(blocks, device="cuda")[:, None], torch.arange(blocks, device="cuda")
+    taken = ((noise < density) | (column == row) | (column == 0)) & (column <= row)
+    return compact(shape, size, taken)
 
 
 def limits() -> dict[str, float]:

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, measured_limits, time_ms
+from harness import DTYPE, HEAD_DIM, HEADS, KV_HEADS, Results, measured_limits, random_blocks, time_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.bench.inputs import Problem, make
 from saccade.kv.view import KVView
 from saccade.methods import Chunk, parse_method
 from saccade.ops import attend
-from saccade.ops.triton.choose import compact
 from saccade.ops.triton.prefill import Config, attend_prefill
-from saccade.selection import Blocks, Dense, Shape
+from saccade.selection import Dense
 
 SCALE = HEAD_DIM**-0.5
 TRIED = (
@@ -37,16 +36,6 @@ TRIED = (
 )
 METHODS = tuple(f"flexprefill({at}lines=block)" for at in ("", "gamma=0.9, ", "gamma=0.8, ", "gamma=0.6, "))
 METHODS += ("flexprefill(lines=token)",)
-
-
-def random_blocks(shape: Shape, size: int, density: float, seed: int = 0) -> Blocks:
-    """Random lists of every query head with about ``density`` of the blocks, always the first and the diagonal."""
-    blocks = -(-shape.k_len // size)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    noise = torch.rand(shape.heads, blocks, blocks, device="cuda", generator=generator)
-    row, column = torch.arange(blocks, device="cuda")[:, None], torch.arange(blocks, device="cuda")
-    taken = ((noise < density) | (column == row) | (column == 0)) & (column <= row)
-    return compact(shape, size, taken)
 
 
 def peers(problem: Problem) -> dict[str, Callable[[], Any]]:

@@ -21,13 +21,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         print(json.dumps(facts, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
     for section, entries in facts.items():
         table.add_row(f"[bold]{section}[/bold]", "")
         for name, value in entries.items():
-            table.add_row(f"  {name}", str(value) if value not in (None, "") else "-")
+            table.add_row(f"  {name}", escape(str(value)) if value not in (None, "") else "-")
     Console(soft_wrap=True).print(table)
 
 
@@ -35,12 +36,12 @@ def collect() -> dict[str, dict[str, Any]]:
     """Facts by section, plain data."""
     import torch
 
-    from saccade.ops import cpu, triton
+    from saccade.ops import cpu, fa4, fp8, triton
 
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    available = cpu.available()
+    available, device = cpu.available(), torch.device(best_device())
     return {
         "versions": {
             "saccade": __version__,
@@ -64,11 +65,13 @@ def collect() -> dict[str, dict[str, Any]]:
             if available
             else f"missing: {cpu.why_unavailable()}",
             "triton": "not needed: no GPU" if not gpus else triton.why_unavailable() or "ready",
+            "fa4": "not needed: no GPU" if not gpus else fa4.why_not(device) or "ready: fa4=True",
         },
         "gpu": {
             "found": ", ".join(gpus) or "none",
             "used": "by default; --device cpu keeps to the CPU" if gpus else "no",
-            "note": device_note(torch.device(best_device())) if not gpus else None,
+            "note": device_note(device) if not gpus else None,
+            "fp8 products": fp8.why_not(device, torch.bfloat16) or "ready: quantize='fp8'",
         },
         "recorded decode steps": _recorded(),
     }

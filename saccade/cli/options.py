@@ -26,6 +26,7 @@ MODEL = typer.Option(
 )
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")
+QUANTIZE = typer.Option("--quantize", help="fp8: weights and products of the layers in 8-bit floats, on a GPU.")
 MAX_LENGTH = typer.Option("--max-model-len", help="Most tokens of prompt and answer together.")
 MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for example 4GiB; profile has it measured.")
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
@@ -35,6 +36,7 @@ DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
+FA4 = typer.Option("--fa4", help="FlashAttention-4's kernels for long prefills on a Hopper GPU (the extra fa4).")
 THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
 AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
 AUDIT_STEPS = typer.Option("--audit-steps", help="Share of decode steps that are replayed densely.")
@@ -46,6 +48,7 @@ DEVICE = typer.Option("--device", help="cpu, cuda, cuda:N, or auto: the GPU wher
 ENGINE: dict[str, tuple[Any, Any]] = {
     "model": (Annotated[str, MODEL], "retriever"),
     "dtype": (Annotated[str, DTYPE], "auto"),
+    "quantize": (Annotated[str | None, QUANTIZE], None),
     "max_model_len": (Annotated[int | None, MAX_LENGTH], None),
     "kv_memory": (Annotated[str | None, MEMORY], None),
     "kv_host": (Annotated[str | None, HOST], None),
@@ -55,6 +58,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "prefill_chunk": (Annotated[int, CHUNK], 4096),
     "max_token_gap": (Annotated[float | None, GAP], None),
     "backend": (Annotated[str, BACKEND], "auto"),
+    "fa4": (Annotated[bool, FA4], False),
     "threads": (Annotated[int | None, THREADS], None),
     "device": (Annotated[str, DEVICE], "auto"),
     "audit": (Annotated[float, AUDIT], 0.0),

@@ -16,6 +16,7 @@ from saccade.kv.replacement import POLICIES as REPLACEMENTS
 from saccade.machine import best_device, check_threads, folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
+from saccade.ops.fp8 import QUANTIZATIONS
 
 UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
@@ -30,7 +31,9 @@ class EngineConfig:
     ``model``: a checkpoint folder, a hub name such as ``"Qwen/Qwen3-8B"`` or ``"Qwen/Qwen3-8B@main"``, or a model that
     is built in: ``"retriever"`` or ``"reference"``. ``revision``: of a hub's model: a branch, tag or commit.
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
-    ``bfloat16`` or ``float16``. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
+    ``bfloat16`` or ``float16``. ``quantize``: ``fp8``: weights of the layers held, and their products run, in 8-bit
+    floats on a GPU that has such products (docs/models.md); ``fp8_reference``: the same numbers by slow torch
+    operations, anywhere. ``max_model_len``: most tokens of one sequence, the model's own limit by default.
     ``kv_memory``: bytes or text such as ``"4GiB"`` for keys and values; by default 40 % of the free memory (85 % on
     a GPU), at most what ``max_requests`` full-length sequences need; ``"profile"``: what a profiling run leaves
     (profiling.py). ``kv_host``: bytes of host memory where keys and
@@ -45,10 +48,11 @@ class EngineConfig:
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
     them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
-    ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``threads``: of
-    attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the last bit, at
-    the price of one pass over the weights per request, and per drafted row; by default yes in float32 and no
-    otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
+    ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
+    FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py).
+    ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the
+    last bit, at the price of one pass over the weights per request, and per drafted row; by default yes in float32 and
+    no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
     its name. ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are
     launched one by one. ``generation_config``: where requests without sampling parameters take theirs from:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
@@ -67,6 +71,7 @@ class EngineConfig:
     model: str | Path = "retriever"
     policy: PolicyLike = "dense"
     dtype: str | torch.dtype = "auto"
+    quantize: str | None = None
     max_model_len: int | None = None
     kv_memory: int | float | str | None = None
     kv_host: int | float | str | None = None
@@ -81,6 +86,7 @@ class EngineConfig:
     max_waiting: int = 1024
     block_size: int = 32
     backend: str = "auto"
+    fa4: bool = False
     threads: int | None = None
     exact: bool | None = None
     device: str = "auto"
@@ -113,6 +119,10 @@ class EngineConfig:
             raise SaccadeError(
                 f"generation_config={shown(source)} must be 'auto', 'none' or a folder that holds "
                 "generation_config.json"
+            )
+        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+            raise SaccadeError(
+                f"quantize={shown(self.quantize)} is unknown; known: {', '.join(QUANTIZATIONS)}, or None for none"
             )
         if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
@@ -153,7 +163,7 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_compute={self.kv_compute!r} attends KV in host memory where it lies; give kv_host, too"
             )
-        for name in ("exact", "cuda_graphs", "enable_prefix_caching", "session_shared"):
+        for name in ("exact", "fa4", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")

@@ -80,7 +80,7 @@ class Engine:
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
-        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads)
+        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, config.fa4)
         self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)

@@ -24,6 +24,7 @@ from saccade.models.calibration import Calibrations
 from saccade.models.interface import LayerAttention, ModelSpec
 from saccade.ops import Call, Result, merge_state
 from saccade.ops import run as run_call
+from saccade.ops.backends import FA4
 from saccade.ops.few_rows import run as run_few
 from saccade.selection import Band, Dense, Selection, Shape, cut, without
 
@@ -37,6 +38,7 @@ class Setting:
     watch: Watch
     backend: str = "auto"
     threads: int | None = None
+    fa4: bool = False  # FlashAttention-4's kernels where they serve a call
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         """A stretch of the clock, if there is one."""
@@ -154,10 +156,11 @@ def read(setting: Setting, chosen: Chosen) -> Result:
     """Attention over what was chosen."""
     chunk = chosen.chunk
     call = Call(chunk.q, chunk.kv, chosen.selection, chunk.scale, chunk.softcap, setting.threads, chosen.want_weights)
+    backend = FA4.name if setting.fa4 and FA4.serves(call) is None else setting.backend
     if setting.watch.clock is None:
-        return run_few(call, setting.backend) if chosen.rows.together else run_call(call, setting.backend)
+        return run_few(call, backend) if chosen.rows.together else run_call(call, backend)
     with setting.timed("attention"):
-        return run_call(call, setting.backend)
+        return run_call(call, backend)
 
 
 def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) -> Tensor:

@@ -83,6 +83,7 @@ def configuration(data: Path, llm: LLM, model: EngineConfig, setting: Setting) -
             "path": str(llm.model.path),
             "weights_sha256": _weights(llm),
             "dtype": str(spec.dtype).removeprefix("torch."),
+            **({} if model.quantize is None else {"quantize": model.quantize}),
             "threads": model.threads or torch.get_num_threads(),  # sums are rounded in an order that depends on it
             "max_model_len": llm.max_model_len,
             "shape": {"layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim},

@@ -6,13 +6,15 @@ Without it a step of few rows spends more time between the modules' calls than i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from saccade.models.families import Family
 from saccade.models.interface import LayerAttention, ModelSpec, Stopwatch
-from saccade.models.llama_kernels import KernelSet, ProductHead, ProductLayer, Projected, RowPasses
+from saccade.models.llama_fp8 import Fp8Kernels, quantize_layers
+from saccade.models.llama_kernels import KernelSet, LayerKernels, ProductHead, ProductLayer, Projected, RowPasses
 from saccade.models.llama_weights import LlamaWeights, read_weights
 from saccade.ops import row_passes, triton
 from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
@@ -24,25 +26,38 @@ class LlamaDecoder:
     """The layers and the head of a checked model. ``attention[i]`` is what layer i asks of its attention.
 
     ``passes`` run between matrix products, for any number of rows; by default what suits the weights' device does, and
-    few rows on a CPU have kernels of their own.
+    few rows on a CPU have kernels of their own. ``layers``: those of other products, which then run all rows.
     """
 
-    def __init__(self, weights: LlamaWeights, spec: ModelSpec, passes: RowPasses | None = None) -> None:
+    def __init__(
+        self,
+        weights: LlamaWeights,
+        spec: ModelSpec,
+        passes: RowPasses | None = None,
+        layers: Sequence[LayerKernels] | None = None,
+    ) -> None:
         self.attention = [
             LayerAttention(scale=scale, window=window) for scale, window in zip(weights.scales, spec.windows)
         ]
         self._weights = weights
+        self._layers = layers
         self._many = self._products(passes or _passes(weights.head.weight), joined=False)
-        self._few = _row_kernels(weights) if passes is None else None
+        self._few = _row_kernels(weights) if passes is None and layers is None else None
         self._most = MOST_ROWS.get(weights.head.weight.dtype, 0)  # rows that these serve
         self._kernels = self._few, self._many
 
     @classmethod
-    def of(cls, model: Any, family: Family, spec: ModelSpec, join: bool | None = None) -> LlamaDecoder | None:
+    def of(
+        cls, model: Any, family: Family, spec: ModelSpec, join: bool | None = None, quantize: str | None = None
+    ) -> LlamaDecoder | None:
         """None where the model's modules are not of the shape. ``join`` (by default on a GPU) lays the weights of a
-        layer's query, key and value side by side; the modules then hold parts of them."""
-        weights = read_weights(model, family, spec.head_dim, join)
-        return None if weights is None else cls(weights, spec)
+        layer's query, key and value side by side; the modules then hold parts of them. ``quantize``: one of
+        ``ops.fp8.QUANTIZATIONS``, by which all layers' products run; ModelError where it cannot."""
+        weights = read_weights(model, family, spec.head_dim, join if quantize is None else False)
+        if weights is None or quantize is None:
+            return None if weights is None else cls(weights, spec)
+        kernels = Fp8Kernels.of(quantize, weights.head.weight.device, spec.dtype)
+        return cls(weights, spec, layers=quantize_layers(model.get_decoder().layers, weights.layers, kernels))
 
     def kernels(self, rows: int) -> KernelSet:
         """What runs the layers for a pass of ``rows`` rows."""
@@ -87,10 +102,13 @@ class LlamaDecoder:
 
     def _products(self, passes: RowPasses, joined: bool) -> KernelSet:
         weights = self._weights
+        head = ProductHead(weights.norm, weights.head, passes)
+        if self._layers is not None:
+            return KernelSet(self._layers, head)
         most = MLP_ROWS if weights.head.weight.device.type == "cpu" else 1 << 62
         together = weights.joined if joined and weights.joined is not None else [None] * len(weights.layers)
         layers = [ProductLayer(layer, passes, most, one) for layer, one in zip(weights.layers, together)]
-        return KernelSet(layers, ProductHead(weights.norm, weights.head, passes))
+        return KernelSet(layers, head)
 
 
 def _passes(weight: Tensor) -> RowPasses:

@@ -22,6 +22,7 @@ from saccade.models.families import FAMILIES, Family
 from saccade.models.headers import refuse_more_layers, refuse_other_shapes
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
+from saccade.models.llama_fp8 import Fp8Kernels
 from saccade.models.probe import probe_layers
 from saccade.models.quiet import quiet_transformers
 from saccade.models.refusals import refuse_unsupported
@@ -59,12 +60,18 @@ class LoadedModel:
         return total if tied else total - embedding.numel() * embedding.element_size()
 
 
-def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str | torch.device = "cpu") -> LoadedModel:
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: str | torch.device = "cpu",
+    quantize: str | None = None,
+) -> LoadedModel:
     """Load the checkpoint in folder ``path``.
 
     ``dtype`` is ``"auto"`` (the checkpoint's own), ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype. On
-    a CPU float16 becomes float32 (exact) with a note. Raises ModelError, always one line, for a folder that is missing
-    or broken, and for a family or feature that cannot be run correctly.
+    a CPU float16 becomes float32 (exact) with a note. ``quantize``: None, or one of ``ops.fp8.QUANTIZATIONS``: the
+    layers' products run in FP8, and their weights are held so. Raises ModelError, always one line, for a folder that is
+    missing or broken, and for a family or feature that cannot be run correctly.
     """
     checkpoint = open_checkpoint(path)
     refuse_unsupported(checkpoint.config, str(checkpoint.path))
@@ -75,11 +82,18 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
         config = _read_hf_config(checkpoint)
         # As transformers reads it: a Mistral config with layer_types becomes a Ministral.
         family = FAMILIES[config.model_type]
+        if quantize is not None:
+            if family.llama_shape is None:
+                raise _not_llama(checkpoint.path, quantize, family.model_type)
+            Fp8Kernels.of(quantize, target, run_dtype)
         model = _load_weights(checkpoint, config, run_dtype)
         tokenizer = load_tokenizer(checkpoint.path)
     model.to(target)
     model.eval()
     spec = _spec(model, family, run_dtype)
+    llama = LlamaDecoder.of(model, family, spec, quantize=quantize)
+    if quantize is not None and llama is None:
+        raise _not_llama(checkpoint.path, quantize, f"{family.model_type} with hidden_act={shown(config.hidden_act)}")
     generation_config = model.generation_config
     notes += _config_notes(config)
     for note in notes:
@@ -87,13 +101,20 @@ def load_model(path: str | Path, dtype: torch.dtype | str = "auto", device: str 
     return LoadedModel(
         path=checkpoint.path,
         spec=spec,
-        runner=HFRunner(model, family, spec, LlamaDecoder.of(model, family, spec)),
+        runner=HFRunner(model, family, spec, llama),
         tokenizer=tokenizer,
         config=model.config,
         generation_config=generation_config,
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
+    )
+
+
+def _not_llama(path: Path, quantize: str, what: str) -> ModelError:
+    shaped = ", ".join(one.model_type for one in FAMILIES.values() if one.llama_shape is not None)
+    return ModelError(
+        f"{path}: quantize={quantize!r} is for models whose layers are Llama's ({shaped}), not {what}; leave it out"
     )
 
 

@@ -13,14 +13,14 @@ from saccade.errors import SaccadeError
 from saccade.kv.tiered import TieredView
 from saccade.kv.view import KVView
 from saccade.ops import debug, tiered
-from saccade.ops.backends import CPU, NAMED, REFERENCE, TRITON
+from saccade.ops.backends import CPU, FA4, NAMED, REFERENCE, TRITON
 from saccade.ops.call import Backend, Call, KVLike, Result, pair
 from saccade.ops.mean_tail import mean_tail
 from saccade.ops.merge import merge_state
 from saccade.ops.weights import selected_weights
 from saccade.selection import Candidates, Corrected, Selection
 
-BACKENDS = ("auto", *NAMED)
+BACKENDS = ("auto", *(name for name in NAMED if name != FA4.name))  # that serve calls of every kind
 
 
 def attend(
@@ -102,7 +102,7 @@ def _chosen(call: Call, name: str) -> Backend:
         return kernels if kernels.serves(call) is None else REFERENCE
     backend = NAMED.get(name)
     if backend is None:
-        raise SaccadeError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
+        raise SaccadeError(f"unknown backend {name!r}; known: auto, {', '.join(NAMED)}")
     why = backend.serves(call)
     if why is not None:
         raise SaccadeError(

@@ -1,11 +1,12 @@
-"""The backends of attention: plain torch, which is the meaning, C++ on a CPU and Triton on a GPU."""
+"""The backends of attention: plain torch, which is the meaning, C++ on a CPU, Triton on a GPU, and FlashAttention-4
+beside it where that optional extra is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ClassVar
 
-from saccade.ops import cpu, cpu_blocks, cpu_decode, cpu_sampled, reference, triton
+from saccade.ops import cpu, cpu_blocks, cpu_decode, cpu_sampled, fa4, reference, triton
 from saccade.ops.call import Backend, Call, Result
 from saccade.ops.candidates import choose
 from saccade.ops.progressive import attend_ranking
@@ -137,5 +138,20 @@ class Triton:
         return Result(out, lse, chosen, self.name, scored)
 
 
-CPU, REFERENCE, TRITON = Cpu(), Reference(), Triton()
-NAMED: dict[str, Backend] = {backend.name: backend for backend in (CPU, REFERENCE, TRITON)}
+class FlashAttention4:
+    """FlashAttention-4's kernels for who asks for them. A call that fails there runs in Triton."""
+
+    name = "fa4"
+
+    def serves(self, call: Call) -> str | None:
+        reason = fa4.serves(call.q, call.selection, call.scale, call.softcap)
+        return reason or TRITON.serves(call)
+
+    def attend(self, call: Call) -> Result:
+        selection = call.selection.to(call.q.device)
+        done = fa4.attend(call.q, call.kv, selection, scale=call.scale)  # type: ignore[arg-type]
+        return TRITON.attend(call) if done is None else Result(*done, call.selection, self.name)
+
+
+CPU, REFERENCE, TRITON, FA4 = Cpu(), Reference(), Triton(), FlashAttention4()
+NAMED: dict[str, Backend] = {backend.name: backend for backend in (CPU, REFERENCE, TRITON, FA4)}
