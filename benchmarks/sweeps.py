@@ -92,7 +92,7 @@ SWEEPS = {
         (*SINGLE, *TURNS),
     ),
     "minference-search": Sweep(
-        "FlexPrefill, 4.1: MInference with its search by head (patterns of 512 keys, see docs/ablations.md)",
+        "FlexPrefill, 4.1: MInference with its search by head (patterns of 512 keys, see docs/results/ablations.md)",
         "prefill",
         (
             "minference(vertical=64,slash=448)",

@@ -16,7 +16,7 @@ from saccade.cli import main
 from saccade.methods.policy import Policy
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 POLICIES = {"-p", "--policy"}
 POLICY_COMMANDS = {"generate", "chat", "serve", "inspect", "demo", "run", "predict"}

@@ -121,7 +121,7 @@ def tables(page: Path) -> list[tuple[list[list[str]], str, dict[str, str]]]:
     return result
 
 
-PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if tables(page)]
+PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if tables(page)]
 
 
 def test_tables_name_their_data():

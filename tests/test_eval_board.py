@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from dataclasses import replace
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -17,11 +18,12 @@ from saccade.cli.main import main
 from saccade.engine.config import EngineConfig
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
+from saccade.eval.board.kept import joined, keep
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
 from saccade.eval.board.play import Placed, Play, jobs, play, prepare_data
-from saccade.eval.board.rows import equal_bytes, equal_recall, fold
+from saccade.eval.board.rows import BY_NAME, equal_bytes, equal_recall, fold
 from saccade.eval.setting import load
 from saccade.methods.registry import AROUND, METHODS, MODIFIERS
 
@@ -226,6 +228,26 @@ def test_every_run_that_rows_come_from_is_named(made, tmp_path):
     assert f"{len(made) - 2} of B: saccade" in mixed
 
 
+def test_boards_that_were_run_apart_become_one(made, tmp_path):
+    """A row that failed in one and ran in another counts once, as run; what neither finished is missing."""
+    data = {2048: tmp_path / "data"}
+    entries = {name: [job for job in jobs(GRID, data) if job.entry and job.entry.name == name] for name in BY_NAME}
+    failed = [replace(one, folder=None, error="no room") if one.name == "quest" else one for one in made[:3]]
+    slices = {
+        "a": (failed, jobs(GRID, data)[:1] + entries["quest"]),
+        "b": (made[1:], [job for name in ("quest", "snapkv", "topk", "cis", "lfps") for job in entries[name]]),
+    }
+    for name, (placed, todo) in slices.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results").symlink_to(tmp_path)
+        keep(tmp_path / name, placed, todo, GRID, f"saccade {name}")
+    placed, grid, missing, commands = joined([tmp_path / "a", tmp_path / "b"])
+    assert [(one.name, one.budget, one.error) for one in placed] == [(one.name, one.budget, None) for one in made]
+    assert (grid.budgets, grid.lengths, grid.protocols) == ((0.1, 0.25), (2048,), ("B",))
+    assert (missing, commands) == (2, "saccade a; saccade b")  # lfps at two budgets
+    assert [row.as_dict() for row in fold(placed, [2048])] == [row.as_dict() for row in fold(made, [2048])]
+
+
 def test_without_matplotlib_the_tables_are_whole(made, tmp_path, monkeypatch):
     whole = write_board(made, GRID, tmp_path / "whole")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
@@ -269,6 +291,10 @@ def test_three_methods_of_a_users_checkpoint_are_ranked_and_a_cut_run_goes_on(tm
     assert run(*command) == 0
     assert {file: file.read_bytes() for file in out.glob("results/*/timings.jsonl")} == times  # nothing ran again
     assert (out / "board.html").read_text() == page
+    assert run("eval", "board", "--join", out, "--out", tmp_path / "joined") == 0
+    assert (tmp_path / "joined" / "board.html").read_text() == page
+    assert run("eval", "board", "--join", tmp_path, "--out", tmp_path / "joined") == 2
+    assert "has no placed.json; give the --out of a board" in capsys.readouterr().err
     data = json.loads((out / "board.json").read_text())
     ranked = {(one["method"], one["protocol"], one["budget"]) for one in data["rows"] if one["matched"]}
     assert ranked == {(name, "B", 0.2) for name in ("streaming", "topk", "quest")}
@@ -305,6 +331,7 @@ def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_
         (["--samples", "0"], "samples=0 must be"),
         (["--limit", "0"], "limit=0 must be"),
         (["--recall", "-1"], "recall=-1 must be"),
+        (["--together", "0"], "together=0 must be"),
         (["--seconds", "0"], "seconds=0.0 must be above 0"),
         (["--length", "8"], "length=8 must be an integer >= 64"),
         (["--task", "sinle"], "did you mean 'single'"),

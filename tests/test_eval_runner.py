@@ -11,6 +11,7 @@ from tiny_models import one_thread  # noqa: F401 - a fixture
 
 from saccade.cli.main import main
 from saccade.engine.config import EngineConfig
+from saccade.engine.messages import StepOutput
 from saccade.errors import PolicyError, RequestError
 from saccade.eval import runner
 from saccade.eval.metrics import METRICS
@@ -205,6 +206,27 @@ def test_workers_give_the_same_file(tmp_path, tiny_llama, data):
     assert len(list(read_jsonl(together / "timings.jsonl"))) == 6
     with pytest.raises(RequestError, match="workers=0 must be"):
         predict(data, own, model, setting("dense"), tmp_path, workers=0)
+
+
+def test_samples_that_share_steps_give_the_same_file(tmp_path, tiny_llama, data):
+    """In float32 a row does not depend on who shares its step; most of the decode steps are shared."""
+    model = EngineConfig(str(tiny_llama), dtype="float32", max_model_len=700, prefill_chunk=64, kv_memory="4MiB")
+    llm = load(model, together=3)
+    alone = predict(data, llm, model, setting(PSA), tmp_path / "alone")
+    engine, rows, step = llm.engine, [], llm.engine.step
+
+    def counting() -> list[StepOutput]:
+        outputs = step()
+        rows.append(len(engine.scheduler.running))
+        return outputs
+
+    engine.step = counting
+    shared = predict(data, llm, model, setting(PSA), tmp_path / "shared", together=3)
+    assert (shared / "predictions.jsonl").read_bytes() == (alone / "predictions.jsonl").read_bytes()
+    assert max(rows) == 3
+    for words, said in (({"together": 0}, "together=0 must be"), ({"together": 2, "workers": 2}, "one way, not both")):
+        with pytest.raises(RequestError, match=said):
+            predict(data, llm, model, setting("dense"), tmp_path, **words)
 
 
 def test_a_folder_of_another_setting_is_an_error_that_names_the_difference(tmp_path, llm, data):

@@ -41,7 +41,7 @@ def test_published_rows_are_those_of_the_sweeps_and_the_page_shows_them_all():
 
     with (ROOT / "docs/results/sweeps.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/results/ablations.md").read_text(encoding="utf-8")
     for name in {row["sweep"] for row in rows}:
         wanted = {Policy.parse(text).text for text in ("dense", *SWEEPS[name].policies)}
         assert {row["policy"] for row in rows if row["sweep"] == name} == wanted

@@ -48,9 +48,17 @@ def board(
     workers: Annotated[
         int, typer.Option("--workers", help="Rows that run side by side, each with a model of its own.")
     ] = 1,
+    together: Annotated[
+        int,
+        typer.Option("--together", help="Samples that a model answers in shared steps: for a GPU, 16 or more."),
+    ] = 1,
     mix: Annotated[
         bool, typer.Option("--mix", help="Continue results that other versions, commits or machines began.")
     ] = False,
+    join: Annotated[
+        list[Path] | None,
+        typer.Option("--join", help="Run nothing: one page of what the boards in these folders finished."),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")] = Path("board"),
     *,
     config: EngineConfig,
@@ -61,9 +69,10 @@ def board(
     """
     from saccade.errors import RequestError
     from saccade.eval.board import grid as grids
-    from saccade.eval.board import play
+    from saccade.eval.board import kept, play
     from saccade.eval.board.page import write_board
     from saccade.eval.setting import load
+    from saccade.eval.workers import positive
 
     if quick and full:
         raise RequestError("--quick and --full are different grids; give one of them")
@@ -71,6 +80,12 @@ def board(
         raise RequestError(f"seconds={seconds!r} must be above 0")
     if limit is not None and limit < 1:
         raise RequestError(f"limit={limit!r} must be an integer >= 1: samples of each task and length")
+    positive("together", together)
+    if join:
+        found, span, missing, commands = kept.joined(join)
+        for file in write_board(found, span, out, commands, missing):
+            print(file)
+        return
     begun = time.monotonic()
     # Hundreds of settings read the same contexts, which are computed once by each worker.
     config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
@@ -78,16 +93,18 @@ def board(
     grid = base.changed(budget, length, protocol, samples, task, recall, method)
     data = play.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
-    what = play.Play(grid, config, out / "results", mix, limit, until)
+    what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together)
     todo = play.jobs(grid, data)
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    llm = say_device(load(config))
+    llm = say_device(load(config, together))
     placed = [one for ones in play.play(todo, llm, what, workers, note) for one in ones]
     missing = sum(play.wanted(job, grid) for job in todo) - len(placed)
-    for file in write_board(placed, grid, out, shlex.join(["saccade", *_shown(sys.argv[1:])]), missing):
+    command = shlex.join(["saccade", *_shown(sys.argv[1:])])
+    kept.keep(out, placed, todo, grid, command)
+    for file in write_board(placed, grid, out, command, missing):
         print(file)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,20 @@ COUNTS = (
 
 def answer(llm: LLM, sample: Sample, setting: Setting) -> tuple[dict[str, Any], dict[str, float]]:
     """(prediction record, seconds by phase). A sample that cannot be answered gives a record with ``error`` set."""
+    with quietly():
+        return answer_aloud(llm, sample, setting)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A failed request is recorded, not announced. For the whole process, so threads share one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def answer_aloud(llm: LLM, sample: Sample, setting: Setting) -> tuple[dict[str, Any], dict[str, float]]:
+    """``answer`` without ``quietly``: for threads that answer at once."""
     head = {"id": sample.id, "task": sample.task, "length": sample.length, "index": sample.index}
     timing = {"prefill": 0.0, "decode": 0.0}
     turns: list[dict[str, Any]] = []
@@ -32,8 +47,7 @@ def answer(llm: LLM, sample: Sample, setting: Setting) -> tuple[dict[str, Any], 
     failed = False
     ask = _shared if sample.shared else _conversation
     try:
-        with llm.session(setting.policy) as session, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a failed request is recorded, not announced
+        with llm.session(setting.policy) as session:
             for kind, output, extra in ask(session, sample, setting):
                 for phase in timing:
                     timing[phase] = round(timing[phase] + output.report[phase]["seconds"], 6)

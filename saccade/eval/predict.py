@@ -43,12 +43,14 @@ def predict(
     limit: int | None = None,
     mix: bool = False,
     workers: int = 1,
+    together: int = 1,
     progress: Progress | None = None,
 ) -> Path:
     """Answer the samples of ``data`` (jsonl) and return the result folder, below ``results``.
 
     ``limit``: samples of each task and length, a prefix of the file. ``mix``: continue a folder that other versions
-    began, and say so in its config. ``workers``: processes that answer side by side, each with a model of its own.
+    began, and say so in its config. ``workers``: processes that answer side by side, each with a model of its own;
+    ``together``: samples that ``llm`` answers at once instead.
     What the folder holds already is kept, so a killed run goes on where it was and ends with the same predictions file.
     Raises RequestError for a folder of another setting, for one begun by another version that is incomplete, and for
     predictions that do not follow the samples.
@@ -62,7 +64,7 @@ def predict(
         missing = samples[len(log.records) :]
         if missing and log.records:
             check_environment(folder, config, mix)
-        answers = answers_in_order(missing, llm, model, setting, workers)
+        answers = answers_in_order(missing, llm, model, setting, workers, together)
         for done, (sample, (record, timing)) in enumerate(zip(missing, answers), len(log.records) + 1):
             timings.append({"id": sample.id, **timing})
             log.append(record)

@@ -26,12 +26,12 @@ PROTOCOLS = ("A", "B")
 HISTORIES = ("self", "gold")
 
 
-def load(config: EngineConfig) -> LLM:
-    """The model of ``config``, whose ``threads`` are torch's too from now on. Raises ModelError and its kin for a model
-    that is missing or cannot run."""
+def load(config: EngineConfig, together: int = 1) -> LLM:
+    """The model of ``config``, whose ``threads`` are torch's too from now on, with room for ``together`` samples that
+    are answered at once. Raises ModelError and its kin for a model that is missing or cannot run."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    return LLM(config=replace(config, max_requests=2))
+    return LLM(config=replace(config, max_requests=max(2, together)))
 
 
 def sparse_in(phase: str, policy: Policy) -> bool:

@@ -1,4 +1,5 @@
-"""Work on a model one item after the other, or in several processes; results come in the items' order either way."""
+"""Work on a model one item after the other, in several processes, or many samples in one model's steps; results come in
+the items' order every way."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
-from saccade.eval.answer import answer
+from saccade.eval.answer import answer, answer_aloud, quietly
 from saccade.eval.samples import Sample
 from saccade.eval.setting import Setting, load
 from saccade.llm import LLM
@@ -27,33 +28,63 @@ _AHEAD = 3  # samples given out per worker: enough that none waits for a slow ne
 
 
 def answers_in_order(
-    samples: Sequence[Sample], llm: LLM, model: EngineConfig, setting: Setting, workers: int = 1
+    samples: Sequence[Sample], llm: LLM, model: EngineConfig, setting: Setting, workers: int = 1, together: int = 1
 ) -> Iterator[Answer]:
     """``answer`` of each sample. With more than one worker each process loads ``model`` for itself; samples share
-    nothing, so the answers are the same. Raises RequestError for ``workers`` below 1."""
-    return in_order(partial(_answer, setting=setting), samples, llm, model, workers)
+    nothing, so the answers are the same. ``together``: samples that ``llm`` answers at once, their decode rows in
+    shared steps, which is what a GPU is good at; such rows round as their step does. Raises RequestError for
+    ``workers`` or ``together`` below 1, or both above."""
+    positive("together", together)
+    if together == 1:
+        yield from in_order(partial(_answer, setting=setting), samples, llm, model, workers)
+        return
+    if workers != 1:
+        raise RequestError(
+            f"workers={workers!r} and together={together!r}: samples of a setting take one way, not both"
+        )
+    with quietly():
+        work = partial(_aloud, llm=llm, setting=setting)
+        yield from _ordered(ThreadPoolExecutor(together), work, samples, 2 * together)
 
 
 def in_order(
-    work: Callable[[LLM, Item], Result], items: Sequence[Item], llm: LLM, model: EngineConfig, workers: int = 1
+    work: Callable[[LLM, Item], Result],
+    items: Sequence[Item],
+    llm: LLM,
+    model: EngineConfig,
+    workers: int = 1,
+    together: int = 1,
 ) -> Iterator[Result]:
     """``work(llm, item)`` of each item, in order. ``work`` and items must pickle where there are ``workers``; each
-    loads ``model`` for itself. Raises RequestError for ``workers`` below 1, and what ``work`` raises."""
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise RequestError(f"workers={workers!r} must be an integer >= 1")
+    loads ``model`` for itself, with room for ``together`` samples at once. Raises RequestError for ``workers`` below 1,
+    and what ``work`` raises."""
+    positive("workers", workers)
     if workers == 1 or len(items) < 2:
         yield from (work(llm, item) for item in items)
         return
     # The same rounding as here: sums depend on how many threads share them.
     alike = replace(model, threads=model.threads or _threads())
     context = multiprocessing.get_context("spawn")
-    begin = (alike, os.getpid())
-    with ProcessPoolExecutor(min(workers, len(items)), context, initializer=_begin, initargs=begin) as pool:
+    begin = (alike, os.getpid(), together)
+    pool = ProcessPoolExecutor(min(workers, len(items)), context, initializer=_begin, initargs=begin)
+    yield from _ordered(pool, partial(_do, work), items, _AHEAD * workers)
+
+
+def positive(name: str, value: int) -> None:
+    """RequestError unless ``value`` is an integer from 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(f"{name}={value!r} must be an integer >= 1")
+
+
+def _ordered(pool: Executor, work: Callable[[Item], Result], items: Sequence[Item], ahead: int) -> Iterator[Result]:
+    """``work`` of each item in ``pool``, at most ``ahead`` given out at once. Where the reader leaves early, what was
+    begun still ends and the rest is dropped."""
+    with pool:
         given: deque[Future[Result]] = deque()
         try:
             for item in items:
-                given.append(pool.submit(_do, work, item))
-                if len(given) == _AHEAD * workers:
+                given.append(pool.submit(work, item))
+                if len(given) == ahead:
                     yield given.popleft().result()
             while given:
                 yield given.popleft().result()
@@ -64,10 +95,10 @@ def in_order(
 _llm: LLM | None = None  # a worker's own
 
 
-def _begin(model: EngineConfig, parent: int) -> None:
+def _begin(model: EngineConfig, parent: int, together: int) -> None:
     global _llm
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
-    _llm = load(model)
+    _llm = load(model, together)
 
 
 def _follow(parent: int) -> None:
@@ -84,6 +115,10 @@ def _do(work: Callable[[LLM, Item], Result], item: Item) -> Result:
 
 def _answer(llm: LLM, sample: Sample, setting: Setting) -> Answer:
     return answer(llm, sample, setting)
+
+
+def _aloud(sample: Sample, llm: LLM, setting: Setting) -> Answer:
+    return answer_aloud(llm, sample, setting)
 
 
 def _threads() -> int:

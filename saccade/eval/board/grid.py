@@ -63,7 +63,7 @@ def named(methods: Sequence[str]) -> tuple[Entry, ...]:
     known = {entry.name for entry in ENTRIES} | set().union(*(entry.methods for entry in ENTRIES))
     unknown = next((name for name in methods if name not in known), None)
     if unknown is not None:
-        raise RequestError(f"method '{unknown}' is not on the board; known: {', '.join(sorted(known))}")
+        raise RequestError(f"method '{unknown}' is not on the board; known: {', '.join(map(repr, sorted(known)))}")
     wanted = set(methods)
     return tuple(entry for entry in ENTRIES if entry.name in wanted or (entry.methods & wanted and not entry.slow))
 

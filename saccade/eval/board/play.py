@@ -58,7 +58,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class Play:
-    """What every job needs, as plain data that pickles. ``until``: when no more is begun, on ``monotonic``'s clock."""
+    """What every job needs, as plain data that pickles. ``until``: when no more is begun, on ``monotonic``'s clock.
+    ``together``: samples that a model answers at once."""
 
     grid: Grid
     model: EngineConfig
@@ -66,6 +67,7 @@ class Play:
     mix: bool = False
     limit: int | None = None
     until: float | None = None
+    together: int = 1
 
     @property
     def late(self) -> bool:
@@ -107,7 +109,7 @@ def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note
     """Run jobs, side by side with ``workers``; what a job placed comes as it ends. What lies in the results already is
     used again. Jobs that ``play.until`` cut off give what they had finished."""
     work = _Work(play)
-    for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers)):
+    for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers, play.together)):
         name = job.entry.name if job.entry else "dense"
         note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job, play.grid)} settings")
         yield placed
@@ -173,7 +175,13 @@ def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False)
         raise _Late
     if job.entry is not None and job.entry.phase == "prefill":
         llm.reset_prefix_cache()  # nobody else begins as its prompts do, and its prefill is to be counted
-    folder = predict(job.data, llm, play.model, setting, play.results, limit=limit, mix=play.mix, progress=_stop(play))
+    folder = predict(
+        *(job.data, llm, play.model, setting, play.results),
+        limit=limit,
+        mix=play.mix,
+        together=play.together,
+        progress=_stop(play),
+    )
     score_folder(folder, job.data)
     if job.entry is not None and job.entry.kind != "lossless" and play.grid.recall and not probe:
         _keep(folder, llm, job, setting, play)

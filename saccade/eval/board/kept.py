@@ -1,0 +1,62 @@
+"""What a board has finished, beside its results: boards of several runs, lengths or machines become one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import RequestError
+from saccade.eval.board.grid import Grid
+from saccade.eval.board.play import Job, Placed
+from saccade.eval.results import read_json, write_json
+
+KEPT, RESULTS = "placed.json", "results"
+
+
+def keep(out: Path, placed: Sequence[Placed], todo: Sequence[Job], grid: Grid, command: str) -> None:
+    """Write what was placed and what was wanted by ``command`` to ``out``."""
+    wanted = [
+        [job.entry.name if job.entry else "dense", job.protocol, job.length, budget]
+        for job in todo
+        for budget in (grid.budgets if job.entry is not None and job.entry.dial is not None else (None,))
+    ]
+    said = [asdict(one) | {"folder": one.folder and one.folder.name} for one in placed]
+    write_json(
+        out / KEPT,
+        {
+            **{"command": command, "samples": grid.samples, "recall": grid.recall},
+            **{"placed": said, "wanted": wanted},
+        },
+    )
+
+
+def joined(folders: Sequence[Path]) -> tuple[list[Placed], Grid, int, str]:
+    """(what the boards of ``folders`` placed, the grid they span, how many settings none of them finished, their
+    commands). Where two finished the same, the first counts. RequestError for a folder that holds no board."""
+    placed: dict[tuple[Any, ...], Placed] = {}
+    wanted: set[tuple[Any, ...]] = set()
+    commands: dict[str, None] = {}
+    samples = recall = 0
+    for folder in folders:
+        if not (folder / KEPT).is_file():
+            raise RequestError(f"{folder} has no {KEPT}; give the --out of a board that was run")
+        data = read_json(folder / KEPT)
+        commands[data["command"]] = None
+        wanted |= {tuple(one) for one in data["wanted"]}
+        samples, recall = max(samples, data["samples"]), max(recall, data["recall"])
+        for said in data["placed"]:
+            one = Placed(**said | {"folder": said["folder"] and folder / RESULTS / said["folder"]})
+            key = one.name, one.protocol, one.length, one.budget
+            if key not in placed or placed[key].folder is None:
+                placed[key] = one
+    grid = replace(
+        Grid(),
+        budgets=tuple(sorted({one[3] for one in wanted if one[3] is not None})),
+        lengths=tuple(sorted({one[2] for one in wanted})),
+        protocols=tuple(sorted({one[1] for one in wanted})),
+        samples=samples,
+        recall=recall,
+    )
+    return list(placed.values()), grid, len(wanted - placed.keys()), "; ".join(commands)
