@@ -2,8 +2,8 @@
 one step in two launches, read where queries, results and keys lie.
 
 A program reads one share of a place's keys, as decode does (``decode.py``); a second kernel merges the shares and
-compares. Products of bfloat16 queries and keys are exact; weights go to their values in float32, or as two bfloat16 numbers where
-these are bfloat16, which is 16 bits. The sum of weight times norm of value is added up with the output.
+compares. Products of bfloat16 queries and keys are exact, all else is float32. The sum of weight times norm of value is
+added up with the output.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precisi
 from saccade.ops.triton.decode import Pages, even_splits
 
 KEYS = 32  # of a tile
-STAGES = 3  # of tiles that are read ahead, of bfloat16
 RESIDENT = 4  # programs on a processor
-MERGED = 8192  # numbers of shares that are merged at once
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 TINY = torch.finfo(torch.float32).tiny
 
@@ -59,14 +57,9 @@ def compare(
     _parts[(splits, count)](
         places, given.addresses, pages.k, pages.v, pages.tables, pages.lengths, parts, rows, all_rows,
         *pages.tables.shape[2:], scale * LOG2E, softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=KEYS,
-        CAPPED=softcap is not None, PRECISION=precision(given.dtype), num_warps=4,
-        num_stages=STAGES if given.dtype == torch.bfloat16 else 2, **sizes,
+        CAPPED=softcap is not None, PRECISION=precision(given.dtype), num_warps=4, num_stages=2, **sizes,
     )  # fmt: skip
-    sizes["GROUP_PAD"] = pad(group, 1)
-    shares = max(1, MERGED // (pad(group, 1) * pad(head_dim)))
-    _compare[(count,)](
-        places, given.addresses, parts, found, rows, splits, TINY=TINY, SHARES=shares, num_warps=4, **sizes
-    )
+    _compare[(count,)](places, given.addresses, parts, found, rows, splits, TINY=TINY, num_warps=4, **sizes)
     return found
 
 
@@ -100,23 +93,17 @@ def _parts(
         offset = pool_rows(table, key, seen, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
         there = seen[:, None] & (channel[None, :] < D)
         k = tl.load(k_pool + offset, mask=there, other=0.0)
-        v = tl.load(v_pool + offset, mask=there, other=0.0)
+        v = tl.load(v_pool + offset, mask=there, other=0.0).to(tl.float32)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
-        wide = v.to(tl.float32)
-        norm = tl.sqrt(tl.sum(wide * wide, 1))
+        norm = tl.sqrt(tl.sum(v * v, 1))
         weight = weight * shrink + tl.sum(p, 1)
         scaled = scaled * shrink + tl.sum(p * norm[None, :], 1)
-        if TYPE == tl.bfloat16:  # the weights in two parts, 16 bits of each: values go to the product as they are
-            high = p.to(tl.bfloat16)
-            low = (p - high.to(tl.float32)).to(tl.bfloat16)
-            acc = tl.dot(low, v, tl.dot(high, v, acc * shrink[:, None]))
-        else:
-            acc = tl.dot(p, wide, acc * shrink[:, None], input_precision="tf32x3")
+        acc = tl.dot(p, v, acc * shrink[:, None], input_precision="tf32x3")
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     to = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
@@ -130,7 +117,7 @@ def _parts(
 def _compare(
     places, addresses, parts, found, rows, splits,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TINY: tl.constexpr,
-    TYPE: tl.constexpr, SHARES: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
@@ -142,20 +129,15 @@ def _compare(
     weight = tl.zeros([GROUP_PAD], tl.float32)
     scaled = tl.zeros([GROUP_PAD], tl.float32)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    for first in tl.range(0, splits, SHARES):  # some shares at a time: one after the other would wait for each
-        split = first + tl.arange(0, SHARES)
-        here = (split < splits)[:, None] & mine[None, :]
-        at = parts + ((place.to(tl.int64) * splits + split)[:, None] * GROUP + member[None, :]) * (D + 2)
-        log = tl.load(at + D, mask=here, other=float("-inf"))
-        more = tl.load(at + D + 1, mask=here, other=0.0)
-        there = here[:, :, None] & (channel < D)[None, None, :]
-        out = tl.load(at[:, :, None] + channel[None, None, :], mask=there, other=0.0)
-        higher = tl.maximum(top, tl.max(log, 0))
+    for split in tl.range(0, splits):
+        at = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
+        log = tl.load(at + D, mask=mine, other=float("-inf"))
+        higher = tl.maximum(top, log)
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink, p = tl.exp2(top - anchor), tl.exp2(log - anchor[None, :])
-        acc = acc * shrink[:, None] + tl.sum(p[:, :, None] * out, 0)
-        scaled = scaled * shrink + tl.sum(p * more, 0)
-        weight = weight * shrink + tl.sum(p, 0)
+        shrink, p = tl.exp2(top - anchor), tl.exp2(log - anchor)
+        acc = acc * shrink[:, None] + p[:, None] * tl.load(at[:, None] + channel[None, :], mask=inside, other=0.0)
+        scaled = scaled * shrink + p * tl.load(at + D + 1, mask=mine, other=0.0)
+        weight = weight * shrink + p
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     true = acc / total[:, None]
