@@ -61,7 +61,7 @@ def drive(
         made, mean = [1] * count, sum(drafts) / count
         if most:
             drafting, took = [noisy(draft) for _ in range(max(drafts))], noisy(verify[0] + verify[1] * mean)
-            new = [number for number in wanting if opening and not paces[number].opened]
+            new = [number for number in wanting if not paces[number].opened]
             if new:
                 length = sum(lengths[number] for number in new)
                 opens = opening * len(new)

@@ -29,7 +29,8 @@ from saccade.methods.verified import MOST
 LEAST = 1.03  # times the speed of plain steps: less is no gain
 PROMISE = 1.15  # likewise, by bytes alone, which are all in the draft's favour
 TRIAL = 1  # tokens drafted before times are known
-PAYS = 2.0  # times what a request's first draft step costs more than others, that its rounds must be thought to gain
+OPENING = 4.0  # times a plain step's reading of its keys that their summaries may take on a host
+PAYS = 4.0  # times what a request's first draft step costs more than others, that its rounds must be thought to gain
 DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
 KEPT = 256  # kinds of steps whose times are remembered
@@ -113,10 +114,11 @@ class Pacing:
 
     def opening(self, kind: Kind, tokens: int, keys: int) -> float:
         """How many plain steps a request's first draft step takes beyond another, after ``tokens`` tokens; ``keys``
-        bytes are read by a plain step. Before any was seen: what it takes to read them."""
+        bytes are read by a plain step. Before any was seen: ``OPENING`` times what it takes to read them, but for a
+        device, which makes summaries as fast as it reads."""
         times = self.times(kind)
         if kind.draft not in self._openings or not times.plain:
-            return keys / max(1, self.weights + keys)
+            return (1.0 if self.padded else OPENING) * keys / max(1, self.weights + keys)
         return self.opening_seconds(kind, tokens) / typical(times.plain)
 
     def opening_seconds(self, kind: Kind, tokens: int) -> float:
