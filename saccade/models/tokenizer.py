@@ -42,8 +42,9 @@ class Tokenizer:
         self.hf = hf
         # Streams decode every token by itself, for which transformers' own call takes several times as long as what it
         # calls. Tokenizers that decode in a way of their own keep theirs.
-        own = isinstance(hf, PreTrainedTokenizerFast) and type(hf).decode is PreTrainedTokenizerBase.decode
-        self._backend = hf.backend_tokenizer if own and type(hf)._decode is PreTrainedTokenizerFast._decode else None
+        self._backend: Any | None = None
+        if isinstance(hf, PreTrainedTokenizerFast) and type(hf).decode is PreTrainedTokenizerBase.decode:
+            self._backend = hf.backend_tokenizer if type(hf)._decode is PreTrainedTokenizerFast._decode else None
         self.special_ids: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
 
     @property
