@@ -8,9 +8,10 @@
 ``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted, their time is printed apart;
 with ``--warm 1`` what it costs to find out what drafts are worth is counted. ``--lengths``: tokens drafted a round, 0
 for as many as pay. With ``--replay`` the draft's steps run as they are, and each token that they give is replaced by
-dense decode's with that chance, else by another one: what speed such an acceptance would have. ``ideal`` is the tokens
-over the draft steps and verifications alone, each at the median of its time in the run; ``of ideal`` is what was
-achieved of it, everything counted.
+dense decode's or by another one, so that of every 50 tokens put to the test exactly that share stays, in an order drawn
+for each request: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and
+verifications alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything
+counted. ``best`` is what rounds of the best fixed length would give at these times and the asked acceptance.
 Before any measurement on a GPU dense decode and rounds of ``--recorded`` drafts run for a while, so that all kernels
 are compiled and recorded. Dense decode is measured before and after the others. A step that fails, or in which a
 request of the batch has no row, ends the benchmark.
@@ -20,18 +21,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from lossless_passes import Passes, Replaying, best_of, passes_of, steps_that_fail
 
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
@@ -42,99 +40,6 @@ from saccade.methods.policy import Policy
 from saccade.methods.verified import MOST
 
 TASKS = ("span_copy", "vt", "single", "table_copy")  # of the suite
-
-
-@dataclass
-class Passes:
-    """Seconds of the worker's passes, by kind. ``first``: seconds of the steps before those that are counted."""
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"draft": [], "verify": [], "plain": []})
-    counted: bool = False
-    first: float = 0.0
-    fresh: int = 0  # passes, of those counted, that compiled or recorded something
-
-    def median(self, kind: str) -> float:
-        return statistics.median(self.seconds[kind]) if self.seconds[kind] else 0.0
-
-    def ideal(self) -> float:
-        return sum(len(times) * self.median(kind) for kind, times in self.seconds.items())
-
-
-Replay = Callable[[Any, Any], None] | None  # step, result
-
-
-@contextmanager
-def passes_of(llm: LLM, replay: Replay, batch: int):
-    worker, made = llm.engine.worker, Passes()
-    real = worker.run
-
-    def run(step, times=1, **options):
-        began = time.perf_counter()
-        result = real(step, times, **options)
-        seconds = time.perf_counter() - began
-        for request, one in result.requests.items():
-            if one.error is not None or one.undone:
-                raise SystemExit(f"request {request}: {one.error or 'a pass broke'}")
-        if made.counted:
-            kind = "verify" if any(one.drafts for one in step.scheduled) else "draft"
-            if kind == "draft" and any(one.policy.decode.name in ("dense", "lossless") for one in step.scheduled):
-                kind = "plain"
-            if kind != "draft" and len(step) != batch:
-                raise SystemExit(f"a step of {len(step)} of {batch} requests: the others do not fit, or one failed")
-            made.fresh += result.fresh
-            made.seconds[kind] += [seconds / times] * times
-        if replay is not None:
-            replay(step, result)
-        return result
-
-    worker.run = run
-    try:
-        yield made
-    finally:
-        del worker.run
-
-
-def replaying(known: dict[int, list[int]], numbers: dict[int, int], chance: float) -> Replay:
-    """Have draft steps give ``known`` tokens (by request's order, ``numbers``) with ``chance``, and every other row its
-    own."""
-    rng = random.Random(7)
-
-    def replay(step: Any, result: Any) -> None:
-        for one in step.scheduled:
-            if one.phase != "decode" and not one.wants_logits:
-                continue
-            tokens, done = known[numbers[one.request_id]], result.requests[one.request_id]
-            drafts = one.phase == "decode" and one.policy.decode.name not in ("dense", "lossless")
-            if one.drafts:
-                for at, row in enumerate(done.rows):
-                    row.tokens, row.logits = [tokens[one.start + at + 1]], None
-                continue
-            made = range(one.stop, one.stop + len(done.tokens or [0]))
-            done.logits = None
-            done.tokens = [tokens[at] if not drafts or rng.random() < chance else (tokens[at] + 1) % 200 for at in made]
-
-    return replay
-
-
-@contextmanager
-def steps_that_fail():
-    """What the engine logs of steps that failed and were run again in another way."""
-    found: list[str] = []
-
-    class Seen(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "failed" in record.msg:
-                found.append(f"{record.getMessage()}: {record.exc_info[1] if record.exc_info else ''}")
-
-    logger, seen = logging.getLogger("saccade"), Seen()
-    level = logger.level
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(seen)
-    try:
-        yield found
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(seen)
 
 
 Fill = Callable[[Request], None] | None
@@ -150,7 +55,7 @@ def measure(
     chance: float | None = None,
     warm: int = 16,
 ) -> tuple[float, int, list[Request], Passes]:
-    """Seconds and tokens after the warm-up, the requests, and the worker's passes."""
+    """Seconds and tokens after the warm-up, the requests, and the worker's passes, with what was ``replayed``."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=tokens + warm, ignore_eos=True)
     requests = []
@@ -160,7 +65,7 @@ def measure(
             fill(request)
         requests.append(request)
     numbers = {request.id: number for number, request in enumerate(requests)}
-    replay = replaying(known, numbers, chance) if known and chance is not None else None
+    replay = Replaying(known, numbers, chance) if known and chance is not None else None
     with passes_of(llm, replay, len(requests)) as made, steps_that_fail() as failed:
         began = time.perf_counter()
         while any(len(request.sequence.tokens) - request.output_start < warm for request in requests):
@@ -181,6 +86,7 @@ def measure(
             raise SystemExit(f"{policy}: {request.error}")
     if failed:
         raise SystemExit(f"{policy}: {failed[0]}")
+    made.replayed = replay
     return seconds, done - before, requests, made
 
 
@@ -227,11 +133,13 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
     dense = made / seconds
     beyond = [0] * (2 * MOST)
     known = {number: [*prompts[number], *one.final_ids, *beyond] for number, one in enumerate(answered)}
+    recorded: dict[str, dict[int, float]] = {}  # seconds of verifications, by draft and its length
     if chosen.replay is not None and on_gpu:
         for draft in chosen.drafts.split(";"):
             for length in map(int, chosen.recorded.split(",")):
                 policy = f"lossless(draft={draft}, tokens={length}, lookup=0)"
-                measure(llm, prompts, fills, policy, 3 * (length + 1), known, 1.0, 2 * (length + 1))
+                passes = measure(llm, prompts, fills, policy, 3 * (length + 1), known, 1.0, 2 * (length + 1))[3]
+                recorded.setdefault(draft, {})[length] = statistics.median(passes.verified[length])
     print(
         f"{context} x {chosen.batch}: dense {1000 * chosen.batch / dense:.2f} ms/step, {dense:.1f} tokens/s, "
         f"the first {chosen.warm} in {passes.first:.2f} s, {passes.fresh} passes recorded meanwhile",
@@ -252,6 +160,9 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                 same = sum(one.final_ids == two.final_ids[: len(one.final_ids)] for one, two in zip(requests, answered))
                 speed, ideal = made / seconds, made / passes.ideal()
                 stays = sum(one["acceptance"] or 0.0 for one in said) / len(said)
+                if chance is not None:
+                    stays = passes.replayed.stayed / max(1, passes.replayed.tests)
+                times = {**recorded.get(draft, {}), **{k: statistics.median(v) for k, v in passes.verified.items()}}
                 rest = seconds - sum(map(sum, passes.seconds.values()))
                 verifies = len(passes.seconds["verify"])
                 parts = (
@@ -261,6 +172,7 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                     f"acceptance {stays:.3f}, found {found}",
                     f"{speed:.1f} tokens/s = {speed / dense:.2f} x dense",
                     f"ideal {ideal:.1f}, of ideal {speed / ideal:.3f}",
+                    best_of(stays if chance is None else chance, passes.median("draft"), times, chosen.batch / dense),
                     f"answers equal {same}/{len(requests)}",
                     f"{verifies} verifications and {len(passes.seconds['plain'])} plain steps",
                     f"between passes {1000 * rest / max(1, verifies + len(passes.seconds['plain'])):.2f} ms a step",

@@ -170,10 +170,10 @@ def test_it_stops_where_it_loses_and_never_oscillates(chance, draft, fixed):
     assert pace.stops <= 3  # 4,000 to 10,000 tokens
     best = max(tokens_of_round(chance, k) / (k * draft + fixed + 0.02 * k) for k in range(1, MOST + 1))
     speed = made / seconds * 1.035  # of plain steps, whose noise has this mean
-    assert speed > 0.97 * max(1.0, best if best > 1.15 else 1.0)
+    assert speed > 0.97 * max(1.0, best if best > 1.2 else 1.0)
     if best < 0.9:
         assert pace.off is not None
-        assert "of the drafted tokens stay" in pace.off
+        assert "with steps as measured" in pace.off or "have lost the time of" in pace.off
         assert rounds < 100
     if best > 1.2:
         assert (pace.off, pace.stops) == (None, 0)

@@ -208,3 +208,23 @@ def test_long_text_does_not_warn(tmp_path, recwarn, caplog):
     byte_tokenizer().save_pretrained(tmp_path)
     assert len(load_tokenizer(tmp_path).encode("a" * 5000)) == 5001
     assert not caplog.records
+
+
+def test_decode_gives_what_transformers_gives(by_bytes, by_pieces):
+    """Whatever way it takes, special tokens shown and skipped."""
+    rng = random.Random(5)
+    for tokenizer in (by_bytes, by_pieces):
+        for skip in (True, False):
+            ids = [rng.randrange(tokenizer.vocab_size) for _ in range(200)]
+            for part in (ids, ids[:1], []):
+                want = tokenizer.hf.decode(part, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+                assert tokenizer.decode(part, skip_special_tokens=skip) == want
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_keeps_it():
+    class Own(PreTrainedTokenizerFast):
+        def _decode(self, *args, **options):
+            return super()._decode(*args, **options).upper()
+
+    core = Core(models.WordLevel({"<unk>": 0, "some": 1}, unk_token="<unk>"))
+    assert Tokenizer(Own(tokenizer_object=core, unk_token="<unk>")).decode([1]) == "SOME"

@@ -69,6 +69,7 @@ class LateCounts:
         self.row: int | None = None  # of the step's buffers, where more may be counted
         self._source: Callable[[], RuleCounts | ReadCounts] | None = None
         self._state: HostState | None = None
+        self._verified: list[tuple[int, str, int]] = []  # rows that were not added up yet
         self._ruled: RuleCounts | None = None
         self._read: ReadCounts | None = None
         self._start_anew()
@@ -93,9 +94,9 @@ class LateCounts:
         return everything
 
     def add_first(self, start: int, backend: str, rows: int) -> None:
-        """Count the first ``rows`` rows of a verification after ``start`` keys."""
-        for length in range(start + 1, start + rows + 1):
-            self.add(length, backend)
+        """Count the first ``rows`` rows of a verification after ``start`` keys. They are added up once somebody asks:
+        between a verification and the next draft the device waits."""
+        self._verified.append((start, backend, rows))
 
     def attach(self, row: int, source: Callable[[], RuleCounts | ReadCounts] | None) -> None:
         """Count for ``row`` from now on; ``source`` takes what rules, or readings of the method's own, do there."""
@@ -145,6 +146,10 @@ class LateCounts:
         self._sums: dict[Reading, _Sums] = {one: _Sums() for one in self.plan.layers}
 
     def _gather(self) -> None:
+        for start, backend, rows in self._verified:
+            for length in range(start + 1, start + rows + 1):
+                self.add(length, backend)
+        self._verified.clear()
         if self._source is not None:
             fresh = self._source()
             if isinstance(fresh, RuleCounts):

@@ -5,93 +5,41 @@ With a chance ``a`` that a drafted token stays, a round of k drafts gives on ave
 plain step gives one token. The length drafted is the k of most tokens a second; where no k beats plain steps by
 ``LEAST``, nothing is drafted. ``a`` is counted with slow forgetting. Times are what steps of this engine took of late
 at about this length and batch; before any was taken, bytes stand for time: a step reads the weights and the keys
-and values, a draft step the weights and some of the keys.
+and values, a draft step the weights and some of the keys. Where these promise little, nothing is tried.
 
 A request that stops drafting stays so until its context has doubled, so it stops and begins again a few times at most.
-Estimates may be wrong, and near the break-even they are slow: a ledger bounds what is lost whatever they say.
+Estimates may be wrong, and near the break-even they are slow: ledgers of each draft and of each request bound what is
+lost whatever they say; where one is used up, plain steps fill it again. A request's first draft step may take long, as
+it makes the summaries of all blocks: it is taken where the tokens that may still come pay for it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from saccade.engine.stakes import HORIZON, SURE, Chance, Ledger, forecast, share_of_step
 from saccade.engine.step_times import PLAIN, Kind, Times, best_length, best_shared, tokens_of_round, typical
 from saccade.methods.verified import MOST
 
 LEAST = 1.03  # times the speed of plain steps: less is no gain
-TRIAL = 3  # tokens drafted before times are known
-HOPE = 0.95  # the chance that a token stays, in the forecast by bytes
-SHARE = 0.1  # of the keys that a draft step reads, likewise
-FORGET = 0.99  # of each earlier count, by test
+PROMISE = 1.15  # likewise, by bytes alone, which are all in the draft's favour
+TRIAL = 1  # tokens drafted before times are known
+OPENING = 4.0  # times a plain step's reading of its keys that their summaries may take on a host
+PAYS = 4.0  # times what a request's first draft step costs more than others, that its rounds must be thought to gain
 DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
 KEPT = 256  # kinds of steps whose times are remembered
 NEAR = 4  # quarters of powers of two between kinds that tell of each other
-SPEND = 0.015  # of the time of plain steps that drafts may lose in all
-HORIZON = 512  # tokens whose share of that may be lost at once
-KEEP = 4  # times that, of what was gained before
 SPIKE = 3.0  # times what a round mostly takes: more is no doing of drafts
 
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-
-
-@dataclass
-class Chance:
-    """How often tokens stayed of those that were put to the test; those behind a rejected one were not."""
-
-    stayed: float = 0.0
-    tests: float = 0.0
-
-    def add(self, stayed: int, rejected: bool) -> None:
-        for kept in [1.0] * stayed + [0.0] * rejected:
-            self.stayed, self.tests = self.stayed * FORGET + kept, self.tests * FORGET + 1.0
-
-    def mean(self, prior: float, weight: float) -> float:
-        """With a prior of so many tests."""
-        return (self.stayed + prior * weight) / (self.tests + weight)
-
-
-def share_of_step(weights: int, keys: int) -> float:
-    """What part of a plain step a draft step takes, by bytes."""
-    return (weights + SHARE * keys) / max(1, weights + keys)
-
-
-def forecast(weights: int, keys: int) -> float:
-    """How many times the speed of plain steps the best round could have by bytes alone, ``weights`` those of the model
-    and ``keys`` those of the keys and values that the step reads."""
-    step = share_of_step(weights, keys)
-    return max(tokens_of_round(HOPE, drafts) / (drafts * step + 1.0) for drafts in range(1, MOST + 1))
-
-
-@dataclass
-class Ledger:
-    """What rounds of one draft have cost so far, in plain steps: ``lost`` more than what they gave was worth, of
-    ``worth`` steps in all. It holds whatever estimates say: at most ``SPEND`` is lost of ``HORIZON`` tokens and more,
-    and one round. Of what was gained only some is kept to lose again, for a draft that turns bad."""
-
-    lost: float = 0.0
-    worth: float = 0.0
-
-    @property
-    def room(self) -> float:
-        return SPEND * max(HORIZON, self.worth)
-
-    def add(self, took: float, gave: float) -> None:
-        """A round took as long as ``took`` plain steps and gave what ``gave`` of them do."""
-        self.worth += gave
-        self.lost = max(-KEEP * self.room, self.lost + took - gave)
-
-    def allows(self, risk: float) -> bool:
-        """Whether ``risk`` plain steps may be lost."""
-        return self.lost + risk <= self.room
 
 
 class Pacing:
@@ -104,12 +52,14 @@ class Pacing:
         self._times: OrderedDict[Kind, Times] = OrderedDict()
         self._chances: OrderedDict[str, Chance] = OrderedDict()
         self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
+        self._openings: OrderedDict[str, deque[float]] = OrderedDict()  # seconds of a first draft step, a token
 
     def forget(self) -> None:
         """Begin anew."""
         self._times.clear()
         self._chances.clear()
         self._ledgers.clear()
+        self._openings.clear()
 
     def times(self, kind: Kind) -> Times:
         """What is known of steps of ``kind``; at first what neighbours of it took, scaled by bytes, so that a request
@@ -158,16 +108,37 @@ class Pacing:
     def ledger(self, draft: str) -> Ledger:
         return _latest(self._ledgers, draft, Ledger)
 
-    def took(self, kind: Kind, seconds: float, gave: float, drafts: float) -> None:
+    def opened(self, draft: str, tokens: int, seconds: float) -> None:
+        """A draft step took so long, the first of requests of ``tokens`` tokens together."""
+        _latest(self._openings, draft, partial(deque, maxlen=3)).append(seconds / max(1, tokens))
+
+    def opening(self, kind: Kind, tokens: int, keys: int) -> float:
+        """How many plain steps a request's first draft step takes beyond another, after ``tokens`` tokens; ``keys``
+        bytes are read by a plain step. Before any was seen: ``OPENING`` times what it takes to read them, but for a
+        device, which makes summaries as fast as it reads."""
+        times = self.times(kind)
+        if kind.draft not in self._openings or not times.plain:
+            return (1.0 if self.padded else OPENING) * keys / max(1, self.weights + keys)
+        return self.opening_seconds(kind, tokens) / typical(times.plain)
+
+    def opening_seconds(self, kind: Kind, tokens: int) -> float:
+        """Likewise in seconds, where some were seen."""
+        times, seen = self.times(kind), self._openings[kind.draft]
+        usual = typical(times.draft) if times.draft else typical(times.plain) if times.plain else 0.0
+        return max(0.0, typical(seen) * tokens - usual)
+
+    def took(self, kind: Kind, seconds: float, gave: float, drafts: float) -> float:
         """A step of ``kind`` with its drafting took ``seconds`` and gave ``gave`` tokens a request; with ``drafts`` a
-        request, 0 of a plain step."""
+        request, 0 of a plain step. Returns how many plain steps' time that is thought to be."""
         times, ledger = self.times(kind), self.ledger(kind.draft)
-        if not drafts:
-            ledger.worth += 1
-        elif times.plain:
-            plain, count = statistics.median(times.plain), min(MOST, math.ceil(drafts))
-            usual = times.of_round(count) if times.known else plain * (count + 2)
-            ledger.add(min(seconds, SPIKE * usual) / plain, gave)
+        if not drafts or not times.plain:
+            ledger.worth += gave
+            return gave
+        plain, count = statistics.median(times.plain), min(MOST, math.ceil(drafts))
+        usual = times.of_round(count) if times.known else plain * (count + 2)
+        steps = min(seconds, SPIKE * usual) / plain
+        ledger.add(steps, gave)
+        return steps
 
 
 def _latest(known: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
@@ -182,14 +153,18 @@ def _latest(known: OrderedDict[Key, Value], key: Key, make: Callable[[], Value])
 
 
 class Pace:
-    """One request's drafting. ``fixed``: so many tokens, always; 0: as the measurements say. ``off``: why nothing is
-    drafted any more, None while something is."""
+    """One request's drafting. ``fixed``: so many tokens, always; 0: as the measurements say. ``most``: tokens of the
+    answer at most. ``off``: why nothing is drafted any more, or for a while, None while something is."""
 
-    def __init__(self, pacing: Pacing, draft: str, fixed: int) -> None:
-        self.pacing, self.draft, self.fixed = pacing, draft, fixed
+    def __init__(self, pacing: Pacing, draft: str, fixed: int, most: float = math.inf) -> None:
+        self.pacing, self.draft, self.fixed, self.most = pacing, draft, fixed, most
         self.chance, self.found = Chance(), Chance()  # of the draft's tokens, of those looked up
+        self.ledger = Ledger(most=most)
+        self.opened = False  # whether its first draft step has run
         self.off: str | None = None
         self.stops = 0  # times that drafting ended
+        self._began: int | None = None  # tokens before the first that it might draft
+        self._horizon = float(HORIZON)
         self._until: float = 0  # tokens from which on it may begin again
 
     def wants(self, length: int, kind: Kind, keys: int) -> bool:
@@ -199,25 +174,39 @@ class Pace:
             return True
         if self.rests(length):
             return False
-        times, ledger = self.pacing.times(kind), self.pacing.ledger(self.draft)
-        risk = self._risk(self.length(kind), times) if times.known else TRIAL * share_of_step(self.pacing.weights, keys)
-        if not ledger.allows(risk):
-            why = f"its rounds have lost the time of {ledger.lost:.1f} plain steps, and may lose {ledger.room:.1f}"
-            self._stop(length, why)
-            return False
+        times = self.pacing.times(kind)
         if not times.known:
             speed = forecast(self.pacing.weights, keys)
-            if speed < LEAST:
+            if speed < PROMISE:
                 self._stop(length, f"by bytes a round could be {speed:.2f} times as fast as plain steps at best")
                 return False
-        elif self._tests >= EVIDENCE:
+        else:
             count, speed = best_length(self.hoped, times, MOST)
             if speed < LEAST:
+                stay = (
+                    f"{self.mean:.2f} of the drafted tokens stay" if self._tests >= EVIDENCE else "if all tokens stay"
+                )
                 self._stop(
                     length,
-                    f"{self.mean:.2f} of the drafted tokens stay: with steps as measured rounds of {count} would be "
-                    f"{speed:.2f} times as fast as plain steps at best",
+                    f"{stay}: with steps as measured rounds of {count} would be {speed:.2f} times as fast as plain "
+                    "steps at best",
                 )
+                return False
+        opening = 0.0 if self.opened else self.pacing.opening(kind, length, keys)
+        self._began = length if self._began is None else self._began
+        left = self.most - (length - self._began)
+        if left * (1.0 - 1.0 / speed) < PAYS * opening:
+            self._stop(
+                length, f"its first draft step takes as long as {opening:.1f} plain ones, with {left:.0f} to come"
+            )
+            return False
+        risk = self._risk(self.length(kind), times) if times.known else TRIAL * share_of_step(self.pacing.weights, keys)
+        self._horizon = HORIZON * self._confidence(times, keys)
+        for ledger in self._ledgers:
+            if not ledger.allows(risk, self._horizon):
+                room = ledger.room(self._horizon)
+                self.off = f"rounds have lost the time of {ledger.lost:.1f} plain steps, and may lose {room:.1f}"
+                self._until = length + max(1.0, ledger.until(risk))
                 return False
         self.off = None
         return True
@@ -238,11 +227,16 @@ class Pace:
         """How many tokens to draft: fewer than seem best as long as they may lose more than there is room for."""
         if self.fixed:
             return self.fixed
-        times, ledger = self.pacing.times(kind), self.pacing.ledger(self.draft)
+        times, ledgers = self.pacing.times(kind), self._ledgers
         if not times.known:
             return TRIAL
         best = best_length(self.mean, times, MOST)[0]
-        while best > 1 and not ledger.allows(self._risk(best, times)):
+        best = min(
+            best, 2 * math.ceil(max(count for count, _ in times.verify)) + 1
+        )  # step by step beyond what is known
+        if times.alike:
+            best = best // 2 or 2
+        while best > 1 and not all(ledger.allows(self._risk(best, times), self._horizon) for ledger in ledgers):
             best //= 2
         return best
 
@@ -256,8 +250,19 @@ class Pace:
 
     def _risk(self, drafts: int, times: Times) -> float:
         """Plain steps that a round of ``drafts`` may well lose."""
-        gives = tokens_of_round(max(0.0, self.mean - self._doubt), drafts)
+        gives = tokens_of_round(max(0.0, self.mean - 1.5 * self._doubt), drafts)
         return max(0.0, times.of_round(drafts) / typical(times.plain) - gives)
+
+    def _confidence(self, times: Times, keys: int) -> float:
+        """How much may be lost at once, of what is usual: more where it gains even by the least that its tokens may
+        stay, less where bytes promise less than twice the speed."""
+        if times.known and best_length(max(0.0, self.mean - self._doubt), times, MOST)[1] >= LEAST:
+            return SURE
+        return min(1.0, forecast(self.pacing.weights, keys) - 1.0)
+
+    @property
+    def _ledgers(self) -> tuple[Ledger, Ledger]:
+        return self.pacing.ledger(self.draft), self.ledger
 
     @property
     def hoped(self) -> float:
@@ -266,7 +271,9 @@ class Pace:
 
     @property
     def _doubt(self) -> float:
-        return DOUBT * math.sqrt(self.mean * (1.0 - self.mean) / max(1.0, self._tests))
+        tests = self._tests + 2.0  # one that stayed and one that did not: few that all stayed are no certainty
+        chance = (self.mean * self._tests + 1.0) / tests
+        return DOUBT * math.sqrt(chance * (1.0 - chance) / tests)
 
     @property
     def mean(self) -> float:

@@ -28,6 +28,7 @@ from saccade.methods.verified import MOST, UNLEARNT, Verified
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
 
+AHEAD = 8  # blocks that are reserved beyond a round's, where many are free
 logger = logging.getLogger(__name__)
 Batch = list[tuple[Request, ScheduledRequest]]
 
@@ -45,7 +46,8 @@ class Timed:
     fixed: bool = False  # some draft as many as they were told to
     fresh: bool = False  # draft steps compiled or recorded something
     drafting: float = 0.0  # seconds of its draft steps
-    seconds: float | None = None  # of the step itself, where they tell of its kind
+    opening: float = 0.0  # of these, what first ones took beyond others
+    seconds: float | None = None  # of the step itself
     drafts: float = 0.0  # a request
     made: list[tuple[Request, int]] = field(default_factory=list)  # who decodes, and its tokens before
 
@@ -134,7 +136,6 @@ class SparseDrafts:
         packed = sum(rows.length for _, rows in batch)
         if step.drafted and packed not in self._warm:  # the first product of so many rows is prepared meanwhile
             self._warm.add(packed)
-            step.seconds = None
         elif step.drafted:
             count = max(drafts) if times.padded else sum(drafts) / len(drafts)
             times.verify.append((times.rounded(count), seconds))
@@ -145,9 +146,14 @@ class SparseDrafts:
     def _account(self) -> None:
         """The last step is settled: put down what it gave."""
         step = self._step
-        if step is not None and step.seconds is not None and not (step.learns or step.fixed or step.fresh):
-            gave = sum(len(request.sequence.tokens) - before for request, before in step.made) / len(step.made)
-            self.pacing.took(step.kind, step.drafting + step.seconds, gave, step.drafts if step.drafted else 0.0)
+        if step is None or step.seconds is None or step.learns or step.fixed or step.fresh:
+            return
+        gave = sum(len(request.sequence.tokens) - before for request, before in step.made) / len(step.made)
+        seconds = step.drafting - step.opening + step.seconds
+        took = self.pacing.took(step.kind, seconds, gave, step.drafts if step.drafted else 0.0)
+        for request, _ in step.made:  # they all wait for the round
+            if request.speculation is not None:
+                request.speculation.pace.ledger.add(took, gave)
 
     def _serves(self, request: Request, rows: ScheduledRequest) -> bool:
         """Whether the row may be the first of a verification."""
@@ -157,7 +163,7 @@ class SparseDrafts:
         if request.speculation is None:
             layers = len(request.report.decode.layers)
             request.speculation = Speculation(
-                method, request.sampler, self.pacing, layers, on_device=self.worker.device is not None
+                method, request.sampler, self.pacing, layers, self.worker.device is not None, request.max_tokens
             )
             request.report.speculation = request.speculation
         return not has_one_row(request)
@@ -171,8 +177,12 @@ class SparseDrafts:
             steps = min(most, longest, speculation_of(request).pace.length(kind))
             if steps < 1:
                 continue
+            kv, ends = request.sequence.memory.kv, request.output_start + request.max_tokens
+            ahead = min(rows.stop + most + AHEAD * kv.pool.format.block_size, ends)
+            # New blocks change tables that a device has to be told of: some at a time, not one in every other round.
+            more = kv.missing_blocks(rows.stop + most) > 0 and kv.missing_blocks(ahead) <= kv.pool.spare_blocks
             try:
-                request.sequence.memory.kv.reserve(rows.stop + most)
+                kv.reserve(max(rows.stop + most, ahead) if more else rows.stop + most)
             except Exception:  # drafts take what is left: the step goes without
                 logger.debug("no blocks for drafts", exc_info=True)
                 continue
@@ -182,6 +192,7 @@ class SparseDrafts:
     def _draft(self, rounds: dict[int, Round], timed: Timed) -> None:
         while drafting := [one for one in rounds.values() if one.open]:
             began = time.perf_counter()
+            opening = [one for one in drafting if not one.speculation.pace.opened]
             try:
                 step = step_input([(one.request, one.row()) for one in drafting])
                 times = min(one.sure for one in drafting)
@@ -196,10 +207,19 @@ class SparseDrafts:
             seconds = time.perf_counter() - began
             timed.drafting, timed.fresh = timed.drafting + seconds, timed.fresh or result.fresh
             for one in drafting:
+                one.speculation.pace.opened = True
                 one.take(result.requests[one.request.id], seconds, self.model.eos_token_ids)
             if timed.alone and not result.fresh:
-                took = (time.perf_counter() - began) / times
-                self.pacing.times(timed.kind).draft.extend([took] * min(times, 3))
+                self._time_draft(timed, opening, time.perf_counter() - began, times)
+
+    def _time_draft(self, timed: Timed, opening: list[Round], seconds: float, times: int) -> None:
+        """Draft steps took so long, ``times`` of them; the first of those of ``opening``."""
+        if not opening:
+            self.pacing.times(timed.kind).draft.extend([seconds / times] * min(times, 3))
+        elif times == 1:  # on a device, whose summaries take no time to speak of, it is one of several
+            tokens = sum(one.rows.stop for one in opening)
+            self.pacing.opened(timed.kind.draft, tokens, seconds)
+            timed.opening += min(seconds, self.pacing.opening_seconds(timed.kind, tokens))
 
     def _with(self, one: Round, rows: ScheduledRequest) -> ScheduledRequest:
         """``rows`` with what was drafted, blocks for them reserved again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,14 +56,21 @@ class Speculated:
 
 
 class Speculation:
-    """The drafts of one request. ``proposals``: what stands at places of the sequence that a draft drew for, where the
-    rule of ``acceptance`` is to decide; other guesses stay if the request's own sampler draws them too."""
+    """The drafts of one request, whose answer has ``most`` tokens at most. ``proposals``: what stands at places of the
+    sequence that a draft drew for, where the rule of ``acceptance`` is to decide; other guesses stay if the request's
+    own sampler draws them too."""
 
     def __init__(
-        self, method: Verified, sampler: Sampler, pacing: Pacing, layers: int, on_device: bool = False
+        self,
+        method: Verified,
+        sampler: Sampler,
+        pacing: Pacing,
+        layers: int,
+        on_device: bool = False,
+        most: float = math.inf,
     ) -> None:
         self.method = method
-        self.pace = Pace(pacing, method.draft.text, method.tokens)
+        self.pace = Pace(pacing, method.draft.text, method.tokens, most)
         self.lookup = Lookup(method.lookup)
         self.sampler = sampler.drafting()
         # A seed promises an answer: it keeps its own draws, which no draft may change. So do all where a device chooses

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from saccade.methods.verified import MOST
 
 PLAIN = 2  # plain steps that are timed first; the first of all warms caches
-FIRST = 8.0  # rows that the fixed cost of a verification is worth, before it is known
+FIRST = 2.0  # rows that the fixed cost of a verification is taken to be worth, beside those that were measured
+UNLIKE = 8.0  # likewise, before unlike numbers of rows were: in favour of more
 
 
 class Kind(NamedTuple):
@@ -39,6 +40,13 @@ class Times:
     verify: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=15))
     bytes: float = 0.0  # of keys and values that plain steps read
     _made: tuple[Any, list[float]] | None = None  # rounds(), and the times that they were made of
+    best: dict[tuple[float, int], tuple[int, float]] = field(default_factory=dict)  # of these, by chance and most
+
+    @property
+    def alike(self) -> bool:
+        """Whether all verifications that are remembered had the same number of rows: what another would take is only
+        guessed."""
+        return len(self.verify) == self.verify.maxlen and len({count for count, _ in self.verify}) == 1
 
     @property
     def known(self) -> bool:
@@ -63,6 +71,7 @@ class Times:
                 took = typical([seconds for count, seconds in self.verify if count == verified] or [took])
             made.append(drafts * draft + max(plain, took))
         self._made = known, made
+        self.best.clear()
         return made
 
     def rounded(self, drafts: float) -> float:
@@ -72,13 +81,14 @@ class Times:
     @property
     def _verification(self) -> tuple[float, float, float]:
         """Seconds of a verification, of how many drafts, and of one draft more: a line through the times. Before there
-        were unlike numbers, what it takes beyond a plain step is thought of as eight rows' worth that come first, and
+        were unlike numbers, what it takes beyond a plain step is thought of as some rows' worth that come first, and
         the rows that it had."""
         counts, times = zip(*self.verify)
+        first = FIRST if len(set(counts)) > 1 else UNLIKE
         had, middle = sum(counts) / len(counts), sum(times) / len(times)
-        guess = max(0.0, typical(times) - typical(self.plain)) / (had + FIRST)
-        spread = sum((count - had) ** 2 for count in counts) + FIRST
-        row = sum((count - had) * (took - middle) for count, took in zip(counts, times)) + FIRST * guess
+        guess = max(0.0, typical(times) - typical(self.plain)) / (had + first)
+        spread = sum((count - had) ** 2 for count in counts) + first
+        row = sum((count - had) * (took - middle) for count, took in zip(counts, times)) + first * guess
         row = max(0.0, row / spread)
         return typical([took - row * (count - had) for count, took in zip(counts, times)]), had, row
 
@@ -96,13 +106,17 @@ def tokens_of_round(chance: float, drafts: int) -> float:
 def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
     """The number of drafts, from 1 to ``most``, of most tokens a second, and how many times the speed of plain steps
     that is."""
-    plain, rounds = typical(times.plain), times.rounds()
+    rounds, asked = times.rounds(), (round(chance, 3), most)  # every request asks several times in every step
+    if asked in times.best:
+        return times.best[asked]
+    chance, plain = asked[0], typical(times.plain)
     best, speed, tokens, stays = 1, 0.0, 1.0, 1.0
     for drafts in range(1, most + 1):
         stays *= chance  # that all drafts up to here do
         tokens += stays  # tokens_of_round
         if tokens * plain > speed * rounds[drafts - 1]:
             best, speed = drafts, tokens * plain / rounds[drafts - 1]
+    times.best[asked] = best, speed
     return best, speed
 
 

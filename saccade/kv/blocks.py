@@ -159,7 +159,12 @@ class BlockManager:
     @property
     def roomy(self) -> bool:
         """Whether so much is free that a block more or less takes nobody's place."""
-        return self.free_blocks >= ROOMY * self.layers
+        return self.spare_blocks >= 0
+
+    @property
+    def spare_blocks(self) -> int:
+        """Slots that may be taken while it stays ``roomy``; less than 0 where it is not."""
+        return self.free_blocks - ROOMY * self.layers
 
     def touch(self, blocks: np.ndarray) -> None:
         """Note that ``blocks`` (int ids) are used in this step."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KINDS = ("cuboid", "minmax", "mean", "stored_mean", "moments", "mean_value")
 FLOAT = ("mean", "mean_value")  # kept in fp32
-TILE_KEYS = 8192  # keys summarized at once
+TILE_KEYS = 2048  # keys summarized at once: what is made of them stays in a cache
 
 
 def summarize(keys: Tensor, kind: str) -> Tensor:
@@ -41,7 +41,7 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
         return torch.stack([high, low])
     if kind == "cuboid":
         center = (high + low) / 2
-        spread = (center.unsqueeze(-2) - keys).abs().mean(-2)
+        spread = (center.unsqueeze(-2) - keys).abs_().mean(-2)
         return torch.stack([center + spread, center - spread])
     raise SaccadeError(f"unknown block summary {kind!r}; known: {', '.join(KINDS)}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
@@ -40,6 +40,11 @@ class Tokenizer:
 
     def __init__(self, hf: Any | None) -> None:
         self.hf = hf
+        # Streams decode every token by itself, for which transformers' own call takes several times as long as what it
+        # calls. Tokenizers that decode in a way of their own keep theirs.
+        self._backend: Any | None = None
+        if isinstance(hf, PreTrainedTokenizerFast) and type(hf).decode is PreTrainedTokenizerBase.decode:
+            self._backend = hf.backend_tokenizer if type(hf)._decode is PreTrainedTokenizerFast._decode else None
         self.special_ids: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
 
     @property
@@ -80,6 +85,8 @@ class Tokenizer:
         """The text of ``ids``; half a UTF-8 character reads as U+FFFD. Empty if there is no tokenizer."""
         if self.hf is None:
             return ""
+        if self._backend is not None:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         # Some checkpoints ask to tidy the spaces of English contractions, which would change text already streamed.
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
