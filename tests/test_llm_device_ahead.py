@@ -12,7 +12,7 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_ahead, device_attention
+from saccade.engine import device_ahead, device_attention, device_prepare
 from saccade.engine.device_ahead import Ahead
 from saccade.kv.format import KVFormat
 
@@ -222,3 +222,22 @@ def test_logits_that_are_not_finite_end_their_request(engines, monkeypatch):
     assert "finite" in broken.error
     assert whole.error is None
     assert tokens(whole) == expected
+
+
+def test_steps_prepared_before_requests_change_nothing(engines, monkeypatch):
+    """Steps of padding store and count nothing; the kinds of step that requests take are known by then."""
+    own, batched = engines
+    device, pool = device_of(batched), batched.engine.pool
+    device.kinds.clear()
+    monkeypatch.setattr(device_prepare, "MOST_PIECES", 2)
+    before = pool.storage.k.clone()
+    assert device.prepare(pool, batched.policy, 2, 1024, seconds=0.0).recorded == 1  # the one that was begun
+    prepared = device.prepare(pool, batched.policy, 2, 1024, seconds=600.0)
+    assert (prepared.recorded, prepared.wanted) == (4, 4)
+    assert torch.equal(pool.storage.k, before)
+    known = set(device.kinds._kinds)
+    prompts = [random_ids(length, seed=length) for length in (33, 60)]
+    left, right = (one.generate(prompts, greedy(4), policy="dense") for one in engines)
+    for one, other in zip(left, right):
+        same(one, other)
+    assert set(device.kinds._kinds) == known
