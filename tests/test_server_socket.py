@@ -160,8 +160,8 @@ def test_messages_are_neither_too_long_nor_too_many(server):
 
 def refusals(server) -> dict[str, int]:
     """How many handshakes were refused, by status."""
-    text = server.client.get("/metrics").text
-    return {status: int(float(count)) for status, count in re.findall(r'_total\{.*route="none",status="(\d+)"\} (\S+)', text)}
+    found = re.findall(r'_total\{.*route="none",status="(\d+)"\} (\S+)', server.client.get("/metrics").text)
+    return {status: int(float(count)) for status, count in found}
 
 
 def test_who_may_open_one(server, caplog):

@@ -24,8 +24,7 @@ from saccade.methods.policy import Policy
 from saccade.ops.triton.common import clear_kept, pad
 
 logger = logging.getLogger(__name__)
-LONGEST = 16384  # keys that steps are prepared for; traffic brings more by itself
-MOST_PREPARED = 40  # graphs, of the MOST_GRAPHS that are kept
+LONGEST = 8192  # keys that steps are prepared for: 48 kinds at most, of the MOST_GRAPHS that are kept
 MOST_TABLES = 1 << 28  # bytes of block tables whose room is made at once: recordings are lost where it grows
 
 Kind = Callable[[BlockManager, Key, tuple[Group, ...], RowBuffers], tuple[StepKind, Callable[[], None]]]
@@ -43,9 +42,7 @@ class Prepared:
 class Preparing:
     """For steps over ``pool`` whose ``kind`` says what launches them over buffers of ``rooms``."""
 
-    def __init__(
-        self, pool: BlockManager, plans: DevicePlans, rooms: RowRooms, kinds: StepKinds, kind: Kind
-    ) -> None:
+    def __init__(self, pool: BlockManager, plans: DevicePlans, rooms: RowRooms, kinds: StepKinds, kind: Kind) -> None:
         self._pool, self._plans, self._rooms, self._kinds, self._kind = pool, plans, rooms, kinds, kind
 
     def run(self, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
@@ -58,7 +55,7 @@ class Preparing:
         keys = list(self._keys(policy, rows, min(room, LONGEST)))
         for count, verifies in ((rows, False), (MOST_PIECES, True)) if keys else ():
             self._rooms.room(self._pool, count, self._pool.format.blocks(room), verifies)
-        for key in keys[:MOST_PREPARED]:
+        for key in keys:
             if (done and time.perf_counter() - began > seconds) or not self._record(key):
                 break
             done += 1
