@@ -179,6 +179,7 @@ def test_who_may_open_one(server, caplog):
             pass
         assert refused.value.response.status_code == status
         lines.append((asked["x-request-id"], path, status))
+    until(lambda: sum(one.getMessage() == "request" for one in caplog.records) >= len(lines))
     logged = [one.fields for one in caplog.records if one.getMessage() == "request"]
     assert [(one["request_id"], one["path"], one["status"]) for one in logged] == lines
     after = refusals(server)
@@ -248,5 +249,5 @@ def test_a_conversation_in_short(server):
     ):
         status, _, param = error(server.ask("/v1/responses/compact", named | body))
         assert (status, param) == (400, expected)
-    assert error(server.ask("/v1/responses/compact", {"input": "x"})) == (400, "missing_required_parameter", "model")
+    assert error(server.ask("/v1/responses/compact", {"input": "x"})) == (400, None, "model")
     assert error(server.ask("/v1/responses/compact", {"model": "other", "input": "x"}))[0] == 404

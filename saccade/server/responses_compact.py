@@ -27,8 +27,6 @@ class Compaction(Responses):
 
     def __init__(self, serving: Serving, caller: Caller, body: CompactRequest) -> None:
         refuse_unsupported(body)
-        if body.model is None:
-            raise bad_request("name the model; a compaction has no default one", "model", "missing_required_parameter")
         given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
         if not given and body.previous_response_id is None:
             raise bad_request("there is nothing to compact; give input or previous_response_id", "input")
