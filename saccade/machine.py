@@ -33,6 +33,12 @@ _UNITS = {
 }
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """``values``, of the host, on ``device``, without a wait for what runs there: a GPU takes them from pinned memory
+    when it comes to it. They must not change meanwhile where ``device`` is the host."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 def parse_bytes(size: int | float | str, what: str = "kv_memory") -> int:
     """``"4GiB"``, ``"500MB"``, ``"2g"`` or a number of bytes -> bytes. Raises SaccadeError, naming ``what``, for
     anything else or <= 0."""

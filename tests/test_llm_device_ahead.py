@@ -12,9 +12,10 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_ahead, device_attention
+from saccade.engine import device_ahead, device_attention, device_prepare, device_rows
 from saccade.engine.device_ahead import Ahead
 from saccade.kv.format import KVFormat
+from saccade.methods.policy import Policy
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +223,34 @@ def test_logits_that_are_not_finite_end_their_request(engines, monkeypatch):
     assert "finite" in broken.error
     assert whole.error is None
     assert tokens(whole) == expected
+
+
+def test_blocks_of_all_rows_come_in_one_transfer(engines, monkeypatch):
+    """Three rows go on into new blocks in one step; a table that has the right blocks is not written again."""
+    put_on_device(engines[1])  # whose rows show nothing yet
+    device_of(engines[1]).runs_ahead = True
+    sizes = []
+    monkeypatch.setattr(device_rows, "sent", lambda values, device: sizes.append(values.shape[1]) or values)
+    prompts = [random_ids(30, seed=number) for number in range(3)]
+    own, batched = (one.generate(prompts, greedy(6), policy="dense") for one in engines)
+    for left, right in zip(own, batched):
+        same(left, right)
+    assert sizes == [3, 3]  # the first blocks as the rows begin, the second ones as they fill
+
+
+def test_steps_prepared_before_requests_change_nothing(engines, monkeypatch):
+    """Steps of padding store and count nothing; the kinds of step that requests take are known by then."""
+    device, pool = device_of(engines[1]), engines[1].engine.pool
+    device.kinds.clear()
+    monkeypatch.setattr(device_prepare, "MOST_PIECES", 1)
+    before = pool.storage.k.clone()
+    assert device.prepare(pool, Policy(), 2, 1024, seconds=0.0).recorded == 1  # the one that was begun
+    prepared = device.prepare(pool, Policy(), 2, 1024, seconds=600.0)
+    assert (prepared.recorded, prepared.wanted) == (3, 3)
+    assert torch.equal(pool.storage.k, before)
+    known = set(device.kinds._kinds)
+    prompts = [random_ids(length, seed=length) for length in (33, 60)]
+    left, right = (one.generate(prompts, greedy(3), policy="dense") for one in engines)
+    for one, other in zip(left, right):
+        same(one, other)
+    assert set(device.kinds._kinds) == known

@@ -20,6 +20,7 @@ ASK = {"temperature": 0, "max_output_tokens": 6, "ignore_eos": True}
 EXTRA = {"ignore_eos": True}
 JSON = {"format": {"type": "json_object"}}
 SAID = '<think>hm</think>ok <tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+PDF = {"type": "input_file", "filename": "x.pdf", "file_data": "data:application/pdf;base64,JVBERi0xLjQK"}
 SECRET, OTHER = "sk-first-key-of-tests", "sk-second-key-of-tests"
 
 
@@ -204,6 +205,25 @@ def test_calls_and_their_outputs_are_items(server):
     assert json.loads(forced["output"][0]["arguments"])["city"] in ("Bern", "Oslo")
 
 
+def test_a_call_goes_there_and_its_output_back(server):
+    """As items of one input, and behind the response that made the call."""
+    question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "?"}]}
+    choice = {"type": "function", "name": "weather"}
+    forced = respond(server, [question], tools=[FUNCTION], tool_choice=choice, **SAMPLED_ONCE).json()
+    [call] = forced["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    whole = respond(server, [question, call, result], tools=[FUNCTION]).json()
+    behind = respond(server, [result], previous_response_id=forced["id"], tools=[FUNCTION]).json()
+    longer = respond(server, [question, call, {**result, "output": "rain, rain"}], tools=[FUNCTION]).json()
+    assert whole["status"] == behind["status"] == "incomplete"
+    assert whole["output"][0]["content"] == behind["output"][0]["content"]
+    assert whole["usage"]["input_tokens"] == behind["usage"]["input_tokens"]
+    assert longer["usage"]["input_tokens"] == whole["usage"]["input_tokens"] + len(", rain")
+    kept = server.client.get(f"/v1/responses/{whole['id']}/input_items").json()["data"]
+    assert [item["type"] for item in kept] == ["message", "function_call", "function_call_output"]
+    assert (kept[1]["call_id"], kept[1]["arguments"]) == (call["call_id"], call["arguments"])
+
+
 def test_text_has_a_format_and_log_probabilities(server):
     format = {"type": "json_schema", "name": "n", "schema": {"enum": [1, 2]}, "strict": True}
     got = respond(server, "x", **SAMPLED_ONCE, text={"format": format}, top_logprobs=2).json()
@@ -220,6 +240,7 @@ def test_text_has_a_format_and_log_probabilities(server):
         ({"input": [{"type": "input_image", "image_url": "http://x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "messages"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "file:///x"}]}]}, "messages"),
+        ({"input": [{"role": "user", "content": [PDF]}]}, "messages"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": []}, "messages"),
         ({"background": True}, "background"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -157,7 +158,15 @@ def test_messages_are_neither_too_long_nor_too_many(server):
         assert code(ends[2]) == (429, "rate_limit_exceeded")
 
 
-def test_who_may_open_one(server):
+def refusals(server) -> dict[str, int]:
+    """How many handshakes were refused, by status."""
+    found = re.findall(r'_total\{.*route="none",status="(\d+)"\} (\S+)', server.client.get("/metrics").text)
+    return {status: int(float(count)) for status, count in found}
+
+
+def test_who_may_open_one(server, caplog):
+    before, lines = refusals(server), []
+    caplog.set_level("INFO", logger="saccade.server")
     for key, origin, path, status in (
         (None, None, "/v1/responses", 401),
         ("sk-nobody-has-this-key", None, "/v1/responses", 401),
@@ -165,12 +174,16 @@ def test_who_may_open_one(server):
         (SECRET, "null", "/v1/responses", 403),
         (SECRET, None, "/v1/models", 403),
     ):
-        with (
-            pytest.raises(InvalidStatus) as refused,
-            opened(server, key, path, **({"origin": origin} if origin else {})),
-        ):
+        asked = {"x-request-id": f"refused-{len(lines)}", **({"origin": origin} if origin else {})}
+        with pytest.raises(InvalidStatus) as refused, opened(server, key, path, **asked):
             pass
         assert refused.value.response.status_code == status
+        lines.append((asked["x-request-id"], path, status))
+    until(lambda: sum(one.getMessage() == "request" for one in caplog.records) >= len(lines))
+    logged = [one.fields for one in caplog.records if one.getMessage() == "request"]
+    assert [(one["request_id"], one["path"], one["status"]) for one in logged] == lines
+    after = refusals(server)
+    assert {status: after[status] - before.get(status, 0) for status in ("401", "403")} == {"401": 2, "403": 3}
     for origin in ("https://page.example", server.url):
         with opened(server, origin=origin) as socket:
             assert ask(socket, "x")["type"] == "response.incomplete"
@@ -207,8 +220,10 @@ def test_a_server_that_ends_finishes_the_turn(tiny_llama):
 
 
 def test_a_conversation_in_short(server):
+    named = {"model": server.serving.names[0]}
     talk = [{"role": "user", "content": "my name is Ada"}, {"role": "assistant", "content": "hello Ada"}]
-    short = server.ask("/v1/responses/compact", {"input": talk, "max_output_tokens": 12, "ignore_eos": True, "seed": 3})
+    asked = {**named, "input": talk, "max_output_tokens": 12, "ignore_eos": True, "seed": 3}
+    short = server.ask("/v1/responses/compact", asked)
     assert short.status_code == 200, short.text
     assert short.json()["object"] == "response.compaction"
     assert short.json()["usage"]["output_tokens"] == 12
@@ -222,7 +237,7 @@ def test_a_conversation_in_short(server):
     assert more["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
     kept = server.client.get(f"/v1/responses/{more['id']}/input_items").json()["data"]
     assert kept[0]["encrypted_content"] == item["encrypted_content"]
-    behind = server.ask("/v1/responses/compact", {"previous_response_id": more["id"], "max_output_tokens": 4})
+    behind = server.ask("/v1/responses/compact", {**named, "previous_response_id": more["id"], "max_output_tokens": 4})
     assert behind.status_code == 200
     for body, expected in (
         ({}, "input"),
@@ -232,5 +247,7 @@ def test_a_conversation_in_short(server):
         ({"input": [{**item, "encrypted_content": "saccade1:?"}]}, "input"),
         ({"input": [{"type": "compaction"}]}, "input"),
     ):
-        status, _, param = error(server.ask("/v1/responses/compact", body))
+        status, _, param = error(server.ask("/v1/responses/compact", named | body))
         assert (status, param) == (400, expected)
+    assert error(server.ask("/v1/responses/compact", {"input": "x"})) == (400, None, "model")
+    assert error(server.ask("/v1/responses/compact", {"model": "other", "input": "x"}))[0] == 404

@@ -37,6 +37,7 @@ from saccade.models.calibration import Calibrations
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
+    from saccade.engine.device_prepare import Prepared
     from saccade.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,15 @@ class Engine:
         sequence = Sequence(self.pool, self.model.runner.rope_regime)
         self.worker.memories[sequence.id] = sequence.memory
         return sequence
+
+    def prepare(self, policy: Policy, seconds: float) -> Prepared | None:
+        """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``;
+        None where none are recorded. Before the first step."""
+        device = self.worker.device
+        if device is None or not self.config.cuda_graphs:
+            return None
+        requests = 1 if self.worker.exact else self.config.max_requests
+        return device.prepare(self.pool, policy, requests, self.max_model_len, seconds)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -7,7 +7,7 @@ one group of rows, whatever their numbers. What is stored, read and counted is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,21 +19,23 @@ from saccade.engine.attention import Watch
 from saccade.engine.device_ahead import Ahead, Copied, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
-from saccade.engine.device_graphs import GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device_graphs import SHORTEST, GraphStats, Key, StepKind, StepKinds
+from saccade.engine.device_prepare import Prepared, Preparing
 from saccade.engine.device_rooms import EACH, RowRooms
+from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_sampling import Choice, fetch_repeated, fetch_tokens
-from saccade.engine.device_serving import DeviceServing
+from saccade.engine.device_serving import MOST_ROWS, DeviceServing
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.report import ran_dense
 from saccade.engine.step import RequestResult, StepInput
+from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers
 from saccade.kv.tier import TierError
+from saccade.methods.policy import Policy
 from saccade.models.runner import HFRunner
 from saccade.ops.triton.common import clear_kept, pad
-
-SHORTEST = 1024  # keys: rows of up to so many share their graphs
 
 
 class StepFailedError(RuntimeError):
@@ -200,22 +202,8 @@ class DeviceBackend(DeviceServing):
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
-        taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]
-        if asks:
-            buffers.asked_for(self.runner.spec, prefill.MOST_PIECES * EACH)
-        kind = self.kinds.of(key, groups)
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
-
-        def forward() -> None:
-            kind.tap, asked = Tap() if taps else None, buffers.asked if asks else None
-            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
-            tokens, positions = buffers.inputs[:2, : len(placed) * each]
-            wanted = buffers.last_tokens(len(placed), each) if prefills else None
-            kind.logits = self._forward.run(tokens, positions, context, wanted)
-            greatest, best = kind.logits.max(-1)
-            kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
-            context.finish()
-
+        kind, forward = self._kind(pool, key, groups, buffers, offers, watch)
         for turn in range(times):
             if turn:
                 buffers.advance(self._chosen[-1])
@@ -227,6 +215,39 @@ class DeviceBackend(DeviceServing):
             watch.settle()
         self._launched = Launched(kind, key, buffers, forward)
         return kind, offers
+
+    def _kind(
+        self,
+        pool: BlockManager,
+        key: Key,
+        groups: tuple[Group, ...],
+        buffers: RowBuffers,
+        offers: Offers | None = None,
+        watch: StepWatch | None = None,
+    ) -> tuple[StepKind, Callable[[], None]]:
+        """The kind of step with this key, and what launches it over ``buffers``."""
+        taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]
+        each, rows = groups[0].each, groups[-1].first + groups[-1].rows
+        if asks:
+            buffers.asked_for(self.runner.spec, prefill.MOST_PIECES * EACH)
+        kind = self.kinds.of(key, groups)
+
+        def forward() -> None:
+            kind.tap, asked = Tap() if taps else None, buffers.asked if asks else None
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
+            tokens, positions = buffers.inputs[:2, : rows * each]
+            wanted = buffers.last_tokens(rows, each) if prefills else None
+            kind.logits = self._forward.run(tokens, positions, context, wanted)
+            greatest, best = kind.logits.max(-1)
+            kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
+            context.finish()
+
+        return kind, forward
+
+    def prepare(self, pool: BlockManager, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
+        """Record steps before they are asked for: see device_prepare."""
+        preparing = Preparing(pool, self._plans, self._rooms, self.kinds, self._kind)
+        return preparing.run(policy, min(requests, MOST_ROWS), longest, seconds)
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"

@@ -14,6 +14,7 @@ from torch import Tensor
 from saccade.engine.device_attention import Group
 from saccade.engine.device_tap import Tap
 
+SHORTEST = 1024  # keys: rows of up to so many share their graphs
 MOST_GRAPHS = 64  # kept while they are used; the least recently used goes first
 MOST_NEW = 16  # kinds kept that have no graph: those that come and go push no graphs out
 COVERED = 4  # steps of a key that another one's recording serves, before it has one of its own

@@ -28,7 +28,7 @@ class RowRooms:
     the latter gather. ``kinds`` are what was recorded over them."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, kinds: StepKinds) -> None:
-        self._spec, self._device, self._kinds = spec, device, kinds
+        self._spec, self.device, self._kinds = spec, device, kinds
         self.buffers: dict[bool, RowBuffers] = {}
         self.counts = RowCounts(spec.heads)
         self._kv: weakref.ref[BlockManager] | None = None  # what recordings read; theirs is no claim on its memory
@@ -51,7 +51,7 @@ class RowRooms:
         spec, each = self._spec, EACH if verifies else 1
         rows = pad(rows, prefill.MOST_PIECES if verifies else 8)
         made = self.buffers[verifies] = RowBuffers(
-            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self._device, each
+            spec.layers, rows, blocks, pool.rows, spec.kv_heads, spec.heads, self.device, each
         )
         return made
 

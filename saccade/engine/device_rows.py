@@ -7,12 +7,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from saccade.engine.device_words import ReadCounts, RowWords, RuleCounts
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
+from saccade.machine import sent
 from saccade.models.interface import LayerAttention, ModelSpec
 from saccade.ops.triton import pages
 from saccade.selection.plan import DevicePlan
@@ -29,6 +31,7 @@ class _Row:
     plan: DevicePlan | None = None
     room: int = 0  # blocks that the summaries have room for
     places: list[int] = field(default_factory=list)  # of the summaries, by layer
+    blocks: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # logical ones, of which it shows
 
 
 class Asked(NamedTuple):
@@ -87,6 +90,7 @@ class RowBuffers:
         self.own = RowWords(layers, rows, heads, device)
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
+        self._moved: list[np.ndarray] = []  # places in ``logical`` and what goes there, int64 [2, n] each
         self.ahead = False  # whether a step was launched that nobody has asked for yet
         self._before: list[Tensor] = []  # sums as they were before it, where it counts
 
@@ -124,13 +128,13 @@ class RowBuffers:
             room, places = min(map(len, summaries)), [one.data_ptr() for one in summaries]
             if places != held.places:
                 self.pointers[:, row].copy_(torch.tensor(places, device="cpu"))
-        if not same:
-            self._write_blocks(row, kv)
-        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room, places)
+        blocks = held.blocks if same else self._note_blocks(row, held.blocks, kv)
+        self._held[row] = _Row(weakref.ref(kv), kv.version, plan, room, places, blocks)
         return full > max(made, 0) + MANY
 
     def load(self, inputs: list[tuple[int, int, int]], lengths: list[int]) -> None:
         """Take each token, its position and what it sees over to the device, and each row's length."""
+        self._write_blocks()
         count = len(inputs)
         self._staging[:3, :count] = torch.tensor(inputs, dtype=torch.int64, device="cpu").T
         self._staging[:3, count:] = 0
@@ -146,6 +150,7 @@ class RowBuffers:
 
     def go_ahead(self, counts: bool) -> None:
         """A step comes that nobody has asked for yet. ``counts``: it adds to what rules or readings have done."""
+        self._write_blocks()
         self.ahead, self._before = True, [one.clone() for one in self._sums] if counts else []
 
     def come_back(self, asked: bool) -> None:
@@ -182,10 +187,21 @@ class RowBuffers:
         pages.resolve(pool.slots, self.logical[:rows], lengths, pool.format.block_size, longest, self.tables, absent)
         return lengths
 
-    def _write_blocks(self, row: int, kv: SequenceKV) -> None:
-        """All blocks that ``kv`` has, those that it will fill later among them."""
-        blocks = kv.block_table[: self.blocks].to(torch.int32)
-        self.logical[row, : len(blocks)].copy_(blocks)
+    def _note_blocks(self, row: int, before: np.ndarray, kv: SequenceKV) -> np.ndarray:
+        """All blocks that ``kv`` has, those that it will fill later among them. Those that ``row`` does not show yet
+        are written with other rows' before the step: a transfer of its own would wait for what runs."""
+        blocks = kv.block_table.numpy()[: self.blocks]
+        both = min(len(before), len(blocks))
+        fresh = np.concatenate([np.flatnonzero(before[:both] != blocks[:both]), np.arange(both, len(blocks))])
+        if len(fresh):
+            self._moved.append(np.stack([row * self.blocks + fresh, blocks[fresh]]))
+        return blocks
+
+    def _write_blocks(self) -> None:
+        """Bring ``logical`` up to date, in one transfer that nobody waits for."""
+        if self._moved:
+            moved, self._moved = sent(torch.from_numpy(np.concatenate(self._moved, 1)), self.device), []
+            self.logical.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))
 
     def _write_numbers(self, row: int, plan: DevicePlan) -> None:
         numbers = plan.numbers

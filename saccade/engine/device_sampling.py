@@ -17,6 +17,7 @@ from saccade.engine.device_watch import PlacedRow
 from saccade.engine.row_sampling import RowSampling
 from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import LogprobEntries, RequestResult
+from saccade.machine import sent
 from saccade.randomness import uniform
 
 LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
@@ -194,7 +195,7 @@ def _whole(values: Sequence[int], device: torch.device) -> Tensor:
 def _over(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """``values`` on ``device``, without a wait for what runs there."""
     held = values if dtype is None else values.to(dtype)
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
+    return sent(held, device)
 
 
 def _column(asked: Sequence[RowSampling], name: str, like: Tensor) -> Tensor:

@@ -68,6 +68,10 @@ class Scheduler:
 
     def schedule(self) -> list[tuple[Request, ScheduledRequest]]:
         """Who runs in the next step, and which rows; empty when nothing waits or runs. Blocks for them are reserved."""
+        with self.pool.publishing_once():
+            return self._schedule()
+
+    def _schedule(self) -> list[tuple[Request, ScheduledRequest]]:
         self.pool.advance()
         self.control.begin(self.running)
         batch: list[tuple[Request, ScheduledRequest]] = []
@@ -113,12 +117,13 @@ class Scheduler:
                 return False
             if len(request.sequence.tokens) + 1 - request.output_start >= request.max_tokens:
                 return False
-        for request, rows in batch:
-            kv = request.sequence.memory.kv
-            if kv.missing_blocks(rows.stop + 1):
-                if not self.pool.roomy:
-                    return False
-                kv.reserve(rows.stop + 1)
+        with self.pool.publishing_once():
+            for request, rows in batch:
+                kv = request.sequence.memory.kv
+                if kv.missing_blocks(rows.stop + 1):
+                    if not self.pool.roomy:
+                        return False
+                    kv.reserve(rows.stop + 1)
         return not self.pool.absent  # new blocks may have no slots yet
 
     def preempt(self, request: Request) -> None:

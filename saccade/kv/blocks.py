@@ -22,7 +22,7 @@ from saccade.kv.keepers import Keepers
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
-from saccade.machine import release_rows
+from saccade.machine import release_rows, sent
 
 ROOMY = 16  # blocks of a sequence that are left over where nobody needs to save them
 
@@ -425,7 +425,8 @@ class BlockManager:
             self._late += blocks
             return
         index = torch.tensor(blocks, device="cpu")
-        changed = torch.cat([self.host_slots[:, :, index].flatten(0, 1), index[None].int()]).to(self.slots.device)
+        changed = torch.cat([self.host_slots[:, :, index].flatten(0, 1), index[None].int()])
+        changed = sent(changed, self.slots.device)
         self.slots.flatten(0, 1).index_copy_(1, changed[-1].long(), changed[:-1])
 
     def _held_by(self, block: int) -> str:

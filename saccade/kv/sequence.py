@@ -104,14 +104,14 @@ class SequenceKV:
         """Slots that must still be allocated before ``tokens`` tokens fit: for new blocks, and for the copy of a shared
         block that would be written to."""
         wanted = max(0, -(-tokens // self._size) - len(self._table.ids))
-        return self.layers * (wanted + self._shared_tail(tokens))
+        return self.layers * (wanted + self._shared_tail(tokens, self.length))
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens in every layer, in blocks that may be written to, and note the use of all
         blocks in this step. Raises CapacityError, taking nothing, when the pool is short."""
-        copied = self._shared_tail(tokens)
+        length = self.length
+        copied, tail = self._shared_tail(tokens, length), length // self._size
         wanted = max(0, -(-tokens // self._size) - len(self._table.ids))
-        tail = self.length // self._size
         if copied:
             self.pool.require_resident(self._table.ids[tail])
         if wanted or copied:
@@ -338,11 +338,11 @@ class SequenceKV:
             raise SaccadeError(f"KV cannot be {done} within a step: its layers have {self._lengths} tokens")
         return self.length
 
-    def _shared_tail(self, tokens: int) -> bool:
-        """Whether a block that growing to ``tokens`` tokens writes to is another sequence's too: only a cut into a full
-        block leaves one so."""
-        block, offset = divmod(self.length, self._size)
-        return bool(offset) and tokens > self.length and self.pool.references(self._table.ids[block]) > 1
+    def _shared_tail(self, tokens: int, length: int) -> bool:
+        """Whether a block that growing from ``length`` to ``tokens`` tokens writes to is another sequence's too: only a
+        cut into a full block leaves one so."""
+        block, offset = divmod(length, self._size)
+        return offset > 0 and tokens > length and self.pool.references(self._table.ids[block]) > 1
 
     def _sealed(self, layers: range, start: int, stop: int) -> None:
         """Rows ``start .. stop - 1`` were stored: tell the tier of blocks that they filled."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
@@ -40,12 +40,9 @@ class Tokenizer:
 
     def __init__(self, hf: Any | None) -> None:
         self.hf = hf
-        # Streams decode every token by itself, for which transformers' own call takes several times as long as what it
-        # calls. Tokenizers that decode in a way of their own keep theirs.
-        self._backend: Any | None = None
-        if isinstance(hf, PreTrainedTokenizerFast) and type(hf).decode is PreTrainedTokenizerBase.decode:
-            self._backend = hf.backend_tokenizer if type(hf)._decode is PreTrainedTokenizerFast._decode else None
         self.special_ids: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
+        self._texts: dict[tuple[int, bool], str] = {}  # of tokens by themselves
+        self._backend = _backend(hf)
 
     @property
     def available(self) -> bool:
@@ -86,9 +83,17 @@ class Tokenizer:
         if self.hf is None:
             return ""
         if self._backend is not None:
-            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return text
         # Some checkpoints ask to tidy the spaces of English contractions, which would change text already streamed.
         return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def text_of(self, token_id: int, skip_special_tokens: bool = True) -> str:
+        """``decode`` of one token, remembered."""
+        key = token_id, skip_special_tokens
+        if (text := self._texts.get(key)) is None:
+            text = self._texts[key] = self.decode([token_id], skip_special_tokens)
+        return text
 
     def apply_chat_template(
         self,
@@ -148,6 +153,14 @@ class Tokenizer:
         if self.hf is None:
             raise RequestError(f"this checkpoint has no tokenizer; {way_out}")
         return self.hf
+
+
+def _backend(hf: Any) -> Any:
+    """What decodes for ``hf``, where it does nothing besides: every token of every answer passes there, and
+    transformers' own checks take most of the time. None for others."""
+    kind, usual = type(hf), PreTrainedTokenizerFast
+    plain = isinstance(hf, usual) and (kind.decode, kind._decode) == (usual.decode, usual._decode)
+    return hf.backend_tokenizer if plain else None
 
 
 def _checked_list(messages: Any) -> list[Any]:
@@ -220,4 +233,6 @@ class TextStream:
         return new
 
     def _decode(self, ids: list[int]) -> str:
+        if len(ids) == 1:
+            return self._tokenizer.text_of(ids[0], self._skip)
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

@@ -27,7 +27,7 @@ from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.server import wire
-from saccade.server.engines import about_llm
+from saccade.server.engines import about_llm, prepare
 from saccade.server.grammar import Grammar, Grammars
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
@@ -203,6 +203,7 @@ def main(descriptor: int) -> None:
 
             torch.set_num_threads(config.threads)
         llm = LLM(config=config)
+        prepare(llm)
         gc.collect()
         gc.freeze()  # it stays until the process ends: no later collection need walk over all of it
         if start["kv_events"] is not None:

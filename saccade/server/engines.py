@@ -17,7 +17,10 @@ from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer
 from saccade.server.kv_events import KVEvents
+from saccade.server.logs import logger
 from saccade.server.named_sessions import NamedSessions
+
+PREPARING = 30.0  # seconds, at most, before a server on a GPU takes requests
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,19 @@ def about_llm(llm: LLM) -> About:
     )
 
 
+def prepare(llm: LLM) -> None:
+    """Record the steps of a GPU that requests under the server's own policy will take, and log how many."""
+    done = llm.engine.prepare(llm.policy, PREPARING)
+    if done is not None:
+        fields = {"steps": done.recorded, "of": done.wanted, "seconds": round(done.seconds, 1)}
+        logger.info("recorded", extra={"fields": fields})
+
+
 class LocalEngine:
     """An engine on a thread of this process. ``kv_events``: the arguments of KVEvents, None for none."""
 
     def __init__(self, llm: LLM, kv_events: dict[str, str | None] | None = None) -> None:
+        prepare(llm)
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer

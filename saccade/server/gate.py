@@ -45,11 +45,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [
-                    *message["headers"],
-                    (b"x-request-id", caller.request_id.encode()),
-                    (b"x-content-type-options", b"nosniff"),
-                ]
+                message["headers"] = [*message["headers"], *_always(caller)]
             await send(message)
 
         scope.setdefault("state", {})["caller"] = caller
@@ -74,22 +70,37 @@ class Gate:
             self.serving.answered(caller, (scope["method"], scope["path"], route), status, began)
 
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket, whose messages the route checks one by one; refused as a request is."""
+        """A WebSocket, whose messages the route checks, counts and logs one by one; refused, counted and logged as a
+        request is."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         caller = Caller(_request_id(headers))
+        status, began = 0, time.perf_counter()
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "websocket.http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_always(caller)]
+            elif message["type"] in ("websocket.accept", "websocket.close") and not status:
+                status = 101 if message["type"] == "websocket.accept" else 403  # what a server makes of it
+            await send(message)
+
         scope.setdefault("state", {})["caller"] = caller
         try:
             self._same_origin(headers)
             caller.key = self._admit(scope, headers)
             if self.serving.admission.draining:
                 raise ApiError(503, "this server is shutting down; ask another one", "shutting_down")
+            await self.app(scope, receive, reply)
         except ApiError as error:
-            await refuse(send, error, "websocket.http")
-            return
-        try:
-            await self.app(scope, receive, send)
+            await refuse(reply, error, "websocket.http")
         except Exception:
+            status = status or 500
             logger.exception("a connection failed", extra={"fields": {"request_id": caller.request_id}})
+        finally:
+            if status != 101:
+                route = getattr(scope.get("route"), "path", "none")
+                self.serving.answered(caller, ("WEBSOCKET", scope["path"], route), status or 499, began)
 
     def _same_origin(self, headers: dict[bytes, bytes]) -> None:
         """403 for a page of another site: browsers let every page open a WebSocket to every server."""
@@ -170,6 +181,11 @@ def check_nesting(body: bytes, most: int) -> None:
                 raise bad_request(f"the body's brackets lie more than {most} deep", code="too_deep")
         elif first in b"]}":
             depth -= 1
+
+
+def _always(caller: Caller) -> list[tuple[bytes, bytes]]:
+    """Headers of every answer."""
+    return [(b"x-request-id", caller.request_id.encode()), (b"x-content-type-options", b"nosniff")]
 
 
 def _route(headers: dict[bytes, bytes]) -> str:

@@ -79,8 +79,10 @@ class ResponsesRequest(Sampling):
 
 
 class CompactRequest(Sampling):
-    """``input``: a conversation, or its part behind ``previous_response_id``; ``max_output_tokens`` of its summary."""
+    """``input``: a conversation, or its part behind ``previous_response_id``; ``max_output_tokens`` of its summary.
+    ``model`` must be named, which Open Responses asks for here alone."""
 
+    model: str
     input: str | list[JSON] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -133,3 +133,25 @@ def test_steps_launched_before_they_are_asked_for(folder, policy):
                 assert left.report["decode"][name] == right.report["decode"][name]
     assert gpu.engine.pool.used_blocks == 0
     gpu.close()
+
+
+@pytest.mark.parametrize("policy", ["dense", "quest(budget=128)", "psa", "lfps", "sampled_rows"])
+def test_steps_recorded_before_requests_serve_them(engines, folder, policy):
+    """None is recorded afterwards, and tokens, counts and stored keys are those of an engine that recorded as it went.
+    Blocks fill on the way, in several rows at once."""
+    prompts = [random_ids(length, seed=length) for length in (96, 96, 95, 200)]
+    params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    options = {"kv_memory": "64MiB", "prefill_chunk": 256, "device": "cuda", "exact": False, "max_requests": 4}
+    plain, gpu = (LLM(folder, policy=policy, **options) for _ in range(2))
+    done = gpu.engine.prepare(gpu.policy, 60.0)
+    assert done.recorded == done.wanted > 2
+    recorded = gpu.engine.worker.device.kinds.recorded[0]
+    assert recorded == done.recorded
+    for one, other in zip(plain.generate(prompts, params), gpu.generate(prompts, params)):
+        assert one.error is None
+        assert other.error is None
+        assert tokens(one) == tokens(other)
+        for name in ("keys_attended", "keys_causal", "backends"):
+            assert one.report["decode"][name] == other.report["decode"][name]
+    assert gpu.engine.worker.device.kinds.recorded[0] == recorded
+    assert gpu.engine.pool.used_blocks == 0
