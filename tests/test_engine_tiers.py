@@ -160,6 +160,27 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
     assert len(resolved) > 50  # of 99 layers; summaries take the room of slots
 
 
+def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, whole, monkeypatch):
+    policies = [
+        "psa(epsilon=0.05, block_size=8, microbatch=1)",
+        "psa(epsilon=0.4, block_size=16, microbatch=2)",
+        "psa(epsilon=0.99, block_size=32, microbatch=1)",
+    ]
+    prompts = [random_ids(900 + 20 * i, seed=i) for i in range(len(policies))]
+    long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = whole.generate(prompts, long, policy=policies)
+    monkeypatch.setattr("saccade.engine.host_resolved.FIRST_RANKED", 4)
+    with small(folder, tmp_path, 80, host=True, max_requests=1) as llm:  # of 87 parts and more
+        done = llm.generate(prompts, long, policy=policies)
+        assert [tokens(one) for one in done] == [tokens(one) for one in expected]
+        for one, same in zip(done, expected):
+            untimed = {"seconds": 0, "tokens_per_second": 0}
+            assert one.report["decode"] | untimed == same.report["decode"] | untimed
+            assert one.report["tiers"]["step_bytes"] > 0
+        assert llm.pool.tiers.counts.misses > 50
+        nothing_left(llm.pool)
+
+
 def test_steps_that_are_certified_are_certified_over_a_tier_too(folder, tmp_path):
     prompt, asked = random_ids(700, seed=3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, bounds=1.0)
     with small(folder, tmp_path, 30) as llm:
