@@ -130,6 +130,13 @@ def test_a_pool_a_layer_gives_the_same_and_keeps_each_layer_to_its_share(
         nothing_left(pool)
 
 
+def one_call_rows(monkeypatch) -> list[ResolvedRow]:
+    """The rows that take one call a layer, once for each layer."""
+    found, attend = [], ResolvedRow._attend
+    monkeypatch.setattr(ResolvedRow, "_attend", lambda row, *a, **k: (attend(row, *a, **k), found.append(row))[0])
+    return found
+
+
 def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, whole, monkeypatch):
     policies = [
         "quest(budget=48, block_size=8, dense_layers=0)",
@@ -146,8 +153,7 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
     asked = []
     follow = BlockCodes.follow
     monkeypatch.setattr(BlockCodes, "follow", lambda codes, made: (follow(codes, made), asked.append(codes.blocks)))
-    resolved, attend = [], ResolvedRow._attend
-    monkeypatch.setattr(ResolvedRow, "_attend", lambda row, *a, **k: (attend(row, *a, **k), resolved.append(row))[0])
+    resolved = one_call_rows(monkeypatch)
     with small(folder, tmp_path, 30) as llm:
         done = llm.generate(prompts, long, policy=policies)
         assert [tokens(one) for one in done] == [tokens(one) for one in expected]
@@ -170,7 +176,8 @@ def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, who
     long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = whole.generate(prompts, long, policy=policies)
     monkeypatch.setattr("saccade.engine.host_resolved.FIRST_RANKED", 4)
-    with small(folder, tmp_path, 80, host=True, max_requests=1) as llm:  # of 87 parts and more
+    resolved = one_call_rows(monkeypatch)
+    with small(folder, tmp_path, 70, host=True, max_requests=1) as llm:  # of 87 parts and more
         done = llm.generate(prompts, long, policy=policies)
         assert [tokens(one) for one in done] == [tokens(one) for one in expected]
         for one, same in zip(done, expected):
@@ -179,6 +186,7 @@ def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, who
             assert one.report["tiers"]["step_bytes"] > 0
         assert llm.pool.tiers.counts.misses > 50
         nothing_left(llm.pool)
+    assert len(resolved) == 3 * 3 * 11  # requests, layers, steps
 
 
 def test_steps_that_are_certified_are_certified_over_a_tier_too(folder, tmp_path):

@@ -142,7 +142,9 @@ def resolved(
         fixed = plans.of_blocks(rows)
         if fixed is None:
             continue
-        most = max(_most(one, pool.format.block_size, rows.memory.kv.blocks) for one in set(fixed.plan.layers))
+        most = max(
+            _most(one, pool.format.block_size, len(rows.memory.kv.block_table)) for one in set(fixed.plan.layers)
+        )
         if most <= min(tiers.room_in(layer) for layer in range(pool.layers)):
             found[rows.scheduled.request_id] = ResolvedRow(setting, plans, fixed, most, own_products)
     return found

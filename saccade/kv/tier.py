@@ -131,8 +131,8 @@ class Tier(Protocol):
 
 class Openings:
     """Which blocks were opened while all of them were resident, so that a step that opens the same ones again looks at
-    no map. All is forgotten once ``state`` (of what the host has moved, and of cells) is another: what a device moves by
-    itself are parts with cells, which these have none of."""
+    no map. All is forgotten once ``state`` (of what the host has moved, and of cells) is another: what a device moves
+    by itself are parts with cells, which these have none of."""
 
     def __init__(self) -> None:
         self._state: tuple[int, ...] = ()
