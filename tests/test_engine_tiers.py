@@ -14,6 +14,7 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.host import HostBackend
 from saccade.engine.host_resolved import ResolvedRow
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
@@ -366,3 +367,33 @@ def test_a_full_disk_ends_requests_one_by_one(folder, tmp_path, expected, monkey
         assert answered
         assert all("cannot be written to the disk" in one.error for one in done if one.error is not None)
         nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize("slots", [None, 60])
+def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, monkeypatch, slots):
+    """The last layer leaves out most rows of a prompt: those that decode come before them and stay where they are."""
+    policies = ["psa(epsilon=0.4, block_size=16, microbatch=1)", "dense", "topk(k=24)", "dense"]
+    prompts = [random_ids(length, seed=length) for length in (150, 90, 120, 800)]
+    asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    alone = [tokens(whole.generate([ids], asked, policy=one)[0]) for ids, one in zip(prompts, policies)]
+    plan, mixed = HostBackend.plan, []
+
+    def planned(*given):
+        made = plan(*given)
+        decoding = [one for one in made.rows if one.decodes]
+        if made.frozen is not None and decoding:
+            mixed.append((len(decoding), len(made.together) + len(made.resolved)))
+        return made
+
+    monkeypatch.setattr(HostBackend, "plan", planned)
+    if slots is None:
+        made = LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False)
+    else:
+        made = small(folder, tmp_path, slots, host=True, exact=False)
+    with made as llm:
+        assert [tokens(one) for one in llm.generate(prompts, asked, policy=policies)] == alone
+        if slots is not None:
+            assert llm.pool.tiers.counts.misses > 0
+            nothing_left(llm.pool)
+    assert len(mixed) > 5
+    assert sum(shared for _, shared in mixed) > (0 if slots else sum(count for count, _ in mixed) - 1)

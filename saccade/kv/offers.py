@@ -11,6 +11,7 @@ have slots of their own have a list each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +67,8 @@ class Offers:
         self._pool, self._each = pool, np.arange(rows)[:, None]
         self.cell_bytes = tiers[0].tier.cell_bytes  # of a part
         self._rows = [Listed(one, self, row) for row, one in enumerate(tiers)]
-        self._owed: list[tuple[Listed, int, Array]] = []  # where a list was taken from, and for which parts
+        self._owed: list[tuple[Listed, int, int]] = []  # from where to where a list was taken
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._kept: tuple[bytes, int] | None = None  # blocks that no list has a slot of, and the map that says so
 
     def prepare(self, kept: Array, open_blocks: Array) -> None:
@@ -93,35 +95,32 @@ class Offers:
         short = bool(head[:, SHORT].any())
         if short:
             self.head[:, SHORT] = 0
-        moved = [(row, own, row.next, int(own[NEXT])) for row, own in zip(self._rows, head) if own[NEXT] > row.next]
-        if moved:
-            self._owe(moved)
+        self._owed = [(row, row.next, int(own[NEXT])) for row, own in zip(self._rows, head) if own[NEXT] > row.next]
+        # The map waits until the next step runs, or until somebody looks there.
+        late = self._pool.mirrored and not short and all(row.full(start, stop) for row, start, stop in self._owed)
         for row, own in zip(self._rows, head):
-            row.settle(own, short)
+            row.settle(own, short, late)
+        if late:
+            self._pool.behind = self.catch_up if self._owed else None
+        else:
+            self._take_over(counted=False)
         return not short
 
     def catch_up(self) -> None:
-        """Take over into the host's map what the last step has moved."""
+        """Take over into the host's map what the last step has moved. It has ended; another one may run."""
         self._pool.behind = None
+        self._take_over(counted=True)
+
+    def _take_over(self, counted: bool) -> None:
         owed, self._owed = self._owed, []
         if not owed:
             return
-        took = [row.took(start, parts) for row, start, parts in owed]
+        with nullcontext() if self._aside is None else torch.cuda.stream(self._aside):  # beside what runs
+            taken = self._here([self.taken[row.number, start:stop] for row, start, stop in owed])
+        took = [row.took(start, own.astype(np.int64), counted) for (row, start, _), own in zip(owed, taken)]
         numbers = np.repeat([row.number for row, *_ in owed], [len(came) for *_, came in took])
         slots, left, came = map(np.concatenate, zip(*took))
         self._pool.moved(slots, left, came, numbers)
-
-    def _owe(self, moved: list[tuple[Listed, Array, int, int]]) -> None:
-        """Rows whose lists were taken from one place to another. The map waits until the next step runs, or until
-        somebody looks there; but not where slots were free, or the device's map is the host's."""
-        self.catch_up()
-        taken = self._here([self.taken[row.number, start:stop] for row, _, start, stop in moved])
-        self._owed = [(row, start, own.astype(np.int64)) for (row, _, start, _), own in zip(moved, taken)]
-        waits = [row.count(start, parts) for row, start, parts in self._owed]
-        if all(waits) and self._pool.mirrored:
-            self._pool.behind = self.catch_up
-        else:
-            self.catch_up()
 
     def _here(self, parts: list[Tensor]) -> list[Array]:
         """int32 [n] each, on the host, good until the next call: all are waited for once."""
@@ -202,18 +201,14 @@ class Listed:
         cells = self.tiers.gatherable(self.tiers._cell[self.tiers.of_numbers(parts)])
         return withdrawn, [np.stack([parts, cells.astype(np.int64)])]
 
-    def count(self, start: int, parts: Array) -> bool:
-        """Count what :meth:`took` is to take over. Whether that may wait."""
-        tiers, used = self.tiers, parts >= 0
-        self._owed, gone = len(parts), self._parts[start : start + len(parts)][used] >= 0
-        tiers.counts.evicted += int(gone.sum())
-        tiers.counts.bytes_read += len(gone) * tiers.tier.cell_bytes
-        return bool(gone.all()) and not tiers.debug
+    def full(self, start: int, stop: int) -> bool:
+        """Whether all slots listed from ``start`` on held parts, and nobody looks at each that comes."""
+        return bool((self._parts[start:stop] >= 0).all()) and not self.tiers.debug
 
-    def took(self, start: int, parts: Array) -> tuple[Array, Array, Array]:
-        """The device has taken the list from ``start`` on, for ``parts`` (-1: passed over). Of those that were taken:
-        the slots, the parts that have left them (-1: none), and those that came. In debug mode SaccadeError where a
-        cell that it read is not the part's."""
+    def took(self, start: int, parts: Array, counted: bool) -> tuple[Array, Array, Array]:
+        """The device has taken the list from ``start`` on, for ``parts`` (-1: passed over), which :meth:`settle` has
+        ``counted`` or not. Of those that were taken: the slots, the parts that have left them (-1: none), and those
+        that came. In debug mode SaccadeError where a cell that it read is not the part's."""
         tiers, used = self.tiers, np.nonzero(parts >= 0)[0]
         passed = self._slots[start : start + len(parts)]
         self._left -= int((self._at[passed] >= 0).sum())
@@ -224,18 +219,30 @@ class Listed:
             raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
         tiers.wanted(came)
         tiers._turn.place(slots, came)
+        if not counted:
+            self._count(int((left >= 0).sum()), len(came))
         return slots, left, came
 
-    def settle(self, head: Array, short: bool) -> None:
-        """A step has left ``head``. Where it ran ``short`` the list is made anew."""
+    def settle(self, head: Array, short: bool, late: bool) -> None:
+        """A step has left ``head``. Where it ran ``short`` the list is made anew. ``late``: what it took from the list
+        were parts that all came, each for another one, and will be told later."""
         tiers, told = self.tiers, self._told
+        missed = int(head[MISSED] - told[MISSED])
         tiers.counts.hits += int(head[HITS] - told[HITS])
-        tiers.counts.misses += int(head[MISSED] - told[MISSED])
+        tiers.counts.misses += missed
         first, self.next = self.next, int(head[NEXT])
         self._spent = max(self.next - first, self._spent * 7 // 8)
         self._told = head
+        if late:
+            self._owed = self.next - first
+            self._count(missed, missed)
         if short:
             self._left = 0
+
+    def _count(self, left: int, came: int) -> None:
+        counts = self.tiers.counts
+        counts.evicted += left
+        counts.bytes_read += came * self.tiers.tier.cell_bytes
 
     def _list(self) -> None:
         """Make a new list."""
