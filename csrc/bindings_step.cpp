@@ -359,7 +359,7 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         {field<&Residence::ids>("ids"), field<&Residence::map>("map"), field<&Residence::layer_stride>("layer_stride"),
          field<&Residence::count>("count").at_least(1), field<&Residence::nowhere>("nowhere"),
          field<&Residence::table>("table"), field<&Residence::blocks>("blocks"), field<&Residence::slots>("slots"),
-         field<&Residence::room>("room")});
+         field<&Residence::room>("room"), field<&Residence::reach>("reach").or_null().optional()});
     nb::class_<DecodeStep>(m, "DecodeStep")
         .def(nb::init<int64_t, int64_t, int64_t>())
         .def("add", &DecodeStep::add)

@@ -105,13 +105,36 @@ class Choosing : public RowWork {
         set.decode(a_);
     }
 
+    // The same with a rule, of about the `reach` best blocks: whether it went no further.
+    void choose_first(const KernelSet& set, int threads, int64_t reach) {
+        a_.threads = threads;
+        const int64_t ranked = stop - first, some = (reach / choice.microbatch + 1) * choice.microbatch;
+        listed_ = std::min(some, ranked);
+        rank(set, listed_ < ranked ? listed_ : 0);
+        if (from.carries) lead(listed_);
+    }
+    bool read_first(const KernelSet& set, int threads) {
+        a_.threads = threads;
+        return run_ruled(set, listed_);
+    }
+    int64_t listed() const { return listed_; }
+    // Ranked blocks that a rule read, of the unit that read most.
+    int64_t most() const { return *std::max_element(from.used, from.used + choice.units); }
+
     // Every block of the pool that holds keys of what was chosen, some of them more than once.
     template <class Visit>
     void each_page(const Visit& visit) const {
         const int64_t size = choice.size, page = a_.page;
-        for (int64_t i = 0; i < offsets[choice.units]; ++i) {
-            const int64_t begin = lists[i] * size, end = std::min(begin + size, length_);
+        const auto pages_of = [&](int64_t block) {
+            const int64_t begin = block * size, end = std::min(begin + size, length_);
             for (int64_t p = begin / page; p * page < end; ++p) visit(p);
+        };
+        if (choice.microbatch) {
+            for (int64_t b = 0; b < first; ++b) pages_of(b);
+            for (int64_t b = 0; b < ends; ++b) pages_of(stop + b);
+            for (int64_t i = 0; i < choice.units * listed_; ++i) pages_of(order[i]);
+        } else {
+            for (int64_t i = 0; i < offsets[choice.units]; ++i) pages_of(lists[i]);
         }
     }
 
@@ -212,6 +235,7 @@ class Choosing : public RowWork {
     BlockChoice choice;
     ChoosingLayer from;
     int64_t first = 0, stop = 0, ends = 0;  // blocks that are ranked, and how many follow them
+    int64_t listed_ = 0;                    // of them, for each unit, under a rule that begins with a few
     std::vector<int32_t> lists, order, reached, joined;
     std::vector<int64_t> offsets;
 };

@@ -19,6 +19,9 @@ struct Residence {
     int32_t* table = nullptr;  // [count]
     int64_t *blocks = nullptr, *slots = nullptr;
     int64_t room = 0;
+    // [layers], where a rule says how many ranked blocks are read: those that are wanted at first, and afterwards what
+    // the next row is to begin with. Where the rule goes on, more are wanted.
+    int64_t* reach = nullptr;
 };
 
 class Resolving : public RowWork {
@@ -27,7 +30,7 @@ class Resolving : public RowWork {
     // were wanting, it goes on from there.
     void begin(const Attention& attention, const BlockChoice& choice, const ChoosingLayer& by, const Residence& home,
                int64_t layer, const NewRows& fresh, int64_t row) {
-        if (choice.microbatch) throw std::invalid_argument("a stopping rule reads what is resident");
+        if (choice.microbatch && !home.reach) throw std::invalid_argument("a rule needs reach");
         if (home.count * attention.page <= attention.q_start)
             throw std::invalid_argument("the row lies beyond its block table");
         a_ = attention;
@@ -39,6 +42,11 @@ class Resolving : public RowWork {
         chosen_ = layer == wanting_;
         home_ = home;
         home_.map += layer * home.layer_stride;
+        ruled_ = choice.microbatch > 0;
+        if (ruled_) {
+            home_.reach += layer;
+            if (!chosen_) reach_ = *home_.reach;
+        }
         layer_ = layer;
         fresh_ = fresh;
         row_ = row;
@@ -46,25 +54,39 @@ class Resolving : public RowWork {
 
     void run(const KernelSet& set, int threads) override {
         wanting_ = -1;
-        missing_ = 0;
-        if (!chosen_) choosing_.choose(set, threads);
-        phases.end(Phases::choosing);
-        wanted_ = 0;
+        missing_ = wanted_ = 0;
         Clear clear{*this};
-        choosing_.each_page([this](int64_t page) { look_up(page); });
-        if (missing_) {
-            wanting_ = layer_;
-            return;
+        while (!ran(set, threads) && !missing_) {  // the rule goes on
+            reach_ = 2 * choosing_.listed();
+            chosen_ = false;
         }
-        if (fresh_.k) store_row(a_, fresh_, row_, a_, a_.q_start);
-        choosing_.read(set, threads);
-        phases.end(Phases::reading);
+        if (missing_) wanting_ = layer_;
+        else if (ruled_) *home_.reach = std::max(kLeast, choosing_.most() + choosing_.most() / 4);
     }
 
     int64_t wanted() const { return wanted_; }    // blocks that the layer reads
     int64_t missing() const { return missing_; }  // of which so many have no slot, and nothing was read
 
   private:
+    static constexpr int64_t kLeast = 16;  // ranked blocks that are wanted
+
+    // Whether all that was to be read has been.
+    bool ran(const KernelSet& set, int threads) {
+        if (!chosen_) {
+            if (ruled_) choosing_.choose_first(set, threads, reach_);
+            else choosing_.choose(set, threads);
+        }
+        phases.end(Phases::choosing);
+        choosing_.each_page([this](int64_t page) { look_up(page); });
+        if (missing_) return false;
+        if (fresh_.k) store_row(a_, fresh_, row_, a_, a_.q_start);
+        bool all = true;
+        if (ruled_) all = choosing_.read_first(set, threads);
+        else choosing_.read(set, threads);
+        phases.end(Phases::reading);
+        return all;
+    }
+
     struct Clear {
         Resolving& own;
         ~Clear() {
@@ -85,8 +107,8 @@ class Resolving : public RowWork {
     Choosing choosing_;
     Residence home_;
     NewRows fresh_{};
-    int64_t layer_ = -1, wanting_ = -1, row_ = 0, wanted_ = 0, missing_ = 0;
-    bool chosen_ = false;
+    int64_t layer_ = -1, wanting_ = -1, row_ = 0, wanted_ = 0, missing_ = 0, reach_ = 0;
+    bool chosen_ = false, ruled_ = false;
 };
 
 }  // namespace saccade

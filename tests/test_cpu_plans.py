@@ -238,6 +238,54 @@ def test_blocks_in_no_slot_are_named_before_anything_is_read_or_stored(method, d
         Residence(ids, slots[:, ::2], nowhere, 8)
 
 
+@pytest.mark.parametrize("method", [PSA(epsilon=0.9, microbatch=2), PSA(epsilon=0.999, block_size=64, microbatch=1)])
+@pytest.mark.parametrize("first", [0, 3, 1000])
+def test_of_a_ranking_only_what_its_rule_reads_is_wanted(method, first):
+    """What is not brought in stays NaN: the rule may not see it."""
+    length, dtype = 1433, torch.bfloat16
+    (kv,), (keys,), q = sequences([length], dtype, 1)
+    reading = method.device_plan(Spec).blocks
+    storage = kv.pool.storage
+    given = Readings([reading] * LAYERS), kv.summaries(reading.summary, reading.size)
+    ids, nowhere = kv.block_table.numpy(), storage.num_blocks - 1
+    slots, reach = kv.pool.map_of(0).copy(), np.full(LAYERS, first, dtype=np.int64)
+    plain = PlannedRows([PlannedRow(0, length - 1, kv.tables, *given)], storage.k, storage.v)
+    home = Residence(ids, slots, nowhere, len(ids), reach)
+    row = PlannedRow(0, length - 1, home.table, *given, home=home)
+    planned, turns = PlannedRows([row], storage.k, storage.v), 0
+    for layer in range(LAYERS):
+        new, whole = keys[layer, :, :, -1:], torch.empty(1, HEADS, DIM, dtype=dtype)
+        plain.run(layer, q[layer], *new, whole, 0.2, None, 2)
+        kv.append(layer, *new)
+        places = slots[layer, ids].copy()
+        kept = storage.k[places].clone(), storage.v[places].clone()
+        storage.k[places] = storage.v[places] = torch.nan
+        slots[layer, ids] = -1
+        out, missing, before = torch.full((1, HEADS, DIM), 5.0, dtype=dtype), 1, 0
+        while missing:
+            planned.run(layer, q[layer], *new, out, 0.2, None, 2)
+            wanted, missing = planned.wanted(0)
+            assert wanted > before or not missing
+            before, turns, came = wanted, turns + 1, home.blocks[:wanted]
+            slots[layer, ids[came]] = places[came]
+            storage.k[places[came]], storage.v[places[came]] = kept[0][came], kept[1][came]
+        assert torch.equal(out, whole)
+        assert (home.table == nowhere).all()
+        used = plain.ruled(0).used[layer]
+        assert torch.equal(planned.ruled(0).used[layer], used)
+        assert torch.equal(planned.ruled(0).coverage[layer], plain.ruled(0).coverage[layer])
+        most = int(used.max())
+        assert reach[layer] == max(16, most + most // 4)
+        storage.k[places], storage.v[places] = kept
+    assert turns == 2 * LAYERS if first == 1000 else turns > 2 * LAYERS
+    with pytest.raises(SaccadeError, match="reach must be int64"):
+        Residence(ids, slots, nowhere, 8, reach[:1])
+    home = Residence(ids, slots, nowhere, len(ids))
+    bare = PlannedRows([PlannedRow(0, length - 1, home.table, *given, home=home)], storage.k, storage.v)
+    with pytest.raises(ValueError, match="a rule needs reach"):
+        bare.run(0, q[0], *new, out, 0.2, None, 2)
+
+
 def test_what_is_not_served_says_so():
     best = Quest(dense_layers=0).device_plan(Spec).blocks
     for reading, why in (

@@ -14,6 +14,7 @@ from tier_helpers import FaultySystem, nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.host import HostBackend
 from saccade.engine.host_resolved import ResolvedRow
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv.block_codes import BlockCodes
@@ -130,6 +131,13 @@ def test_a_pool_a_layer_gives_the_same_and_keeps_each_layer_to_its_share(
         nothing_left(pool)
 
 
+def one_call_rows(monkeypatch) -> list[ResolvedRow]:
+    """The rows that take one call a layer, once for each layer."""
+    found, attend = [], ResolvedRow._attend
+    monkeypatch.setattr(ResolvedRow, "_attend", lambda row, *a, **k: (attend(row, *a, **k), found.append(row))[0])
+    return found
+
+
 def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, whole, monkeypatch):
     policies = [
         "quest(budget=48, block_size=8, dense_layers=0)",
@@ -146,8 +154,7 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
     asked = []
     follow = BlockCodes.follow
     monkeypatch.setattr(BlockCodes, "follow", lambda codes, made: (follow(codes, made), asked.append(codes.blocks)))
-    resolved, attend = [], ResolvedRow._attend
-    monkeypatch.setattr(ResolvedRow, "_attend", lambda row, *a, **k: (attend(row, *a, **k), resolved.append(row))[0])
+    resolved = one_call_rows(monkeypatch)
     with small(folder, tmp_path, 30) as llm:
         done = llm.generate(prompts, long, policy=policies)
         assert [tokens(one) for one in done] == [tokens(one) for one in expected]
@@ -158,6 +165,29 @@ def test_many_blocks_over_a_small_memory_are_chosen_by_codes(folder, tmp_path, w
         nothing_left(llm.pool)
     assert max(asked) >= 64
     assert len(resolved) > 50  # of 99 layers; summaries take the room of slots
+
+
+def test_rows_with_a_rule_read_what_it_lets_in_in_one_call(folder, tmp_path, whole, monkeypatch):
+    policies = [
+        "psa(epsilon=0.05, block_size=8, microbatch=1)",
+        "psa(epsilon=0.4, block_size=16, microbatch=2)",
+        "psa(epsilon=0.99, block_size=32, microbatch=1)",
+    ]
+    prompts = [random_ids(900 + 20 * i, seed=i) for i in range(len(policies))]
+    long = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = whole.generate(prompts, long, policy=policies)
+    monkeypatch.setattr("saccade.engine.host_resolved.FIRST_RANKED", 4)
+    resolved = one_call_rows(monkeypatch)
+    with small(folder, tmp_path, 70, host=True, max_requests=1) as llm:  # of 87 parts and more
+        done = llm.generate(prompts, long, policy=policies)
+        assert [tokens(one) for one in done] == [tokens(one) for one in expected]
+        for one, same in zip(done, expected):
+            untimed = {"seconds": 0, "tokens_per_second": 0}
+            assert one.report["decode"] | untimed == same.report["decode"] | untimed
+            assert one.report["tiers"]["step_bytes"] > 0
+        assert llm.pool.tiers.counts.misses > 50
+        nothing_left(llm.pool)
+    assert len(resolved) == 3 * 3 * 11  # requests, layers, steps
 
 
 def test_steps_that_are_certified_are_certified_over_a_tier_too(folder, tmp_path):
@@ -337,3 +367,33 @@ def test_a_full_disk_ends_requests_one_by_one(folder, tmp_path, expected, monkey
         assert answered
         assert all("cannot be written to the disk" in one.error for one in done if one.error is not None)
         nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize("slots", [None, 60])
+def test_decode_rows_share_calls_in_steps_that_prefill(folder, tmp_path, whole, monkeypatch, slots):
+    """The last layer leaves out most rows of a prompt: those that decode come before them and stay where they are."""
+    policies = ["psa(epsilon=0.4, block_size=16, microbatch=1)", "dense", "topk(k=24)", "dense"]
+    prompts = [random_ids(length, seed=length) for length in (150, 90, 120, 800)]
+    asked = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    alone = [tokens(whole.generate([ids], asked, policy=one)[0]) for ids, one in zip(prompts, policies)]
+    plan, mixed = HostBackend.plan, []
+
+    def planned(*given):
+        made = plan(*given)
+        decoding = [one for one in made.rows if one.decodes]
+        if made.frozen is not None and decoding:
+            mixed.append((len(decoding), len(made.together) + len(made.resolved)))
+        return made
+
+    monkeypatch.setattr(HostBackend, "plan", planned)
+    if slots is None:
+        made = LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, exact=False)
+    else:
+        made = small(folder, tmp_path, slots, host=True, exact=False)
+    with made as llm:
+        assert [tokens(one) for one in llm.generate(prompts, asked, policy=policies)] == alone
+        if slots is not None:
+            assert llm.pool.tiers.counts.misses > 0
+            nothing_left(llm.pool)
+    assert len(mixed) > 5
+    assert sum(shared for _, shared in mixed) > (0 if slots else sum(count for count, _ in mixed) - 1)

@@ -38,11 +38,13 @@ def folder(tmp_path_factory):
     )
 
 
-def engine(folder, slots: int | None, **options) -> LLM:
+def engine(folder, slots: int | None, mirrored: bool = False, **options) -> LLM:
     settings = {"dtype": "float32", "prefill_chunk": 64, "exact": False, "block_size": 16, "device": "cpu"}
     if slots is None:
         return LLM(folder, kv_memory="16MiB", **settings)
     made = LLM(folder, kv_memory=slots * SLOT, **{"kv_host": "16MiB", **settings, **options})
+    if mirrored:  # as a GPU has it: what steps move is written down on the host afterwards
+        made.pool.slots = made.pool.slots.clone()
     put_on_device(made)
     return made
 
@@ -67,7 +69,7 @@ def expected(folder):
 def test_answers_under_a_small_device(folder, expected, slots, replacement, which, unit):
     policies, prompts = [POLICIES[at] for at in which], [PROMPTS[at] for at in which]
     options = {"kv_pool": replacement} if replacement == "per_layer" else {"kv_replacement": replacement}
-    with engine(folder, slots, **options, kv_unit=unit) as llm:
+    with engine(folder, slots, unit == "head", **options, kv_unit=unit) as llm:
         done = llm.generate(prompts, SOME, policy=policies)
         assert not {policy: one.error for policy, one in zip(policies, done) if one.error is not None}
         want = dict(zip(policies, [expected[at] for at in which]))
@@ -100,7 +102,7 @@ def test_what_lies_on_the_disk_comes_through_host_memory(folder, tmp_path, expec
 def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, monkeypatch):
     monkeypatch.setattr(offers, "FIRST_RANKED", 2)
     monkeypatch.setattr(residency, "LEAST_RANKED", 2)
-    with engine(folder, 24, kv_unit=unit) as llm:  # 28 or 26 blocks in 23 slots
+    with engine(folder, 24, True, kv_unit=unit) as llm:  # 28 or 26 blocks in 23 slots
         (done,) = llm.generate([PROMPTS[which]], SOME, policy=POLICIES[which])
         assert tokens(done) == expected[which]
         backends = done.report["decode"]["backends"]

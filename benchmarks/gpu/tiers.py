@@ -2,15 +2,16 @@
 
     python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98] [--unit head]
     python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304] [--only tiered]
-    python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95] [--profile]
+    python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95] [--unit block head]
+        [--compute device auto host] [--functions] [--profile]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
 the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
-that no host path served. ``--profile``: of further steps, the kernels (of such a run none starts early) and the host's
-functions.
+that no host path served. ``--compute``: ``kv_compute``. ``--functions``: of further steps, where the host's time goes;
+``--profile``: and the kernels' (of such a run none starts early).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import cProfile
 import gc
 import io
+import itertools
 import os
 import pstats
 import statistics
@@ -37,6 +39,7 @@ from torch import Tensor
 from saccade.bench.generate_kv import TAIL, plant
 from saccade.engine.request import Request
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
+from saccade.kv.compute import MODES
 from saccade.kv.host import HostTier
 from saccade.models.interface import LayerAttention, Segment
 from saccade.ops import attend, triton
@@ -74,13 +77,20 @@ class Filling:
 class Tiered(Bench):
     """Steps of the 8B shape over a pool with a host tier."""
 
-    def __init__(self, profiled: bool = False) -> None:
+    def __init__(self, profiled: bool = False, timed: bool = False) -> None:
         super().__init__()
-        self.profiled = profiled
+        self.profiled, self.timed = profiled, timed or profiled
         self.rows = Results("tiers")
         self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
 
-    def pool_of(self, slots: int, host_bytes: int | None, replacement: str = "clock", unit: str = "block") -> None:
+    def pool_of(
+        self,
+        slots: int,
+        host_bytes: int | None,
+        replacement: str = "clock",
+        unit: str = "block",
+        compute: str = "device",
+    ) -> None:
         """A pool of so many slots, in place of the one before."""
         if self.pool is not None and self.pool.tiers is not None:
             self.pool.tiers.close()
@@ -91,7 +101,7 @@ class Tiered(Bench):
         storage = KVStorage(LAYOUT, slots, "cuda", triton.row_mover(torch.device("cuda")))
         began = time.perf_counter()
         apart = unit == "head"
-        tier = None if host_bytes is None else HostTier(host_bytes, storage, heads_apart=apart)
+        tier = None if host_bytes is None else HostTier(host_bytes, storage, apart, compute)
         if host_bytes is not None:
             say(f"pinned {host_bytes / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s")
         self.pool = BlockManager(storage, self.spec.layers, heads_apart=apart, tier=tier, replacement=replacement)
@@ -102,7 +112,7 @@ class Tiered(Bench):
         request = self.request(tokens, policy)
         sequence, past = request.sequence, tokens - TAIL
         kv = sequence.memory.kv
-        kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.profiled)
+        kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.timed)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
             ids, torch.arange(past, tokens), Filling(kv, past), segments=[Segment(0, TAIL, tokens)],
@@ -173,6 +183,7 @@ class Tiered(Bench):
         if self.profiled:
             say(name)
             profile(step, PROFILED)
+        if self.timed:
             functions(step, PROFILED)
         for request in requests:
             request.sequence.memory.drop()
@@ -194,15 +205,16 @@ def functions(step: Callable[[], None], steps: int) -> None:
 LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
 
 
-def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, unit: str) -> None:
+def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, units: list[str], computes: list[str]) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
     parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40 + 2 * PROFILED)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
-    for share in shares:
-        bench.pool_of(int(share * parts), int(1.02 * parts) * LAYOUT.block_bytes, unit=unit)
-        ms = bench.measure(f"slots for {share:.0%}", 1, tokens, policy, steps)
+    for unit, compute, share in itertools.product(units, computes, shares):
+        host = int(1.02 * parts) * LAYOUT.block_bytes
+        bench.pool_of(int(share * parts), host, unit=unit, compute=compute)
+        ms = bench.measure(f"slots for {share:.0%}, by {unit}, kv_compute={compute}", 1, tokens, policy, steps)
         row = bench.rows.rows[-1]
         bound = max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
         say(f"hits {row['hit_share']:.1%}: {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.0%} of it")
@@ -219,15 +231,17 @@ def main() -> None:
     parser.add_argument("--host-gib", type=float, default=98)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--replacement", default="clock")
-    parser.add_argument("--unit", default="block", choices=("block", "head"))
-    parser.add_argument("--profile", action="store_true", help="of rates: where the time goes")
+    parser.add_argument("--unit", nargs="+", default=["block"], choices=("block", "head"))
+    parser.add_argument("--compute", nargs="+", default=["device"], choices=MODES, help="of rates")
+    parser.add_argument("--functions", action="store_true", help="where the host's time goes")
+    parser.add_argument("--profile", action="store_true", help="and the kernels'")
     parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
     options = parser.parse_args()
     if options.profile:
         common.is_hopper = lambda device: False
-    bench = Tiered(options.profile)
+    bench = Tiered(options.profile, options.functions)
     if options.what == "rates":
-        rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit)
+        rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit, options.compute)
         return
     free = torch.cuda.mem_get_info()[0] / 2**30
     count = 1 if options.what == "long" else options.sequences
@@ -246,8 +260,9 @@ def main() -> None:
     if options.only == "resident":
         return
     policy = QUEST.format(int(tokens * density) // 32 * 32)
-    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, options.unit)
-    name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {options.unit}"
+    unit = options.unit[0]
+    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, unit)
+    name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {unit}"
     bench.measure(name, count, tokens, policy, options.steps)
 
 

@@ -108,7 +108,8 @@ class DeviceBackend(DeviceServing):
             if self.watch.audits and not key[4]:
                 tap = kind.tap if key[3] else None
                 audits = StepAudits(placed, self.watch.audits, tap, self._rooms.buffers[False], kind.longest)
-            for number, row in enumerate(placed):  # while the device works
+            _rows(placed)[0].kv.pool.catch_up()  # while the device works
+            for number, row in enumerate(placed):
                 for turn in range(times if row is not None and row.result.error is None else 0):
                     assert row is not None
                     row = row if not turn else row.next

@@ -90,7 +90,7 @@ class DeviceTiers:
         holds: list[Hold] = []
         offers = tiers.offer()
         try:
-            if (pool.lookup(needed.tolist()) < 0).any():
+            if not offers.keeps(needed) and (pool.lookup(needed.tolist()) < 0).any():
                 for layer in range(pool.layers):
                     holds.append(tiers.fetch(layer, needed))
                 for hold in holds:

@@ -49,17 +49,18 @@ class HostBackend:
         self.done()
         frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
         joined = [one for one in rows if one.decodes or one.together]
-        if not joined or frozen is not None or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
+        if not joined or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
             return HostAttention(setting, rows, frozen)
-        held = self._held.gather(joined)
+        if frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
+            return HostAttention(setting, rows, frozen)  # they move up in layers that leave out rows before them
+        held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
         together = set(map(id, held))
         left = [one for one in joined if id(one) not in together]
         found = resolved(setting, self.fixed, left, self._own_products) if left else {}
         if not held:
             return HostAttention(setting, rows, frozen, resolved=found)
-        others = [one for one in rows if id(one) not in together]
         own = JoinedRows(setting, self.fixed, held, self._own_products)
-        return HostAttention(setting, rows, frozen, others, own, found)
+        return HostAttention(setting, rows, frozen, together, own, found)
 
 
 @dataclass
@@ -69,8 +70,8 @@ class HostAttention:
     setting: Setting
     rows: list[RequestRows]
     frozen: FrozenRows | None = None
-    apart: list[RequestRows] | None = None  # rows that are served one request at a time; all by default
-    joined: JoinedRows | None = None  # the others
+    together: set[int] = field(default_factory=set)  # ids of the rows of ``joined``; others are served one by one
+    joined: JoinedRows | None = None
     resolved: dict[int, ResolvedRow] = field(default_factory=dict)  # of rows that are served apart, by request
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # frozen rows' keys and values by request
 
@@ -104,12 +105,11 @@ class HostAttention:
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
         start, together = 0, TogetherRows(self.setting)
-        for rows in self.rows if self.apart is None else self.apart:
+        for rows in self.rows:
             skipped = self._skipped(rows, layer)
-            first = rows.first if self.frozen is None else start  # frozen rows are left out
-            here = slice(first, first + rows.scheduled.length - (0 if skipped is None else int(skipped.sum())))
-            start = here.stop
-            if rows.result.error is not None or here.start == here.stop:
+            here = slice(start, start + rows.scheduled.length - (0 if skipped is None else int(skipped.sum())))
+            start = here.stop  # frozen rows are left out
+            if id(rows) in self.together or rows.result.error is not None or here.start == here.stop:
                 continue
             own = self.resolved.get(rows.scheduled.request_id)
             before = None if own is not None else tier_counts(rows)
@@ -216,6 +216,11 @@ class HostAttention:
         """Attention of ``q`` [heads, rows, head_dim], the rows before position ``stop``, whose keys are stored."""
         chosen = choose(self.setting, rows, layer, q, stop, spec)
         return finish(self.setting, chosen, spec, read(self.setting, chosen))
+
+
+def _earliest(frozen: FrozenRows, layers: int) -> int:
+    """The first row that skips a layer."""
+    return int((frozen.first < layers).nonzero()[0])
 
 
 def batches(rows: RequestRows, q: Tensor) -> bool:

@@ -2,7 +2,8 @@
 resident.
 
 The kernels choose, look up which blocks are resident, and read them. Where some are not, they say which before anything
-was stored or read; these are brought in, and the call goes on from there.
+was stored or read; these are brought in, and the call goes on from there. Of a ranking (``psa``) the first blocks are
+wanted, about as many as the last row read, and more where its rule goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
 from saccade.ops import cpu, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
-from saccade.selection.plan import BestBlocks
+from saccade.ops.tiered import FIRST_RANKED
+from saccade.selection.plan import BestBlocks, RankedBlocks, Reading
 
 
 class ResolvedRow:
@@ -65,13 +67,16 @@ class ResolvedRow:
                 clock.end("selection", share)
         self._kv.written(layer, self._start, self._start + 1)
         if layer == self.setting.spec.layers - 1:
-            self.plans.count(self.fixed, f"cpu/{cpu.isa()}", None)
+            assert self._planned is not None
+            self.plans.count(self.fixed, f"cpu/{cpu.isa()}", self._planned.ruled(0))
+            if self.fixed.plan.ruled:
+                self._kv.hints.update(enumerate(self._reach.tolist()))
 
     def _begin(self) -> None:
         """Bring summaries up to date, and plan all layers. The row counts as stored from here on."""
         kv, rows, before = self._kv, self.fixed.rows, tier_counts(self.fixed.rows)
         blocks = self.fixed.plan.blocks
-        assert isinstance(blocks, BestBlocks)
+        assert isinstance(blocks, BestBlocks | RankedBlocks)
         try:
             summaries = kv.summaries(blocks.summary, blocks.size)
         finally:
@@ -79,7 +84,9 @@ class ResolvedRow:
                 count_tiers(rows, before)
         codes = kv.summary_codes(blocks.summary, blocks.size)
         rows.result.tiers = rows.result.tiers or TierCounts()
-        self._home = Residence(self._ids, kv.pool.map_of(0), self._tiers.guard, self._most)
+        first = [kv.hints.get(layer, FIRST_RANKED) for layer in range(kv.layers)]
+        self._reach = np.array(first, dtype=np.int64)
+        self._home = Residence(self._ids, kv.pool.map_of(0), self._tiers.guard, self._most, self._reach)
         row = PlannedRow(rows.first, self._start, self._home.table, self.fixed.reads, summaries, codes, home=self._home)
         storage = kv.pool.storage
         self._planned = PlannedRows([row], storage.k, storage.v, self._own_products)
@@ -106,13 +113,16 @@ class ResolvedRow:
             return share
         chosen, before = time.perf_counter() - began, tiers.counts.copy()
         try:
-            with tiers.fetch(layer, self._ids[np.sort(self._home.blocks[:wanted])]):
-                tiers.opened(here, self._tail)
-                planned.run(*given)
+            while missing:
+                asked = wanted
+                with tiers.fetch(layer, self._ids[np.sort(self._home.blocks[:wanted])]):
+                    tiers.opened(here, self._tail)
+                    planned.run(*given)
+                wanted, missing = planned.wanted(0)  # more than was asked for where a rule goes on
+                if missing and wanted == asked:
+                    raise TierError(f"KV blocks of layer {layer} were brought in and are not there")
         finally:
             count_tiers(self.fixed.rows, before)
-        if planned.wanted(0)[1]:
-            raise TierError(f"KV blocks of layer {layer} were brought in and are not there")
         return chosen * share / (time.perf_counter() - began)
 
 
@@ -132,14 +142,18 @@ def resolved(
         fixed = plans.of_blocks(rows)
         if fixed is None:
             continue
-        most = max(_most(one, pool.format.block_size) for one in set(fixed.plan.layers) if isinstance(one, BestBlocks))
+        most = max(
+            _most(one, pool.format.block_size, len(rows.memory.kv.block_table)) for one in set(fixed.plan.layers)
+        )
         if most <= min(tiers.room_in(layer) for layer in range(pool.layers)):
             found[rows.scheduled.request_id] = ResolvedRow(setting, plans, fixed, most, own_products)
     return found
 
 
-def _most(reading: BestBlocks, page: int) -> int:
-    """Blocks of ``page`` tokens that a layer may want."""
+def _most(reading: Reading, page: int, blocks: int) -> int:
+    """Blocks of ``page`` tokens, of ``blocks``, that a layer may want."""
+    if not isinstance(reading, BestBlocks):
+        return blocks  # a rule may go on to the end
     size = reading.size
     each = max(1, size // page) if max(size, page) % min(size, page) == 0 else size // page + 2
     return reading.units * (reading.first + reading.last + reading.take) * each

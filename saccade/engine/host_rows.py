@@ -29,7 +29,7 @@ from saccade.methods.verified import Verified
 from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_plans, cpu_rows
 from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled, Shared
-from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, Summarized
+from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, RankedBlocks, Summarized
 
 PLANS = 4096  # of methods used last
 
@@ -85,7 +85,7 @@ class FixedPlans:
         if fixed is None:
             return None
         for reading in set(fixed.plan.layers):
-            if not isinstance(reading, BestBlocks) or rows.scheduled.stop <= reading.dense_upto:
+            if not isinstance(reading, BestBlocks | RankedBlocks) or rows.scheduled.stop <= reading.dense_upto:
                 return None
         return fixed
 

@@ -17,16 +17,17 @@ class HeldRows:
     def __init__(self) -> None:
         self._holds: list[Hold] = []
 
-    def gather(self, rows: list[RequestRows]) -> list[RequestRows]:
+    def gather(self, rows: list[RequestRows], others: list[RequestRows]) -> list[RequestRows]:
         """Those of ``rows`` that can share calls: all while nothing is absent, else those whose keys memory has room
-        for, in their order. The others are served by themselves, and read what they choose."""
+        for beside a layer's of each of ``others``, in their order. The others are served by themselves, and read what
+        they choose."""
         pool = rows[0].memory.kv.pool
         if pool.tiers is None or not pool.absent:
             return rows
         if isinstance(pool.tiers.tier, HostTier) and pool.tiers.tier.compute.mode != "device":
             return []  # what is absent may be attended where it lies
         least = LEAST_SLOTS * pool.layers if pool.layers_apart else LEAST_SLOTS
-        spare = max(least, pool.tiers.slots // SPARE)
+        spare = max([least, pool.tiers.slots // SPARE, *(len(one.memory.kv.block_table) for one in others)])
         together = []
         for one in rows:
             kv, before = one.memory.kv, tier_counts(one)

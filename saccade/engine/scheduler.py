@@ -102,7 +102,8 @@ class Scheduler:
                 continue
             batch.append((request, work))
             rows += work.length
-        return batch
+        # Rows that decode come first: layers that leave out rows of a prompt then leave them where they are (host.py).
+        return sorted(batch, key=lambda one: one[1].phase == "prefill")
 
     def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Whether the next step will most likely have the same requests, each with the token that the device

@@ -8,7 +8,7 @@ while the sequence keeps its block table.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -77,9 +77,10 @@ class BlockManager:
             raise SaccadeError(f"layers={layers} and logical_blocks={count} must both be at least 1")
         self.storage, self.layers, self.layers_apart = storage, layers, layers_apart
         self.rows = storage.format.kv_heads if heads_apart else 1
-        self.host_slots = torch.full((layers, self.rows, count), -1, dtype=torch.int32, device="cpu")
-        self.slots = self.host_slots.to(storage.device)  # the same tensor on a CPU
-        self._map = self.host_slots.numpy()
+        self._host_slots = torch.full((layers, self.rows, count), -1, dtype=torch.int32, device="cpu")
+        self.slots = self._host_slots.to(storage.device)  # the same tensor on a CPU
+        self._places = self._host_slots.numpy()
+        self.behind: Callable[[], None] | None = None  # writes down what a device has moved by itself
         self._free_slots = [list(range(storage.num_blocks - 1, -1, -1)) for _ in range(self.rows)]
         self._taken = np.zeros((self.rows, layers), dtype=np.int64)  # slots, by KV head and layer
         self.tiers: Tiers | HeadTiers | None = None
@@ -93,10 +94,39 @@ class BlockManager:
         self.keepers = Keepers(self._holders)
         self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
         self.step = 0
-        self.version = 0  # grows when a part of a held block changes its slot
+        self._version = 0
+        self.changes = 0  # of who has slots, by the host: what a device moves by itself is not counted
         self.absent = 0  # parts of held blocks that are not resident
         self._ids = 0
         self._newest = 0  # greatest number of a sequence that has held a block
+
+    @property
+    def host_slots(self) -> torch.Tensor:
+        """``slots`` on the host, what a device has moved included."""
+        self.catch_up()
+        return self._host_slots
+
+    @property
+    def version(self) -> int:
+        """Grows when a part of a held block changes its slot."""
+        self.catch_up()
+        return self._version
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether the device has a map of its own."""
+        return self.slots is not self._host_slots
+
+    def catch_up(self) -> None:
+        """Write down what a device has moved, if that waits (``behind``)."""
+        if self.behind is not None:
+            self.behind()
+
+    @property
+    def _map(self) -> np.ndarray:
+        """``host_slots`` as an array."""
+        self.catch_up()
+        return self._places
 
     @property
     def format(self) -> KVFormat:
@@ -191,7 +221,7 @@ class BlockManager:
         """Slots of blocks that only ``keepers`` hold. May be asked by any thread."""
         if not self.absent:
             return len(self.keepers.alone) * self.layers
-        return int((self._map[:, :, list(self.keepers.alone)] >= 0).sum()) // self.rows
+        return int((self._places[:, :, list(self.keepers.alone)] >= 0).sum()) // self.rows
 
     def allocate(self, count: int, owner: int) -> list[int]:
         """``count`` logical blocks for sequence ``owner``, resident in every layer unless there is a tier. Raises
@@ -206,6 +236,7 @@ class BlockManager:
                 f"{count} logical KV blocks wanted but {len(self._free)} of {self.logical_blocks} are free"
             )
         blocks = _take(self._free, count)
+        self.changes += 1
         if wanted <= self.free_slots and self._shares_leave(count):
             places = [np.array(_take(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
             self._map[:, :, blocks] = np.stack(places, 1)
@@ -257,6 +288,7 @@ class BlockManager:
                 freed.append(block)
         self.keepers.released(blocks, holder)
         if freed:
+            self.changes += 1
             if self.tiers is not None:
                 self.tiers.forget(freed)
             self.absent -= int((self._map[:, :, freed] < 0).sum())
@@ -314,6 +346,7 @@ class BlockManager:
 
     def taken(self, layer: int, row: int = 0) -> int:
         """Slots that parts of a layer lie in, of one KV head if they lie apart."""
+        self.catch_up()
         return int(self._taken[row, layer])
 
     def resident(self, layer: int, block: int, kv_head: int = 0) -> bool:
@@ -330,7 +363,7 @@ class BlockManager:
             raise SaccadeError(f"KV block {block} is not resident in layer {layer}: it cannot be evicted")
         self._vacate(layer, rows, list(blocks))
         self._publish(list(blocks))
-        self.version += 1
+        self._changed()
         self.absent += len(blocks) * len(rows)
 
     def admit(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
@@ -351,7 +384,7 @@ class BlockManager:
             for row in rows:
                 self.tiers.placed(layer, blocks, self._map[layer, row, blocks], row)
         self._publish(blocks)
-        self.version += 1
+        self._changed()
         self.absent -= len(blocks) * len(rows)
 
     @contextmanager
@@ -384,7 +417,7 @@ class BlockManager:
     def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, rows: np.ndarray) -> None:
         """A device has moved parts (numbers as in ``map_flat``, each of one of ``rows``) by itself: those of ``left``
         (-1: none) out of ``slots``, and ``came`` into them. Its own map says so already."""
-        flat, free = self._map.reshape(-1), left < 0
+        flat, free = self._places.reshape(-1), left < 0
         flat[left[~free]] = -1
         flat[came] = slots
         for parts, change in ((left[~free], -1), (came, 1)):
@@ -393,8 +426,12 @@ class BlockManager:
         for row in np.unique(rows[free]).tolist():
             gone = set(slots[free & (rows == row)].tolist())
             self._free_slots[row] = [slot for slot in self._free_slots[row] if slot not in gone]
-        self.version += 1
+        self._version += 1
         self.absent += len(left) - int(free.sum()) - len(came)
+
+    def _changed(self) -> None:
+        self._version += 1
+        self.changes += 1
 
     def _shares_leave(self, count: int) -> bool:
         """Whether each layer may take ``count`` slots more."""
@@ -419,13 +456,13 @@ class BlockManager:
 
     def _publish(self, blocks: list[int]) -> None:
         """Bring the device's map up to date for ``blocks``, in one transfer."""
-        if self.slots is self.host_slots:
+        if not self.mirrored:
             return
         if self._late is not None:
             self._late += blocks
             return
         index = torch.tensor(blocks, device="cpu")
-        changed = torch.cat([self.host_slots[:, :, index].flatten(0, 1), index[None].int()])
+        changed = torch.cat([self._host_slots[:, :, index].flatten(0, 1), index[None].int()])
         changed = sent(changed, self.slots.device)
         self.slots.flatten(0, 1).index_copy_(1, changed[-1].long(), changed[:-1])
 

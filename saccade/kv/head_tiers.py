@@ -104,11 +104,13 @@ class HeadTiers:
 
     def opened(self, layers: slice, blocks: Array) -> None:
         """See Tiers."""
-        state = self.pool.version, *(one.written for one in self.each)
+        state = self.pool.changes, *(one.written for one in self.each)
         if not any(state[1:]) or not len(blocks) or self._openings.seen(state, layers, blocks):
             return
-        slots = self.pool.map_flat().reshape(self._cells.shape)
-        stale = (self._cells[layers][:, :, blocks] > 0) & (slots[layers][:, :, blocks] >= 0)
+        resident = self.pool.map_flat().reshape(self._cells.shape)[layers][:, :, blocks] >= 0
+        if resident.all():
+            self._openings.note(layers, blocks)
+        stale = (self._cells[layers][:, :, blocks] > 0) & resident
         for row in np.nonzero(stale.any((0, 2)))[0].tolist():  # in most steps none
             self.each[row].opened(layers, blocks)
 

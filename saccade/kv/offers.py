@@ -3,9 +3,9 @@ afterwards.
 
 The host lists slots that may be taken, those that leave next first, by the replacement of Tiers; all of them are free,
 or hold parts that the host tier has too. Kernels (ops/triton/residency.py) take them in this order, passing over those
-that were used since they were listed, and note who took what. After the step the host takes this over into its own map.
-What changes on the host in between withdraws a slot from the list. KV heads that have slots of their own have a list
-each.
+that were used since they were listed, and note who took what. The host takes this over into its own map while the next
+step runs, or before it looks there. What changes on the host in between withdraws a slot from the list. KV heads that
+have slots of their own have a list each.
 """
 
 from __future__ import annotations
@@ -66,40 +66,62 @@ class Offers:
         self._pool, self._each = pool, np.arange(rows)[:, None]
         self.cell_bytes = tiers[0].tier.cell_bytes  # of a part
         self._rows = [Listed(one, self, row) for row, one in enumerate(tiers)]
+        self._owed: list[tuple[Listed, int, Array]] = []  # where a list was taken from, and for which parts
+        self._kept: tuple[bytes, int] | None = None  # blocks that no list has a slot of, and the map that says so
 
     def prepare(self, kept: Array, open_blocks: Array) -> None:
         """Before a step: have enough slots listed, none of them a slot of the blocks ``kept``, which the step needs
         throughout, and which are resident. ``open_blocks`` are written to."""
-        for row in self._rows:
-            row.refill(open_blocks)
-        slots = self._pool.lookup(kept.tolist())
-        listed = self.at[self._each, slots] >= 0  # as they were once before: most steps withdraw none
-        for number in np.nonzero(listed.any((0, 2)))[0].tolist():
-            self._rows[number].withdraw(slots[:, number].reshape(-1))
+        listed_anew = [row.refill(open_blocks) for row in self._rows]
+        if any(listed_anew) or not self.keeps(kept):
+            slots = self._pool.lookup(kept.tolist())
+            listed = self.at[self._each, slots] >= 0  # as they were once before: most steps withdraw none
+            for number in np.nonzero(listed.any((0, 2)))[0].tolist():
+                self._rows[number].withdraw(slots[:, number].reshape(-1))
+            self._kept = kept.tobytes(), self._pool.changes
         self._upload()
         for row in self._rows:
             row.tiers.tier.settle()
 
+    def keeps(self, kept: Array) -> bool:
+        """Whether the last step kept the same blocks, and the host has moved nothing since: they are resident."""
+        return self._kept == (kept.tobytes(), self._pool.changes)
+
     def settle(self) -> bool:
-        """After a step, which this waits for: take over what it did. Whether all that it asked for came."""
+        """After a step, which this waits for: count what it did. Whether all that it asked for came."""
         head = self._here([self.head.view(-1)])[0].reshape(self.head.shape).astype(np.int64)
         short = bool(head[:, SHORT].any())
         if short:
             self.head[:, SHORT] = 0
         moved = [(row, own, row.next, int(own[NEXT])) for row, own in zip(self._rows, head) if own[NEXT] > row.next]
         if moved:
-            self._take_over(moved)
+            self._owe(moved)
         for row, own in zip(self._rows, head):
             row.settle(own, short)
         return not short
 
-    def _take_over(self, moved: list[tuple[Listed, Array, int, int]]) -> None:
-        """Rows whose lists were taken from one place to another."""
-        taken = self._here([self.taken[row.number, start:stop] for row, _, start, stop in moved])
-        took = [row.took(start, own.astype(np.int64)) for (row, _, start, _), own in zip(moved, taken)]
-        numbers = np.repeat([row.number for row, *_ in moved], [len(came) for *_, came in took])
+    def catch_up(self) -> None:
+        """Take over into the host's map what the last step has moved."""
+        self._pool.behind = None
+        owed, self._owed = self._owed, []
+        if not owed:
+            return
+        took = [row.took(start, parts) for row, start, parts in owed]
+        numbers = np.repeat([row.number for row, *_ in owed], [len(came) for *_, came in took])
         slots, left, came = map(np.concatenate, zip(*took))
         self._pool.moved(slots, left, came, numbers)
+
+    def _owe(self, moved: list[tuple[Listed, Array, int, int]]) -> None:
+        """Rows whose lists were taken from one place to another. The map waits until the next step runs, or until
+        somebody looks there; but not where slots were free, or the device's map is the host's."""
+        self.catch_up()
+        taken = self._here([self.taken[row.number, start:stop] for row, _, start, stop in moved])
+        self._owed = [(row, start, own.astype(np.int64)) for (row, _, start, _), own in zip(moved, taken)]
+        waits = [row.count(start, parts) for row, start, parts in self._owed]
+        if all(waits) and self._pool.mirrored:
+            self._pool.behind = self.catch_up
+        else:
+            self.catch_up()
 
     def _here(self, parts: list[Tensor]) -> list[Array]:
         """int32 [n] each, on the host, good until the next call: all are waited for once."""
@@ -140,6 +162,7 @@ class Listed:
         self._at = offers.at[row]
         self.next = self._seen = 0  # how far it is taken; the stamp of the last listing
         self._left = 0  # listed, and neither taken, nor passed over, nor withdrawn
+        self._owed = 0  # the same, of which the last step has had some
         self._spent = 0  # of a list, by a step: about the most of late
         self._told = np.zeros(WORDS, dtype=np.int64)
         self._withdrawn: list[Array] = []
@@ -159,12 +182,14 @@ class Listed:
         """The tier keeps ``parts`` elsewhere, or no more."""
         self._changed.append(parts)
 
-    def refill(self, open_blocks: Array) -> None:
-        """Have enough slots listed."""
+    def refill(self, open_blocks: Array) -> bool:
+        """Have enough slots listed. Whether the list is a new one."""
         few, least = (len(self._slots) // share for share in REFILL)
-        if self._left <= min(few, max(least, STEPS * self._spent)):
-            self._list()
-            self.tiers.opened(slice(None), open_blocks)
+        if self._left - self._owed > min(few, max(least, STEPS * self._spent)):
+            return False
+        self._list()
+        self.tiers.opened(slice(None), open_blocks)
+        return True
 
     def changes(self) -> tuple[list[Array], list[Array]]:
         """What has changed since this was last asked: places of the list that are withdrawn, and parts with their
@@ -177,6 +202,14 @@ class Listed:
         cells = self.tiers.gatherable(self.tiers._cell[self.tiers.of_numbers(parts)])
         return withdrawn, [np.stack([parts, cells.astype(np.int64)])]
 
+    def count(self, start: int, parts: Array) -> bool:
+        """Count what :meth:`took` is to take over. Whether that may wait."""
+        tiers, used = self.tiers, parts >= 0
+        self._owed, gone = len(parts), self._parts[start : start + len(parts)][used] >= 0
+        tiers.counts.evicted += int(gone.sum())
+        tiers.counts.bytes_read += len(gone) * tiers.tier.cell_bytes
+        return bool(gone.all()) and not tiers.debug
+
     def took(self, start: int, parts: Array) -> tuple[Array, Array, Array]:
         """The device has taken the list from ``start`` on, for ``parts`` (-1: passed over). Of those that were taken:
         the slots, the parts that have left them (-1: none), and those that came. In debug mode SaccadeError where a
@@ -184,14 +217,13 @@ class Listed:
         tiers, used = self.tiers, np.nonzero(parts >= 0)[0]
         passed = self._slots[start : start + len(parts)]
         self._left -= int((self._at[passed] >= 0).sum())
+        self._owed = 0
         self._at[passed] = -1
         slots, left, came = passed[used], self._parts[start + used], parts[used]
         if tiers.debug and not tiers.owns(came):
             raise SaccadeError("a device has brought in KV of other blocks than it was asked for")
         tiers.wanted(came)
         tiers._turn.place(slots, came)
-        tiers.counts.evicted += int((left >= 0).sum())
-        tiers.counts.bytes_read += len(came) * tiers.tier.cell_bytes
         return slots, left, came
 
     def settle(self, head: Array, short: bool) -> None:
@@ -208,6 +240,7 @@ class Listed:
     def _list(self) -> None:
         """Make a new list."""
         tiers = self.tiers
+        tiers.pool.catch_up()
         stamp = self._stamp.cpu().numpy()
         used = np.nonzero(stamp >= self._seen)[0]
         if tiers.policy == "lru":

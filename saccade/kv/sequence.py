@@ -100,6 +100,11 @@ class SequenceKV:
         reserved: SaccadeError otherwise."""
         return self._table.slot_mapping(start, stop)
 
+    @property
+    def hints(self) -> dict[int, int]:
+        """See TieredView."""
+        return self._hints
+
     def missing_blocks(self, tokens: int) -> int:
         """Slots that must still be allocated before ``tokens`` tokens fit: for new blocks, and for the copy of a shared
         block that would be written to."""

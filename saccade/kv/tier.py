@@ -130,18 +130,24 @@ class Tier(Protocol):
 
 
 class Openings:
-    """Which blocks were opened already, so that a step that opens the same ones again looks at no map. What counts is
-    forgotten once ``state`` (of residency and cells) is another."""
+    """Which blocks were opened while all of them were resident, so that a step that opens the same ones again looks at
+    no map. All is forgotten once ``state`` (of what the host has moved, and of cells) is another: what a device moves
+    by itself are parts with cells, which these have none of."""
 
     def __init__(self) -> None:
         self._state: tuple[int, ...] = ()
         self._seen: set[tuple[int | None, int | None, bytes]] = set()
 
     def seen(self, state: tuple[int, ...], layers: slice, blocks: np.ndarray[Any, Any]) -> bool:
-        """Whether ``blocks`` of ``layers`` were asked about in this state before; from now on they were."""
+        """Whether ``blocks`` of ``layers`` were opened in this state before."""
         if state != self._state:
             self._state, self._seen = state, set()
-        key = layers.start, layers.stop, blocks.tobytes()
-        found = key in self._seen
-        self._seen.add(key)
-        return found
+        return self._key(layers, blocks) in self._seen
+
+    def note(self, layers: slice, blocks: np.ndarray[Any, Any]) -> None:
+        """They are now, and all resident."""
+        self._seen.add(self._key(layers, blocks))
+
+    @staticmethod
+    def _key(layers: slice, blocks: np.ndarray[Any, Any]) -> tuple[int | None, int | None, bytes]:
+        return layers.start, layers.stop, blocks.tobytes()

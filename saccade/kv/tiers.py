@@ -174,10 +174,13 @@ class Tiers(PartCells):
         if (
             not self._stored
             or not len(blocks)
-            or self._openings.seen((self.pool.version, self.written), layers, blocks)
+            or self._openings.seen((self.pool.changes, self.written), layers, blocks)
         ):
             return
-        stale = (self._cell[layers][:, blocks] > 0) & (self.pool.map_of(self.row)[layers][:, blocks] >= 0)
+        resident = self.pool.map_of(self.row)[layers][:, blocks] >= 0
+        if resident.all():
+            self._openings.note(layers, blocks)
+        stale = (self._cell[layers][:, blocks] > 0) & resident
         for at in np.nonzero(stale.any(1))[0].tolist():
             self._drop_cells(range(self.pool.layers)[layers][at], blocks[stale[at]])
 

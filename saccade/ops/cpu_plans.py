@@ -88,13 +88,16 @@ class Residence:
     """Where the blocks ``ids`` (int64) of a sequence lie some of which may be in no slot: ``slots`` int32 [layers,
     blocks of the pool], -1 for none, of which kernels see what it is when they run. ``nowhere``: a slot that nothing
     lies in; ``most``: blocks that a layer may want. What a layer wanted, int64: ``blocks`` of the sequence, each once,
-    and their ``slots``."""
+    and their ``slots``. ``reach`` int64 [layers], for stopping rules: ranked blocks that a layer wants at first, and
+    afterwards what the next row is to begin with."""
 
-    def __init__(self, ids: Array, slots: Array, nowhere: int, most: int) -> None:
+    def __init__(self, ids: Array, slots: Array, nowhere: int, most: int, reach: Array | None = None) -> None:
         layers, parts = slots.shape
+        if reach is not None and (reach.dtype != np.int64 or reach.shape != (layers,) or not reach.flags.c_contiguous):
+            raise SaccadeError(f"reach must be int64 [{layers}], contiguous")
         if slots.strides[1] != 4 or ids.dtype != np.int64 or not ids.flags.c_contiguous or ids.max() >= parts:
             raise SaccadeError(f"ids must be int64 blocks of {parts}, and slots int32 with contiguous rows")
-        self._kept = ids, slots
+        self._kept = ids, slots, reach
         self._table = np.full(len(ids), nowhere, dtype=np.int32)
         self.table = torch.from_numpy(self._table).expand(layers, 1, -1)
         self.blocks, self.slots = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
@@ -108,6 +111,7 @@ class Residence:
             blocks=self.blocks.ctypes.data,
             slots=self.slots.ctypes.data,
             room=most,
+            reach=0 if reach is None else reach.ctypes.data,
         )
 
 
