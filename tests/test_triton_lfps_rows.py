@@ -17,7 +17,7 @@ from saccade.methods.lfps.method import LFPSState
 from saccade.methods.lfps.recorded import RecordedTables
 from saccade.methods.lfps.tables import ScoreTables, join_blocks
 from saccade.methods.lfps.triton_row_learning import take_in
-from saccade.ops.triton import batched_best, best_near
+from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_rows import LayerRows, listed
 from saccade.ops.triton.decode import Pages
 
@@ -56,14 +56,13 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
     return sorted(torch.sort(ranks, descending=True, stable=True).indices[: max(0, take)].tolist())
 
 
-@pytest.mark.parametrize("short", [0, 8], ids=["by parts", "by one program"])
+@pytest.mark.parametrize(("held", "parts"), [(64, 3), (512, 1), (512, 3)], ids=["lists read", "held", "held by parts"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
+def test_what_is_foreseen_chosen_learnt_and_read(options, held, parts, monkeypatch):
+    monkeypatch.setattr(triton_row_choice, "processors", lambda device: 64)
     for module, sizes in (
         (triton_row_candidates, {"SPAN": 256, "TILE": 16}),
-        (triton_row_choice, {"KEYS": 16}),
-        (batched_best, {"SPAN": 64, "SHORT": short}),
-        (best_near, {"SAMPLE": 16}),
+        (triton_row_choice, {"KEYS": 16, "SPAN": 64, "HELD": held, "MOST_PARTS": parts}),
     ):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)

@@ -78,17 +78,18 @@ class ForeseenKeys(OwnReading):
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
+        from saccade.ops.triton.beside import Beside
 
-        units = self.units
+        units, beside = self.units, Beside(rows.q.device)
+        blocks = best_blocks(rows, units, self.size, beside) if self.size else None
         seen = scan(rows, units, take_in(rows, units))
         idle, instead = bypasses(rows)
-        blocks = best_blocks(rows, units, self.size) if self.size else None
+        beside.join()
         found = candidates(rows, units, seen, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
-        out, lse = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
-        scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
+        out, lse, scored = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
         return LayerRead(out, lse, chosen.lists, None, scored)
 
 

@@ -52,10 +52,12 @@ def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: 
     parts = triton.cdiv(words, TILE)
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
+    # Marked blocks may come from a stream beside: the launch waits for both.
     _mark[(parts, units, count)](
         rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
         rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
-        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4,
+        **launched(device, early=blocks is None),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)

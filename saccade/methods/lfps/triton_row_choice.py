@@ -12,16 +12,18 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_candidates import Found
 from saccade.methods.lfps.triton_row_words import pointer, static
-from saccade.ops.triton import batched_best
-from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
+from saccade.ops.triton.best_parts import bounds_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists, even_splits
-from saccade.ops.triton.radix_select import taken_of
+from saccade.ops.triton.radix_select import least_held, least_taken, ordered_bits, taken_of
 
 KEYS = 32  # whose values are read in one go
-USUAL = 1 << 13  # candidates
+HELD = 16384  # candidates whose ranks a program holds, at most
+USUAL = 12  # keys for each of those that it holds
+SPAN = 4096  # candidates that a program takes in one go
+WARPS = 16
+MOST_PARTS = 8  # programs that take a list
 
 
 class Chosen(NamedTuple):
@@ -36,23 +38,24 @@ class Chosen(NamedTuple):
 
 def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, room: int) -> Chosen:
     """The forced keys and the best candidates, by ``ranks`` [rows, units, n] of the entries of ``found.lists``, and of
-    heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them."""
+    heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them. Where lists
+    are few, several programs take each; every one finds the least that is taken for itself."""
     device, count = rows.q.device, rows.count
-    room = min(room, rows.pages.longest)
+    longest = rows.pages.longest
+    room = min(room, longest)
     lists, each = count * rows.heads, rows.heads // units
-    best = find_best(ranks, found.bounds, None, USUAL)
+    parts = max(1, min(2 * processors(device) // (count * units), MOST_PARTS, triton.cdiv(longest, SPAN)))
     starts = torch.empty(lists, dtype=torch.int64, device=device)
     counts = torch.empty(lists, dtype=torch.int32, device=device)
     indices = torch.empty(count * units, room, dtype=torch.int32, device=device)
     taken = torch.empty(lists, room, dtype=torch.float32, device=device)
-    sums = torch.empty(lists, 3, best.parts, dtype=torch.float32, device=device)
+    sums = torch.empty(lists, 3, parts, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(each)
-    _take[(best.parts, units, count)](
-        logits, ranks, found.bounds, best.words, best.taken, found.lists.counts, found.lists.indices, rows.words,
-        rows.pages.lengths, idle, starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
-        UNITS=units, EACH=each, EACH_PAD=padded, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
-        SPAN=batched_best.SPAN, CHUNK=max(16, batched_best.SPAN // min(padded, 4)), num_warps=8, maxnreg=64,
-        **launched(device),
+    _take[(parts, units, count)](
+        logits, ranks, found.bounds, found.lists.counts, found.lists.indices, rows.words, rows.pages.lengths, idle,
+        starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
+        UNITS=units, EACH=each, EACH_PAD=padded, HELD=min(HELD, pad(triton.cdiv(longest, USUAL), 1024)),
+        SPAN=SPAN, CHUNK=max(16, SPAN // min(padded, 4)), num_warps=WARPS, maxnreg=64, **launched(device),
     )  # fmt: skip
     return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, sums)
 
@@ -85,6 +88,33 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tu
 
 
 @triton.jit
+def _least_of(line, first, stop, begins, wanted, between, HELD: tl.constexpr, SPAN: tl.constexpr):
+    """Bits of the least rank taken of a list, how many that equal it are, and of the entries before ``begins`` how
+    many equal it and how many are taken. Where all are taken, 0 bits and as many as may equal them."""
+    bound, spare = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)
+    level, above = tl.full([], 0, tl.int32), begins - first
+    if wanted < between:
+        above = tl.full([], 0, tl.int32)
+        if between <= HELD:
+            number = first + tl.arange(0, HELD)
+            order = ordered_bits(tl.load(line + number, mask=number < stop, other=0.0) + 0.0)
+            order = tl.where(number < stop, order, 0)
+            bound, spare = least_held(order, wanted)
+            if begins > first:
+                above = tl.sum(((order > bound) & (number < begins)).to(tl.int32), 0)
+                level = tl.sum(((order == bound) & (number < begins)).to(tl.int32), 0)
+        else:
+            bound, spare = least_taken(line, first, stop, stop, stop, wanted, SPAN)
+            for start in tl.range(first, begins, SPAN):
+                number = start + tl.arange(0, SPAN)
+                order = ordered_bits(tl.load(line + number, mask=number < begins, other=0.0) + 0.0)
+                above += tl.sum(((order > bound) & (number < begins)).to(tl.int32), 0)
+                level += tl.sum(((order == bound) & (number < begins)).to(tl.int32), 0)
+        above += tl.minimum(level, spare)
+    return bound, spare, level, above
+
+
+@triton.jit
 def _put(
     number, chosen, to, ids, out, keys, lines, line, top, weight, own, reads, first, learnt, width, room,
     LEARNS: tl.constexpr,
@@ -112,8 +142,6 @@ def _put(
         "logits",
         "ranks",
         "bounds",
-        "known",
-        "counted",
         "sizes",
         "found",
         "words",
@@ -127,10 +155,10 @@ def _put(
     ],
 )
 def _take(
-    logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums,
-    word_row, width, room,
-    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
-    SPAN: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    logits, ranks, bounds, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums, word_row, width,
+    room,
+    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a unit's candidates those that are taken, and of its forced keys some."""
     begin(EARLY)
@@ -164,11 +192,9 @@ def _take(
         top = tl.full([EACH_PAD], float("-inf"), tl.float32)
         weight, learns = tl.zeros([EACH_PAD], tl.float32), tl.zeros([EACH_PAD], tl.float32)
         at = tl.arange(0, CHUNK)
-        begins, ends = part_at(first, stop, part, SPAN)
+        begins, ends = part_at(first, stop, part, CHUNK)
         if (wanted > 0) & (begins < ends):
-            bound, spare, level, placed = known_at(
-                known, counted, entry, part, begins - first, wanted, between, PARTS, WORDS
-            )
+            bound, spare, level, placed = _least_of(line, first, stop, begins, wanted, between, HELD, SPAN)
             placed += first
             for start in tl.range(begins, ends, CHUNK):
                 number = start + at
