@@ -18,7 +18,7 @@ from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, even_splits
 from saccade.ops.triton.radix_select import least_held, least_taken, ordered_bits, taken_of
 
-KEYS = 32  # whose values are read in one go
+KEYS, BUSY = 32, 6  # keys whose values are read in one go; programs for each processor that do
 HELD = 16384  # candidates whose ranks a program holds, at most
 USUAL = 12  # keys for each of those that it holds
 SPAN = 4096  # candidates that a program takes in one go
@@ -69,7 +69,7 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tu
         rows.watch.begin("attention")
     head_dim, device, room = rows.q.shape[2], rows.q.device, chosen.lists.longest
     each, counted = rows.heads // units, chosen.sums.shape[2]
-    splits = even_splits(rows.count * units, 6 * processors(device), max(1, min(-(-room // (4 * KEYS)), 128)))
+    splits = even_splits(rows.count * units, BUSY * processors(device), max(1, min(-(-room // (4 * KEYS)), 128)))
     parts = torch.empty(rows.count, units, splits, each, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows.count, rows.heads, dtype=torch.float32, device=device)
     _read[(splits, units, rows.count)](

@@ -15,7 +15,7 @@ from saccade.selection.plan import BestBlocks, RankedBlocks
 
 MOST_COMPARED = 1 << 28  # pairs of blocks
 CHUNK = 256  # blocks that are compared with each other
-TILE = 64  # blocks of a program
+TILE, OTHERS, WARPS = 64, 64, 4  # blocks of a program, and how many it compares them with in one go
 
 
 def rank_blocks(
@@ -74,7 +74,7 @@ def _launch(
     takes = take is None or (isinstance(choice, BestBlocks) and choice.take > 0)
     shape = {
         "ALL": take is None, "UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last,
-        "AFTER_FULL": choice.after_full, "CHUNK": CHUNK, "TILE": TILE, "num_warps": 4, **launched(scores.device),
+        "AFTER_FULL": choice.after_full, "CHUNK": CHUNK, "TILE": TILE, "num_warps": WARPS, **launched(scores.device),
     }  # fmt: skip
     numbers = pages.lengths, dense_upto if take is None else take, dense_upto  # unused pointers are pointers, too
     width = triton.cdiv(blocks, CHUNK) * CHUNK
@@ -82,7 +82,7 @@ def _launch(
     grid = (triton.cdiv(blocks, TILE), units, rows)
     _order[grid](
         scores, *numbers, always, sorts, counts, blocks, longest, width, TAKES=takes,
-        LISTED=triton.next_power_of_2(longest), OTHERS=128, **shape,
+        LISTED=triton.next_power_of_2(longest), OTHERS=OTHERS, **shape,
     )  # fmt: skip
     if takes:
         _rank[grid](

@@ -16,7 +16,8 @@ from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, p
 from saccade.ops.triton.decode import KeyLists
 from saccade.ops.triton.radix_select import taken_of
 
-KEYS = 64  # scored in one go
+KEYS, WARPS, STAGES = 64, 4, 3  # keys scored in one go
+BUSY = 16  # programs for each processor
 
 
 def score_keys(
@@ -52,7 +53,7 @@ def score_heads(
     programs = kv_heads if lists is None else max(units, kv_heads)  # heads that score the same keys share a program
     per, each = heads // programs, heads // units
     scores = torch.empty(count, heads, width, dtype=torch.float32, device=device)
-    splits = max(1, min(triton.cdiv(width, KEYS), triton.cdiv(16 * processors(device), programs * count)))
+    splits = max(1, min(triton.cdiv(width, KEYS), triton.cdiv(BUSY * processors(device), programs * count)))
     none = rows.pages.lengths
     sums = torch.empty(count, heads, splits, 2, dtype=torch.float32, device=device) if each > 1 else scores
     _score[(splits, programs, count)](
@@ -87,7 +88,8 @@ def score_heads(
         SUMS=each > 1,
         CAPPED=rows.softcap is not None,
         PRECISION=precision(q.dtype),
-        num_warps=4,
+        num_warps=WARPS,
+        num_stages=STAGES,
         **launched(device),
     )
     if each == 1:
