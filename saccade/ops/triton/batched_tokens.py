@@ -287,6 +287,40 @@ def _vote(
         tl.store(to + start + at, total / EACH, mask=inside)
 
 
+@triton.jit
+def put_best(
+    scores, bounds, lengths, words, taken, counts, indices, score_row, score_unit, room,
+    UNITS: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """One part of a unit's list, as :func:`choose_keys` says; programs are (part, unit, row)."""
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = row * UNITS + unit
+    length = tl.load(lengths + row)
+    first, last, low, high, wanted, between = bounds_at(bounds, entry, UNITS)
+    hop = tl.num_programs(0) * SPAN
+    at = tl.arange(0, SPAN)
+    out = indices + entry.to(tl.int64) * room
+    for start in tl.range(part * SPAN, first, hop):
+        tl.store(out + start + at, start + at, mask=start + at < first)
+    out += first
+    begins, ends = part_at(first, last, part, SPAN)
+    if (wanted > 0) & (begins < ends):
+        seen = begins - first - tl.maximum(tl.minimum(high, begins) - low, 0)
+        bound, spare, level, placed = known_at(words, taken, entry, part, seen, wanted, between, PARTS, WORDS)
+        line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
+        for start in tl.range(begins, ends, SPAN):
+            key = start + at
+            chosen = (key < ends) & ((key < low) | (key >= high))
+            chosen, level = taken_of(line, key, chosen, bound, spare, level)
+            tl.store(out + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
+            placed += tl.sum(chosen.to(tl.int32), 0)
+    out += wanted
+    for start in tl.range(last + part * SPAN, length, hop):
+        tl.store(out + start - last + at, start + at, mask=start + at < length)
+    if part == 0:
+        tl.store(counts + entry, first + wanted + length - last)
+
+
 @triton.jit(
     do_not_specialize=["score_row", "score_unit", "room"],
     do_not_specialize_on_alignment=["bounds", "lengths", "active", "words", "taken", "counts", "indices"],
@@ -297,33 +331,11 @@ def _list(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    entry = row * UNITS + unit
     mine = 1
     if CHOSEN:
-        mine = tl.load(active + entry).to(tl.int32)
+        mine = tl.load(active + tl.program_id(2) * UNITS + tl.program_id(1)).to(tl.int32)
     if mine != 0:
-        length = tl.load(lengths + row)
-        first, last, low, high, wanted, between = bounds_at(bounds, entry, UNITS)
-        hop = tl.num_programs(0) * SPAN
-        at = tl.arange(0, SPAN)
-        out = indices + entry.to(tl.int64) * room
-        for start in tl.range(part * SPAN, first, hop):
-            tl.store(out + start + at, start + at, mask=start + at < first)
-        out += first
-        begins, ends = part_at(first, last, part, SPAN)
-        if (wanted > 0) & (begins < ends):
-            seen = begins - first - tl.maximum(tl.minimum(high, begins) - low, 0)
-            bound, spare, level, placed = known_at(words, taken, entry, part, seen, wanted, between, PARTS, WORDS)
-            line = scores + row.to(tl.int64) * score_row + unit.to(tl.int64) * score_unit
-            for start in tl.range(begins, ends, SPAN):
-                key = start + at
-                chosen = (key < ends) & ((key < low) | (key >= high))
-                chosen, level = taken_of(line, key, chosen, bound, spare, level)
-                tl.store(out + placed + tl.cumsum(chosen.to(tl.int32), 0) - 1, key, mask=chosen)
-                placed += tl.sum(chosen.to(tl.int32), 0)
-        out += wanted
-        for start in tl.range(last + part * SPAN, length, hop):
-            tl.store(out + start - last + at, start + at, mask=start + at < length)
-        if part == 0:
-            tl.store(counts + entry, first + wanted + length - last)
+        put_best(
+            scores, bounds, lengths, words, taken, counts, indices, score_row, score_unit, room, UNITS, PARTS, WORDS,
+            SPAN,
+        )  # fmt: skip
