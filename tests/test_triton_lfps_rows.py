@@ -79,7 +79,8 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, held, parts, monkeypat
     found = triton_row_candidates.candidates(rows, units, seen, idle, marked, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
-    chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)
+    made = triton_row_choice.Room.of(rows, units, LONGEST)
+    chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, made)
     parts, lse = triton_row_choice.read_values(rows, units, chosen, idle)
     out = parts.sum(2).view(3, HEADS, 16)
     assert chosen.lists.counts[:HEADS].tolist() == [0] * HEADS

@@ -36,25 +36,54 @@ class Chosen(NamedTuple):
     sums: Tensor
 
 
-def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, room: int) -> Chosen:
+class Room(NamedTuple):
+    """What the rows of a step are read into: ``starts`` int64 and ``counts`` int32 [rows * heads], ``indices`` int32
+    [rows * units, room], ``out`` like the queries, ``lse`` float32 [rows, heads], ``scored`` float64 [rows]."""
+
+    starts: Tensor
+    counts: Tensor
+    indices: Tensor
+    out: Tensor
+    lse: Tensor
+    scored: Tensor
+
+    @classmethod
+    def of(cls, rows: LayerRows, units: int, room: int) -> Room:
+        device, lists = rows.q.device, rows.count * rows.heads
+        return cls(
+            torch.empty(lists, dtype=torch.int64, device=device),
+            torch.empty(lists, dtype=torch.int32, device=device),
+            torch.empty(rows.count * units, min(room, rows.pages.longest), dtype=torch.int32, device=device),
+            torch.empty(rows.q.shape, dtype=rows.q.dtype, device=device),
+            torch.empty(rows.count, rows.heads, dtype=torch.float32, device=device),
+            torch.empty(rows.count, dtype=torch.float64, device=device),
+        )
+
+    def part(self, begin: int, end: int) -> Room:
+        """That of the rows ``begin .. end - 1``; starts of lists count from the first of all rows' entries."""
+        rows = len(self.scored)
+        return Room(*(each[begin * len(each) // rows : end * len(each) // rows] for each in self))
+
+
+def choose(
+    rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, made: Room, ahead: int = 0
+) -> Chosen:
     """The forced keys and the best candidates, by ``ranks`` [rows, units, n] of the entries of ``found.lists``, and of
-    heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them. Where lists
-    are few, several programs take each; every one finds the least that is taken for itself."""
+    heads that rest their sinks, to ``made``; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them.
+    ``ahead`` rows lie before these in what is made for all. Where lists are few, several programs take each; every one
+    finds the least that is taken for itself."""
     device, count = rows.q.device, rows.count
     longest = rows.pages.longest
-    room = min(room, longest)
+    room, starts, counts, indices = made.indices.shape[1], made.starts, made.counts, made.indices
     lists, each = count * rows.heads, rows.heads // units
     parts = max(1, min(2 * processors(device) // (count * units), MOST_PARTS, triton.cdiv(longest, SPAN)))
-    starts = torch.empty(lists, dtype=torch.int64, device=device)
-    counts = torch.empty(lists, dtype=torch.int32, device=device)
-    indices = torch.empty(count * units, room, dtype=torch.int32, device=device)
     taken = torch.empty(lists, room, dtype=torch.float32, device=device)
     sums = torch.empty(lists, 3, parts, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(each)
     _take[(parts, units, count)](
         logits, ranks, found.bounds, found.lists.counts, found.lists.indices, rows.words, rows.pages.lengths, idle,
         starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
-        UNITS=units, EACH=each, EACH_PAD=padded, HELD=min(HELD, pad(triton.cdiv(longest, USUAL), 1024)),
+        ahead * units, UNITS=units, EACH=each, EACH_PAD=padded, HELD=min(HELD, pad(triton.cdiv(longest, USUAL), 1024)),
         SPAN=SPAN, CHUNK=max(16, SPAN // min(padded, 4)), num_warps=WARPS, maxnreg=64, **launched(device),
     )  # fmt: skip
     return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, sums)
@@ -137,7 +166,7 @@ def _put(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "width", "room"],
+    do_not_specialize=["word_row", "width", "room", "ahead"],
     do_not_specialize_on_alignment=[
         "logits",
         "ranks",
@@ -156,7 +185,7 @@ def _put(
 )
 def _take(
     logits, ranks, bounds, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums, word_row, width,
-    room,
+    room, ahead,
     UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr,
     CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +247,7 @@ def _take(
         tl.store(sums + (head * 3 + 1) * parts + part, weight, mask=mine)
         tl.store(sums + (head * 3 + 2) * parts + part, learns, mask=mine)
         if part == 0:
-            tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64) + entry * room, mask=mine)
+            tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64) + (entry + ahead) * room, mask=mine)
             tl.store(counts + head, reads, mask=mine)
             marks = pointer(own, 24, tl.int64) + unit * 4
             tl.store(marks, length.to(tl.int64))

@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Beside:
-    """Launches within ``with`` run beside those that follow it, until :meth:`join`. What they read and write must have
-    been made before, and is to be handed to :meth:`keep`. The first launch within, and the first after joining, wait
-    for others than the one before them and must not begin early (``common.launched(early=False)``). Elsewhere than on
-    a GPU nothing is different."""
+    """Launches within ``with`` run beside those that follow it, until :meth:`join`. What they share with others must
+    have been made before, and is to be handed to :meth:`keep`. The first launch within, and the first after joining,
+    wait for others than the one before them and must not begin early (``common.launched(early=False)``). Elsewhere
+    than on a GPU nothing is different. ``ahead``: its programs go first, else those of the stream it left."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._kept = device, list[Tensor]()
+    def __init__(self, device: torch.device, ahead: bool = True) -> None:
+        self._device, self._ahead, self._kept = device, ahead, list[Tensor]()
         self._within: torch.cuda.StreamContext | None = None
 
     def keep(self, *tensors: Tensor) -> None:
@@ -25,7 +25,7 @@ class Beside:
 
     def __enter__(self) -> Beside:
         if self._device.type == "cuda":
-            stream = _stream(self._device)
+            stream = _stream(self._device, self._ahead)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             self._within = torch.cuda.stream(stream)
             self._within.__enter__()
@@ -42,11 +42,11 @@ class Beside:
     def join(self) -> None:
         """What follows waits for what ran beside."""
         if self._within is not None:
-            torch.cuda.current_stream(self._device).wait_stream(_stream(self._device))
+            torch.cuda.current_stream(self._device).wait_stream(_stream(self._device, self._ahead))
         self._kept.clear()
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Ahead of others: its programs are few, and big ones find no room where small ones always come first."""
-    return torch.cuda.Stream(device, priority=-1)
+def _stream(device: torch.device, ahead: bool) -> torch.cuda.Stream:
+    """Big programs find no room where small ones always come first: who has few of them goes ahead."""
+    return torch.cuda.Stream(device, priority=-1 if ahead else 0)
