@@ -17,7 +17,7 @@ from saccade.methods.lfps.method import LFPSState
 from saccade.methods.lfps.recorded import RecordedTables
 from saccade.methods.lfps.tables import ScoreTables, join_blocks
 from saccade.methods.lfps.triton_row_learning import take_in
-from saccade.ops.triton import batched_best
+from saccade.ops.triton import batched_best, best_near
 from saccade.ops.triton.batched_rows import LayerRows, listed
 from saccade.ops.triton.decode import Pages
 
@@ -56,13 +56,14 @@ def best_by_sorting(ranks: torch.Tensor, take: int) -> list[int]:
     return sorted(torch.sort(ranks, descending=True, stable=True).indices[: max(0, take)].tolist())
 
 
-@pytest.mark.parametrize(("held", "parts"), [(64, 3), (512, 1), (512, 3)], ids=["lists read", "held", "held by parts"])
+@pytest.mark.parametrize("short", [0, 8], ids=["by parts", "by one program"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_is_foreseen_chosen_learnt_and_read(options, held, parts, monkeypatch):
-    monkeypatch.setattr(triton_row_choice, "processors", lambda device: 64)
+def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     for module, sizes in (
         (triton_row_candidates, {"SPAN": 256, "TILE": 16}),
-        (triton_row_choice, {"KEYS": 16, "SPAN": 64, "HELD": held, "MOST_PARTS": parts}),
+        (triton_row_choice, {"KEYS": 16}),
+        (batched_best, {"SPAN": 64, "SHORT": short}),
+        (best_near, {"SAMPLE": 16}),
     ):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
@@ -79,8 +80,7 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, held, parts, monkeypat
     found = triton_row_candidates.candidates(rows, units, seen, idle, marked, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
-    made = triton_row_choice.Room.of(rows, units, LONGEST)
-    chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, made)
+    chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)
     parts, lse = triton_row_choice.read_values(rows, units, chosen, idle)
     out = parts.sum(2).view(3, HEADS, 16)
     assert chosen.lists.counts[:HEADS].tolist() == [0] * HEADS

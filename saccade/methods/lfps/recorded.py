@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 AHEAD = 1024  # keys that room is made for at a time
 MOST_PROBES = 128
-HALVES = True  # of a step's rows, side by side
-HELD = 16384  # blocks that one program searches (triton_row_blocks.HELD)
 BYPASSES = ("sink", "sink_mean", "mean")
 
 
@@ -73,46 +71,24 @@ class ForeseenKeys(OwnReading):
         return Known("tokens", 0, estimated, exact, chooses=True)
 
     def read(self, rows: Any) -> Any:
-        """Half of the rows at a time, on two streams: while one half waits for answers, the other reads."""
-        from saccade.methods.lfps.triton_row_choice import Room
-        from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.beside import Beside
-        from saccade.ops.triton.decode import KeyLists
-
-        made, count = Room.of(rows, self.units, self.room.upto(rows.pages.longest)), rows.count
-        # Programs that search a long list together count in one place, which two streams must not share.
-        halves = HALVES and count > 1 and rows.watch is None and rows.pages.longest <= (self.size or 1 << 30) * HELD
-        half, beside = (count + 1) // 2 if halves else count, Beside(rows.q.device, ahead=False)
-        if halves:
-            with beside:
-                self._read(rows.part(half, count), made.part(half, count), half, None)
-        self._read(rows.part(0, half) if halves else rows, made.part(0, half), 0, Beside(rows.q.device))
-        beside.join()
-        lists = KeyLists(made.starts, made.counts, made.indices, rows.heads, 1, made.indices.shape[1])
-        return LayerRead(made.out, made.lse, lists, None, made.scored)
-
-    def _read(self, rows: Any, made: Any, ahead: int, beside: Any) -> None:
-        """Some rows, behind ``ahead`` others; without ``beside`` they run beside others themselves."""
         from saccade.methods.lfps.triton_row_blocks import best_blocks
         from saccade.methods.lfps.triton_row_candidates import candidates, scan
         from saccade.methods.lfps.triton_row_choice import choose, read_values
         from saccade.methods.lfps.triton_row_learning import take_in
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
+        from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
-        blocks = best_blocks(rows, units, self.size, beside) if self.size and beside is not None else None
-        seen = scan(rows, units, take_in(rows, units, early=beside is not None))
+        seen = scan(rows, units, take_in(rows, units))
         idle, instead = bypasses(rows)
-        if beside is not None:
-            beside.join()
-        elif self.size:
-            blocks = best_blocks(rows, units, self.size)
+        blocks = best_blocks(rows, units, self.size) if self.size else None
         found = candidates(rows, units, seen, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
-        chosen = choose(rows, units, logits, ranks, found, idle, made, ahead)
+        chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
-        join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units, made)
+        out, lse, scored = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
+        return LayerRead(out, lse, chosen.lists, None, scored)
 
 
 @dataclass(eq=False)

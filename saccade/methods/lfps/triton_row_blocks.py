@@ -11,7 +11,6 @@ from saccade.methods.lfps.triton_row_words import query_of, static
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.beside import Beside
 from saccade.ops.triton.best_parts import BOUNDS, WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, precision
 from saccade.ops.triton.radix_select import least_held, ordered_bits, taken_of
@@ -19,45 +18,31 @@ from saccade.ops.triton.radix_select import least_held, ordered_bits, taken_of
 HELD = 16384  # blocks whose scores a program holds
 
 
-def best_blocks(rows: LayerRows, units: int, size: int, beside: Beside | None = None) -> Tensor:
-    """int8 [rows * units, n]: 1 for the blocks of ``size`` keys whose means agree best with a unit's queries. They are
-    there once ``beside`` is joined, where it is given."""
+def best_blocks(rows: LayerRows, units: int, size: int) -> Tensor:
+    """int8 [rows * units, n]: 1 for the blocks of ``size`` keys whose means agree best with a unit's queries."""
     q, summaries = query_of(rows), rows.summaries
     assert summaries is not None
     device, blocks = q.device, max(1, rows.pages.longest // size)
     scores = torch.empty(rows.count, units, blocks, dtype=torch.float32, device=device)
     bounds = torch.empty(rows.count * units, BOUNDS, dtype=torch.int32, device=device)
-    marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
-    if beside is None or blocks > HELD:  # several programs that count together share counters with other launches
-        _launch(rows, units, size, q, scores, bounds, marks, True)
-    else:
-        beside.keep(q, scores, bounds, marks)
-        with beside:
-            _launch(rows, units, size, q, scores, bounds, marks, False)
-    return marks
-
-
-def _launch(
-    rows: LayerRows, units: int, size: int, q: Tensor, scores: Tensor, bounds: Tensor, marks: Tensor, early: bool
-) -> None:
-    summaries, device, blocks = rows.summaries, q.device, marks.shape[1]
-    assert summaries is not None
     _mean_scores[(triton.cdiv(blocks, 64), rows.kv_heads, rows.count)](
         q, summaries.pointers, rows.pages.lengths, rows.words, scores, bounds, q.stride(0), q.stride(1),
         rows.words.stride(0), blocks, UNITS=units, SIZE=size, GROUP=pad(rows.heads // rows.kv_heads),
-        PRECISION=precision(q.dtype), **static(rows, early, num_warps=4),
+        PRECISION=precision(q.dtype), **static(rows, num_warps=4),
     )  # fmt: skip
+    marks = torch.empty(rows.count * units, blocks, dtype=torch.int8, device=device)
     if blocks <= HELD:
         _mark_held[(units, rows.count)](
             scores, bounds, marks, blocks, HELD=min(HELD, pad(blocks, 1024)), SPAN=1024,
             num_warps=16, maxnreg=64, **launched(device),
         )  # fmt: skip
-        return
+        return marks
     best = find_best(scores, bounds)
     _mark_best[(best.parts, units, rows.count)](
         scores, bounds, best.words, best.taken, marks, blocks, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
         SPAN=batched_best.SPAN, num_warps=8, maxnreg=64, **launched(device),
     )  # fmt: skip
+    return marks
 
 
 @triton.jit(

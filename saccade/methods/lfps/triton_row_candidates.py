@@ -12,13 +12,12 @@ from torch import Tensor
 from saccade.methods.lfps.triton_row_words import budget_at, pointer
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.best_parts import BOUNDS
-from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists
 
-SPAN, SPAN_WARPS = 4096, 8  # entries that a program compares
+SPAN = 4096  # entries that a program compares
 BITS = tl.constexpr(16)  # entries of a word
-TILE = 2048  # words that a program marks and lists in one go
-WARPS, REGISTERS = 16, 64
+TILE = 512  # words that a program marks, or lists
 
 
 class Found(NamedTuple):
@@ -41,7 +40,7 @@ def scan(rows: LayerRows, units: int, limits: Tensor) -> Tensor:
     seen = torch.empty(count * units, 2, words, dtype=torch.int32, device=device)
     _scan[(triton.cdiv(width, SPAN), units, count)](
         rows.words, rows.reals, rows.pages.lengths, limits, seen, rows.words.stride(0), rows.reals.stride(0), words,
-        UNITS=units, SPAN=SPAN, num_warps=SPAN_WARPS, **launched(device),
+        UNITS=units, SPAN=SPAN, num_warps=8, **launched(device),
     )  # fmt: skip
     return seen
 
@@ -50,17 +49,21 @@ def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: 
     """``seen`` as scan gives it; ``blocks`` as best_blocks marks those of ``size`` keys."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS.value)
+    parts = triton.cdiv(words, TILE)
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
+    counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
+    _mark[(parts, units, count)](
+        rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
+        rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
+    )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
-    # Marked blocks may come from a stream beside: the launch waits for both.
-    _foresee[(units, count)](
-        rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, indices,
-        *totals, bounds, rows.words.stride(0), rows.reals.stride(0), width, words,
-        0 if blocks is None else blocks.shape[1], UNITS=units, EACH=rows.heads // units,
-        SIZE=0 if blocks is None else size, TILE=min(TILE, pad(words, 64)), num_warps=WARPS, maxnreg=REGISTERS,
-        **launched(device, early=blocks is None),
+    _list[(parts, units, count)](
+        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds, rows.words.stride(0),
+        rows.reals.stride(0), width, words, UNITS=units, TILE=TILE, PARTS=triton.next_power_of_2(parts), num_warps=4,
+        **launched(device),
     )  # fmt: skip
     return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
 
@@ -147,6 +150,66 @@ def _far(seen, word, last, base, n_words, far):
     return (lower | (upper << 16)) >> ((far + 1024) % 16)
 
 
+@triton.jit(
+    do_not_specialize=["word_row", "real_row", "n_words", "n_blocks"],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "idle", "blocks", "seen", "marks", "counts"],
+)
+def _mark(
+    words, reals, lengths, idle, blocks, seen, marks, counts, word_row, real_row, n_words, n_blocks,
+    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The candidates of a part of a unit's words, none where all its heads rest or it reads everything."""
+    begin(EARLY)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = (row * UNITS + unit).to(tl.int64)
+    own = words + row.to(tl.int64) * word_row  # as in _scan
+    length, first, gate = tl.load(lengths + row), tl.load(own).to(tl.int32), tl.load(own + 10)
+    before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
+    base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
+    votes = 0
+    for head in tl.static_range(EACH):
+        votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
+    n, dense, _take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
+    last = tl.cdiv(n, 16)
+    total = 0
+    if (length > 0) & (dense == 0) & (part * TILE < last):
+        seen += entry * 2 * n_words
+        word = part * TILE + tl.arange(0, TILE)
+        here = _seen_at(seen, word, last, base, n_words)
+        above = here & 65535
+        # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
+        near = above
+        before_it = _seen_at(seen, word - 1, last, base, n_words) & 65535
+        behind_it = _seen_at(seen, word + 1, last, base, n_words) & 65535
+        ahead, back = above | (behind_it << 16), before_it | (above << 16)
+        for far in tl.range(1, tl.minimum(before, 16) + 1):
+            near = near | (ahead >> far)
+        for far in tl.range(1, tl.minimum(after, 16) + 1):
+            near = near | (back >> (16 - far))
+        for far in tl.range(17, before + 1):
+            near = near | _far(seen, word, last, base, n_words, far)
+        for far in tl.range(17, after + 1):
+            near = near | _far(seen, word, last, base, n_words, -far)
+        chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
+        chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
+        if SIZE > 0:
+            key = first + word * 16
+            for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
+                block = key // SIZE + number
+                known = (word < last) & (block < tl.minimum(n_blocks, length // SIZE))
+                best = tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0
+                begins = tl.minimum(tl.maximum(block * SIZE - key, 0), 16)
+                ends = tl.minimum(block * SIZE + SIZE - key, 16)
+                span = (1 << tl.maximum(ends, begins)) - (1 << begins)
+                chosen = chosen | tl.where(best, span, 0)
+        stop = tl.where(votes > 0, n - local, 0)
+        left = tl.minimum(tl.maximum(stop - word * 16, 0), 16)
+        chosen = chosen & ((1 << left) - 1)
+        tl.store(marks + entry * n_words + word, chosen, mask=word < last)
+        total = tl.sum(_count_bits(chosen), 0)
+    tl.store(counts + entry * tl.num_programs(0) + part, total)
+
+
 @triton.jit
 def _count_bits(word):
     """How many of the lower 16 bits are set."""
@@ -157,98 +220,60 @@ def _count_bits(word):
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "width", "n_words", "n_blocks"],
+    do_not_specialize=["word_row", "real_row", "width", "n_words"],
     do_not_specialize_on_alignment=[
         "words",
         "reals",
         "lengths",
-        "idle",
-        "blocks",
-        "seen",
         "marks",
+        "counts",
         "indices",
         "listed",
         "sizes",
         "bounds",
     ],
 )
-def _foresee(
-    words, reals, lengths, idle, blocks, seen, marks, indices, listed, sizes, bounds, word_row, real_row, width,
-    n_words, n_blocks,
-    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+def _list(
+    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width, n_words,
+    UNITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Marks a unit's candidates, none where all its heads rest, and lists its forced keys before, candidates, forced
-    keys behind; all keys where it reads everything. What one program lists in turn needs no counts of others."""
+    """A unit's forced keys before, candidates, forced keys behind; all keys where it reads everything."""
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(0)
     entry = (row * UNITS + unit).to(tl.int64)
     own = words + row.to(tl.int64) * word_row  # as in _scan
-    length, first, gate = tl.load(lengths + row), tl.load(own).to(tl.int32), tl.load(own + 10)
-    before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
-    base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
-    votes = 0
-    for head in tl.static_range(EACH):
-        votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
+    length, first = tl.load(lengths + row), tl.load(own).to(tl.int32)
+    number = tl.arange(0, PARTS)
+    here = tl.load(counts + entry * parts + number, mask=number < parts, other=0)
     n, dense, take, local = budget_at(own, reals + row.to(tl.int64) * real_row, length, first)
-    last = tl.cdiv(n, 16)
     total, size = 0, 0
     if length > 0:
+        total = tl.sum(here, 0)
         out = indices + entry * width
         lane = tl.arange(0, TILE)
         ahead = tl.where(dense, length, first)
-        for start in tl.range(0, ahead, TILE):
+        for start in tl.range(part * TILE, ahead, parts * TILE):
             tl.store(out + start + lane, start + lane, mask=start + lane < ahead)
         if dense == 0:
-            seen += entry * 2 * n_words
-            stop = tl.where(votes > 0, n - local, 0)
-            for start in tl.range(0, last, TILE):
-                word = start + lane
-                here = _seen_at(seen, word, last, base, n_words)
-                above = here & 65535
-                # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
-                near = above
-                before_it = _seen_at(seen, word - 1, last, base, n_words) & 65535
-                behind_it = _seen_at(seen, word + 1, last, base, n_words) & 65535
-                ahead_of, back = above | (behind_it << 16), before_it | (above << 16)
-                for far in tl.range(1, tl.minimum(before, 16) + 1):
-                    near = near | (ahead_of >> far)
-                for far in tl.range(1, tl.minimum(after, 16) + 1):
-                    near = near | (back >> (16 - far))
-                for far in tl.range(17, before + 1):
-                    near = near | _far(seen, word, last, base, n_words, far)
-                for far in tl.range(17, after + 1):
-                    near = near | _far(seen, word, last, base, n_words, -far)
-                chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
-                chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
-                if SIZE > 0:
-                    key = first + word * 16
-                    for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):
-                        block = key // SIZE + number
-                        known = (word < last) & (block < tl.minimum(n_blocks, length // SIZE))
-                        best = tl.load(blocks + entry * n_blocks + block, mask=known, other=0) != 0
-                        begins = tl.minimum(tl.maximum(block * SIZE - key, 0), 16)
-                        ends = tl.minimum(block * SIZE + SIZE - key, 16)
-                        span = (1 << tl.maximum(ends, begins)) - (1 << begins)
-                        chosen = chosen | tl.where(best, span, 0)
-                left = tl.minimum(tl.maximum(stop - word * 16, 0), 16)
-                chosen = tl.where(word < last, chosen & ((1 << left) - 1), 0)
-                tl.store(marks + entry * n_words + word, chosen, mask=word < last)
-                count = _count_bits(chosen)
-                place = first + total + tl.cumsum(count, 0) - count
-                for bit in tl.static_range(16):
-                    marked = (chosen >> bit) & 1
-                    tl.store(out + place, first + word * 16 + bit, mask=marked != 0)
-                    place += marked
-                total += tl.sum(count, 0)
-            for start in tl.range(0, local, TILE):
+            word = part * TILE + lane
+            chosen = tl.load(marks + entry * n_words + word, mask=word < tl.cdiv(n, 16), other=0)
+            count = _count_bits(chosen)
+            place = first + tl.sum(tl.where(number < part, here, 0), 0) + tl.cumsum(count, 0) - count
+            for bit in tl.static_range(16):
+                marked = (chosen >> bit) & 1
+                tl.store(out + place, first + word * 16 + bit, mask=marked != 0)
+                place += marked
+            for start in tl.range(part * TILE, local, parts * TILE):
                 behind = out + first + total + start + lane
                 tl.store(behind, length - local + start + lane, mask=start + lane < local)
         size = tl.where(dense, length, first + total + local)
-    tl.store(listed + entry, total)
-    tl.store(sizes + entry, size)
-    own_bounds = bounds + entry * 5
-    tl.store(own_bounds, first)
-    tl.store(own_bounds + 1, first + total)
-    tl.store(own_bounds + 2, 0)
-    tl.store(own_bounds + 3, 0)
-    tl.store(own_bounds + 4, tl.where(length > 0, take, 0))
+    if part == 0:
+        tl.store(listed + entry, total)
+        tl.store(sizes + entry, size)
+        own_bounds = bounds + entry * 5
+        tl.store(own_bounds, first)
+        tl.store(own_bounds + 1, first + total)
+        tl.store(own_bounds + 2, 0)
+        tl.store(own_bounds + 3, 0)
+        tl.store(own_bounds + 4, tl.where(length > 0, take, 0))

@@ -12,18 +12,16 @@ from torch import Tensor
 
 from saccade.methods.lfps.triton_row_candidates import Found
 from saccade.methods.lfps.triton_row_words import pointer, static
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.best_parts import bounds_at, part_at
+from saccade.ops.triton.best_parts import WORDS, bounds_at, known_at, part_at
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import KeyLists, even_splits
-from saccade.ops.triton.radix_select import least_held, least_taken, ordered_bits, taken_of
+from saccade.ops.triton.radix_select import taken_of
 
-KEYS, BUSY = 32, 6  # keys whose values are read in one go; programs for each processor that do
-HELD = 16384  # candidates whose ranks a program holds, at most
-USUAL = 12  # keys for each of those that it holds
-SPAN = 4096  # candidates that a program takes in one go
-WARPS = 16
-MOST_PARTS = 8  # programs that take a list
+KEYS = 32  # whose values are read in one go
+USUAL = 1 << 13  # candidates
 
 
 class Chosen(NamedTuple):
@@ -36,55 +34,25 @@ class Chosen(NamedTuple):
     sums: Tensor
 
 
-class Room(NamedTuple):
-    """What the rows of a step are read into: ``starts`` int64 and ``counts`` int32 [rows * heads], ``indices`` int32
-    [rows * units, room], ``out`` like the queries, ``lse`` float32 [rows, heads], ``scored`` float64 [rows]."""
-
-    starts: Tensor
-    counts: Tensor
-    indices: Tensor
-    out: Tensor
-    lse: Tensor
-    scored: Tensor
-
-    @classmethod
-    def of(cls, rows: LayerRows, units: int, room: int) -> Room:
-        device, lists = rows.q.device, rows.count * rows.heads
-        return cls(
-            torch.empty(lists, dtype=torch.int64, device=device),
-            torch.empty(lists, dtype=torch.int32, device=device),
-            torch.empty(rows.count * units, min(room, rows.pages.longest), dtype=torch.int32, device=device),
-            torch.empty(rows.q.shape, dtype=rows.q.dtype, device=device),
-            torch.empty(rows.count, rows.heads, dtype=torch.float32, device=device),
-            torch.empty(rows.count, dtype=torch.float64, device=device),
-        )
-
-    def part(self, begin: int, end: int) -> Room:
-        """That of the rows ``begin .. end - 1``; starts of lists count from the first of all rows' entries."""
-        rows = len(self.scored)
-        return Room(*(each[begin * len(each) // rows : end * len(each) // rows] for each in self))
-
-
-def choose(
-    rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, made: Room, ahead: int = 0
-) -> Chosen:
+def choose(rows: LayerRows, units: int, logits: Tensor, ranks: Tensor, found: Found, idle: Tensor, room: int) -> Chosen:
     """The forced keys and the best candidates, by ``ranks`` [rows, units, n] of the entries of ``found.lists``, and of
-    heads that rest their sinks, to ``made``; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them.
-    ``ahead`` rows lie before these in what is made for all. Where lists are few, several programs take each; every one
-    finds the least that is taken for itself."""
+    heads that rest their sinks; ``logits`` [rows, heads, n] as ``batched_tokens.score_heads`` gives them."""
     device, count = rows.q.device, rows.count
-    longest = rows.pages.longest
-    room, starts, counts, indices = made.indices.shape[1], made.starts, made.counts, made.indices
+    room = min(room, rows.pages.longest)
     lists, each = count * rows.heads, rows.heads // units
-    parts = max(1, min(2 * processors(device) // (count * units), MOST_PARTS, triton.cdiv(longest, SPAN)))
+    best = find_best(ranks, found.bounds, None, USUAL)
+    starts = torch.empty(lists, dtype=torch.int64, device=device)
+    counts = torch.empty(lists, dtype=torch.int32, device=device)
+    indices = torch.empty(count * units, room, dtype=torch.int32, device=device)
     taken = torch.empty(lists, room, dtype=torch.float32, device=device)
-    sums = torch.empty(lists, 3, parts, dtype=torch.float32, device=device)
+    sums = torch.empty(lists, 3, best.parts, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(each)
-    _take[(parts, units, count)](
-        logits, ranks, found.bounds, found.lists.counts, found.lists.indices, rows.words, rows.pages.lengths, idle,
-        starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
-        ahead * units, UNITS=units, EACH=each, EACH_PAD=padded, HELD=min(HELD, pad(triton.cdiv(longest, USUAL), 1024)),
-        SPAN=SPAN, CHUNK=max(16, SPAN // min(padded, 4)), num_warps=WARPS, maxnreg=64, **launched(device),
+    _take[(best.parts, units, count)](
+        logits, ranks, found.bounds, best.words, best.taken, found.lists.counts, found.lists.indices, rows.words,
+        rows.pages.lengths, idle, starts, counts, indices, taken, sums, rows.words.stride(0), found.lists.longest, room,
+        UNITS=units, EACH=each, EACH_PAD=padded, PARTS=triton.next_power_of_2(best.parts), WORDS=WORDS,
+        SPAN=batched_best.SPAN, CHUNK=max(16, batched_best.SPAN // min(padded, 4)), num_warps=8, maxnreg=64,
+        **launched(device),
     )  # fmt: skip
     return Chosen(KeyLists(starts, counts, indices, rows.heads, 1, room), taken, sums)
 
@@ -98,7 +66,7 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tu
         rows.watch.begin("attention")
     head_dim, device, room = rows.q.shape[2], rows.q.device, chosen.lists.longest
     each, counted = rows.heads // units, chosen.sums.shape[2]
-    splits = even_splits(rows.count * units, BUSY * processors(device), max(1, min(-(-room // (4 * KEYS)), 128)))
+    splits = even_splits(rows.count * units, 6 * processors(device), max(1, min(-(-room // (4 * KEYS)), 128)))
     parts = torch.empty(rows.count, units, splits, each, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows.count, rows.heads, dtype=torch.float32, device=device)
     _read[(splits, units, rows.count)](
@@ -114,33 +82,6 @@ def read_values(rows: LayerRows, units: int, chosen: Chosen, idle: Tensor) -> tu
         rows.watch.end()
         rows.watch.begin("selection")
     return parts, lse
-
-
-@triton.jit
-def _least_of(line, first, stop, begins, wanted, between, HELD: tl.constexpr, SPAN: tl.constexpr):
-    """Bits of the least rank taken of a list, how many that equal it are, and of the entries before ``begins`` how
-    many equal it and how many are taken. Where all are taken, 0 bits and as many as may equal them."""
-    bound, spare = tl.full([], 0, tl.uint32), tl.full([], 2147483647, tl.int32)
-    level, above = tl.full([], 0, tl.int32), begins - first
-    if wanted < between:
-        above = tl.full([], 0, tl.int32)
-        if between <= HELD:
-            number = first + tl.arange(0, HELD)
-            order = ordered_bits(tl.load(line + number, mask=number < stop, other=0.0) + 0.0)
-            order = tl.where(number < stop, order, 0)
-            bound, spare = least_held(order, wanted)
-            if begins > first:
-                above = tl.sum(((order > bound) & (number < begins)).to(tl.int32), 0)
-                level = tl.sum(((order == bound) & (number < begins)).to(tl.int32), 0)
-        else:
-            bound, spare = least_taken(line, first, stop, stop, stop, wanted, SPAN)
-            for start in tl.range(first, begins, SPAN):
-                number = start + tl.arange(0, SPAN)
-                order = ordered_bits(tl.load(line + number, mask=number < begins, other=0.0) + 0.0)
-                above += tl.sum(((order > bound) & (number < begins)).to(tl.int32), 0)
-                level += tl.sum(((order == bound) & (number < begins)).to(tl.int32), 0)
-        above += tl.minimum(level, spare)
-    return bound, spare, level, above
 
 
 @triton.jit
@@ -166,11 +107,13 @@ def _put(
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "width", "room", "ahead"],
+    do_not_specialize=["word_row", "width", "room"],
     do_not_specialize_on_alignment=[
         "logits",
         "ranks",
         "bounds",
+        "known",
+        "counted",
         "sizes",
         "found",
         "words",
@@ -184,10 +127,10 @@ def _put(
     ],
 )
 def _take(
-    logits, ranks, bounds, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums, word_row, width,
-    room, ahead,
-    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr,
-    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    logits, ranks, bounds, known, counted, sizes, found, words, lengths, idle, starts, counts, indices, taken, sums,
+    word_row, width, room,
+    UNITS: tl.constexpr, EACH: tl.constexpr, EACH_PAD: tl.constexpr, PARTS: tl.constexpr, WORDS: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Of a part of a unit's candidates those that are taken, and of its forced keys some."""
     begin(EARLY)
@@ -221,9 +164,11 @@ def _take(
         top = tl.full([EACH_PAD], float("-inf"), tl.float32)
         weight, learns = tl.zeros([EACH_PAD], tl.float32), tl.zeros([EACH_PAD], tl.float32)
         at = tl.arange(0, CHUNK)
-        begins, ends = part_at(first, stop, part, CHUNK)
+        begins, ends = part_at(first, stop, part, SPAN)
         if (wanted > 0) & (begins < ends):
-            bound, spare, level, placed = _least_of(line, first, stop, begins, wanted, between, HELD, SPAN)
+            bound, spare, level, placed = known_at(
+                known, counted, entry, part, begins - first, wanted, between, PARTS, WORDS
+            )
             placed += first
             for start in tl.range(begins, ends, CHUNK):
                 number = start + at
@@ -247,7 +192,7 @@ def _take(
         tl.store(sums + (head * 3 + 1) * parts + part, weight, mask=mine)
         tl.store(sums + (head * 3 + 2) * parts + part, learns, mask=mine)
         if part == 0:
-            tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64) + (entry + ahead) * room, mask=mine)
+            tl.store(starts + head, tl.zeros([EACH_PAD], tl.int64) + entry * room, mask=mine)
             tl.store(counts + head, reads, mask=mine)
             marks = pointer(own, 24, tl.int64) + unit * 4
             tl.store(marks, length.to(tl.int64))

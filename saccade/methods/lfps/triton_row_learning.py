@@ -16,13 +16,13 @@ from saccade.ops.triton.common import begin, launched, pad
 SPAN = 2048
 
 
-def take_in(rows: LayerRows, units: int, early: bool = True) -> Tensor:
+def take_in(rows: LayerRows, units: int) -> Tensor:
     """Take in what the step before has learnt, and move the means along where they are to run: float32 [rows * units,
     4], mean and threshold of the vertical table, and of the slash table."""
     limits = torch.empty(rows.count * units, 4, dtype=torch.float32, device=rows.q.device)
     _take_in[(units, rows.count)](
         rows.words, rows.reals, rows.pages.lengths, limits, rows.words.stride(0), rows.reals.stride(0),
-        UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, maxnreg=128, **launched(rows.q.device, early),
+        UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, maxnreg=128, **launched(rows.q.device),
     )  # fmt: skip
     # The keys of a layer may lie apart: one program follows one KV head's mean.
     _move_means[(rows.kv_heads, rows.count)](

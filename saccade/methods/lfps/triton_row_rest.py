@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.lfps.triton_row_choice import Room
 from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
 from saccade.methods.lfps.triton_stand_ins import _add_up, _logits, _row, _span
 from saccade.ops.triton.batched_rows import LayerRows
@@ -40,19 +39,22 @@ def join_rest(
     idle: Tensor,
     instead: Tensor,
     units: int,
-    made: Room,
-) -> None:
-    """What was read, ``parts`` and ``lse``, with what stands for the keys that were not, to ``made``: out, log-sum-exp,
-    and how many of the ``listed`` candidates a unit has in the mean."""
-    q, joined = query_of(rows), made.out
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What was read, ``parts`` and ``lse``, with what stands for the keys that were not: out like the queries, and
+    log-sum-exp; and float64 [rows], how many of the ``listed`` candidates a unit has in the mean."""
+    q = query_of(rows)
+    joined, total = torch.empty_like(q), torch.empty_like(lse)
+    scored = torch.empty(rows.count, dtype=torch.float64, device=q.device)
     _join[(rows.heads, rows.count)](
         q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, marks, listed, idle, instead,
-        parts, lse, joined, made.lse, made.scored, q.stride(0), q.stride(1), joined.stride(0), joined.stride(1),
+        parts, lse, joined, total, scored, q.stride(0), q.stride(1), joined.stride(0), joined.stride(1),
         *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), marks.shape[1], parts.shape[2],
         rows.scale, rows.softcap or 0.0,
-        **static(rows, UNITS=units, UNITS_PAD=pad(units, 1), MOST=MOST_PROBES,
-                 CAPPED=rows.softcap is not None, num_warps=4),
+        **static(
+            rows, UNITS=units, UNITS_PAD=pad(units, 1), MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4
+        ),
     )  # fmt: skip
+    return joined, total, scored
 
 
 @triton.jit(

@@ -21,12 +21,11 @@ from saccade.ops.triton.common import launched, pad
 # Reals: 0 k as a share, 1 decay, 2 a (negative: every entry is a candidate), 3 epsilon.
 
 
-def static(rows: LayerRows, early: bool = True, **more: object) -> dict[str, object]:
+def static(rows: LayerRows, **more: object) -> dict[str, object]:
     """What all kernels of rows take when they are compiled."""
     return {
         "HEADS": rows.heads, "KV_HEADS": rows.kv_heads, "D": rows.q.shape[2], "D_PAD": pad(rows.q.shape[2]),
-        "PAGE": rows.pages.k.shape[2], **more,
-        **launched(rows.q.device, early),
+        "PAGE": rows.pages.k.shape[2], **more, **launched(rows.q.device),
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
 MOST_COMPARED = 1 << 28  # pairs of blocks
-CHUNK = 256  # blocks that are compared with each other
+CHUNK = 512  # blocks that are compared with each other
 TILE, OTHERS, WARPS = 64, 64, 4  # blocks of a program, and how many it compares them with in one go
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,18 +63,6 @@ class LayerRows:
     @property
     def count(self) -> int:
         return self.q.shape[0]
-
-    def part(self, begin: int, end: int) -> LayerRows:
-        """The rows ``begin .. end - 1``."""
-        some = slice(begin, end)
-        pages = replace(self.pages, tables=self.pages.tables[some], lengths=self.pages.lengths[some])
-        summaries = self.summaries
-        if summaries is not None:
-            summaries = replace(summaries, pointers=summaries.pointers[some])
-        return replace(
-            self, q=self.q[some], pages=pages, words=self.words[some], reals=self.reals[some], cones=self.cones[some],
-            first=self.first[some], second=self.second[some], summaries=summaries,
-        )  # fmt: skip
 
     @property
     def heads(self) -> int:

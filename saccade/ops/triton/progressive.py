@@ -41,8 +41,7 @@ MOST_KEYS = 512  # of one microbatch
 WINDOW = 64  # published microbatches looked at in one go
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
 SHARE = 2  # quarters of the way to the expected stop that are read before the next look
-LONGEST = 4  # turns in one go, or
-GROWTH = 0  # quarters of the turns before it, where those are more
+LONGEST = 4  # turns in one go
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,6 @@ def attend_progressive(
         WINDOW=WINDOW,
         SHARE=SHARE,
         LONGEST=LONGEST,
-        GROWTH=GROWTH,
         RAGGED=counts is not None,
         EACH=epsilon is not None,
         num_warps=warps,
@@ -180,8 +178,9 @@ def _read(
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr, GROWTH: tl.constexpr,
-    RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr, RAGGED: tl.constexpr,
+    EACH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     TILES: tl.constexpr = BLOCKS * SIZE // TILE  # of a microbatch
@@ -234,8 +233,7 @@ def _read(
             )  # fmt: skip
         wanted = (aim - part + readers) // readers  # of this program's turns, until the rule will most likely hold
         wanted = tl.where(part > aim, tl.where(looks > held_back, 1, 0), tl.cdiv(wanted * SHARE, 4))
-        wanted = tl.minimum(wanted, tl.maximum(turns * GROWTH // 4, LONGEST))
-        wanted = tl.minimum(wanted, tl.cdiv(parts - part, readers))
+        wanted = tl.minimum(tl.minimum(wanted, LONGEST), tl.cdiv(parts - part, readers))
         wanted = tl.where(found > 0, 0, wanted)
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):

@@ -15,43 +15,25 @@ def ordered_bits(value):
 
 
 @triton.jit
-def _value_of(order):
-    """The float32 of bits that :func:`ordered_bits` gave."""
-    bits = tl.where(order >= 2147483648, order ^ 2147483648, order ^ 4294967295)
-    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def least_held(order, wanted):
     """Of scores that one program holds, as ``ordered_bits`` and 0 for what is none: the bits of the least among the
-    ``wanted`` highest (at least one), and how many that equal it are among those.
-
-    Counting what is at or above a bound takes time, so few bounds are tried: the next one lies between two known ones
-    where their counts, as logarithms, let expect it. Where that does not halve what lies between them, halfway between
-    their values comes next, and then halfway between their bits, so that no scores take long."""
+    ``wanted`` highest (at least one), and how many that equal it are among those. Bit by bit, until a bound parts as
+    many from the others; those that all scores share are known at once."""
     most = tl.max(order, 0)
-    lower = tl.min(tl.where(order > 0, order, most), 0).to(tl.int64)
-    upper = most.to(tl.int64) + 1
-    reach = tl.sum((order > 0).to(tl.int32), 0)  # entries at or above `lower`, which are at least as many as wanted
-    beyond = tl.full([], 0, tl.int32)  # at or above `upper`, which are fewer
-    stuck = tl.full([], 0, tl.int32)
-    while (reach != wanted) & (upper - lower > 1):
-        low, high = _value_of(lower), _value_of(tl.minimum(upper, 4294967295))
-        whole = tl.log2(tl.maximum(reach, 1).to(tl.float32))
-        share = (whole - tl.log2(tl.maximum(wanted, 1).to(tl.float32))) / (
-            whole - tl.log2(tl.maximum(beyond.to(tl.float32), 0.5))
-        )
-        share = tl.where(stuck == 0, share, 0.5)
-        bound = ordered_bits(low + (high - low) * share).to(tl.int64)
-        bound = tl.where(stuck == 2, (lower + upper) // 2, bound)
-        bound = tl.minimum(tl.maximum(bound, lower + 1), upper - 1)
-        count = tl.sum((order >= bound.to(tl.uint32)).to(tl.int32), 0)
-        between = reach - beyond
-        enough = count >= wanted
-        lower, upper = tl.where(enough, bound, lower), tl.where(enough, upper, bound)
-        reach, beyond = tl.where(enough, count, reach), tl.where(enough, beyond, count)
-        stuck = tl.where((reach - beyond) * 2 <= between, 0, (stuck + 1) % 3)
-    bound = tl.min(tl.where(order >= lower.to(tl.uint32), order, tl.full([], 4294967295, tl.uint32)), 0)
+    differ = most ^ tl.min(tl.where(order > 0, order, most), 0)
+    bit = tl.full([], 2147483648, tl.uint32)
+    while bit > differ:
+        bit = bit >> 1
+    # The greatest known with at least `wanted` entries at or above it.
+    bound = most & ~(bit | (bit - tl.where(bit > 0, 1, 0).to(tl.uint32)))
+    reached = wanted + 1
+    while (bit != 0) & (reached != wanted):
+        higher = bound | bit
+        count = tl.sum((order >= higher).to(tl.int32), 0)
+        bound = tl.where(count >= wanted, higher, bound)
+        reached = tl.where(count >= wanted, count, reached)
+        bit = bit >> 1
+    bound = tl.min(tl.where(order >= bound, order, tl.full([], 4294967295, tl.uint32)), 0)
     return bound, wanted - tl.sum((order > bound).to(tl.int32), 0)
 
 
