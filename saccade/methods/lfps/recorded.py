@@ -80,10 +80,11 @@ class ForeseenKeys(OwnReading):
         from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
-        seen = scan(rows, units, take_in(rows, units))
+        limits = take_in(rows, units)
+        seen = scan(rows, units, limits)
         idle, instead = bypasses(rows)
         blocks = best_blocks(rows, units, self.size) if self.size else None
-        found = candidates(rows, units, seen, idle, blocks, self.size)
+        found = candidates(rows, units, limits, seen, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
@@ -127,6 +128,7 @@ class RecordedTables(DeviceState):
             method.slash_shift_on_read + 2 * method.bypass_shift + 4 * method.read_local,
             GATES.index(method.gate), method.running_means,
             tables.capacity, own.pending.shape[1], *(one.data_ptr() for one in tensors), method.local,
+            tables.vertical_max.data_ptr(), tables.slash_max.data_ptr(),
         )  # fmt: skip
 
     def reals(self, layer: int) -> Sequence[float]:
@@ -156,6 +158,7 @@ class RecordedTables(DeviceState):
     def _opened(self, state: LFPSState) -> _Layer:
         tables, device = state.tables, self._device
         tables.grow(self.room - tables.first)
+        tables.bound(slice(None))  # the launches of the host path on a GPU keep none
         state.mean_key, state.mean_value = state.mean_key.contiguous(), state.mean_value.contiguous()
         room = self._pending_room(tables.first)
         marks = torch.zeros(tables.units, 4, dtype=torch.int64, device=device)
