@@ -66,8 +66,9 @@ class SharedKeys(OwnReading):
     def read(self, rows: Any) -> Any:
         from saccade.methods.cis import triton_recorded as kernels
         from saccade.methods.cis.triton_keeping import keep
+        from saccade.ops.triton.batched_lists import new_lists
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import new_lists, score_keys
+        from saccade.ops.triton.batched_tokens import score_keys
         from saccade.ops.triton.batched_weights import weigh_lists
 
         units = self.units

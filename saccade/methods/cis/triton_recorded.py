@@ -14,8 +14,8 @@ from torch import Tensor
 from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
+from saccade.ops.triton.batched_lists import put_best
 from saccade.ops.triton.batched_rows import LayerRows, hidden_at
-from saccade.ops.triton.batched_tokens import put_best
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.best_parts import WORDS as BEST_WORDS
 from saccade.ops.triton.common import begin, launched, pad
@@ -24,7 +24,7 @@ from saccade.ops.triton.decode import KeyLists
 
 class Resembled(NamedTuple):
     """int8 [rows * units] who is ``searching``; int32 [rows * units] the place of ``whose`` keys it shares, -2 where a
-    row reads everything; ``bounds`` as ops.triton.batched_tokens.choose_keys takes them; ``hidden`` int32 [rows, 2] as
+    row reads everything; ``bounds`` as ops.triton.batched_lists.choose_keys takes them; ``hidden`` int32 [rows, 2] as
     LayerRows.hidden gives it."""
 
     searching: Tensor
@@ -70,7 +70,7 @@ def resemble(rows: LayerRows, units: int) -> Resembled:
 def lists_of(
     rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor
 ) -> KeyLists:
-    """What every unit reads: searchers the best by ``scores``, as batched_tokens.choose_keys says, and the others what
+    """What every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others what
     they share."""
     best = find_best(scores, found.bounds, found.searching)
     _lists[(best.parts, units, rows.count)](
