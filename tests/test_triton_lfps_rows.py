@@ -76,9 +76,8 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
     idle[8:10], idle[11] = 1, 1  # of the last row two heads, or a whole KV head, and another head rest
     size = method.block_size if method.blocks else 0
     marked = (torch.rand(3 * units, LONGEST // size, generator=rng) < 0.05).to(torch.int8) if size else None
-    limits = take_in(rows, units)
-    seen = triton_row_candidates.scan(rows, units, limits)
-    found = triton_row_candidates.candidates(rows, units, limits, seen, idle, marked, size)
+    seen = triton_row_candidates.scan(rows, units, take_in(rows, units))
+    found = triton_row_candidates.candidates(rows, units, seen, idle, marked, size)
     logits = (torch.rand(3, HEADS, LONGEST, generator=rng) * 12).round()
     ranks = logits if units == HEADS else (torch.rand(3, units, LONGEST, generator=rng) * 12).round()
     chosen = triton_row_choice.choose(rows, units, logits, ranks, found, idle, LONGEST)
@@ -132,30 +131,6 @@ def test_what_is_foreseen_chosen_learnt_and_read(options, short, monkeypatch):
                 known = [share[begins : begins + count] for share in shares]
                 gain = sum(share / share.sum() for share in known) / len(known) - 0.5 / max(1, count)
                 torch.testing.assert_close(layer.gains[unit, :count], gain, rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_taken_in_stays_below_the_bounds():
-    """Gains of both signs, a table that stays where it is, and one that is scaled down."""
-    method, rng = LFPS(bypass_shift=False), torch.Generator().manual_seed(3)
-    rows, states = opened(method, HEADS, rng)
-    for row, length in list(enumerate(LENGTHS))[1:]:
-        own, tables = states[row]._layers[0], states[row].states[0].tables
-        tables.scale[2] = 1.0e-8
-        own.marks[:, 0], own.marks[:, 1] = length - 1, 0
-        own.marks[:, 2] = torch.tensor([40, -1, 40, 7])
-        own.marks[1, 3] = 1
-        keys = torch.stack([torch.randperm(length - 1 - method.sinks, generator=rng)[:40] for _ in range(HEADS)])
-        own.pending[:, :40] = keys.sort(1).values + method.sinks
-        own.gains[:, :40] = torch.randn(HEADS, 40, generator=rng)
-    before = [states[row].states[0].tables.vertical.clone() for row in (1, 2)]
-    take_in(rows, HEADS)
-    for row in (1, 2):
-        tables = states[row].states[0].tables
-        assert not torch.equal(tables.vertical, before[row - 1])
-        for table, bounds in ((tables.vertical, tables.vertical_max), (tables.slash, tables.slash_max)):
-            most = table.unflatten(1, (-1, 16)).amax(2)
-            assert (bounds >= most).all()
-            assert (bounds == most).float().mean() > 0.8
 
 
 @pytest.mark.parametrize("held", [64, 512])

@@ -80,15 +80,15 @@ class ForeseenKeys(OwnReading):
         from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
-        limits = take_in(rows, units)
-        seen = scan(rows, units, limits)
+        seen = scan(rows, units, take_in(rows, units))
         idle, instead = bypasses(rows)
         blocks = best_blocks(rows, units, self.size) if self.size else None
-        found = candidates(rows, units, limits, seen, idle, blocks, self.size)
+        found = candidates(rows, units, seen, idle, blocks, self.size)
         logits, ranks = score_heads(rows, units, lists=found.lists, idle=idle)
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
-        out, lse, scored = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
+        out, lse = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
+        scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
         return LayerRead(out, lse, chosen.lists, None, scored)
 
 
@@ -128,7 +128,6 @@ class RecordedTables(DeviceState):
             method.slash_shift_on_read + 2 * method.bypass_shift + 4 * method.read_local,
             GATES.index(method.gate), method.running_means,
             tables.capacity, own.pending.shape[1], *(one.data_ptr() for one in tensors), method.local,
-            tables.vertical_max.data_ptr(), tables.slash_max.data_ptr(),
         )  # fmt: skip
 
     def reals(self, layer: int) -> Sequence[float]:
@@ -158,7 +157,6 @@ class RecordedTables(DeviceState):
     def _opened(self, state: LFPSState) -> _Layer:
         tables, device = state.tables, self._device
         tables.grow(self.room - tables.first)
-        tables.bound(slice(None))  # the launches of the host path on a GPU keep none
         state.mean_key, state.mean_value = state.mean_key.contiguous(), state.mean_value.contiguous()
         room = self._pending_room(tables.first)
         marks = torch.zeros(tables.units, 4, dtype=torch.int64, device=device)

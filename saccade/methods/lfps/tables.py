@@ -111,14 +111,9 @@ class ScoreTables(MethodState):
 
     def refresh(self, unit: int | slice) -> None:
         """Compute the power sums and bounds of a unit, or of several, anew."""
-        for which, table in enumerate((self.vertical, self.slash)):
+        for which, (table, bounds) in enumerate(((self.vertical, self.vertical_max), (self.slash, self.slash_max))):
             values = table[unit].double()
             self.sums[unit, which] = torch.stack([(values**power).sum(-1) for power in (1, 2, 3, 4)], -1)
-        self.bound(unit)
-
-    def bound(self, unit: int | slice) -> None:
-        """Compute the bounds of a unit, or of several, anew."""
-        for table, bounds in ((self.vertical, self.vertical_max), (self.slash, self.slash_max)):
             bounds[unit] = table[unit].unflatten(-1, (-1, BLOCK)).amax(-1)
 
 

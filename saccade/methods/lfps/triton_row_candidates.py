@@ -45,21 +45,17 @@ def scan(rows: LayerRows, units: int, limits: Tensor) -> Tensor:
     return seen
 
 
-def candidates(
-    rows: LayerRows, units: int, limits: Tensor, seen: Tensor, idle: Tensor, blocks: Tensor | None, size: int
-) -> Found:
-    """``limits`` as take_in leaves them, ``seen`` as scan gives it; ``blocks`` as best_blocks marks those of ``size``
-    keys."""
+def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: Tensor | None, size: int) -> Found:
+    """``seen`` as scan gives it; ``blocks`` as best_blocks marks those of ``size`` keys."""
     device, width, count = rows.q.device, rows.pages.longest, rows.count
     words = triton.cdiv(width, BITS.value)
     parts = triton.cdiv(words, TILE)
     marks = torch.empty(count * units, words, dtype=torch.int32, device=device)
     counts = torch.empty(count * units, parts, dtype=torch.int32, device=device)
     _mark[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, limits, idle, idle if blocks is None else blocks, seen, marks,
-        counts, rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1],
-        UNITS=units, EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4,
-        **launched(device),
+        rows.words, rows.reals, rows.pages.lengths, idle, idle if blocks is None else blocks, seen, marks, counts,
+        rows.words.stride(0), rows.reals.stride(0), words, 0 if blocks is None else blocks.shape[1], UNITS=units,
+        EACH=rows.heads // units, SIZE=0 if blocks is None else size, TILE=TILE, num_warps=4, **launched(device),
     )  # fmt: skip
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
@@ -80,42 +76,50 @@ def _scan(
     words, reals, lengths, limits, seen, word_row, real_row, width,
     UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of 16 entries of a table a word: which are above their threshold. Entries are read where their bound is. The
-    vertical table's words come before those of the slash table, which is read as it lies."""
+    """Of 16 entries of a table a word: which are above their threshold (the lower bits), and which above their mean
+    (the others). The vertical table's words come before those of the slash table, which is read as it lies."""
     begin(EARLY)
     chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     # What the words say is loaded before it is known that it is of use: one wait instead of several.
     own, reals = words + row.to(tl.int64) * word_row, reals + row.to(tl.int64) * real_row
     length, first, flags = tl.load(lengths + row), tl.load(own).to(tl.int32), tl.load(own + 9)
-    line = unit * tl.multiple_of(tl.load(own + 12), 256)
+    line = unit * tl.multiple_of(tl.load(own + 12), 16)
     verticals = tl.multiple_of(pointer(own, 14, tl.float32), 16)
     slashes = tl.multiple_of(pointer(own, 15, tl.float32), 16)
-    bounds_v, bounds_s = pointer(own, 27, tl.float32) + line // 16, pointer(own, 28, tl.float32) + line // 16
-    tau_v, tau_s = tl.load(limits + entry * 4 + 1), tl.load(limits + entry * 4 + 3)
     everything = tl.load(reals + 2) < 0
     n, dense, _take, _local = budget_at(own, reals, length, first)
     if (length > 0) & (dense == 0) & (chunk * SPAN < n):
-        tau_v, tau_s = tl.where(everything, float("-inf"), tau_v), tl.where(everything, float("-inf"), tau_s)
-        word = chunk * (SPAN // 16) + tl.arange(0, SPAN // 16)
-        mine = word * 16 < n
-        bound_v = tl.load(bounds_v + word, mask=mine, other=float("-inf"))
-        bound_s = tl.load(bounds_s + word, mask=mine, other=float("-inf"))
+        word, lane = tl.arange(0, SPAN // 16)[:, None], tl.arange(0, 16)[None, :]
+        at = chunk * SPAN + word * 16 + lane
         # Tables are as wide as a multiple of 16 entries: they are read by whole words.
-        at = word[:, None] * 16 + tl.arange(0, 16)[None, :]
-        vertical = tl.load(verticals + line + at, mask=(bound_v > tau_v)[:, None] & (at >= 0), other=float("-inf"))
-        slash = tl.load(slashes + line + at, mask=(bound_s > tau_s)[:, None] & (at >= 0), other=float("-inf"))
-        bit = 1 << tl.arange(0, 16)[None, :]
-        to = seen + entry * 2 * width + word
-        tl.store(to, tl.sum(tl.where((vertical > tau_v) & (at < n), bit, 0), 1), mask=mine)
+        there = (chunk * SPAN + word * 16 < n) & (lane >= 0)
+        vertical = tl.load(verticals + line + at, mask=there, other=0.0)
+        slash = tl.load(slashes + line + at, mask=there, other=0.0)
+        left = n - chunk * SPAN
+        own_limits = limits + entry * 4
+        own_seen = seen + entry * 2 * width + chunk * (SPAN // 16)
+        to = tl.arange(0, SPAN // 16)
+        mine = to < tl.cdiv(left, 16)
+        tl.store(own_seen + to, _bits(vertical, own_limits, everything, left, SPAN), mask=mine)
         # The farthest distance that a key has may be one less than there are keys.
-        n = tl.minimum(n, length - 1 + (flags & 1).to(tl.int32) - first)
-        tl.store(to + width, tl.sum(tl.where((slash > tau_s) & (at < n), bit, 0), 1), mask=mine)
+        left = tl.minimum(left, length - 1 + (flags & 1).to(tl.int32) - first - chunk * SPAN)
+        tl.store(own_seen + width + to, _bits(slash, own_limits + 2, everything, left, SPAN), mask=mine)
+
+
+@triton.jit
+def _bits(value, limits, everything, left, SPAN: tl.constexpr):
+    """Words of the entries ``value``, of which ``left`` count."""
+    lane = tl.arange(0, 16)[None, :]
+    at = tl.arange(0, SPAN // 16)[:, None] * 16 + lane
+    mean, tau = tl.load(limits), tl.where(everything, float("-inf"), tl.load(limits + 1))
+    bits = tl.where((value > tau) & (at < left), 1 << lane, 0)
+    return tl.sum(bits | tl.where((value > mean) & (at < left), 65536 << lane, 0), 1)
 
 
 @triton.jit
 def _seen_at(seen, word, last, base, n_words):
-    """Of the keys of each ``word``, what _scan says: of the key at distance ``base`` - i, or of key i."""
+    """Of the keys of each ``word``, what _scan says: of the key at distance ``base`` - i, and of key i."""
     bits = tl.load(seen + word, mask=(word >= 0) & (word < last), other=0)
     least = base - 15 - word * 16  # the distance of the last of them
     place = (least + 16) // 16 - 1  # rounded down, where it is -15 or more
@@ -123,7 +127,9 @@ def _seen_at(seen, word, last, base, n_words):
     known = (word >= 0) & (word < last) & (place >= -1)
     lower = tl.load(seen + n_words + place, mask=known & (place >= 0), other=0)
     upper = tl.load(seen + n_words + place + 1, mask=known & (place + 1 < last), other=0)
-    return bits | _reversed(((lower | (upper << 16)) >> far) & 65535)
+    above = (((lower & 65535) | (upper << 16)) >> far) & 65535
+    high = ((((lower >> 16) & 65535) | (upper & -65536)) >> far) & 65535
+    return bits | _reversed(above) | (_reversed(high) << 16)
 
 
 @triton.jit
@@ -139,27 +145,17 @@ def _reversed(word):
 def _far(seen, word, last, base, n_words, far):
     """Which of the 16 keys from ``far`` behind each word's first one on are above their threshold."""
     word += (far + 1024) // 16 - 64
-    lower = _seen_at(seen, word, last, base, n_words)
-    upper = _seen_at(seen, word + 1, last, base, n_words)
+    lower = _seen_at(seen, word, last, base, n_words) & 65535
+    upper = _seen_at(seen, word + 1, last, base, n_words) & 65535
     return (lower | (upper << 16)) >> ((far + 1024) % 16)
 
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "n_words", "n_blocks"],
-    do_not_specialize_on_alignment=[
-        "words",
-        "reals",
-        "lengths",
-        "limits",
-        "idle",
-        "blocks",
-        "seen",
-        "marks",
-        "counts",
-    ],
+    do_not_specialize_on_alignment=["words", "reals", "lengths", "idle", "blocks", "seen", "marks", "counts"],
 )
 def _mark(
-    words, reals, lengths, limits, idle, blocks, seen, marks, counts, word_row, real_row, n_words, n_blocks,
+    words, reals, lengths, idle, blocks, seen, marks, counts, word_row, real_row, n_words, n_blocks,
     UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The candidates of a part of a unit's words, none where all its heads rest or it reads everything."""
@@ -170,9 +166,6 @@ def _mark(
     length, first, gate = tl.load(lengths + row), tl.load(own).to(tl.int32), tl.load(own + 10)
     before, after = tl.load(own + 4).to(tl.int32), tl.load(own + 5).to(tl.int32)
     base = length - 2 + (tl.load(own + 9) & 1).to(tl.int32) - first
-    line = unit * tl.load(own + 12)
-    verticals, slashes = pointer(own, 14, tl.float32) + line, pointer(own, 15, tl.float32) + line
-    mean_v, mean_s = tl.load(limits + entry * 4), tl.load(limits + entry * 4 + 2)
     votes = 0
     for head in tl.static_range(EACH):
         votes += (tl.load(idle + entry * EACH + head) == 0).to(tl.int32)
@@ -182,11 +175,12 @@ def _mark(
     if (length > 0) & (dense == 0) & (part * TILE < last):
         seen += entry * 2 * n_words
         word = part * TILE + tl.arange(0, TILE)
-        above = _seen_at(seen, word, last, base, n_words)
+        here = _seen_at(seen, word, last, base, n_words)
+        above = here & 65535
         # Some key above its threshold is at most `before` keys ahead, or `after` keys back.
         near = above
-        before_it = _seen_at(seen, word - 1, last, base, n_words)
-        behind_it = _seen_at(seen, word + 1, last, base, n_words)
+        before_it = _seen_at(seen, word - 1, last, base, n_words) & 65535
+        behind_it = _seen_at(seen, word + 1, last, base, n_words) & 65535
         ahead, back = above | (behind_it << 16), before_it | (above << 16)
         for far in tl.range(1, tl.minimum(before, 16) + 1):
             near = near | (ahead >> far)
@@ -196,15 +190,8 @@ def _mark(
             near = near | _far(seen, word, last, base, n_words, far)
         for far in tl.range(17, after + 1):
             near = near | _far(seen, word, last, base, n_words, -far)
-        # Those near are few: whether they exceed a mean is looked up for each.
-        chosen = tl.where(gate == 2, near, tl.where(gate == 1, above, 0)) & 65535
-        asks = near & tl.where(gate == 2, 0, 65535)
-        for bit in tl.static_range(16):
-            at = word * 16 + bit
-            asked = (((asks >> bit) & 1) != 0) & (at < n)
-            value_v = tl.load(verticals + at, mask=asked, other=float("-inf"))
-            value_s = tl.load(slashes + base - at, mask=asked & (at <= base), other=float("-inf"))
-            chosen = chosen | (((value_v > mean_v) | (value_s > mean_s)).to(tl.int32) << bit)
+        chosen = near & ((here >> 16) | tl.where(gate == 2, 65535, 0))
+        chosen = (chosen | tl.where(gate == 1, above, 0)) & 65535
         if SIZE > 0:
             key = first + word * 16
             for number in tl.static_range(16 // SIZE + 1 if SIZE < 16 else 2):

@@ -33,13 +33,6 @@ def take_in(rows: LayerRows, units: int) -> Tensor:
     return limits
 
 
-@triton.jit
-def _raise(bounds, value, valid):
-    """To ``value`` where that is more; a bound seen too early is too low, and is compared again."""
-    over = valid & (value > tl.load(bounds, mask=valid, other=float("inf")))
-    tl.atomic_max(bounds, value, mask=over, sem="relaxed")
-
-
 @triton.jit(
     do_not_specialize=["word_row", "real_row"], do_not_specialize_on_alignment=["words", "reals", "lengths", "limits"]
 )
@@ -62,9 +55,6 @@ def _take_in(
             first = tl.load(own).to(tl.int32)
             vertical = pointer(own, 14, tl.float32) + unit * capacity
             slash = pointer(own, 15, tl.float32) + unit * capacity
-            bounds_v = pointer(own, 27, tl.float32) + unit * (capacity // 16)
-            bounds_s = pointer(own, 28, tl.float32) + unit * (capacity // 16)
-            word = tl.arange(0, TABLE // 16)
             if tl.load(marks + 3) != 0:  # all its distances grow by one
                 cells = tl.arange(0, TABLE)
                 last = length - first
@@ -74,8 +64,6 @@ def _take_in(
                     moved = tl.load(slash + start + cells - 1, mask=inside & (start + cells > 0), other=0.0)
                     tl.debug_barrier()  # other threads have yet to read what these write
                     tl.store(slash + start + cells, moved, mask=inside)
-                    most = tl.max(tl.reshape(tl.where(inside, moved, 0.0), [TABLE // 16, 16]), 1)
-                    tl.store(bounds_s + start // 16 + word, most, mask=start + word * 16 < last)
                     tl.debug_barrier()
             if count >= 0:
                 sums = pointer(own, 16, tl.float64) + unit * 8
@@ -93,11 +81,6 @@ def _take_in(
                         value_s = (tl.load(slash + start + at, mask=inside, other=0.0) * scale).to(tl.float32)
                         tl.store(vertical + start + at, value_v, mask=inside)
                         tl.store(slash + start + at, value_s, mask=inside)
-                        known = start + word * 16 < capacity
-                        most = tl.max(tl.reshape(value_v, [TABLE // 16, 16]), 1)
-                        tl.store(bounds_v + start // 16 + word, most, mask=known)
-                        most = tl.max(tl.reshape(value_s, [TABLE // 16, 16]), 1)
-                        tl.store(bounds_s + start // 16 + word, most, mask=known)
                         sums_v += _powers(value_v, tl.zeros([TABLE], tl.float32), inside)
                         sums_s += _powers(value_s, tl.zeros([TABLE], tl.float32), inside)
                     scale = scale * 0.0 + 1.0
@@ -111,13 +94,11 @@ def _take_in(
                     gain = (gain.to(tl.float64) / scale).to(tl.float32)
                     before = tl.load(vertical + key - first, mask=inside, other=0.0)
                     tl.store(vertical + key - first, before + gain, mask=inside)
-                    _raise(bounds_v + (key - first) // 16, before + gain, inside)
                     sums_v += _powers(before + gain, before, inside)
                     distance = place.to(tl.int32) - key
                     ahead = inside & (distance >= 0)
                     before = tl.load(slash + distance, mask=ahead, other=0.0)
                     tl.store(slash + distance, before + gain, mask=ahead)
-                    _raise(bounds_s + distance // 16, before + gain, ahead)
                     sums_s += _powers(before + gain, before, ahead)
                 tl.store(sums + power, sums_v)
                 tl.store(sums + 4 + power, sums_s)

@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.methods.lfps.triton_row_words import budget_at, pointer, query_of, static
 from saccade.methods.lfps.triton_stand_ins import _add_up, _logits, _row, _span
 from saccade.ops.triton.batched_rows import LayerRows
-from saccade.ops.triton.common import begin, pad
+from saccade.ops.triton.common import begin
 
 MOST_PROBES = 128
 
@@ -39,22 +39,19 @@ def join_rest(
     idle: Tensor,
     instead: Tensor,
     units: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What was read, ``parts`` and ``lse``, with what stands for the keys that were not: out like the queries, and
-    log-sum-exp; and float64 [rows], how many of the ``listed`` candidates a unit has in the mean."""
+    log-sum-exp."""
     q = query_of(rows)
     joined, total = torch.empty_like(q), torch.empty_like(lse)
-    scored = torch.empty(rows.count, dtype=torch.float64, device=q.device)
     _join[(rows.heads, rows.count)](
         q, rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, rows.reals, marks, listed, idle, instead,
-        parts, lse, joined, total, scored, q.stride(0), q.stride(1), joined.stride(0), joined.stride(1),
+        parts, lse, joined, total, q.stride(0), q.stride(1), joined.stride(0), joined.stride(1),
         *rows.pages.table_strides, rows.words.stride(0), rows.reals.stride(0), marks.shape[1], parts.shape[2],
         rows.scale, rows.softcap or 0.0,
-        **static(
-            rows, UNITS=units, UNITS_PAD=pad(units, 1), MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4
-        ),
+        **static(rows, UNITS=units, MOST=MOST_PROBES, CAPPED=rows.softcap is not None, num_warps=4),
     )  # fmt: skip
-    return joined, total, scored
+    return joined, total
 
 
 @triton.jit(
@@ -104,10 +101,10 @@ def _bypass(
     do_not_specialize_on_alignment=["tables", "lengths", "words", "reals", "marks", "listed", "idle", "instead"],
 )
 def _join(
-    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, parts, lse, joined, total, scored,
-    q_row, q_head, to_row, to_head, table_stride, table_head, word_row, real_row, width, splits, scale, softcap,
-    UNITS: tl.constexpr, UNITS_PAD: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, k_pool, tables, lengths, words, reals, marks, listed, idle, instead, parts, lse, joined, total, q_row,
+    q_head, to_row, to_head, table_stride, table_head, word_row, real_row, width, splits, scale, softcap,
+    UNITS: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PAGE: tl.constexpr, CAPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``stand_ins.sampled_rest``, or what stands for a bypassed head, merged by log-sum-exp."""
     begin(EARLY)
@@ -115,10 +112,6 @@ def _join(
     kv_head = head // (HEADS // KV_HEADS)
     entry = row * HEADS + head
     length = tl.load(lengths + row)
-    if head == 0:
-        unit = tl.arange(0, UNITS_PAD)
-        found = tl.load(listed + row * UNITS + unit, mask=unit < UNITS, other=0)
-        tl.store(scored + row, tl.sum(found, 0).to(tl.float64) / UNITS)
     rest = tl.full([], float("-inf"), tl.float32)
     channel = tl.arange(0, D_PAD)
     value = tl.zeros([D_PAD], tl.float32)

@@ -16,9 +16,8 @@ from saccade.ops.triton.common import launched, pad
 # 26 local. Addresses: 14 vertical and 15 slash float32 [units, capacity], 16 sums float64 [units, 2, 4], 17 scale
 # float64 [units], 18 row (unused), 19 mean key and 20 mean value float32 [kv_heads, head_dim], 21 spread float32
 # [heads], 22 keys int32 and 23 gains float32 [units, room] that are pending, 24 marks, 25 int64 [kv_heads] keys in the
-# means; 27 and 28 bounds of the vertical and of the slash table, float32 [units, capacity / 16]. Marks int64 [units,
-# 4]: the length that what is pending belongs to; the length learnt up to; how many keys are pending, -1 where the unit
-# learns nothing; whether its slash table is to stay where it is.
+# means. Marks int64 [units, 4]: the length that what is pending belongs to; the length learnt up to; how many keys are
+# pending, -1 where the unit learns nothing; whether its slash table is to stay where it is.
 # Reals: 0 k as a share, 1 decay, 2 a (negative: every entry is a candidate), 3 epsilon.
 
 

@@ -15,7 +15,7 @@ from saccade.selection.plan import BestBlocks, RankedBlocks
 
 MOST_COMPARED = 1 << 28  # pairs of blocks
 CHUNK = 512  # blocks that are compared with each other
-TILE, WARPS = 64, 4  # blocks of a program
+TILE, OTHERS, WARPS = 64, 64, 4  # blocks of a program, and how many it compares them with in one go
 
 
 def rank_blocks(
@@ -78,11 +78,11 @@ def _launch(
     }  # fmt: skip
     numbers = pages.lengths, dense_upto if take is None else take, dense_upto  # unused pointers are pointers, too
     width = triton.cdiv(blocks, CHUNK) * CHUNK
-    sorts = torch.empty(rows * units, 2, width, dtype=torch.int32, device=scores.device)  # keys, and whose they are
+    sorts = torch.empty(rows * units, width, dtype=torch.int64, device=scores.device)
     grid = (triton.cdiv(blocks, TILE), units, rows)
     _order[grid](
         scores, *numbers, always, sorts, counts, blocks, longest, width, TAKES=takes,
-        LISTED=triton.next_power_of_2(longest), **shape,
+        LISTED=triton.next_power_of_2(longest), OTHERS=OTHERS, **shape,
     )  # fmt: skip
     if takes:
         _rank[grid](
@@ -92,11 +92,11 @@ def _launch(
 
 
 @triton.jit
-def _keys(scores, block, real):
-    """int32 that order as scores do, and the least of all for what is none."""
+def _words(scores, block, real):
+    """int64 that fall as blocks are to be listed: by falling score, ties to the lower block."""
     bits = (tl.load(scores + block, mask=real, other=0.0) + 0.0).to(tl.int32, bitcast=True)
-    rising = bits ^ ((bits >> 31) & 2147483647)
-    return tl.where(real, tl.minimum(tl.maximum(rising, -2147483647), 2147483646), -2147483648)
+    rising = (bits ^ ((bits >> 31) & 2147483647)).to(tl.int64)
+    return (rising << 32) | (2147483647 - block).to(tl.int64)
 
 
 @triton.jit
@@ -118,9 +118,9 @@ def _order(
     scores, lengths, takes, denses, always, sorts, counts, blocks, longest, width,
     ALL: tl.constexpr, TAKES: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, AFTER_FULL: tl.constexpr, LISTED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    EARLY: tl.constexpr,
+    OTHERS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Puts every CHUNK blocks in order, comparing each with each."""
+    """Puts the words of every CHUNK blocks in order, comparing each with each."""
     begin(EARLY)
     tile, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
@@ -143,23 +143,15 @@ def _order(
         line = scores + entry * blocks
         mine = tile * TILE + tl.arange(0, TILE)
         real = (mine >= FIRST) & (mine < stop)
-        key = _keys(line, mine, real)
-        ahead = tl.zeros([TILE, TILE], tl.int32)
+        word = _words(line, mine, real)
+        ahead = tl.zeros([TILE, OTHERS], tl.int32)
         chunk = tile * TILE // CHUNK * CHUNK
-        last = tl.minimum(chunk + CHUNK, stop)
-        at = tl.arange(0, TILE)
-        # Of equal scores the lower block's is ahead.
-        for start in tl.range(chunk, tile * TILE, TILE):
-            rival = _keys(line, start + at, start + at >= FIRST)
-            ahead += (rival[None, :] >= key[:, None]).to(tl.int32)
-        level = (key[None, :] == key[:, None]) & (at[None, :] < at[:, None])
-        ahead += ((key[None, :] > key[:, None]) | level).to(tl.int32)
-        for start in tl.range(tile * TILE + TILE, last, TILE):
-            rival = _keys(line, start + at, (start + at >= FIRST) & (start + at < last))
-            ahead += (rival[None, :] > key[:, None]).to(tl.int32)
-        to = sorts + entry * 2 * width + chunk + tl.sum(ahead, 1)
-        tl.store(to, key, mask=real)
-        tl.store(to + width, mine, mask=real)
+        for start in tl.range(chunk, tl.minimum(chunk + CHUNK, stop), OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            there = (other >= FIRST) & (other < tl.minimum(chunk + CHUNK, stop))
+            rival = tl.where(there, _words(line, other, there), -9223372036854775808)
+            ahead += (rival[None, :] > word[:, None]).to(tl.int32)
+        tl.store(sorts + entry * width + chunk + tl.sum(ahead, 1), word, mask=real)
 
 
 @triton.jit(
@@ -171,7 +163,7 @@ def _rank(
     AFTER_FULL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
     HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block's rank: how many of each chunk are ahead of it, found by halving."""
+    """A block's rank: how many words of each chunk are above its own, found by halving."""
     begin(EARLY)
     tile, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
@@ -180,26 +172,23 @@ def _rank(
     if not ALL:
         take = tl.load(takes + row)
     if (tile * TILE < stop) & (length > tl.load(denses + row)):
-        line = sorts + entry * 2 * width
+        line = sorts + entry * width
         place = tile * TILE + tl.arange(0, TILE)
-        own = tile * TILE // CHUNK * CHUNK
-        here = tl.minimum(own + CHUNK, stop) - tl.maximum(own, FIRST)  # blocks of a chunk
+        own = place // CHUNK * CHUNK
+        here = tl.minimum(own + CHUNK, stop) - tl.maximum(own, FIRST)  # words of a chunk
         real = place - own < here
         # A warp's places follow each other in a chunk, so where they lie in another one does, too: few cache lines.
-        key = tl.load(line + place, mask=real, other=0)
-        block = tl.load(line + width + place, mask=real, other=0)
+        word = tl.load(line + place, mask=real, other=0)
         rank = tl.zeros([TILE], tl.int32)
         for first in tl.range(0, tl.cdiv(stop, CHUNK), CHUNKS):
             begins = (first + tl.arange(0, CHUNKS)) * CHUNK
             size = tl.minimum(begins + CHUNK, stop) - tl.maximum(begins, FIRST)
-            # Of equal scores those of lower blocks, hence of chunks before this one, are ahead.
-            least = key[None, :] + (begins > own).to(tl.int32)[:, None]
             above = tl.zeros([CHUNKS, TILE], tl.int32)
             for half in tl.static_range(1, HALVES + 1):
                 at = above + (CHUNK >> half) - 1
-                rival = tl.load(line + begins[:, None] + at, mask=at < size[:, None], other=-2147483648)
-                above += tl.where(rival >= least, CHUNK >> half, 0)
-            rival = tl.load(line + begins[:, None] + above, mask=above < size[:, None], other=-2147483648)
-            above += (rival >= least).to(tl.int32)
-            rank += tl.sum(tl.where((begins == own)[:, None], (place - own)[None, :], above), 0)
+                rival = tl.load(line + begins[:, None] + at, mask=at < size[:, None], other=-9223372036854775808)
+                above += tl.where(rival > word[None, :], CHUNK >> half, 0)
+            rival = tl.load(line + begins[:, None] + above, mask=above < size[:, None], other=-9223372036854775808)
+            rank += tl.sum(above + (rival > word[None, :]).to(tl.int32), 0)
+        block = 2147483647 - (word & 2147483647).to(tl.int32)
         tl.store(order + entry * order_stride + rank, block, mask=real & (rank < take))
