@@ -81,10 +81,10 @@ def _launch(
     sorts = torch.empty(rows * units, width, dtype=torch.int64, device=scores.device)
     grid = (triton.cdiv(blocks, TILE), units, rows)
     _order[grid](
-        scores, *numbers, always, sorts, counts, blocks, longest, width, TAKES=takes,
-        LISTED=triton.next_power_of_2(longest), OTHERS=OTHERS, **shape,
+        scores, *numbers, always, order, sorts, counts, blocks, longest, width, order.stride(0), TAKES=takes,
+        LISTED=triton.next_power_of_2(longest), OTHERS=OTHERS, ONE=width == CHUNK, **shape,
     )  # fmt: skip
-    if takes:
+    if takes and width > CHUNK:
         _rank[grid](
             sorts, *numbers, order, width, order.stride(0),
             CHUNKS=max(2, min(32, triton.next_power_of_2(width // CHUNK))), HALVES=CHUNK.bit_length() - 1, **shape,
@@ -111,14 +111,14 @@ def _blocks_at(lengths, row, SIZE: tl.constexpr, LAST: tl.constexpr, AFTER_FULL:
 
 
 @triton.jit(
-    do_not_specialize=["blocks", "longest", "width"],
-    do_not_specialize_on_alignment=["lengths", "takes", "denses"],
+    do_not_specialize=["blocks", "longest", "width", "order_stride"],
+    do_not_specialize_on_alignment=["lengths", "takes", "denses", "order"],
 )
 def _order(
-    scores, lengths, takes, denses, always, sorts, counts, blocks, longest, width,
+    scores, lengths, takes, denses, always, order, sorts, counts, blocks, longest, width, order_stride,
     ALL: tl.constexpr, TAKES: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, AFTER_FULL: tl.constexpr, LISTED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    OTHERS: tl.constexpr, EARLY: tl.constexpr,
+    OTHERS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Puts the words of every CHUNK blocks in order, comparing each with each."""
     begin(EARLY)
@@ -151,7 +151,11 @@ def _order(
             there = (other >= FIRST) & (other < tl.minimum(chunk + CHUNK, stop))
             rival = tl.where(there, _words(line, other, there), -9223372036854775808)
             ahead += (rival[None, :] > word[:, None]).to(tl.int32)
-        tl.store(sorts + entry * width + chunk + tl.sum(ahead, 1), word, mask=real)
+        rank = tl.sum(ahead, 1)
+        if ONE:  # chunk: there is nothing to look up
+            tl.store(order + entry * order_stride + rank, mine, mask=real & (ALL | (rank < take)))
+        else:
+            tl.store(sorts + entry * width + chunk + rank, word, mask=real)
 
 
 @triton.jit(
