@@ -9,7 +9,7 @@ import triton_helpers  # noqa: F401  (sets the interpreter up first)
 
 from saccade.ops.triton import batched_best, best_near
 from saccade.ops.triton.batched_best import find_best
-from saccade.ops.triton.batched_tokens import choose_keys
+from saccade.ops.triton.batched_lists import choose_keys
 
 INF = float("inf")
 

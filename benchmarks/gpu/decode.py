@@ -173,7 +173,7 @@ class Part:
 
             ms = self.results.attempt("psa", lambda loop=loop: graph_ms([loop] * 2))
             if ms is not None:
-                _, _, stop, read = loop()
+                stop, read = loop()[2:4]
                 read = read - 1  # but those always read
                 beyond = float((read - stop).double().mean() / stop.double().mean())
                 self.row(

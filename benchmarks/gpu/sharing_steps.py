@@ -39,10 +39,9 @@ class Projected:
 
     @torch.inference_mode()
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, ctx: AttentionContext) -> torch.Tensor:
-        moved = self.noise[positions % 64].transpose(0, 1)
+        moved = (self.q + self.noise[positions % 64].transpose(0, 1)).to(torch.bfloat16)  # no layer's own time
         for layer in range(LAYERS):
-            q = (self.q[layer] + moved).to(torch.bfloat16)
-            ctx.run(layer, q, self.k[layer], self.v[layer], self.spec)
+            ctx.run(layer, moved[layer], self.k[layer], self.v[layer], self.spec)
         return torch.zeros(len(token_ids), VOCAB, device="cuda")
 
 

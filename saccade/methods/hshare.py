@@ -69,8 +69,8 @@ class SharedSets(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.labels import triton_recorded as kernels
+        from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import choose_keys, new_lists
 
         units = self.units
         kernels.label_keys(rows, self.channels, self.bits)

@@ -37,8 +37,9 @@ class BestKeys(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.triton_topk import bounds_of
+        from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import choose_keys, new_lists, score_keys
+        from saccade.ops.triton.batched_tokens import score_keys
 
         scores = score_keys(rows, self.units)
         room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))

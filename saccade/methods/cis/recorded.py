@@ -66,23 +66,20 @@ class SharedKeys(OwnReading):
     def read(self, rows: Any) -> Any:
         from saccade.methods.cis import triton_recorded as kernels
         from saccade.methods.cis.triton_keeping import keep
+        from saccade.ops.triton.batched_lists import new_lists
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import choose_keys, new_lists, score_keys
+        from saccade.ops.triton.batched_tokens import score_keys
         from saccade.ops.triton.batched_weights import weigh_lists
 
-        units, lengths = self.units, rows.pages.lengths
-        hidden = rows.hidden()
-        found = kernels.resemble(rows, units, hidden)
-        scores = score_keys(rows, units, hidden, found.searching)
+        units = self.units
+        found = kernels.resemble(rows, units)
+        scores = score_keys(rows, units, found.hidden, found.searching)
         counts, indices = new_lists(rows, units, self.room or rows.pages.longest)
-        lists = choose_keys(scores, found.bounds, lengths, counts, indices, found.searching)
-        kernels.share(rows, units, found, counts, indices)
+        lists = kernels.lists_of(rows, units, found, scores, counts, indices)
         out, lse = rows.attend(lists)
         weights = torch.empty(indices.shape, dtype=torch.float32, device=indices.device)
         weigh_lists(rows, lists, lse, weights, active=found.searching)
-        keep(rows, units, found, counts, indices, weights)
-        searching = found.searching.view(rows.count, units).sum(1, dtype=torch.float64)
-        return LayerRead(out, lse, lists, None, searching * lengths / units, searching * rows.heads / units)
+        return LayerRead(out, lse, lists, None, *keep(rows, units, found, counts, indices, weights))
 
 
 class RecordedAnchors(DeviceState):

@@ -14,9 +14,13 @@ from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.radix_select import least_taken, taken_of
 
 
-def keep(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor, weights: Tensor) -> None:
-    """Make the searchers anchors, by what they read and its ``weights`` float32 [rows * units, room]."""
+def keep(
+    rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Make the searchers anchors, by what they read and its ``weights`` float32 [rows * units, room]. Gives float64
+    [rows], keys scored a query head in the mean, and query heads that searched."""
     device = rows.q.device
+    tallied = torch.empty(2, rows.count, dtype=torch.float64, device=device)
     marks = torch.empty(rows.count * units, triton.cdiv(rows.pages.longest, 32), dtype=torch.int32, device=device)
     _keep[(units, rows.count)](
         rows.words,
@@ -28,17 +32,21 @@ def keep(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices:
         indices,
         weights,
         marks,
+        *tallied,
         rows.words.stride(0),
         rows.reals.stride(0),
         indices.shape[1],
         weights.stride(0),
         marks.shape[1],
         **WORDS,
+        HEADS=rows.heads,
         UNITS=units,
+        UNITS_PAD=triton.next_power_of_2(units),
         SPAN=1024,
         num_warps=8,
         **launched(device),
     )
+    return tallied[0], tallied[1]
 
 
 @triton.jit
@@ -60,22 +68,36 @@ def _count_bits(words):
 
 @triton.jit(
     do_not_specialize=["word_row", "real_row", "room", "weight_row", "width"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "searching", "bounds", "counts"],
+    do_not_specialize_on_alignment=[
+        "words",
+        "reals",
+        "lengths",
+        "searching",
+        "bounds",
+        "counts",
+        "scored",
+        "searches",
+    ],
 )
 def _keep(
-    words, reals, lengths, searching, bounds, counts, indices, weights, marks, word_row, real_row, room, weight_row,
-    width,
+    words, reals, lengths, searching, bounds, counts, indices, weights, marks, scored, searches, word_row, real_row,
+    room, weight_row, width,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, UNITS: tl.constexpr, UNITS_PAD: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mark the keys between sinks and window that were read, and the neighbours of the heaviest, a bit each, and list
     the marks."""
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     entry = row * UNITS + unit
+    if unit == 0:
+        each = tl.arange(0, UNITS_PAD)
+        some = tl.sum(tl.load(searching + row * UNITS + each, mask=each < UNITS, other=0).to(tl.int32), 0)
+        tl.store(scored + row, some.to(tl.float64) * tl.load(lengths + row) / UNITS)
+        tl.store(searches + row, some.to(tl.float64) * HEADS / UNITS)
     if tl.load(searching + entry) != 0:
         length = tl.load(lengths + row)
         own = words + row.to(tl.int64) * word_row

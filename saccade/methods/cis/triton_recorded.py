@@ -12,21 +12,28 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
-from saccade.ops.triton.batched_rows import LayerRows
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_best import find_best
+from saccade.ops.triton.batched_lists import put_best
+from saccade.ops.triton.batched_rows import LayerRows, hidden_at
 from saccade.ops.triton.best_parts import BOUNDS
+from saccade.ops.triton.best_parts import WORDS as BEST_WORDS
 from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.decode import KeyLists
 
 
 class Resembled(NamedTuple):
     """int8 [rows * units] who is ``searching``; int32 [rows * units] the place of ``whose`` keys it shares, -2 where a
-    row reads everything; ``bounds`` as ops.triton.batched_tokens.choose_keys takes them."""
+    row reads everything; ``bounds`` as ops.triton.batched_lists.choose_keys takes them; ``hidden`` int32 [rows, 2] as
+    LayerRows.hidden gives it."""
 
     searching: Tensor
     whose: Tensor
     bounds: Tensor
+    hidden: Tensor
 
 
-def resemble(rows: LayerRows, units: int, hidden: Tensor) -> Resembled:
+def resemble(rows: LayerRows, units: int) -> Resembled:
     """Write each row's directions to its place, and find the latest anchor of its block that each unit resembles."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
@@ -35,18 +42,20 @@ def resemble(rows: LayerRows, units: int, hidden: Tensor) -> Resembled:
         torch.empty(count * units, dtype=torch.int8, device=device),
         torch.empty(count * units, dtype=torch.int32, device=device),
         torch.empty(count, BOUNDS, dtype=torch.int32, device=device),
+        torch.empty(count, 2, dtype=torch.int32, device=device),
     )
     _resemble[(units, count)](
         q,
         rows.words,
         rows.reals,
+        rows.cones,
         rows.pages.lengths,
-        hidden,
         *found,
         q.stride(0),
         q.stride(1),
         rows.words.stride(0),
         rows.reals.stride(0),
+        rows.cones.stride(0),
         **WORDS,
         HEAD=head_dim,
         EACH=heads // units,
@@ -58,31 +67,43 @@ def resemble(rows: LayerRows, units: int, hidden: Tensor) -> Resembled:
     return found
 
 
-def share(rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor) -> None:
-    """The lists (see choose_keys) of those who do not search."""
-    _share[(units, count := rows.count)](
+def lists_of(
+    rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor
+) -> KeyLists:
+    """What every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others what
+    they share."""
+    best = find_best(scores, found.bounds, found.searching)
+    _lists[(best.parts, units, rows.count)](
         rows.words,
         rows.pages.lengths,
-        *found,
+        *found[:3],
         counts,
         indices,
+        scores,
+        best.words,
+        best.taken,
         rows.words.stride(0),
         indices.shape[1],
+        scores.stride(0),
+        scores.stride(1),
         **WORDS,
         UNITS=units,
-        SPAN=1024,
-        num_warps=4,
+        PARTS=triton.next_power_of_2(best.parts),
+        KNOWN_WORDS=BEST_WORDS,
+        SPAN=batched_best.SPAN,
+        num_warps=8,
+        maxnreg=64,
         **launched(rows.q.device),
     )
-    assert count
+    return KeyLists(None, counts, indices, units, 1, indices.shape[1])
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row"],
-    do_not_specialize_on_alignment=["words", "reals", "lengths", "hidden", "searching", "whose", "bounds"],
+    do_not_specialize=["word_row", "real_row", "cone_row"],
+    do_not_specialize_on_alignment=["words", "reals", "cones", "lengths", "searching", "whose", "bounds", "hidden"],
 )
 def _resemble(
-    q_ptr, words, reals, lengths, hidden, searching, whose, bounds, q_row, q_head, word_row, real_row,
+    q_ptr, words, reals, cones, lengths, searching, whose, bounds, hidden, q_row, q_head, word_row, real_row, cone_row,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
@@ -93,7 +114,7 @@ def _resemble(
     unit, row = tl.program_id(0), tl.program_id(1)
     entry = row * UNITS + unit
     length = tl.load(lengths + row)
-    low, high = tl.load(hidden + 2 * row), tl.load(hidden + 2 * row + 1)
+    low, high = hidden_at(cones, row, cone_row, length)
     first, last, take = length, length, tl.full([], 0, tl.int32)
     found, search = tl.full([], -2, tl.int32), tl.full([], 0, tl.int32)
     if length > 0:
@@ -137,6 +158,8 @@ def _resemble(
     tl.store(bounds + row * 5 + 2, low)
     tl.store(bounds + row * 5 + 3, high)
     tl.store(bounds + row * 5 + 4, take)
+    tl.store(hidden + row * 2, low)
+    tl.store(hidden + row * 2 + 1, high)
 
 
 @triton.jit
@@ -154,21 +177,37 @@ def _listed_at(keys, count, key):
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "room"],
-    do_not_specialize_on_alignment=["words", "lengths", "searching", "whose", "bounds", "counts"],
+    do_not_specialize=["word_row", "room", "score_row", "score_unit"],
+    do_not_specialize_on_alignment=[
+        "words",
+        "lengths",
+        "searching",
+        "whose",
+        "bounds",
+        "counts",
+        "indices",
+        "known",
+        "taken",
+    ],
 )
-def _share(
-    words, lengths, searching, whose, bounds, counts, indices, word_row, room,
+def _lists(
+    words, lengths, searching, whose, bounds, counts, indices, scores, known, taken, word_row, room, score_row,
+    score_unit,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    UNITS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    UNITS: tl.constexpr, PARTS: tl.constexpr, KNOWN_WORDS: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
+    part, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = row * UNITS + unit
-    if tl.load(searching + entry) == 0:
+    if tl.load(searching + entry) != 0:
+        put_best(
+            scores, bounds, lengths, known, taken, counts, indices, score_row, score_unit, room, UNITS, PARTS,
+            KNOWN_WORDS, SPAN,
+        )  # fmt: skip
+    elif part == 0:  # what is shared is listed by one program
         length, found = tl.load(lengths + row), tl.load(whose + entry)
         first, last = tl.load(bounds + row * 5), tl.load(bounds + row * 5 + 1)
         low, high = tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3)

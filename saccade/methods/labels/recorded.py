@@ -29,8 +29,8 @@ class LabelledKeys(OwnReading):
     def read(self, rows: Any) -> Any:
         from saccade.methods.labels.triton_recorded import label_keys, score_labels
         from saccade.methods.triton_topk import bounds_of
+        from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
-        from saccade.ops.triton.batched_tokens import choose_keys, new_lists
 
         label_keys(rows, self.channels, self.bits)
         scores = score_labels(rows, self.units, self.channels, self.bits)

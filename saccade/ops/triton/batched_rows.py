@@ -225,12 +225,9 @@ def _copy_list(indices, starts, out, count, SPAN: tl.constexpr):
     tl.store(out + at, tl.load(indices + tl.load(starts) + at, mask=at < count, other=0), mask=at < count)
 
 
-@triton.jit(do_not_specialize=["cone_row"], do_not_specialize_on_alignment=["cones", "lengths"])
-def _hide(cones, lengths, hidden, cone_row, EARLY: tl.constexpr):
-    """``selection.Cone.start``, and nothing where it hides nothing."""
-    begin(EARLY)
-    row = tl.program_id(0)
-    length = tl.load(lengths + row)
+@triton.jit
+def hidden_at(cones, row, cone_row, length):
+    """The keys (from, to) that a row's window hides (``selection.Cone.start``), and nothing where it hides nothing."""
     cone = cones + row.to(tl.int64) * cone_row
     share, sinks, local = tl.load(cone), tl.load(cone + 1).to(tl.int32), tl.load(cone + 2).to(tl.int32)
     size = tl.maximum(tl.load(cone + 3).to(tl.int32), 1)
@@ -238,5 +235,13 @@ def _hide(cones, lengths, hidden, cone_row, EARLY: tl.constexpr):
     most = tl.minimum(tl.floor(share * seen.to(tl.float64) + 1e-9).to(tl.int32), seen - local + 1)
     start = tl.maximum(most - 1, 0) // size * size
     hides = (length > 0) & (start > sinks)
-    tl.store(hidden + 2 * row, tl.where(hides, sinks, 0))
-    tl.store(hidden + 2 * row + 1, tl.where(hides, start, 0))
+    return tl.where(hides, sinks, 0), tl.where(hides, start, 0)
+
+
+@triton.jit(do_not_specialize=["cone_row"], do_not_specialize_on_alignment=["cones", "lengths"])
+def _hide(cones, lengths, hidden, cone_row, EARLY: tl.constexpr):
+    begin(EARLY)
+    row = tl.program_id(0)
+    low, high = hidden_at(cones, row, cone_row, tl.load(lengths + row))
+    tl.store(hidden + 2 * row, low)
+    tl.store(hidden + 2 * row + 1, high)
