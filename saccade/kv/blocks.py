@@ -1,15 +1,13 @@
-"""Logical blocks: who holds them, and where each lies.
+"""Logical blocks and who holds them.
 
-A logical block is ``block_size`` tokens of one sequence over all layers and KV heads. Where its parts lie is one map,
-``slots`` [layer, kv_head or 1, block] -> slot or -1, so that a part can leave its slot and come back to another one
-while the sequence keeps its block table.
+A logical block is ``block_size`` tokens of one sequence over all layers and KV heads. Where its parts lie is one map
+(slot_map.py), so that a part can leave its slot and come back to another one while the sequence keeps its block table.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,21 +17,16 @@ from saccade.kv.format import KVFormat
 from saccade.kv.head_tiers import HeadTiers
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.keepers import Keepers
+from saccade.kv.slot_map import SlotMap, taken_from
 from saccade.kv.storage import KVStorage
 from saccade.kv.tier import Tier
 from saccade.kv.tiers import LEAST_SLOTS, Tiers
-from saccade.machine import release_rows, sent
 
 ROOMY = 16  # blocks of a sequence that are left over where nobody needs to save them
 
 
-class BlockManager:
+class BlockManager(SlotMap):
     """Hands out logical blocks over ``storage`` for ``layers`` layers.
-
-    ``slots``: int32 [layers, kv_heads or 1, logical_blocks] on the storage's device, -1 where a part is not resident or
-    a block is free. It is made once and changed in place, so that a recorded graph sees the changes; ``host_slots`` is
-    the same on the host. With ``heads_apart`` every KV head has slots of its own: head g of a slot is then free or
-    taken apart from the slot's other heads.
 
     Slots are counted by num_blocks, free_blocks and used_blocks; with ``heads_apart`` a slot is free where all its
     heads are. ``logical_blocks`` defaults to what the storage holds when every block is resident in every layer.
@@ -75,16 +68,9 @@ class BlockManager:
         count = max(1, self._parts // max(1, layers)) if logical_blocks is None else logical_blocks
         if layers < 1 or count < 1:
             raise SaccadeError(f"layers={layers} and logical_blocks={count} must both be at least 1")
-        self.storage, self.layers, self.layers_apart = storage, layers, layers_apart
-        self.rows = storage.format.kv_heads if heads_apart else 1
-        self._host_slots = torch.full((layers, self.rows, count), -1, dtype=torch.int32, device="cpu")
-        self.slots = self._host_slots.to(storage.device)  # the same tensor on a CPU
-        self._places = self._host_slots.numpy()
-        self.behind: Callable[[], None] | None = None  # writes down what a device has moved by itself
-        self._free_slots = [list(range(storage.num_blocks - 1, -1, -1)) for _ in range(self.rows)]
-        self._taken = np.zeros((self.rows, layers), dtype=np.int64)  # slots, by KV head and layer
+        super().__init__(storage, layers, count, heads_apart)
+        self.layers_apart = layers_apart
         self.tiers: Tiers | HeadTiers | None = None
-        self._late: list[int] | None = None
         if tier is not None:
             self.tiers = (Tiers if self.rows == 1 else HeadTiers)(self, tier, replacement, debug)
             for free in self._free_slots:
@@ -94,39 +80,8 @@ class BlockManager:
         self.keepers = Keepers(self._holders)
         self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
         self.step = 0
-        self._version = 0
-        self.changes = 0  # of who has slots, by the host: what a device moves by itself is not counted
-        self.absent = 0  # parts of held blocks that are not resident
         self._ids = 0
         self._newest = 0  # greatest number of a sequence that has held a block
-
-    @property
-    def host_slots(self) -> torch.Tensor:
-        """``slots`` on the host, what a device has moved included."""
-        self.catch_up()
-        return self._host_slots
-
-    @property
-    def version(self) -> int:
-        """Grows when a part of a held block changes its slot."""
-        self.catch_up()
-        return self._version
-
-    @property
-    def mirrored(self) -> bool:
-        """Whether the device has a map of its own."""
-        return self.slots is not self._host_slots
-
-    def catch_up(self) -> None:
-        """Write down what a device has moved, if that waits (``behind``)."""
-        if self.behind is not None:
-            self.behind()
-
-    @property
-    def _map(self) -> np.ndarray:
-        """``host_slots`` as an array."""
-        self.catch_up()
-        return self._places
 
     @property
     def format(self) -> KVFormat:
@@ -140,11 +95,6 @@ class BlockManager:
     def free_blocks(self) -> int:
         if self.tiers is not None:
             return self._parts - self.tiers.withheld - (self.logical_blocks - self.free_logical) * self.layers
-        return min(map(len, self._free_slots))
-
-    @property
-    def free_slots(self) -> int:
-        """Slots in memory that nothing lies in."""
         return min(map(len, self._free_slots))
 
     @property
@@ -166,10 +116,6 @@ class BlockManager:
             else:
                 found[tier.name] = [tiers.stored * size, tier.cells * size]
         return found
-
-    @property
-    def logical_blocks(self) -> int:
-        return len(self._holders)
 
     @property
     def free_logical(self) -> int:
@@ -235,10 +181,10 @@ class BlockManager:
             raise CapacityError(
                 f"{count} logical KV blocks wanted but {len(self._free)} of {self.logical_blocks} are free"
             )
-        blocks = _take(self._free, count)
+        blocks = taken_from(self._free, count)
         self.changes += 1
         if wanted <= self.free_slots and self._shares_leave(count):
-            places = [np.array(_take(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
+            places = [np.array(taken_from(free, wanted)).reshape(self.layers, count) for free in self._free_slots]
             self._map[:, :, blocks] = np.stack(places, 1)
             self._taken += count
             self._publish(blocks)
@@ -319,39 +265,12 @@ class BlockManager:
         for layer, head in np.argwhere(self._map[:, :, block] < 0)[:1].tolist():
             raise SaccadeError(f"KV block {block} is not resident in layer {layer}, KV head {head}: admit it first")
 
-    def lookup(self, blocks: Sequence[int]) -> np.ndarray:
-        """Slots of ``blocks``: int32 [layers, kv_heads or 1, len(blocks)], on the host."""
-        return self._map[:, :, list(blocks)]
-
-    def map_flat(self) -> np.ndarray:
-        """The slot of every part, by (layer * KV heads or 1 + KV head) * logical_blocks + block; not to be written
-        to."""
-        return self._map.reshape(-1)
-
-    def map_of(self, row: int) -> np.ndarray:
-        """The slots [layers, logical_blocks] of one KV head's parts, or of those that all share; not to be written
-        to."""
-        return self._map[:, row]
-
-    def free_in(self, row: int) -> int:
-        """Slots that nothing of one KV head lies in."""
-        return len(self._free_slots[row])
-
     def free_for(self, layer: int, row: int = 0) -> int:
         """Slots that parts of a layer may take as they are: those that are free, within its share."""
         free = len(self._free_slots[row])
         if not self.layers_apart or self.tiers is None:
             return free
         return max(0, min(free, self.tiers.each[row].share - self.taken(layer, row)))
-
-    def taken(self, layer: int, row: int = 0) -> int:
-        """Slots that parts of a layer lie in, of one KV head if they lie apart."""
-        self.catch_up()
-        return int(self._taken[row, layer])
-
-    def resident(self, layer: int, block: int, kv_head: int = 0) -> bool:
-        """Whether one KV head's part of a block has a slot in ``layer``; heads that share slots answer alike."""
-        return bool(self._map[layer, kv_head if self.rows > 1 else 0, block] >= 0)
 
     def evict(self, layer: int, blocks: Sequence[int], kv_head: int | None = None) -> None:
         """Free the slots of ``blocks`` in one layer, of one KV head if they lie apart. What was in them is gone from
@@ -378,7 +297,7 @@ class BlockManager:
         if len(blocks) > free:
             raise CapacityError(f"{len(blocks)} KV blocks wanted but {free} of {self.num_blocks} are free")
         for row in rows:
-            self._map[layer, row, blocks] = _take(self._free_slots[row], len(blocks))
+            self._map[layer, row, blocks] = taken_from(self._free_slots[row], len(blocks))
             self._taken[row, layer] += len(blocks)
         if self.tiers is not None:
             for row in rows:
@@ -387,93 +306,12 @@ class BlockManager:
         self._changed()
         self.absent -= len(blocks) * len(rows)
 
-    @contextmanager
-    def publishing_once(self) -> Iterator[None]:
-        """What changes in the map within comes to the device at the end, in one transfer."""
-        outer, self._late = self._late, [] if self._late is None else self._late
-        try:
-            yield
-        finally:
-            late, self._late = self._late, outer
-            if outer is None and late:
-                self._publish(list(dict.fromkeys(late)))
-
-    def withhold(self, count: int, row: int = 0) -> list[int]:
-        """Take free slots away: as many of ``count`` as there are, of one KV head if they lie apart."""
-        taken = _take(self._free_slots[row], min(count, len(self._free_slots[row])))
-        heads = self.rows
-        for part in (self.storage.k, self.storage.v):
-            release_rows(part if heads == 1 else part.flatten(0, 1), [slot * heads + row for slot in taken])
-        return taken
-
-    def give_back(self, slots: list[int], row: int = 0) -> None:
-        """Slots that were taken away are free again."""
-        self._free_slots[row].extend(slots)
-
-    def free_list(self, row: int = 0) -> np.ndarray:
-        """Slots that nothing lies in, those that are handed out last first: int64."""
-        return np.array(self._free_slots[row], dtype=np.int64)
-
-    def moved(self, slots: np.ndarray, left: np.ndarray, came: np.ndarray, rows: np.ndarray) -> None:
-        """A device has moved parts (numbers as in ``map_flat``, each of one of ``rows``) by itself: those of ``left``
-        (-1: none) out of ``slots``, and ``came`` into them. Its own map says so already."""
-        flat, free = self._places.reshape(-1), left < 0
-        flat[left[~free]] = -1
-        flat[came] = slots
-        for parts, change in ((left[~free], -1), (came, 1)):
-            layer, row = np.divmod(parts // self.logical_blocks, self.rows)
-            np.add.at(self._taken, (row, layer), change)
-        for row in np.unique(rows[free]).tolist():
-            gone = set(slots[free & (rows == row)].tolist())
-            self._free_slots[row] = [slot for slot in self._free_slots[row] if slot not in gone]
-        self._version += 1
-        self.absent += len(left) - int(free.sum()) - len(came)
-
-    def _changed(self) -> None:
-        self._version += 1
-        self.changes += 1
-
     def _shares_leave(self, count: int) -> bool:
         """Whether each layer may take ``count`` slots more."""
         if not self.layers_apart or self.tiers is None:
             return True
         return all(int(own.max()) + count <= one.share for own, one in zip(self._taken, self.tiers.each))
 
-    def _rows(self, kv_head: int | None) -> range:
-        if kv_head is None:
-            return range(self.rows)
-        if self.rows == 1:
-            raise SaccadeError(f"kv_head={kv_head}: KV heads share slots here; leave it out, or use heads_apart=True")
-        return range(kv_head, kv_head + 1)
-
-    def _vacate(self, layer: int, rows: range, blocks: list[int]) -> None:
-        for row in rows:
-            places = self._map[layer, row, blocks]
-            leaving = places[places >= 0]
-            self._free_slots[row].extend(leaving[::-1].tolist())
-            self._taken[row, layer] -= len(leaving)
-            self._map[layer, row, blocks] = -1
-
-    def _publish(self, blocks: list[int]) -> None:
-        """Bring the device's map up to date for ``blocks``, in one transfer."""
-        if not self.mirrored:
-            return
-        if self._late is not None:
-            self._late += blocks
-            return
-        index = torch.tensor(blocks, device="cpu")
-        changed = torch.cat([self._host_slots[:, :, index].flatten(0, 1), index[None].int()])
-        changed = sent(changed, self.slots.device)
-        self.slots.flatten(0, 1).index_copy_(1, changed[-1].long(), changed[:-1])
-
     def _held_by(self, block: int) -> str:
         holders = self._holders[block]
         return f"held by sequence {', '.join(map(str, holders))}" if holders else "it is free"
-
-
-def _take(free: list[int], count: int) -> list[int]:
-    """The last ``count`` of ``free``, the last first."""
-    kept = len(free) - count
-    taken = free[kept:][::-1]
-    del free[kept:]
-    return taken
