@@ -149,6 +149,7 @@ class DiskTier:
 
     def close(self) -> None:
         """See Tier."""
+        self._pool.shutdown(wait=True)
         self._end()
 
     def _take(self, count: int) -> list[int]:
@@ -268,5 +269,7 @@ def _private_file(folder: Path, header: bytes) -> int:
 
 
 def _close(fd: int, pool: ThreadPoolExecutor) -> None:
-    pool.shutdown(wait=True)
+    # Garbage may be collected in a thread that is just starting, under a lock that waiting for threads takes too. Jobs
+    # keep the disk alive, so none runs any more.
+    pool.shutdown(wait=False)
     os.close(fd)
