@@ -14,34 +14,22 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
-from secrets import token_hex
 from typing import Any
 
 from torch import Tensor
 
 from saccade.engine.loop import AsyncEngine
-from saccade.engine.pieces import BeginRestore, Captured, CaptureSession, CopyRows, FinishRestore, LoadRows
+from saccade.engine.pieces import BeginRestore, Captured, CaptureSession, FinishRestore
 from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, SaccadeError, shown
 from saccade.groups import Groups
 from saccade.records import Record, decode_record, encode_record
+from saccade.segments import SEGMENT_TOKENS, Segment, Segments
 from saccade.shared_store import SharedFileStore
 from saccade.stores import BlockStore
 
 logger = logging.getLogger(__name__)
-HEAD, SEGMENT = "saccade session head", "saccade session segment"
-SEGMENT_TOKENS = 1024
-AHEAD = 3  # segments that are read while one is loaded
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A stored one: tokens ``start .. stop - 1``; ``seal``: its record's."""
-
-    key: str
-    start: int
-    stop: int
-    seal: str
+HEAD = "saccade session head"
 
 
 @dataclass
@@ -87,7 +75,7 @@ class DurableSessions:
     def __init__(
         self, store: BlockStore, loop: AsyncEngine, limit: int | None = None, segment: int = SEGMENT_TOKENS
     ) -> None:
-        self.store, self.segment = store, segment
+        self.store = store
         self.last_error: str | None = None
         self._loop = loop
         self._lock = threading.RLock()
@@ -97,8 +85,8 @@ class DurableSessions:
         self._known: dict[str, int] = {}  # when the turn was stored, by any process, that the open session stands at
         self._groups = Groups(store, limit, lambda group: self._kept.pop(group, None))
         self.counts = self._groups.counts
+        self.segments = Segments(store, self._groups, loop, segment)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="saccade-sessions")
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="saccade-sessions")
 
     @property
     def limit(self) -> int | None:
@@ -163,7 +151,7 @@ class DurableSessions:
         group = _group(owner, name)
         captured: Future[Captured] = Future()
         try:
-            captured = self._loop.piece(CaptureSession(number, self.segment))
+            captured = self._loop.piece(CaptureSession(number, self.segments.size))
         except SaccadeError as error:  # closed
             captured.set_exception(error)
         about = {"group": group, "name": name, "owner": owner, "own": data}
@@ -231,7 +219,7 @@ class DurableSessions:
         """Finish what is to be saved and give the store back."""
         self.flush()
         self._writer.shutdown()
-        self._readers.shutdown()
+        self.segments.close()
         self.store.close()
 
     def report(self) -> dict[str, Any]:
@@ -272,18 +260,7 @@ class DurableSessions:
         if kept is not None:
             stood = captured.stood.get(kept.mark, 0)
             segments = [one for one in kept.segments if one.stop <= stood]
-        stop = segments[-1].stop if segments else 0
-        sealed = 0 if saved.data["kv"] is None else saved.data["kv"]["sealed"]
-        while stop < sealed:
-            start, stop = stop, min(stop + self.segment, sealed)
-            rows = self._loop.piece(CopyRows(number, captured.mark, start, stop)).result()
-            if rows is None:  # gone in the meantime: what was said is kept, and these are computed again if need be
-                break
-            key = f"{group}/{start:010d}-{token_hex(8)}"
-            record = Record(SEGMENT, {"key": key, "model": saved.data["model"], "start": start, "stop": stop}, rows)
-            if not self._groups.put(key, encode_record(record)):
-                break
-            segments.append(Segment(key, start, stop, record.seal))
+        segments = self.segments.copy(group, number, captured, segments)
         own = {f"own/{key}": tensor for key, tensor in tensors.items()}
         if not self._groups.put(self._groups.head(group), _head(about, saved, segments, saved.tensors | own)):
             # What was said is kept in any case, and as many of the segments as there is room for.
@@ -320,7 +297,7 @@ class DurableSessions:
         try:
             if saved.data["kv"] is not None and not recompute:
                 wanted = [Segment(*one) for one in data["segments"]]
-                loaded, lost = self._load(number, wanted, saved)
+                loaded, lost = self.segments.load(number, wanted, saved)
                 if lost is None and damaged:
                     lost = f"damaged: {', '.join(damaged)}"
                 mark, note = self._loop.piece(FinishRestore(number, saved, lost)).result()
@@ -338,37 +315,6 @@ class DurableSessions:
         self.counts["tokens_restored"] += computed
         self.counts["tokens_recomputed"] += saved.data["tokens"] - computed if note else 0
         return Restored(number, note, data["own"], own)
-
-    def _load(self, number: int, wanted: list[Segment], saved: SavedSession) -> tuple[list[Segment], str | None]:
-        """Load segments into a session, some read ahead; those that were loaded, and why the rest was not."""
-        ahead = [self._readers.submit(self._read, one) for one in wanted[:AHEAD]]
-        loaded: list[Segment] = []
-        model, sealed = saved.data["model"], saved.data["kv"]["sealed"]
-        for at, one in enumerate(wanted):
-            try:
-                record = ahead.pop(0).result()
-            except SaccadeError as error:
-                return loaded, str(error)
-            if at + AHEAD < len(wanted):
-                ahead.append(self._readers.submit(self._read, wanted[at + AHEAD]))
-            place = {"key": one.key, "model": model, "start": one.start, "stop": one.stop}
-            if record.seal != one.seal or record.data != place:
-                return loaded, f"another record is in the place of tokens {one.start} to {one.stop - 1}"
-            if record.damaged:
-                return loaded, f"tokens {one.start} to {one.stop - 1} are damaged: {', '.join(record.damaged)}"
-            refusal = self._loop.piece(LoadRows(number, one.start, record.tensors)).result()
-            if refusal is not None:
-                return loaded, str(refusal)
-            loaded.append(one)
-        stop = loaded[-1].stop if loaded else 0
-        return loaded, None if stop == sealed else f"tokens {stop} to {sealed - 1} were not stored"
-
-    def _read(self, one: Segment) -> Record:
-        content = self.store.get(one.key)
-        if content is None:
-            raise RequestError(f"the record of tokens {one.start} to {one.stop - 1} is missing")
-        self.counts["bytes_read"] += len(content)
-        return decode_record(content, SEGMENT, f"the record of tokens {one.start} to {one.stop - 1}")
 
     # Both
 

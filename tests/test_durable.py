@@ -34,7 +34,7 @@ FIRST, SECOND, THIRD = random_ids(201, seed=1), random_ids(33, seed=2), random_i
 def durable(folder, store=None, **options):
     llm = make(folder, session_store=store, **options)
     if llm.sessions is not None:
-        llm.sessions.segment = 32
+        llm.sessions.segments.size = 32
     return llm
 
 

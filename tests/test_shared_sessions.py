@@ -22,7 +22,7 @@ POLICY = "flexprefill(gamma=0.5, block_size=64, min_budget=0)+lfps(k=16, blocks=
 
 def replica(checkpoint, folder):
     llm = make(checkpoint, session_dir=folder, session_shared=True)
-    llm.sessions.segment = 32
+    llm.sessions.segments.size = 32
     return llm
 
 

@@ -61,7 +61,7 @@ NAMED = ("the session 'talk'", "the saved session is damaged", "another model", 
 def open_llm(folder: Path, **options: Any) -> LLM:
     llm = LLM(folder, dtype="float32", kv_memory="4MiB", prefill_chunk=32, **options)
     if llm.sessions is not None:
-        llm.sessions.segment = SEGMENT
+        llm.sessions.segments.size = SEGMENT
     return llm
 
 
