@@ -3,14 +3,15 @@
     python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98] [--unit head]
     python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304] [--only tiered]
     python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95] [--unit block head]
-        [--compute device auto host] [--functions] [--profile]
+        [--compute device auto host] [--ahead no yes] [--functions] [--profile]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
 the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
-that no host path served. ``--compute``: ``kv_compute``. ``--functions``: of further steps, where the host's time goes;
+that no host path served. ``--compute``: ``kv_compute``; ``--ahead``: ``kv_ahead``, of parts that came ahead with the
+share that was read later. ``--functions``: of further steps, where the host's time goes;
 ``--profile``: and the kernels' (of such a run none starts early).
 """
 
@@ -90,6 +91,7 @@ class Tiered(Bench):
         replacement: str = "clock",
         unit: str = "block",
         compute: str = "device",
+        ahead: bool = False,
     ) -> None:
         """A pool of so many slots, in place of the one before."""
         if self.pool is not None and self.pool.tiers is not None:
@@ -101,7 +103,7 @@ class Tiered(Bench):
         storage = KVStorage(LAYOUT, slots, "cuda", triton.row_mover(torch.device("cuda")))
         began = time.perf_counter()
         apart = unit == "head"
-        tier = None if host_bytes is None else HostTier(host_bytes, storage, apart, compute)
+        tier = None if host_bytes is None else HostTier(host_bytes, storage, apart, compute, ahead)
         if host_bytes is not None:
             say(f"pinned {host_bytes / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s")
         self.pool = BlockManager(storage, self.spec.layers, heads_apart=apart, tier=tier, replacement=replacement)
@@ -161,6 +163,7 @@ class Tiered(Bench):
         half = steps // 2
         late: list[Any] = [one for one in moved[half:] if one is not None]
         hits, misses, read = (sum(getattr(one, key) for one in late) for key in ("hits", "misses", "bytes_read"))
+        came, used = (sum(getattr(one, key) for one in late) for key in ("prefetched", "prefetched_used"))
         ms = statistics.median(taken[half:])
         report = requests[0].report.as_dict()
         self.rows.add(
@@ -177,6 +180,9 @@ class Tiered(Bench):
             recorded=recorded,
             hit_share=hits / max(1, hits + misses) if late else 1.0,
             mb_read_per_step=read / max(1, len(late)) / 1e6,
+            misses_per_step=misses / max(1, len(late)),
+            ahead_per_step=came / max(1, len(late)),
+            ahead_used=used / max(1, came),
             gbps_if_all_were_copies=read / max(1, len(late)) / ms / 1e6,
             notes=str(report["notes"])[:200],
         )
@@ -205,19 +211,32 @@ def functions(step: Callable[[], None], steps: int) -> None:
 LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
 
 
-def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, units: list[str], computes: list[str]) -> None:
+def rates(
+    bench: Tiered,
+    tokens: int,
+    shares: list[float],
+    steps: int,
+    units: list[str],
+    computes: list[str],
+    aheads: list[str],
+) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
     parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40 + 2 * PROFILED)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
-    for unit, compute, share in itertools.product(units, computes, shares):
+    for unit, compute, share, ahead in itertools.product(units, computes, shares, aheads):
         host = int(1.02 * parts) * LAYOUT.block_bytes
-        bench.pool_of(int(share * parts), host, unit=unit, compute=compute)
-        ms = bench.measure(f"slots for {share:.0%}, by {unit}, kv_compute={compute}", 1, tokens, policy, steps)
+        bench.pool_of(int(share * parts), host, unit=unit, compute=compute, ahead=ahead == "yes")
+        name = f"slots for {share:.0%}, by {unit}, kv_compute={compute}, ahead: {ahead}"
+        ms = bench.measure(name, 1, tokens, policy, steps)
         row = bench.rows.rows[-1]
         bound = max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
-        say(f"hits {row['hit_share']:.1%}: {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.0%} of it")
+        say(
+            f"{name}: hits {row['hit_share']:.1%}, {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.1%} of it; "
+            f"{row['misses_per_step']:.0f} misses, {row['ahead_per_step']:.0f} ahead ({row['ahead_used']:.0%} read), "
+            f"{row['mb_read_per_step']:.1f} MB"
+        )
 
 
 def main() -> None:
@@ -233,6 +252,7 @@ def main() -> None:
     parser.add_argument("--replacement", default="clock")
     parser.add_argument("--unit", nargs="+", default=["block"], choices=("block", "head"))
     parser.add_argument("--compute", nargs="+", default=["device"], choices=MODES, help="of rates")
+    parser.add_argument("--ahead", nargs="+", default=["no"], choices=("no", "yes"))
     parser.add_argument("--functions", action="store_true", help="where the host's time goes")
     parser.add_argument("--profile", action="store_true", help="and the kernels'")
     parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
@@ -241,7 +261,8 @@ def main() -> None:
         common.is_hopper = lambda device: False
     bench = Tiered(options.profile, options.functions)
     if options.what == "rates":
-        rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit, options.compute)
+        which = options.unit, options.compute, options.ahead
+        rates(bench, options.tokens or 98304, options.shares, options.steps, *which)
         return
     free = torch.cuda.mem_get_info()[0] / 2**30
     count = 1 if options.what == "long" else options.sequences
@@ -261,9 +282,10 @@ def main() -> None:
         return
     policy = QUEST.format(int(tokens * density) // 32 * 32)
     unit = options.unit[0]
-    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, unit)
-    name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {unit}"
-    bench.measure(name, count, tokens, policy, options.steps)
+    for ahead in options.ahead:
+        bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, unit, ahead=ahead == "yes")
+        name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {unit}, ahead: {ahead}"
+        bench.measure(name, count, tokens, policy, options.steps)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,9 @@ class HostAndDisk(HostTier):
         disk_bytes: int,
         system: System = os,
         compute: str = "device",
+        ahead: bool = False,
     ) -> None:
-        super().__init__(max_bytes, storage, compute=compute)
+        super().__init__(max_bytes, storage, compute=compute, ahead=ahead)
         try:
             if self.cells < LEAST_CELLS:
                 raise SaccadeError(
