@@ -26,7 +26,7 @@ import os
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("WANTED", "")
@@ -38,6 +38,7 @@ from harness import Results, say
 from torch import Tensor
 
 from saccade.bench.generate_kv import TAIL, plant
+from saccade.engine import device_foresight
 from saccade.engine.request import Request
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.compute import MODES
@@ -80,7 +81,7 @@ class Tiered(Bench):
 
     def __init__(self, profiled: bool = False, timed: bool = False) -> None:
         super().__init__()
-        self.profiled, self.timed = profiled, timed or profiled
+        self.profiled, self.functions = profiled, timed or profiled
         self.rows = Results("tiers")
         self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
 
@@ -91,7 +92,6 @@ class Tiered(Bench):
         replacement: str = "clock",
         unit: str = "block",
         compute: str = "device",
-        ahead: bool = False,
     ) -> None:
         """A pool of so many slots, in place of the one before."""
         if self.pool is not None and self.pool.tiers is not None:
@@ -103,7 +103,7 @@ class Tiered(Bench):
         storage = KVStorage(LAYOUT, slots, "cuda", triton.row_mover(torch.device("cuda")))
         began = time.perf_counter()
         apart = unit == "head"
-        tier = None if host_bytes is None else HostTier(host_bytes, storage, apart, compute, ahead)
+        tier = None if host_bytes is None else HostTier(host_bytes, storage, apart, compute)
         if host_bytes is not None:
             say(f"pinned {host_bytes / 2**30:.1f} GiB in {time.perf_counter() - began:.1f} s")
         self.pool = BlockManager(storage, self.spec.layers, heads_apart=apart, tier=tier, replacement=replacement)
@@ -114,7 +114,7 @@ class Tiered(Bench):
         request = self.request(tokens, policy)
         sequence, past = request.sequence, tokens - TAIL
         kv = sequence.memory.kv
-        kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.timed)
+        kv.reserve(tokens + steps + 8)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
             ids, torch.arange(past, tokens), Filling(kv, past), segments=[Segment(0, TAIL, tokens)],
@@ -126,17 +126,33 @@ class Tiered(Bench):
         sequence.extend([7], "decode", request.policy)
         return request
 
-    def measure(self, name: str, sequences: int, tokens: int, policy: str, steps: int) -> float:
-        """Milliseconds of a step, the median of the later half."""
-        assert self.pool is not None
-        began = time.perf_counter()
-        requests = []
+    def measure(
+        self, name: str, sequences: int, tokens: int, policy: str, steps: int, aheads: Sequence[str] = ("no",)
+    ) -> float:
+        """Milliseconds of a step, the median of the later half; of several ``aheads``, of the last one."""
+        began, requests = time.perf_counter(), list[Request]()
         for number in range(sequences):
-            requests.append(self.filled(tokens, policy, steps))
+            each = steps + 2 * PROFILED * self.functions
+            requests.append(self.filled(tokens, policy, each * len(aheads)))
             torch.cuda.synchronize()
             say(f"sequence {number}: {time.perf_counter() - began:.1f} s")
         say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
+        for ahead in aheads:
+            device_foresight.MORE = 8 if ahead == "more" else 0
+            ms = self.timed(f"{name}, ahead: {ahead}", requests, tokens, policy, steps, ahead != "no")
+        for request in requests:
+            request.sequence.memory.drop()
+            self.worker.memories.pop(request.sequence.id, None)
+        return ms
+
+    def timed(self, name: str, requests: list[Request], tokens: int, policy: str, steps: int, ahead: bool) -> float:
+        """The same, of ``requests`` that stand ready."""
+        assert self.pool is not None
         tiers, taken, moved = self.pool.tiers, [], []
+        sequences = len(requests)
+        if tiers is not None:
+            tiers.tier.ahead = ahead
+            self.worker.device.kinds.clear()  # recordings know whether blocks come ahead
         recorded = 0
 
         def step() -> None:
@@ -189,11 +205,14 @@ class Tiered(Bench):
         if self.profiled:
             say(name)
             profile(step, PROFILED)
-        if self.timed:
+        if self.functions:
             functions(step, PROFILED)
-        for request in requests:
-            request.sequence.memory.drop()
-            self.worker.memories.pop(request.sequence.id, None)
+        row = self.rows.rows[-1]
+        say(
+            f"{name}: hits {row['hit_share']:.1%}, {ms:.2f} ms; {row['misses_per_step']:.0f} misses, "
+            f"{row['ahead_per_step']:.0f} ahead ({row['ahead_used']:.0%} read), "
+            f"{row['mb_read_per_step']:.1f} MB"
+        )
         return ms
 
 
@@ -222,21 +241,17 @@ def rates(
 ) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
-    parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40 + 2 * PROFILED)
+    parts = bench.spec.layers * LAYOUT.blocks(tokens + (steps + 2 * PROFILED) * len(aheads) + 40)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
-    for unit, compute, share, ahead in itertools.product(units, computes, shares, aheads):
+    for unit, compute, share in itertools.product(units, computes, shares):
         host = int(1.02 * parts) * LAYOUT.block_bytes
-        bench.pool_of(int(share * parts), host, unit=unit, compute=compute, ahead=ahead == "yes")
-        name = f"slots for {share:.0%}, by {unit}, kv_compute={compute}, ahead: {ahead}"
-        ms = bench.measure(name, 1, tokens, policy, steps)
-        row = bench.rows.rows[-1]
-        bound = max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
-        say(
-            f"{name}: hits {row['hit_share']:.1%}, {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.1%} of it; "
-            f"{row['misses_per_step']:.0f} misses, {row['ahead_per_step']:.0f} ahead ({row['ahead_used']:.0%} read), "
-            f"{row['mb_read_per_step']:.1f} MB"
-        )
+        bench.pool_of(int(share * parts), host, unit=unit, compute=compute)
+        name = f"slots for {share:.0%}, by {unit}, kv_compute={compute}"
+        bench.measure(name, 1, tokens, policy, steps, aheads)
+        for row in bench.rows.rows[-len(aheads) :]:
+            ms, bound = row["ms_per_step"], max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
+            say(f"{row['what']}: bound {bound:.2f} ms, {bound / ms:.1%} of it")
 
 
 def main() -> None:
@@ -252,7 +267,7 @@ def main() -> None:
     parser.add_argument("--replacement", default="clock")
     parser.add_argument("--unit", nargs="+", default=["block"], choices=("block", "head"))
     parser.add_argument("--compute", nargs="+", default=["device"], choices=MODES, help="of rates")
-    parser.add_argument("--ahead", nargs="+", default=["no"], choices=("no", "yes"))
+    parser.add_argument("--ahead", nargs="+", default=["no"], choices=("no", "yes", "more"))
     parser.add_argument("--functions", action="store_true", help="where the host's time goes")
     parser.add_argument("--profile", action="store_true", help="and the kernels'")
     parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
@@ -282,10 +297,9 @@ def main() -> None:
         return
     policy = QUEST.format(int(tokens * density) // 32 * 32)
     unit = options.unit[0]
-    for ahead in options.ahead:
-        bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, unit, ahead=ahead == "yes")
-        name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {unit}, ahead: {ahead}"
-        bench.measure(name, count, tokens, policy, options.steps)
+    bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, unit)
+    name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {unit}"
+    bench.measure(name, count, tokens, policy, options.steps, options.ahead)
 
 
 if __name__ == "__main__":

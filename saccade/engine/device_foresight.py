@@ -30,6 +30,7 @@ from saccade.ops.triton.batched_decode import Summaries
 from saccade.ops.triton.decode import Pages
 from saccade.selection.plan import BestBlocks, RankedBlocks, blocks_of
 
+MORE = 0  # one in so many blocks more than will be read is looked for ahead; 0 for none
 MOST_BYTES = 8 << 20  # that come ahead for a layer: about twice what the link brings while it computes its MLP
 
 
@@ -51,6 +52,7 @@ class Foresight:
         self.offers, self.aside = offers, aside
         # Without the step's own tokens: blocks that these fill have no summary before the layer stores them.
         self._lengths = (lengths - 1).clamp(min=0)
+        self._take = buffers.first + buffers.first // MORE if MORE else buffers.first
         self._most = max(1, MOST_BYTES // offers.cell_bytes // pool.rows)
         self._came: Any = None  # event: what was foreseen last lies in its slots
 
@@ -95,6 +97,8 @@ class Foresight:
             tables = buffers.tables[layer, rows]
             pages = Pages(storage.k, storage.v, tables, self._lengths[rows], self.longest)
             summaries = Summaries(buffers.pointers[layer, rows], choice.size, choice.summary)
-            numbers = buffers.first[layer, rows], buffers.second[layer, rows]
-            chosen = choose(reading, q[group.tokens], pages, summaries, *numbers, spec)
+            take, second = self._take[layer, rows], buffers.second[layer, rows]
+            if MORE and isinstance(reading, BestBlocks):
+                take = take.clamp(max=reading.take)  # as many as its lists have room for
+            chosen = choose(reading, q[group.tokens], pages, summaries, take, second, spec)
             bring(self.pool, self.offers, layer, buffers.logical[rows], pages, reading, chosen, self._most)
