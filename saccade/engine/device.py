@@ -236,7 +236,8 @@ class DeviceBackend(DeviceServing):
 
         def forward() -> None:
             kind.tap, asked = Tap() if taps else None, buffers.asked if asks else None
-            foresees, aside = self._tiers.foresees(pool) and watch is None, self._tiers.aside(self.runner.device)
+            foresees = offers is not None and watch is None and self._tiers.foresees(pool)
+            aside = self._tiers.aside(self.runner.device) if foresees else None
             context = DeviceAttention(
                 kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked, foresees, aside
             )
