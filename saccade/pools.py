@@ -47,9 +47,9 @@ def make_pool(
     if config.kv_host is not None and config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         size = parse_bytes(config.kv_host, "kv_host")
-        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute, ahead=config.kv_ahead)
+        tier = HostAndDisk(size, storage, folder.expanduser(), most, compute=compute)
     elif config.kv_host is not None:
-        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, apart, compute, config.kv_ahead)
+        tier = HostTier(parse_bytes(config.kv_host, "kv_host"), storage, heads_apart=apart, compute=compute)
     elif config.kv_disk is not None:
         folder, most = folder_and_size(config.kv_disk, "kv_disk")
         tier = DiskTier(folder.expanduser(), most, storage)

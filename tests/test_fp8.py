@@ -120,11 +120,6 @@ def test_a_layer_computes_what_its_dequantized_weights_do(family, tmp_path):
                     float((one.weight.detach() - part).abs().max() / one.weight.detach().abs().max()) <= 0.036
                 )  # 16 of 448
                 one.weight.data.copy_(part)
-    hidden = torch.randn(5, plain.model.runner.embed(torch.tensor([0])).shape[1])
-    rotary = quantized.model.runner.rotary.embed(hidden, torch.arange(3, 8), ()).layers
-    for index, layer in enumerate(layers):  # queries alone are those of all three together
-        q = layer.query(layer.norm(hidden), *rotary[index])
-        torch.testing.assert_close(q, layer.project(hidden, *rotary[index])[0])
     wanted, got = logprobs(plain), logprobs(quantized)
     assert not torch.equal(wanted, got)  # activations are rounded
     assert float((wanted - got).abs().mean()) < 0.35

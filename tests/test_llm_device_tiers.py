@@ -13,10 +13,8 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine import device
-from saccade.engine.device_foresight import Foresight
 from saccade.kv import offers
 from saccade.kv.format import KVFormat
-from saccade.ops import debug
 from saccade.ops.triton import residency
 
 SLOT = KVFormat(torch.float32, 2, 32, 16).block_bytes
@@ -112,51 +110,6 @@ def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, 
         moved = done.report["tiers"]
         assert min(moved["hits"], moved["misses"], moved["bytes_read"]) > 0
         assert moved["misses"] <= llm.pool.tiers.counts.misses
-        nothing_left(llm.pool)
-
-
-def _nothing_right(foresight, layer, q, spec):
-    foresee(foresight, layer, -q.flip(0), spec)
-
-
-foresee = Foresight._foresee
-
-
-@pytest.mark.parametrize(
-    ("slots", "unit", "which", "seen", "kept"),
-    [
-        (30, "block", (0, 6, 1), _nothing_right, (1 << 20, 0)),  # down to the last slot that may be taken
-        (34, "head", (0, 1), foresee, (8, 0)),
-        pytest.param(44, "block", (0, 1, 2, 3, 4, 5, 6), foresee, (1 << 20, 0), marks=pytest.mark.thorough),
-        pytest.param(40, "head", (0, 1, 2, 5), _nothing_right, (8, 0), marks=pytest.mark.thorough),
-    ],
-)
-def test_what_comes_ahead_changes_no_answer(folder, expected, slots, unit, which, seen, kept, monkeypatch):
-    """Foreseen by the right queries and by others, of several forms at once, with slots short; slots that are not
-    filled are poison."""
-    monkeypatch.setattr(debug, "ON", True)
-    monkeypatch.setattr(Foresight, "_foresee", seen)
-    monkeypatch.setattr(residency, "KEPT", kept)
-    policies, prompts = [POLICIES[at] for at in which], [PROMPTS[at] for at in which]
-    with engine(folder, slots, True, kv_unit=unit, kv_ahead=True) as llm:
-        done = llm.generate(prompts, SOME, policy=policies)
-        assert [tokens(one) for one in done] == [expected[at] for at in which], [one.error for one in done]
-        assert sum(one.report["decode"]["backends"].get("triton", 0) for one in done) > 0
-        counts = llm.pool.tiers.counts
-        assert 0 <= counts.prefetched_used <= counts.prefetched
-        assert counts.prefetched > 0
-        nothing_left(llm.pool)
-
-
-def test_what_came_ahead_counts_as_such(folder, monkeypatch):
-    monkeypatch.setattr(residency, "KEPT", (8, 0))
-    with engine(folder, 44, kv_ahead=True) as llm:
-        some = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        (done,) = llm.generate([random_ids(500, seed=1)], some, policy=POLICIES[0])
-        assert done.report["decode"]["backends"]["triton"] > 0
-        moved = done.report["tiers"]
-        assert 0 < moved["prefetched_used"] <= moved["prefetched"]
-        assert moved["prefetched"] * SLOT < moved["bytes_read"] <= (moved["misses"] + moved["prefetched"]) * SLOT
         nothing_left(llm.pool)
 
 

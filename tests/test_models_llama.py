@@ -148,24 +148,6 @@ def test_few_rows_have_kernels_of_their_own(runner):
     assert kinds == [ProductLayer, RowLayer, RowLayer, ProductLayer]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_halves_of_a_layer_and_queries_alone_are_those_of_the_whole(runner, rows):
-    """And what queries are asked of stays as it is."""
-    spec, rng = runner.spec, torch.Generator().manual_seed(rows)
-    hidden = torch.randn(rows, runner.embed(torch.tensor([0])).shape[1], generator=rng).to(spec.dtype)
-    attended = torch.randn(spec.heads, rows, spec.head_dim, generator=rng)
-    rotary = runner.rotary.embed(hidden, torch.arange(7, 7 + rows), ())
-    for index, layer in enumerate(runner.llama.kernels(17).layers):
-        before, whole = hidden.clone(), hidden.clone()
-        q = layer.query(layer.norm(hidden), *rotary.layers[index])
-        assert torch.equal(hidden, before)
-        torch.testing.assert_close(q, layer.project(hidden, *rotary.layers[index])[0])
-        delta = layer.finish(whole, attended)
-        halved = layer.mlp(layer.add_attended(hidden, attended))
-        assert torch.equal(whole, hidden)
-        assert torch.equal(delta, halved)
-
-
 def test_a_stopwatch_times_all_but_attention(runner):
     seen = []
 

@@ -11,7 +11,7 @@ from tier_helpers import nothing_left
 from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
-from saccade.kv.offers import END, NEXT, STEP
+from saccade.kv.offers import STEP
 from saccade.ops.triton import pages, residency
 from saccade.ops.triton.decode import KeyLists, Pages
 
@@ -159,73 +159,6 @@ def test_blocks_come_for_the_heads_that_read_them(replacement):
             assert tiers.guard not in taken
         assert pool.absent == sum(int((pool.map_of(head)[:, ids] < 0).sum()) for head in range(2))
     assert len({pool.resident(0, block, 0) == pool.resident(0, block, 1) for block in ids.tolist()}) == 2
-    for layer, (k, v) in enumerate(rows):
-        assert torch.equal(kv.view(layer).keys(), k)
-        assert torch.equal(kv.view(layer).values(), v)
-    kv.free()
-    nothing_left(pool)
-
-
-@pytest.mark.parametrize(
-    ("replacement", "apart"), [("fifo", False), ("clock", True), pytest.param("lru", False, marks=pytest.mark.thorough)]
-)
-def test_what_is_foreseen_comes_as_far_as_slots_are_left_and_misleads_nobody(replacement, apart, monkeypatch):
-    """Lists ahead of the true ones, right, wrong and far too long: what is read is right, and both are counted."""
-    monkeypatch.setattr(residency, "KEPT", (4, 1))
-    form = KVFormat(torch.float32, 2, 16, 16)
-    storage, heads = KVStorage(form, 41, "cpu"), 2 if apart else 1
-    tier = HostTier(1 << 20, storage, heads_apart=apart, ahead=True)
-    pool = BlockManager(storage, 2, heads_apart=apart, tier=tier, debug=True, replacement=replacement)
-    kv, rows = SequenceKV(pool), torch.randn(2, 2, 2, 700, 16)
-    for start in range(0, 700, 100):
-        kv.reserve(start + 100)
-        for layer, (k, v) in enumerate(rows):
-            kv.append(layer, k[:, start : start + 100], v[:, start : start + 100])
-    tiers, offers, ids = pool.tiers, pool.tiers.offer(), kv.block_table.numpy()
-    tables, length = torch.zeros(2, 1, heads, 64, dtype=torch.int32), torch.tensor([700], dtype=torch.int32)
-    rng, tail = np.random.default_rng(0), ids[-1:]
-    for layer in range(2):
-        with tiers.fetch(layer, tail):
-            pass
-
-    def lists(own):
-        listed = torch.tensor(np.append(own, [99] * 3)[None]).int()
-        return KeyLists(None, torch.tensor([len(own)]), listed, 1, 16, listed.shape[1])
-
-    most = 3
-    for step in range(12):
-        offers.prepare(tail, tail)
-        offers.head[:, STEP] += 1
-        before, wanted, foreseen = tiers.counts.copy(), 0, 0
-        for layer, (k, v) in enumerate(rows):
-            picked = np.sort(rng.choice(42, 2, replace=False))
-            guessed = (picked, rng.choice(42, 2, replace=False), np.arange(42))[step % 3]
-            where = Pages(storage.k, storage.v, tables[layer], length, 700)
-            args = pool, offers, layer, kv.block_table[None].int(), where
-            seen, tells, head = pool.slots.clone(), tables[layer].clone(), offers.head.clone()
-            residency.bring_in(*args, lists(np.sort(guessed)), most=most)
-            came = int(((seen < 0) & (pool.slots >= 0)).sum())
-            assert came <= most * heads
-            assert torch.equal(tables[layer], tells)
-            left = head[:, END] - head[:, END] // 4 - 1  # before the slots that are kept
-            assert (offers.head[:, NEXT] <= torch.maximum(head[:, NEXT], left)).all()
-            foreseen += came
-            gone = int((pool.slots[layer][:, ids[picked]] < 0).sum())
-            if step % 3 == 0:  # what was guessed is all that is read
-                assert gone == int((seen[layer][:, ids[picked]] < 0).sum()) - came
-            wanted += gone
-            residency.bring_in(*args, lists(picked))
-            for head in range(2):
-                for slot, block in zip(tables[layer, 0, head if apart else 0, picked].tolist(), picked):
-                    for pages_of, made in ((storage.k, k), (storage.v, v)):
-                        rest = made[head, block * 16 : block * 16 + 16]
-                        assert torch.equal(pages_of[slot, head, : len(rest)], rest)
-        assert offers.settle()
-        moved = tiers.counts.since(before)
-        assert (moved.misses, moved.prefetched) == (wanted, foreseen)
-        assert moved.bytes_read == (wanted + foreseen) * form.block_bytes // heads
-    counts = tiers.counts
-    assert 0 < counts.prefetched_used < counts.prefetched
     for layer, (k, v) in enumerate(rows):
         assert torch.equal(kv.view(layer).keys(), k)
         assert torch.equal(kv.view(layer).values(), v)

@@ -3,15 +3,14 @@
     python benchmarks/gpu/tiers.py long [--tokens 786432] [--device-gib 32] [--host-gib 98] [--unit head]
     python benchmarks/gpu/tiers.py batch [--sequences 8] [--tokens 131072] [--untiered 98304] [--only tiered]
     python benchmarks/gpu/tiers.py rates [--tokens 98304] [--shares 0.4 0.6 0.8 0.95] [--unit block head]
-        [--compute device auto host] [--ahead no yes] [--functions] [--profile]
+        [--compute device auto host] [--functions] [--profile]
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
 the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
-that no host path served. ``--compute``: ``kv_compute``; ``--ahead``: ``kv_ahead``, of parts that came ahead with the
-share that was read later. ``--functions``: of further steps, where the host's time goes;
+that no host path served. ``--compute``: ``kv_compute``. ``--functions``: of further steps, where the host's time goes;
 ``--profile``: and the kernels' (of such a run none starts early).
 """
 
@@ -26,7 +25,7 @@ import os
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("WANTED", "")
@@ -38,7 +37,6 @@ from harness import Results, say
 from torch import Tensor
 
 from saccade.bench.generate_kv import TAIL, plant
-from saccade.engine import device_foresight
 from saccade.engine.request import Request
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.compute import MODES
@@ -81,7 +79,7 @@ class Tiered(Bench):
 
     def __init__(self, profiled: bool = False, timed: bool = False) -> None:
         super().__init__()
-        self.profiled, self.functions = profiled, timed or profiled
+        self.profiled, self.timed = profiled, timed or profiled
         self.rows = Results("tiers")
         self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
 
@@ -114,7 +112,7 @@ class Tiered(Bench):
         request = self.request(tokens, policy)
         sequence, past = request.sequence, tokens - TAIL
         kv = sequence.memory.kv
-        kv.reserve(tokens + steps + 8)
+        kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.timed)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
             ids, torch.arange(past, tokens), Filling(kv, past), segments=[Segment(0, TAIL, tokens)],
@@ -126,33 +124,17 @@ class Tiered(Bench):
         sequence.extend([7], "decode", request.policy)
         return request
 
-    def measure(
-        self, name: str, sequences: int, tokens: int, policy: str, steps: int, aheads: Sequence[str] = ("no",)
-    ) -> float:
-        """Milliseconds of a step, the median of the later half; of several ``aheads``, of the last one."""
-        began, requests = time.perf_counter(), list[Request]()
+    def measure(self, name: str, sequences: int, tokens: int, policy: str, steps: int) -> float:
+        """Milliseconds of a step, the median of the later half."""
+        assert self.pool is not None
+        began = time.perf_counter()
+        requests = []
         for number in range(sequences):
-            each = steps + 2 * PROFILED * self.functions
-            requests.append(self.filled(tokens, policy, each * len(aheads)))
+            requests.append(self.filled(tokens, policy, steps))
             torch.cuda.synchronize()
             say(f"sequence {number}: {time.perf_counter() - began:.1f} s")
         say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
-        for ahead in aheads:
-            device_foresight.MORE = 8 if ahead == "more" else 0
-            ms = self.timed(f"{name}, ahead: {ahead}", requests, tokens, policy, steps, ahead != "no")
-        for request in requests:
-            request.sequence.memory.drop()
-            self.worker.memories.pop(request.sequence.id, None)
-        return ms
-
-    def timed(self, name: str, requests: list[Request], tokens: int, policy: str, steps: int, ahead: bool) -> float:
-        """The same, of ``requests`` that stand ready."""
-        assert self.pool is not None
         tiers, taken, moved = self.pool.tiers, [], []
-        sequences = len(requests)
-        if tiers is not None:
-            tiers.tier.ahead = ahead
-            self.worker.device.kinds.clear()  # recordings know whether blocks come ahead
         recorded = 0
 
         def step() -> None:
@@ -179,7 +161,6 @@ class Tiered(Bench):
         half = steps // 2
         late: list[Any] = [one for one in moved[half:] if one is not None]
         hits, misses, read = (sum(getattr(one, key) for one in late) for key in ("hits", "misses", "bytes_read"))
-        came, used = (sum(getattr(one, key) for one in late) for key in ("prefetched", "prefetched_used"))
         ms = statistics.median(taken[half:])
         report = requests[0].report.as_dict()
         self.rows.add(
@@ -196,23 +177,17 @@ class Tiered(Bench):
             recorded=recorded,
             hit_share=hits / max(1, hits + misses) if late else 1.0,
             mb_read_per_step=read / max(1, len(late)) / 1e6,
-            misses_per_step=misses / max(1, len(late)),
-            ahead_per_step=came / max(1, len(late)),
-            ahead_used=used / max(1, came),
             gbps_if_all_were_copies=read / max(1, len(late)) / ms / 1e6,
             notes=str(report["notes"])[:200],
         )
         if self.profiled:
             say(name)
             profile(step, PROFILED)
-        if self.functions:
+        if self.timed:
             functions(step, PROFILED)
-        row = self.rows.rows[-1]
-        say(
-            f"{name}: hits {row['hit_share']:.1%}, {ms:.2f} ms; {row['misses_per_step']:.0f} misses, "
-            f"{row['ahead_per_step']:.0f} ahead ({row['ahead_used']:.0%} read), "
-            f"{row['mb_read_per_step']:.1f} MB"
-        )
+        for request in requests:
+            request.sequence.memory.drop()
+            self.worker.memories.pop(request.sequence.id, None)
         return ms
 
 
@@ -230,28 +205,19 @@ def functions(step: Callable[[], None], steps: int) -> None:
 LINK = 51e9  # bytes a second that the copy kernel reaches (gather.py)
 
 
-def rates(
-    bench: Tiered,
-    tokens: int,
-    shares: list[float],
-    steps: int,
-    units: list[str],
-    computes: list[str],
-    aheads: list[str],
-) -> None:
+def rates(bench: Tiered, tokens: int, shares: list[float], steps: int, units: list[str], computes: list[str]) -> None:
     """Steps at several shares of hits."""
     policy = QUEST.format(int(tokens * 0.025) // 32 * 32)
-    parts = bench.spec.layers * LAYOUT.blocks(tokens + (steps + 2 * PROFILED) * len(aheads) + 40)
+    parts = bench.spec.layers * LAYOUT.blocks(tokens + steps + 40 + 2 * PROFILED)
     bench.pool_of(parts + 64, None)
     whole = bench.measure("no tier", 1, tokens, policy, steps)
     for unit, compute, share in itertools.product(units, computes, shares):
         host = int(1.02 * parts) * LAYOUT.block_bytes
         bench.pool_of(int(share * parts), host, unit=unit, compute=compute)
-        name = f"slots for {share:.0%}, by {unit}, kv_compute={compute}"
-        bench.measure(name, 1, tokens, policy, steps, aheads)
-        for row in bench.rows.rows[-len(aheads) :]:
-            ms, bound = row["ms_per_step"], max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
-            say(f"{row['what']}: bound {bound:.2f} ms, {bound / ms:.1%} of it")
+        ms = bench.measure(f"slots for {share:.0%}, by {unit}, kv_compute={compute}", 1, tokens, policy, steps)
+        row = bench.rows.rows[-1]
+        bound = max(whole, row["mb_read_per_step"] * 1e6 / LINK * 1e3)
+        say(f"hits {row['hit_share']:.1%}: {ms:.2f} ms, bound {bound:.2f} ms, {bound / ms:.0%} of it")
 
 
 def main() -> None:
@@ -267,7 +233,6 @@ def main() -> None:
     parser.add_argument("--replacement", default="clock")
     parser.add_argument("--unit", nargs="+", default=["block"], choices=("block", "head"))
     parser.add_argument("--compute", nargs="+", default=["device"], choices=MODES, help="of rates")
-    parser.add_argument("--ahead", nargs="+", default=["no"], choices=("no", "yes", "more"))
     parser.add_argument("--functions", action="store_true", help="where the host's time goes")
     parser.add_argument("--profile", action="store_true", help="and the kernels'")
     parser.add_argument("--only", choices=("resident", "tiered"), help="of batch: one of its two halves")
@@ -276,8 +241,7 @@ def main() -> None:
         common.is_hopper = lambda device: False
     bench = Tiered(options.profile, options.functions)
     if options.what == "rates":
-        which = options.unit, options.compute, options.ahead
-        rates(bench, options.tokens or 98304, options.shares, options.steps, *which)
+        rates(bench, options.tokens or 98304, options.shares, options.steps, options.unit, options.compute)
         return
     free = torch.cuda.mem_get_info()[0] / 2**30
     count = 1 if options.what == "long" else options.sequences
@@ -299,7 +263,7 @@ def main() -> None:
     unit = options.unit[0]
     bench.pool_of(slots, int(options.host_gib * 2**30), options.replacement, unit)
     name = f"{device_gib:.0f} GiB of device, {options.host_gib:.0f} GiB of host, by {unit}"
-    bench.measure(name, count, tokens, policy, options.steps, options.ahead)
+    bench.measure(name, count, tokens, policy, options.steps)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ MEMORY = typer.Option("--kv-memory", help="Memory for keys and values, for examp
 HOST = typer.Option("--kv-host", help="Host memory for what that has no room for on a GPU, for example 96GiB.")
 UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block, or the head that reads it.")
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
-KV_AHEAD = typer.Option("--kv-ahead", help="Decoding brings in what the next layer is likely to read of it.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
@@ -55,7 +54,6 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "kv_host": (Annotated[str | None, HOST], None),
     "kv_unit": (Annotated[str, UNIT], "block"),
     "kv_compute": (Annotated[str, COMPUTE], "device"),
-    "kv_ahead": (Annotated[bool, KV_AHEAD], False),
     "kv_disk": (Annotated[str | None, DISK], None),
     "prefill_chunk": (Annotated[int, CHUNK], 4096),
     "max_token_gap": (Annotated[float | None, GAP], None),

@@ -43,8 +43,7 @@ class EngineConfig:
     ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison. ``kv_unit``:
     what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
-    the ``host``, where it lies; or ``auto``, by what either was measured to take (kv/compute.py). ``kv_ahead``: while
-    a layer computes its MLP, decode steps on a GPU bring in what the next layer is likely to read of what lies there.
+    the ``host``, where it lies; or ``auto``, by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step. ``max_requests``: most requests that run at once.
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
@@ -81,7 +80,6 @@ class EngineConfig:
     kv_pool: str = "unified"
     kv_unit: str = "block"
     kv_compute: str = "device"
-    kv_ahead: bool = False
     prefill_chunk: int = 4096
     max_requests: int = 64
     max_token_gap: float | None = None
@@ -165,7 +163,7 @@ class EngineConfig:
             raise SaccadeError(
                 f"kv_compute={self.kv_compute!r} attends KV in host memory where it lies; give kv_host, too"
             )
-        for name in ("exact", "kv_ahead", "fa4", "cuda_graphs", "enable_prefix_caching", "session_shared"):
+        for name in ("exact", "fa4", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "exact" and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")

@@ -17,9 +17,8 @@ from torch import Tensor
 from saccade.engine import device_prefill as prefill
 from saccade.engine.attention import Watch
 from saccade.engine.device_ahead import Ahead, Copied, Launched, may_follow
-from saccade.engine.device_attention import DeviceAttention
+from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
-from saccade.engine.device_choice import Group
 from saccade.engine.device_graphs import SHORTEST, GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_prepare import Prepared, Preparing
 from saccade.engine.device_rooms import EACH, RowRooms
@@ -236,14 +235,10 @@ class DeviceBackend(DeviceServing):
 
         def forward() -> None:
             kind.tap, asked = Tap() if taps else None, buffers.asked if asks else None
-            foresees = offers is not None and watch is None and self._tiers.foresees(pool)
-            aside = self._tiers.aside(self.runner.device) if foresees else None
-            context = DeviceAttention(
-                kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked, foresees, aside
-            )
+            context = DeviceAttention(kind.groups, buffers, pool, kind.longest, watch, offers, kind.tap, asked)
             tokens, positions = buffers.inputs[:2, : rows * each]
             wanted = buffers.last_tokens(rows, each) if prefills else None
-            kind.logits = self._forward.run(tokens, positions, context, wanted, context.foresight)
+            kind.logits = self._forward.run(tokens, positions, context, wanted)
             greatest, best = kind.logits.max(-1)
             kind.best = torch.where(greatest.abs() < torch.inf, best, -1)  # else the sampler says what is wrong
             context.finish()

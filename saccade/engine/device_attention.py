@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from saccade.engine.device_choice import Chosen, Group, bring, choose
-from saccade.engine.device_foresight import Foresight
 from saccade.engine.device_rows import Asked, RowBuffers
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import StepWatch
@@ -16,19 +14,24 @@ from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import SHORT, STEP, Offers
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
-from saccade.ops.triton.batched_decode import Summaries, append_rows
+from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
+from saccade.ops.triton.batched_moments import score_moments
+from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
-from saccade.ops.triton.decode import Pages, attend_decode
+from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES
 from saccade.ops.triton.few_rows import attend_rows
 from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
-from saccade.ops.triton.residency import follow_reach
+from saccade.ops.triton.residency import bring_in, bring_in_ranked, follow_reach
 from saccade.selection.plan import (
     BestBlocks,
     DevicePlan,
+    Ends,
+    Everything,
     OwnReading,
     PlanSpec,
     RankedBlocks,
+    Reading,
     blocks_of,
 )
 
@@ -60,11 +63,33 @@ def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Group:
+    """Rows ``first .. first + rows - 1`` of a step decode under plans of one form, ``each`` tokens a row."""
+
+    form: tuple[Reading, ...]
+    first: int
+    rows: int
+
+    @property
+    def each(self) -> int:
+        reading = self.form[0]
+        return reading.rows if isinstance(reading, Everything) else 1
+
+    @property
+    def tokens(self) -> slice:
+        """Of a step whose rows have as many tokens each."""
+        return slice(self.first * self.each, (self.first + self.rows) * self.each)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.first, self.first + self.rows)
+
+
 class DeviceAttention:
     """The attention context (models.interface.AttentionContext) of one batched step over ``buffers``, whose rows have
     at most ``longest`` keys. ``watch`` sees every call. With ``offers`` blocks may lie in host memory: what a layer
-    reads is brought in, some of it already if ``foresees``, on the stream ``aside`` of a GPU. ``tap`` takes what audits
-    look at, ``asked`` what methods learn from in a prefill."""
+    reads is brought in. ``tap`` takes what audits look at, ``asked`` what methods learn from in a prefill."""
 
     def __init__(
         self,
@@ -76,8 +101,6 @@ class DeviceAttention:
         offers: Offers | None = None,
         tap: Tap | None = None,
         asked: Asked | None = None,
-        foresees: bool = False,
-        aside: torch.cuda.Stream | None = None,
     ) -> None:
         self.groups, self.buffers, self.longest, self.watch = groups, buffers, longest, watch
         self.pool, self.storage, self.offers, self.tap, self.asked = pool, pool.storage, offers, tap, asked
@@ -86,9 +109,6 @@ class DeviceAttention:
         self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
         if offers is not None:
             offers.head[:, STEP].add_(1)
-        self.foresight: Foresight | None = None
-        if offers is not None and foresees and not several:
-            self.foresight = Foresight(groups, buffers, pool, self.lengths, longest, offers, aside)
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did
@@ -96,7 +116,6 @@ class DeviceAttention:
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         """See AttentionContext: q [heads, tokens, head_dim], of one sequence after the other."""
         q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        self._joined = self.foresight is not None and self.foresight.join()
         parts = [self._attend(number, layer, q, k, v, spec) for number in range(len(self.groups))]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.transpose(0, 1)
@@ -139,7 +158,7 @@ class DeviceAttention:
         summaries = None
         if choice is not None:  # also where the layer itself reads everything: its summaries stay complete
             summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
-        append_rows(k, v, pages, summaries, limits, early=not self._joined)
+        append_rows(k, v, pages, summaries, limits)
         if limits is not None:
             if self.asked is not None:
                 self.asked.take(layer, group.tokens, q, spec)
@@ -148,13 +167,29 @@ class DeviceAttention:
         if isinstance(reading, OwnReading):
             return self._own(number, layer, q, pages, summaries, reading, spec)
         first, second = numbers.first[layer, rows], numbers.second[layer, rows]
+        lists: KeyLists | None = None
+        ranking: tuple[Tensor, Tensor, Tensor] | None = None
         progress: Progress | None = None
         if watch is not None:
             watch.begin("selection")
-        chosen: Chosen = choose(reading, q, pages, summaries, first, second, spec)
-        lists, ranking = chosen
+        if isinstance(reading, Ends):
+            lists = band_lists(pages, first, second, reading.longest)
+        elif isinstance(reading, BestBlocks | RankedBlocks):
+            assert summaries is not None
+            if isinstance(reading, RankedBlocks) and reading.summary == "moments":
+                scores = score_moments(q, pages, summaries, reading, spec.scale, spec.softcap)
+            else:
+                scores = score_blocks(q, pages, summaries, reading)
+            if isinstance(reading, BestBlocks):
+                lists = choose_blocks(scores, pages, reading, first, second)
+            else:
+                ranking = rank_blocks(scores, pages, reading, second)
         if self.offers is not None:
-            bring(self.pool, self.offers, layer, self.buffers.logical[rows], pages, reading, chosen)
+            where = self.pool, self.offers, layer, self.buffers.logical[rows], pages
+            if ranking is None:
+                bring_in(*where, lists)
+            elif isinstance(reading, RankedBlocks):
+                bring_in_ranked(*where, ranking, reading.size)
         if watch is not None:
             watch.end()
             watch.begin("attention")

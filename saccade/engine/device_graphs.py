@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.device_choice import Group
+from saccade.engine.device_attention import Group
 from saccade.engine.device_tap import Tap
 
 SHORTEST = 1024  # keys: rows of up to so many share their graphs

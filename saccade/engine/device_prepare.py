@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from saccade.engine.device_choice import Group
+from saccade.engine.device_attention import Group
 from saccade.engine.device_graphs import SHORTEST, Key, StepKind, StepKinds
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_prefill import MOST_PIECES

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from saccade.engine.device_watch import PlacedRow
 from saccade.kv.blocks import BlockManager
@@ -27,7 +26,6 @@ class DeviceTiers:
     def __init__(self) -> None:
         self._begun: Offers | None = None  # of a step that may run, and was not settled
         self._pauses: WeakKeyDictionary[SequenceKV, tuple[int, int]] = WeakKeyDictionary()  # left, and the last one
-        self._aside: torch.cuda.Stream | None = None
 
     def why_not(self, kv: SequenceKV, plan: DevicePlan | None) -> str | None:
         """Why a row of ``kv``, parts of whose pool are absent, cannot be in a recorded step; None where it can, or all
@@ -59,17 +57,6 @@ class DeviceTiers:
     def absent(pool: BlockManager) -> bool:
         """Whether steps must look for blocks that are not resident."""
         return pool.absent > 0 and pool.tiers is not None and isinstance(pool.tiers.tier, HostTier)
-
-    @staticmethod
-    def foresees(pool: BlockManager) -> bool:
-        """Whether steps bring in what the next layer is likely to read (device_foresight)."""
-        return pool.tiers is not None and isinstance(pool.tiers.tier, HostTier) and pool.tiers.tier.ahead
-
-    def aside(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream for that. What it does has to begin while products fill the device, so it goes first."""
-        if self._aside is None and device.type == "cuda":
-            self._aside = torch.cuda.Stream(device, priority=-1)
-        return self._aside
 
     @staticmethod
     def counts(rows: Sequence[PlacedRow]) -> TierCounts:

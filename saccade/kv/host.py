@@ -32,23 +32,15 @@ Halves = tuple[Tensor, Tensor]  # keys and values
 class HostTier:
     """Keeps parts of ``storage`` in ``max_bytes`` of host memory. With ``heads_apart`` a part is one KV head's, a cell
     has room for one of each head, and each head's have an owner of their own (:meth:`of_head`). ``compute``: one of
-    compute.MODES. ``ahead``: recorded steps bring in what the next layer is likely to read. Raises SaccadeError where
-    one block is too much, CapacityError where there is no such memory."""
+    compute.MODES. Raises SaccadeError where one block is too much, CapacityError where there is no such memory."""
 
     name = "host"
     in_background = True
     _written: Any  # event: the last write, until the device follows it
     _last: Any  # the same, until the host does
 
-    def __init__(
-        self,
-        max_bytes: int,
-        storage: KVStorage,
-        heads_apart: bool = False,
-        compute: str = "device",
-        ahead: bool = False,
-    ) -> None:
-        self.storage, self.format, self.compute, self.ahead = storage, storage.format, Compute(compute), ahead
+    def __init__(self, max_bytes: int, storage: KVStorage, heads_apart: bool = False, compute: str = "device") -> None:
+        self.storage, self.format, self.compute = storage, storage.format, Compute(compute)
         block_bytes = storage.format.block_bytes
         self.heads, self._head = storage.format.kv_heads if heads_apart else 1, 0
         self.cell_bytes = block_bytes // self.heads

@@ -52,9 +52,8 @@ class HostAndDisk(HostTier):
         disk_bytes: int,
         system: System = os,
         compute: str = "device",
-        ahead: bool = False,
     ) -> None:
-        super().__init__(max_bytes, storage, compute=compute, ahead=ahead)
+        super().__init__(max_bytes, storage, compute=compute)
         try:
             if self.cells < LEAST_CELLS:
                 raise SaccadeError(

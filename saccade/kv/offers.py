@@ -27,8 +27,7 @@ FIRST_RANKED = 64  # blocks of a ranking that are brought in at first
 MOST_FRESH = 1024  # parts that are written so that their slots may be taken, at once
 REFILL = 2, 8  # a new list is made where one in the first is left of it, unless steps take little: one in the second
 STEPS = 4  # that a list is to last for, at least
-STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT, ARRIVED, FORESEEN, SERVED = range(12)  # words of ``head``
-FORESEEN_STAMP = -2  # of a slot whose part came ahead and was not asked for since
+STEP, SHORT, NEXT, END, LISTED, HITS, MISSED, WANTED, COUNT, ARRIVED = range(10)  # words of ``head``
 WORDS = 16  # of them, with those that are to come
 Array = np.ndarray[Any, Any]
 
@@ -44,8 +43,7 @@ class Offers:
     ``missing``, ``which``, ``where`` int32 [rows, logical blocks]: a layer's misses, the cells they come from (from 0)
     and the slots they go to. ``head`` int32 [rows, 16]: the step's number; whether slots ran short (1), or what is
     brought in of a ranking (2, in the first row); how far the list is taken, and its end; the stamp from which on a
-    slot is recent; hits and misses so far; misses of this layer, how many of them come, and programs that have looked;
-    parts that came ahead so far, and those of them that were asked for later.
+    slot is recent; hits and misses so far; misses of this layer, how many of them come, and programs that have looked.
     ``reach`` int32 [layers]: blocks of a ranking that are brought in before its rule is followed.
     """
 
@@ -233,8 +231,6 @@ class Listed:
         tiers, told = self.tiers, self._told
         tiers.counts.hits += int(head[HITS] - told[HITS])
         tiers.counts.misses += int(head[MISSED] - told[MISSED])
-        tiers.counts.prefetched += int(head[FORESEEN] - told[FORESEEN])
-        tiers.counts.prefetched_used += int(head[SERVED] - told[SERVED])
         first, self.next = self.next, int(head[NEXT])
         self._spent = max(self.next - first, self._spent * 7 // 8)
         self._told = head

@@ -42,7 +42,6 @@ Parts = Sequence[Part] | np.ndarray[Any, Any]  # or int64 [parts, 3]
 class TierCounts:
     """What moved between memory and a tier. ``hits`` and ``misses``: parts that were asked for and were, or were not,
     resident; ``evicted``: parts that left memory; ``prefetched``: parts whose load began before they were wanted;
-    ``prefetched_used``: those that a recorded step brought in ahead and that were asked for later, once each;
     ``retries``: reads and writes that failed and were tried again; ``lost``: parts that could not be had back;
     ``wait_seconds``: time in which attention stood still for loads or writes; ``attended_on_host``: parts that the CPU
     attended where they lie, which are no hits and no misses."""
@@ -51,7 +50,6 @@ class TierCounts:
     misses: int = 0
     evicted: int = 0
     prefetched: int = 0
-    prefetched_used: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     retries: int = 0

@@ -14,15 +14,7 @@ from torch import Tensor
 from saccade.models.families import Family
 from saccade.models.interface import LayerAttention, ModelSpec, Stopwatch
 from saccade.models.llama_fp8 import Fp8Kernels, quantize_layers
-from saccade.models.llama_kernels import (
-    KernelSet,
-    ProductHead,
-    ProductLayer,
-    Projected,
-    RowPasses,
-    StepKernels,
-    StepLayer,
-)
+from saccade.models.llama_kernels import KernelSet, LayerKernels, ProductHead, ProductLayer, Projected, RowPasses
 from saccade.models.llama_weights import LlamaWeights, read_weights
 from saccade.ops import row_passes, triton
 from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
@@ -42,7 +34,7 @@ class LlamaDecoder:
         weights: LlamaWeights,
         spec: ModelSpec,
         passes: RowPasses | None = None,
-        layers: Sequence[StepLayer] | None = None,
+        layers: Sequence[LayerKernels] | None = None,
     ) -> None:
         self.attention = [
             LayerAttention(scale=scale, window=window) for scale, window in zip(weights.scales, spec.windows)
@@ -52,7 +44,7 @@ class LlamaDecoder:
         self._many = self._products(passes or _passes(weights.head.weight), joined=False)
         self._few = _row_kernels(weights) if passes is None and layers is None else None
         self._most = MOST_ROWS.get(weights.head.weight.dtype, 0)  # rows that these serve
-        self._kernels: tuple[KernelSet | None, KernelSet] = self._few, self._many
+        self._kernels = self._few, self._many
 
     @classmethod
     def of(
@@ -77,7 +69,7 @@ class LlamaDecoder:
         """Whether few rows run in C++ kernels, whose threads are those of attention's."""
         return self._few is not None
 
-    def step_kernels(self) -> StepKernels:
+    def step_kernels(self) -> KernelSet:
         """What runs a decode step on a GPU: products and Triton launches, which a graph can record."""
         from saccade.ops.triton import rows  # needs Triton
 
@@ -108,15 +100,15 @@ class LlamaDecoder:
         """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype."""
         return self.kernels(hidden.shape[0]).logits(hidden, None)
 
-    def _products(self, passes: RowPasses, joined: bool) -> StepKernels:
+    def _products(self, passes: RowPasses, joined: bool) -> KernelSet:
         weights = self._weights
         head = ProductHead(weights.norm, weights.head, passes)
         if self._layers is not None:
-            return StepKernels(self._layers, head)
+            return KernelSet(self._layers, head)
         most = MLP_ROWS if weights.head.weight.device.type == "cpu" else 1 << 62
         together = weights.joined if joined and weights.joined is not None else [None] * len(weights.layers)
         layers = [ProductLayer(layer, passes, most, one) for layer, one in zip(weights.layers, together)]
-        return StepKernels(layers, head)
+        return KernelSet(layers, head)
 
 
 def _passes(weight: Tensor) -> RowPasses:

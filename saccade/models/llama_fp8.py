@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saccade.errors import ModelError
-from saccade.models.llama_kernels import Projected, RowPasses, StepLayer
+from saccade.models.llama_kernels import LayerKernels, Projected, RowPasses
 from saccade.ops import fp8, row_passes
 from saccade.ops.fp8 import MULTIPLE, Fp8Matrix, QuantizedRows
 from saccade.ops.layer_weights import LayerWeights, Matrix
@@ -74,17 +74,14 @@ class Fp8Kernels:
 
 
 class Fp8Layer:
-    """A layer by FP8 products, any number of rows. Implements ``StepLayer``."""
+    """A layer by FP8 products, any number of rows. Implements ``LayerKernels``."""
 
     def __init__(self, weights: LayerWeights, matrices: Sequence[Fp8Matrix], kernels: Fp8Kernels) -> None:
         self._joined, self._output, self._both, self._down = matrices
         self._norm, self._second = weights.norm, weights.second_norm
         self._head_dim, self._rotated, self._head_norms = weights.head_dim, weights.rotated, weights.head_norms
         self._heads = [part.weight.shape[0] // weights.head_dim for part in weights.matrices[:3]]
-        self._kernels, self._dtype = kernels, weights.norm.weight.dtype
-        queries = self._heads[0] * weights.head_dim
-        bias = None if self._joined.bias is None else self._joined.bias[:queries]
-        self._query = Fp8Matrix(self._joined.weight[:queries], self._joined.scale[:, :queries], bias)
+        self._kernels = kernels
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, delta: Tensor | None = None) -> Projected:
         """See :class:`LayerKernels`."""
@@ -98,42 +95,22 @@ class Fp8Layer:
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor | None:
         """See :class:`LayerKernels`."""
-        return self.mlp(self.add_attended(hidden, attended))
-
-    def add_attended(self, hidden: Tensor, attended: Tensor) -> QuantizedRows:
-        """See :class:`StepLayer`."""
-        kernels = self._kernels
-        delta = kernels.product(kernels.passes.heads(attended), self._output, hidden.dtype)
-        return kernels.passes.add_norm(hidden, delta, self._second.weight, self._second.epsilon)
-
-    def mlp(self, x: QuantizedRows) -> Tensor:
-        """See :class:`StepLayer`."""
-        kernels = self._kernels
-        inner = kernels.passes.gated(kernels.product(x, self._both, self._dtype))
-        return kernels.product(inner, self._down, self._dtype)
-
-    def norm(self, hidden: Tensor) -> QuantizedRows:
-        """See :class:`StepLayer`."""
-        return self._kernels.passes.add_norm(hidden, None, self._norm.weight, self._norm.epsilon)
-
-    def query(self, x: QuantizedRows, cos: Tensor, sin: Tensor) -> Tensor:
-        """See :class:`StepLayer`."""
-        q = self._kernels.product(x, self._query, self._dtype)
-        q = q.view(q.shape[0], -1, self._head_dim)
-        if self._rotated:
-            self._kernels.rows.rotate(q, None, cos, sin, self._head_norms)
-        return q.transpose(0, 1)
+        kernels, dtype = self._kernels, hidden.dtype
+        delta = kernels.product(kernels.passes.heads(attended), self._output, dtype)
+        x = kernels.passes.add_norm(hidden, delta, self._second.weight, self._second.epsilon)
+        inner = kernels.passes.gated(kernels.product(x, self._both, dtype))
+        return kernels.product(inner, self._down, dtype)
 
 
 @torch.no_grad()
-def quantize_layers(modules: Sequence[Any], layers: list[LayerWeights], kernels: Fp8Kernels) -> list[StepLayer]:
+def quantize_layers(modules: Sequence[Any], layers: list[LayerWeights], kernels: Fp8Kernels) -> list[LayerKernels]:
     """The FP8 layers of ``modules``, transformers' decoder layers, whose weights are ``layers``.
 
     The modules' parameters become the e4m3 values, layer by layer, so that one layer at most is held twice; the modules
     do not run any more. ``layers`` ends empty, for it held the weights of before. ModelError for sizes that are no
     multiple of 16.
     """
-    made: list[StepLayer] = []
+    made: list[LayerKernels] = []
     for module in modules:
         own = layers.pop(0)
         attention, mlp = module.self_attn, module.mlp

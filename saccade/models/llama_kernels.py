@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,27 +51,6 @@ class LayerKernels(Protocol):
         ...
 
 
-class StepLayer(LayerKernels, Protocol):
-    """A layer whose halves can be asked for one by one, and its queries alone: what comes before the MLP tells much of
-    what the next layer asks for. What is normed (``x``) is of the layer's own kind."""
-
-    def add_attended(self, hidden: Tensor, attended: Tensor) -> Any:
-        """The first half of ``finish``: add to ``hidden`` what follows from ``attended``; what the MLP takes in."""
-        ...
-
-    def mlp(self, x: Any) -> Tensor:
-        """The second half: the ``delta`` of what :meth:`add_attended` returned."""
-        ...
-
-    def norm(self, hidden: Tensor) -> Any:
-        """What the layer would project of ``hidden``, which stays as it is."""
-        ...
-
-    def query(self, x: Any, cos: Tensor, sin: Tensor) -> Tensor:
-        """The queries of :meth:`project` alone, of what :meth:`norm` returned."""
-        ...
-
-
 class RowPasses(Protocol):
     """What happens to rows between matrix products: ``ops.row_passes``, or ``ops.triton.rows`` on a GPU, where each is
     one launch that a graph can record."""
@@ -102,15 +81,8 @@ class KernelSet:
         return KernelSet([_TimedLayer(layer, stopwatch) for layer in self.layers], logits)
 
 
-@dataclass(frozen=True, eq=False)
-class StepKernels(KernelSet):
-    """Kernels of decode steps."""
-
-    layers: Sequence[StepLayer]
-
-
 class ProductLayer:
-    """A layer by torch's matrix products, any number of rows on any device. Implements ``StepLayer``.
+    """A layer by torch's matrix products, any number of rows on any device.
 
     ``joined``, if there is one, is query, key and value as one matrix, of which theirs are parts: one product then
     reads them. At most ``mlp_rows`` rows go through the MLP at a time.
@@ -140,34 +112,15 @@ class ProductLayer:
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor | None:
         """See :class:`LayerKernels`."""
-        return self.mlp(self.add_attended(hidden, attended))
-
-    def add_attended(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See :class:`StepLayer`."""
         weights = self._weights
         attended = attended.transpose(0, 1).reshape(hidden.shape[0], -1)
         delta = product(attended, weights.output)
-        return self._passes.add_norm(hidden, delta, weights.second_norm.weight, weights.second_norm.epsilon)
-
-    def mlp(self, x: Tensor) -> Tensor:
-        """See :class:`StepLayer`. Many rows are written over ``x``."""
+        x = self._passes.add_norm(hidden, delta, weights.second_norm.weight, weights.second_norm.epsilon)
         if len(x) <= self._mlp_rows:
             return self._mlp(x)
         for part in x.split(self._mlp_rows):
             part.copy_(self._mlp(part))
         return x
-
-    def norm(self, hidden: Tensor) -> Tensor:
-        """See :class:`StepLayer`."""
-        return self._passes.add_norm(hidden, None, self._weights.norm.weight, self._weights.norm.epsilon)
-
-    def query(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """See :class:`StepLayer`."""
-        weights = self._weights
-        q = product(x, weights.query).view(x.shape[0], -1, weights.head_dim)
-        if weights.rotated:
-            self._passes.rotate(q, None, cos, sin, weights.head_norms)
-        return q.transpose(0, 1)
 
     def _mlp(self, x: Tensor) -> Tensor:
         gate, up, down = self._weights.gate, self._weights.up, self._weights.down

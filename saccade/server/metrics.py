@@ -25,7 +25,6 @@ _TIERS = {  # a part is one layer's keys and values of a block; since the engine
     "misses": "KV parts that were asked for and not in memory.",
     "evicted": "KV parts that left memory.",
     "prefetched": "KV parts whose load began before they were wanted.",
-    "prefetched_used": "KV parts that a recorded step loaded ahead and that were wanted later.",
     "bytes_read": "Bytes of KV read from the tier.",
     "bytes_written": "Bytes of KV written to the tier.",
     "retries": "Reads and writes of KV that failed and were tried again.",

@@ -36,20 +36,15 @@ class Summaries:
 
 
 def append_rows(
-    k: Tensor,
-    v: Tensor,
-    pages: Pages,
-    summaries: Summaries | None = None,
-    limits: Tensor | None = None,
-    early: bool = True,
+    k: Tensor, v: Tensor, pages: Pages, summaries: Summaries | None = None, limits: Tensor | None = None
 ) -> None:
     """Store each row's ``k``, ``v`` [rows, kv_heads, head_dim] as the last of its keys and, where it fills a block of
     ``summaries``, summarize that block. ``limits`` int32 [rows]: as in :func:`attend_decode`, the keys of each of
-    several rows of a sequence. ``early``: the kernel may start early."""
+    several rows of a sequence."""
     count, kv_heads, head_dim = k.shape
     if limits is not None and summaries is not None:
         # All rows first: a block may have several of them, which one of its last row's programs reads back.
-        append_rows(k, v, pages, None, limits, early)
+        append_rows(k, v, pages, None, limits)
     k, v = rows(k), rows(v)
     _append[(kv_heads, count)](
         k,
@@ -74,7 +69,7 @@ def append_rows(
         MEAN=summaries is not None and summaries.kind == "stored_mean",
         MOMENTS=summaries is not None and summaries.kind == "moments",
         num_warps=2,
-        **launched(k.device, early),
+        **launched(k.device),
     )
 
 

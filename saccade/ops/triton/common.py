@@ -80,10 +80,9 @@ def pad(count: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(count))
 
 
-def launched(device: torch.device, early: bool = True) -> dict[str, bool]:
-    """Options of a launch whose kernel calls :func:`begin` before all else. Not ``early``: it follows other kernels
-    than the last one of its stream, too."""
-    early = early and is_hopper(device)
+def launched(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose kernel calls :func:`begin` before all else."""
+    early = is_hopper(device)
     return {"EARLY": early, "launch_pdl": early}
 
 

@@ -14,58 +14,32 @@ from torch import Tensor
 
 from saccade.kv.blocks import BlockManager
 from saccade.kv.host import HostTier
-from saccade.kv.offers import (
-    ARRIVED,
-    COUNT,
-    END,
-    FORESEEN,
-    FORESEEN_STAMP,
-    HITS,
-    LISTED,
-    MISSED,
-    NEXT,
-    SERVED,
-    SHORT,
-    STEP,
-    WANTED,
-    Offers,
-)
+from saccade.kv.offers import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, SHORT, STEP, WANTED, Offers
 from saccade.ops.triton import pages as block_pages
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists, Pages
 
 ENTRIES = 256  # of a list that a program looks at together: of what a layer reads, and of slots to be taken
 LEAST_RANKED = 16  # blocks of a ranking that are brought in
-KEPT = 8, 8  # of a list, one slot in so many and so many more are left for what layers do read
 
 
 def bring_in(
-    pool: BlockManager,
-    offers: Offers,
-    layer: int,
-    logical: Tensor,
-    pages: Pages,
-    *wanted: KeyLists | None,
-    most: int = 0,
+    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, *wanted: KeyLists | None
 ) -> None:
     """Have all blocks in slots that rows read at ``layer``: those of the lists ``wanted``, or for None all of their
     keys. ``logical`` int32 [rows, >= blocks]: each row's logical blocks. ``pages.tables``, with a row for all KV heads
     or one for each as the pool has it, says afterwards where they lie; in the latter case a block comes for the heads
     that read it. Where slots run short, ``head`` says so, and absent blocks are the guard's slot, whose content is no
-    key's.
-
-    With ``most`` they are foreseen, not read yet: so many come at most (for each KV head that has slots of its own), as
-    long as enough slots are left; none of them counts as used, and tables stay as they are."""
+    key's."""
     tiers = pool.tiers
     assert tiers is not None
     assert isinstance(tiers.tier, HostTier)
     for number, lists in enumerate(wanted, 1):
-        _look(pool, offers, layer, logical, pages, lists, number == len(wanted), most)
+        _look(pool, offers, layer, logical, pages, lists, last=number == len(wanted))
     rows, page, heads = pages.lengths.shape[0], pages.k.shape[2], pool.rows
     words = block_pages.words_of(tiers.tier.k, heads)
     tiles = -(-words // block_pages.WORDS)
-    # Programs for a row of a table.
-    looks = 0 if most else triton.cdiv(triton.cdiv(pages.longest, page), block_pages.RESOLVED)
+    looks = triton.cdiv(triton.cdiv(pages.longest, page), block_pages.RESOLVED)  # programs for a row of a table
     copiers = block_pages.COPIERS
     _fetch[(copiers + heads * rows * looks,)](
         tiers.tier.k.data_ptr(), tiers.tier.v.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(),
@@ -85,7 +59,6 @@ def bring_in_ranked(
     pages: Pages,
     ranking: tuple[Tensor, Tensor, Tensor],
     size: int,
-    most: int = 0,
 ) -> None:
     """The same for a ranking of blocks of ``size`` keys (batched_rank.rank_blocks): those without a rank, and the first
     ones, as far as ``offers.reach`` says."""
@@ -94,7 +67,7 @@ def bring_in_ranked(
     upto = torch.minimum(counts[1], offers.reach[layer])
     whole = KeyLists(None, counts[0], always, units, size, always.shape[1])
     first = KeyLists(None, upto, order, units, size, order.shape[1])
-    bring_in(pool, offers, layer, logical, pages, whole, first, most=most)
+    bring_in(pool, offers, layer, logical, pages, whole, first)
 
 
 def follow_reach(offers: Offers, layer: int, used: Tensor, microbatch: int, ranked: Tensor) -> None:
@@ -108,14 +81,7 @@ def follow_reach(offers: Offers, layer: int, used: Tensor, microbatch: int, rank
 
 
 def _look(
-    pool: BlockManager,
-    offers: Offers,
-    layer: int,
-    logical: Tensor,
-    pages: Pages,
-    lists: KeyLists | None,
-    last: bool,
-    most: int,
+    pool: BlockManager, offers: Offers, layer: int, logical: Tensor, pages: Pages, lists: KeyLists | None, last: bool
 ) -> None:
     tiers = pool.tiers
     assert tiers is not None
@@ -130,32 +96,29 @@ def _look(
         none if lists is None else lists.indices,
         offers.stamp, offers.mark, offers.missing, offers.head, offers.cells, offers.listed, offers.holding,
         offers.taken, offers.which, offers.where, layer, pool.layers, pool.logical_blocks,
-        offers.stamp.shape[1], logical.stride(0), longest, most, KEPT[1],
+        offers.stamp.shape[1], logical.stride(0), longest,
         UNITS=units, HEADS=pool.rows, WIDE=wide, HEAD=offers.head.shape[1],
         SIZE=size, PAGE=page, PAGES=max(1, size // page), STEP=ENTRIES, LAST=last, FIFO=tiers.policy == "fifo",
-        AHEAD=most > 0, KEPT=KEPT[0], STAMP=FORESEEN_STAMP, W_FORESEEN=FORESEEN, W_SERVED=SERVED,
         W_STEP=STEP, W_SHORT=SHORT, W_NEXT=NEXT, W_END=END, W_LISTED=LISTED, W_HITS=HITS, W_MISSED=MISSED,
         W_WANTED=WANTED, W_COUNT=COUNT, W_ARRIVED=ARRIVED, num_warps=4, **launched(pages.k.device),
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["layer", "layers", "blocks", "places", "logical_row", "longest", "most", "kept"],
+    do_not_specialize=["layer", "layers", "blocks", "places", "logical_row", "longest"],
     do_not_specialize_on_alignment=["slots", "logical", "lengths", "counts", "indices"],
 )
 def _want(
     slots, logical, lengths, counts, indices, stamp, mark, missing, head, cells, listed, holding, taken, which, where,
-    layer, layers, blocks, places, logical_row, longest, most, kept,
+    layer, layers, blocks, places, logical_row, longest,
     UNITS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr,
     SIZE: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, STEP: tl.constexpr, LAST: tl.constexpr,
-    FIFO: tl.constexpr, AHEAD: tl.constexpr, KEPT: tl.constexpr, STAMP: tl.constexpr, W_FORESEEN: tl.constexpr,
-    W_SERVED: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
+    FIFO: tl.constexpr, W_STEP: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
     W_LISTED: tl.constexpr, W_HITS: tl.constexpr, W_MISSED: tl.constexpr, W_WANTED: tl.constexpr,
     W_COUNT: tl.constexpr, W_ARRIVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Stamp the slots of what one row's list names, and gather the blocks that have none, each once; for one KV head
-    that has slots of its own, or for all of them. With ``LAST`` the last program of a head to end takes slots. What is
-    looked for ``AHEAD`` is not stamped, and marked otherwise: if it does not come, the layer still finds it missing."""
+    that has slots of its own, or for all of them. With ``LAST`` the last program of a head to end takes slots."""
     begin(EARLY)
     unit, row = tl.program_id(1) * UNITS // WIDE, tl.program_id(2).to(tl.int64)
     own = tl.program_id(1) * HEADS // WIDE
@@ -166,9 +129,6 @@ def _want(
     head += own * HEAD
     length = tl.load(lengths + row)
     now = tl.load(head + W_STEP) * layers + layer
-    marked = now
-    if AHEAD:
-        marked = STAMP - now
     number = tl.program_id(0) * STEP + tl.arange(0, STEP)
     if SIZE == 0:
         count = tl.cdiv(length, PAGE)
@@ -185,17 +145,13 @@ def _want(
             real = named & (page * PAGE < length)
             block = tl.load(logical + row * logical_row + page, mask=real, other=0)
             slot = tl.load(slots + base + block, mask=real, other=-1)
-            if not AHEAD:
-                here = real & (slot >= 0)
-                before = tl.atomic_xchg(stamp + tl.where(here, slot, 0), now, mask=here, sem="relaxed")
-                tl.atomic_add(head + W_HITS, tl.sum((here & (before != now)).to(tl.int32)), sem="relaxed")
-                served = tl.sum((here & (before == STAMP)).to(tl.int32))
-                if served > 0:
-                    tl.atomic_add(head + W_SERVED, served, sem="relaxed")
+            here = real & (slot >= 0)
+            before = tl.atomic_xchg(stamp + tl.where(here, slot, 0), now, mask=here, sem="relaxed")
+            tl.atomic_add(head + W_HITS, tl.sum((here & (before != now)).to(tl.int32)), sem="relaxed")
             gone = real & (slot < 0)
             if tl.max(gone.to(tl.int32), 0) > 0:
-                before = tl.atomic_xchg(mark + block, marked, mask=gone, sem="relaxed")
-                fresh = gone & (before != marked)
+                before = tl.atomic_xchg(mark + block, now, mask=gone, sem="relaxed")
+                fresh = gone & (before != now)
                 ones = fresh.to(tl.int32)
                 place = tl.atomic_add(head + W_WANTED, tl.sum(ones), sem="relaxed") + tl.cumsum(ones, 0) - ones
                 tl.store(missing + place, block, mask=fresh)
@@ -208,32 +164,25 @@ def _want(
             wanted = tl.atomic_xchg(head + W_WANTED, 0, sem="acquire")
             _take(
                 slots + base, cells + base, listed + own * places, holding + own * places, taken + own * places,
-                stamp, missing, which + own * blocks, where + own * blocks, head, slots, base, now, wanted, most, kept,
-                FIFO, AHEAD, KEPT, STAMP, STEP, W_FORESEEN, W_SHORT, W_NEXT, W_END, W_LISTED, W_MISSED, W_COUNT,
+                stamp, missing, which + own * blocks, where + own * blocks, head, slots, base, now, wanted,
+                FIFO, STEP, W_SHORT, W_NEXT, W_END, W_LISTED, W_MISSED, W_COUNT,
             )  # fmt: skip
 
 
 @triton.jit
 def _take(
     own_slots, cells, listed, holding, taken, stamp, missing, which, where, head, slots, base, now, wanted,
-    most, kept,
-    FIFO: tl.constexpr, AHEAD: tl.constexpr, KEPT: tl.constexpr, STAMP: tl.constexpr, WIDTH: tl.constexpr,
-    W_FORESEEN: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
+    FIFO: tl.constexpr, WIDTH: tl.constexpr, W_SHORT: tl.constexpr, W_NEXT: tl.constexpr, W_END: tl.constexpr,
     W_LISTED: tl.constexpr, W_MISSED: tl.constexpr, W_COUNT: tl.constexpr,
 ):  # fmt: skip
     """For a KV head, or for all: the ``wanted`` misses of a layer, whose parts begin at ``base``, take listed slots in
-    order, passing over those that are used. ``AHEAD``, at most ``most`` of them do, none of the last slots of a list,
-    and nothing counts as short."""
-    if AHEAD:
-        wanted = tl.minimum(wanted, most)
+    order, passing over those that are used."""
     tl.store(head + W_COUNT, wanted)
     if wanted > 0:
         limit = now
         if not FIFO:
             limit = tl.load(head + W_LISTED)
         at, end = tl.load(head + W_NEXT), tl.load(head + W_END)
-        if AHEAD:
-            end = tl.maximum(end - end // KEPT - kept, at)
         done, short = wanted * 0, wanted * 0
         step = tl.arange(0, WIDTH)
         while (done < wanted) & (at < end):
@@ -250,10 +199,7 @@ def _take(
             comes = use & (cell > 0)
             tl.store(slots + tl.where(left >= 0, left, 0), -1, mask=comes & (left >= 0))
             tl.store(own_slots + block, slot, mask=comes)
-            used = now
-            if AHEAD:
-                used = tl.full([], STAMP, tl.int32)
-            tl.store(stamp + tl.where(comes, slot, 0), used, mask=comes)
+            tl.store(stamp + tl.where(comes, slot, 0), now, mask=comes)
             tl.store(taken + at + step, base + block, mask=comes)
             tl.store(which + tl.where(use, rank, 0), tl.where(comes, cell - 1, -1), mask=use)
             tl.store(where + tl.where(use, rank, 0), slot, mask=use)
@@ -262,12 +208,9 @@ def _take(
             at = tl.minimum(tl.where(done >= wanted, at + last, at + WIDTH), end)
         tl.store(head + W_NEXT, at)
         tl.store(head + W_COUNT, done)
-        if AHEAD:
-            tl.store(head + W_FORESEEN, tl.load(head + W_FORESEEN) + done - short)
-        else:
-            tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
-            if (done < wanted) | (short > 0):
-                tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
+        tl.store(head + W_MISSED, tl.load(head + W_MISSED) + wanted)
+        if (done < wanted) | (short > 0):
+            tl.store(head + W_SHORT, tl.load(head + W_SHORT) | 1)
 
 
 @triton.jit(
