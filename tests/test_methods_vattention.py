@@ -52,6 +52,25 @@ def test_sums_over_what_is_read_are_those_of_all_keys_on_average(certify):
         assert ((totals - true).abs() <= 1e-3 * true).all()
 
 
+def test_a_sample_spread_over_the_order_of_bounds_errs_less_than_free_draws(monkeypatch):
+    pair = MADE["topics"](torch.Generator().manual_seed(5), 2048)
+    q, k, _ = pair
+    scores = (q[:, 0].unflatten(0, (2, -1)) @ k.mT / math.sqrt(32)).flatten(0, 1).double()
+    errors, drawn = {}, VAttention._drawn
+    for spread in (True, False):
+        monkeypatch.setattr(VAttention, "_drawn", lambda *a, spread=False, own=spread: drawn(*a, spread=spread and own))
+        found = []
+        for seed in range(60):
+            _, selection = step(VAttention(**SMALL, epsilon=0.3, seed=seed), pair)
+            mask = selection.tokens.offsets.tolist()
+            at = selection.tokens.indices.long()
+            lists = [slice(a, b) for a, b in itertools.pairwise(mask)]
+            sums = [float(torch.exp(scores[h, at[own]] + selection.bias[own]).sum()) for h, own in enumerate(lists)]
+            found.append(torch.tensor(sums) / torch.exp(scores).sum(1) - 1)
+        errors[spread] = torch.stack(found).square().mean().sqrt()
+    assert 0 < errors[True] < 0.8 * errors[False]
+
+
 def test_the_sample_keeps_its_promise_where_sums_are_normal():
     count, rng = Count(), torch.Generator().manual_seed(4)
     for seed in range(40):

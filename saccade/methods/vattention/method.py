@@ -37,7 +37,8 @@ class VAttention(Method):
     as ``heavy`` says, in the blocks that may hold the highest logits. Of the rest a base sample of the share ``base``
     is looked at; from its variance follows how many keys a second, independent uniform sample must have so that the
     output's error, over the sum of weight times norm of value, stays below ``epsilon`` with probability 1 - ``delta``
-    if that sum is normal. Sums over the sample stand for the rest without bias. ``epsilon=0`` reads everything.
+    if that sum is normal. It is spread evenly over the rest in the order of the blocks' bounds. Sums over the sample
+    stand for the rest without bias. ``epsilon=0`` reads everything.
 
     ``certify``: bounds that hold take the place of the normal law (``certified``), and each step says what they are.
     Draws hang on ``seed``, the row's place, the layer and the KV head.
@@ -128,13 +129,22 @@ class VAttention(Method):
         count = max(LEAST, count)
         if 2 * count >= rest:  # reading it all costs little more, and errs nothing
             return None
-        found, times = counted(self._drawn(SECOND, query, middle, others, kv_head, count))
+        # Blocks of like bounds hold like weights: a sample spread evenly over their order errs less than one drawn
+        # anywhere, and never more (Cochran, "Sampling Techniques", 5.6, for stretches of equal length).
+        ranked = others[bounds.amax(0)[others].argsort(descending=True, stable=True)]
+        found, times = counted(self._drawn(SECOND, query, middle, ranked, kv_head, count, spread=True))
         bias = torch.log(times * (rest / count)).float()
         return ordered(torch.cat([exact, found]), torch.cat([bias.new_zeros(exact.numel()), bias]))
 
-    def _drawn(self, stage: int, query: Query, middle: Middle, others: Tensor, kv_head: int, count: int) -> Tensor:
-        """Positions of ``count`` keys of the blocks ``others``, drawn uniformly with replacement."""
-        at = (draws(self.seed, stage, query, kv_head, count) * (others.numel() * middle.size)).long()
+    def _drawn(
+        self, stage: int, query: Query, middle: Middle, others: Tensor, kv_head: int, count: int, spread: bool = False
+    ) -> Tensor:
+        """Positions of ``count`` keys of the blocks ``others``, drawn uniformly with replacement; with ``spread`` one
+        of each of ``count`` stretches of equal length."""
+        rest, chance = others.numel() * middle.size, draws(self.seed, stage, query, kv_head, count)
+        if spread:
+            chance = (chance + torch.arange(count, device=chance.device)) / count
+        at = (chance * rest).long().clamp(max=rest - 1)  # the quotient may round up to 1
         return (others[at // middle.size] + middle.first) * middle.size + at % middle.size
 
 
