@@ -13,7 +13,7 @@ from engine_helpers import make
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.errors import RequestError
+from saccade.errors import PolicyError, RequestError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.vattention import VAttention
@@ -69,6 +69,34 @@ def test_a_sample_spread_over_the_order_of_bounds_errs_less_than_free_draws(monk
             found.append(torch.tensor(sums) / torch.exp(scores).sum(1) - 1)
         errors[spread] = torch.stack(found).square().mean().sqrt()
     assert 0 < errors[True] < 0.8 * errors[False]
+
+
+def test_the_heaviest_keys_of_a_step_and_those_after_them_are_read_in_the_next():
+    """In blocks that their bounds alone would not have chosen; not by another step, and not after the prompt."""
+    method = VAttention(**{**SMALL, "heavy": 64}, epsilon=0.9, follow=2)
+    rng = torch.Generator().manual_seed(6)
+    k, v = torch.randn(2, 2, 1024, 32, generator=rng) / 4
+    q = torch.randn(4, 1, 32, generator=rng)
+    k[0, 415] = 3 * q[0, 0]  # the last of its block
+    k[1, 200] = 3 * q[2, 0]
+    kv = KVView.from_tensors(k[:, :1000], v[:, :1000], 32)
+    state = method.begin(Chunk.of(q, kv))
+    assert state.keys.tolist() == [[-1, -1], [-1, -1]]
+    for length, other in ((1000, q), (1001, -q), (1003, -q)):
+        kv = KVView.from_tensors(k[:, :length], v[:, :length], 32)
+        selection = method.select_decode(Query.of(other, kv), state)
+        offsets, at = selection.tokens.offsets.tolist(), selection.tokens.indices
+        read = [set(at[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+        if length == 1000:
+            assert 415 in state.keys[0]
+            assert 200 in state.keys[1]
+            assert state.length == 1000
+        else:
+            blocks = [set(range(400, 432)) <= read[0], set(range(192, 208)) <= read[2]]
+            assert all(blocks) == (length == 1001)
+    with pytest.raises(PolicyError, match="follow=2"):
+        VAttention(certify=True, follow=2)
+    assert method.certified(0.1, 0.1).follow == 0
 
 
 def test_the_sample_keeps_its_promise_where_sums_are_normal():
