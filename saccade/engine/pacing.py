@@ -237,8 +237,8 @@ class Pace:
         best = min(
             best, 2 * math.ceil(max(count for count, _ in times.verify)) + 1
         )  # step by step beyond what is known
-        if times.alike:
-            best = best // 2 or 2
+        if times.alike and (not times.padded or times.rounded(best) == times.verify[0][0]):
+            best = best // 2 or 2  # which shows what other rows take; padded rows may do so as it is
         while best > 1 and not all(ledger.allows(self._risk(best, times), self._horizon) for ledger in ledgers):
             best //= 2
         return best
