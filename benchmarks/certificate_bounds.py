@@ -6,8 +6,9 @@ Whoever certifies knows of an unread key a bound u of its logit and the greatest
 read one by one by falling exp(u) g, the best order there is for such bounds, until what may still come is below
 ``epsilon`` times what was read (docs/algorithms.md 6.20, step 1), or until a sample by these bounds takes no more draws
 than are left (step 2). Bounds: a block's extremes in each channel; the same with each key's number in one of 2^bits
-equal parts between them; and, as the limit, the logits themselves. Every head has lists of its own, and reading extremes
-or codes counts nothing: what a real certificate takes is more. Every other KV head, all layers without windows.
+equal parts between them; and, as the limit, the logits themselves. Every head has lists of its own, and reading
+extremes or codes counts nothing: what a real certificate takes is more. Every other KV head, all layers without
+windows.
 """
 
 from __future__ import annotations
@@ -101,9 +102,10 @@ def main() -> None:
         print(f"{name}, {len(table)} (head, step) pairs:")
         for at, epsilon in enumerate(EPSILONS):
             alone, either = table[:, at, 0], table[:, at, 1]
+            few = 100 * (either <= 0.1).double().mean()
             print(
-                f"  epsilon {epsilon}: {100 * alone.mean():.1f} % of the keys, with a sample {100 * either.mean():.1f} %; "
-                f"at most a tenth in {100 * (either <= 0.1).double().mean():.0f} % of the pairs"
+                f"  epsilon {epsilon}: {100 * alone.mean():.1f} % of the keys, with a sample "
+                f"{100 * either.mean():.1f} %; at most a tenth in {few:.0f} % of the pairs"
             )
 
 
