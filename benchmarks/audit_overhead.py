@@ -5,10 +5,10 @@
 
 Random models of a 125M or an 8B shape read made-up keys. Rounds of dense, sparse and audited decoding take turns, each
 of ``--tokens`` steps. A triple gives one overhead (audited over sparse time, of all its steps together) and one bound
-of its own times, 1.3 x rate x dense/sparse; the medians over all triples are printed, and how many triples stay within
-theirs. ``--clock cpu`` counts the processor time of all threads, which other work on a machine does not lengthen much;
-``wall``, the default on a GPU, the time that passes. A high ``--rate`` shows the cost above the noise: it grows with
-the rate, and so does the bound.
+of its own times, 1.3 x rate x dense/sparse, with the share that was drawn for the rate; the medians over all triples
+are printed, and how many triples stay within theirs. ``--clock cpu`` counts the processor time of all threads, which
+other work on a machine does not lengthen much; ``wall``, the default on a GPU, the time that passes. A high ``--rate``
+shows the cost above the noise: it grows with the rate, and so does the bound.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def main() -> None:
         rounds = Rounds(llm, given)
         rounds.decode("dense", {})  # products are prepared, kernels compiled
         triples = [rounds.triple(seed) for seed in range(given.repeats)]
-    share = given.rate + given.steps
-    overheads = [audited / sparse - 1 for _, sparse, audited in triples]
-    bounds = [1.3 * share * dense / sparse for dense, sparse, _ in triples]
-    ms = [1e3 * statistics.median(times) for times in zip(*triples)]
-    per_place = [(audited - sparse) / (share * dense) for dense, sparse, audited in triples]
+    overheads = [audited / sparse - 1 for _, sparse, audited, _ in triples]
+    bounds = [1.3 * share * dense / sparse for dense, sparse, _, share in triples]
+    ms = [1e3 * statistics.median(times) for times in list(zip(*triples))[:3]]
+    per_place = [(audited - sparse) / (share * dense) for dense, sparse, audited, share in triples if share]
+    per_place = per_place or [float("nan")]
     print(
         f"{given.policy}, {given.context} keys, batch {given.batch}, rate {given.rate} and {given.steps}; "
         f"{rounds.clock} ms a step, medians of {given.repeats} rounds of {given.tokens} steps:"
@@ -78,19 +78,20 @@ class Rounds:
         self.prompts = [prompt(given.context, llm.model.spec.vocab_size, number) for number in range(given.batch)]
         self.keys = synthesize(llm, self.prompts[0])
 
-    def triple(self, seed: int) -> tuple[float, float, float]:
-        """Mean seconds of a dense, a sparse and an audited step."""
+    def triple(self, seed: int) -> tuple[float, float, float, float]:
+        """Mean seconds of a dense, a sparse and an audited step, and the share of places or steps that was drawn."""
         audit = {"audit": self.given.rate, "audit_steps": self.given.steps, "seed": seed}
         policy = self.given.policy
-        return self.decode("dense", {}), self.decode(policy, {}), self.decode(policy, audit)
+        return self.decode("dense", {})[0], self.decode(policy, {})[0], *self.decode(policy, audit)
 
-    def decode(self, policy: str, audit: dict) -> float:
-        """Mean seconds of a decode step of all prompts together."""
-        engine = self.llm.engine
+    def decode(self, policy: str, audit: dict) -> tuple[float, float]:
+        """Mean seconds of a decode step of all prompts together, and the share of it that was audited."""
+        engine, requests = self.llm.engine, []
         for ids in self.prompts:
             params = SamplingParams(temperature=0, max_tokens=self.given.tokens + WARM, ignore_eos=True, **audit)
             request = engine.add(list(ids), params, Policy.parse(f"prefill=dense, decode={policy}"))
             self.keys.fill(request.sequence)
+            requests.append(request)
         for _ in range(WARM):
             engine.step()
         began, steps = self.now(), 0
@@ -100,7 +101,12 @@ class Rounds:
         seconds = (self.now() - began) / steps
         if request.error:
             raise SystemExit(request.error)
-        return seconds
+        told = [request.audit for request in requests if request.audit is not None]
+        for one in told:
+            one.settle()
+        places, steps = (sum(getattr(one, name) for one in told) for name in ("places", "steps"))
+        share = sum(one.error.samples for one in told) / max(1, places)
+        return seconds, share + sum(one.agreement.samples for one in told) / max(1, steps)
 
 
 if __name__ == "__main__":

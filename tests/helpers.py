@@ -403,7 +403,7 @@ MATRIX = (
         "vattention",
         (
             {"epsilon": 0.3, "sinks": 4, "local": 20, "heavy": 16, "block_size": 8},
-            {"epsilon": 0.5, "sinks": 0, "local": 1, "heavy": 8, "base": 0.2, "block_size": 8, "seed": 3},
+            {"epsilon": 0.5, "sinks": 0, "local": 1, "heavy": 8, "base": 0.2, "block_size": 8, "seed": 3, "follow": 2},
             {"epsilon": 0.4, "sinks": 0, "local": 1, "heavy": 8, "block_size": 8, "certify": True},
         ),
         {"epsilon": 0.0},

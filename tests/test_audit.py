@@ -143,7 +143,7 @@ def test_intervals_hold_in_a_thousand_simulated_requests():
                 for head in heads:
                     mean.add(float(lost[step, layer, head]))
                     rare.add(float(lost[step, layer, head] > 0.89))
-            if audit.draws_step(step):
+            if audit.chance(step) < audit.options.steps:
                 share.add(bool(agrees[step]))
         assert audit.places == lost.numel()
         bias.append(mean.mean - float(lost.mean()))

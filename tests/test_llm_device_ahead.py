@@ -111,6 +111,33 @@ def test_audits_of_steps_that_were_launched_ahead(engines, asked, policy):
     assert asked.count(True) >= 4
 
 
+def test_replays_of_steps_that_were_launched_ahead(engines, asked):
+    """All rows of a step, of whatever policy, share its dense replay, each at its own rate. It changes no token, count
+    or stored key, and the device runs it with the step."""
+    prompts = [random_ids(length, seed=length) for length in (100, 70, 80)]
+    policies = ["quest(budget=64, dense_layers=1)", "psa(epsilon=0.4, microbatch=1)", "streaming(sinks=2, window=16)"]
+    params = [greedy(7, audit_steps=0.4, seed=3), greedy(7), greedy(7, audit_steps=1.0)]
+    worker, ran = engines[1].engine.worker, []
+    real = worker.run
+    worker.run = lambda step, *args, **options: ran.append(len(step)) or real(step, *args, **options)
+    try:
+        own, batched = (one.generate(prompts, params, policy=policies) for one in engines)
+    finally:
+        del worker.run
+    for left, right in zip(own, batched):
+        same(left, right)
+    assert ran == [3] * 7  # the prompts, and each step once
+    for number, most in ((0, 5), (2, 6)):
+        host, there = (one[number].report["audit"] for one in (own, batched))
+        assert host["steps"] == there["steps"] == 6
+        assert host["agreement"] == there["agreement"]
+        assert 0 < there["divergence"]["samples"] == host["divergence"]["samples"] <= most
+        assert there["divergence"]["mean"] == pytest.approx(host["divergence"]["mean"], abs=1e-5)
+    assert batched[2].report["audit"]["agreement"]["samples"] == 6
+    assert asked == [True] * 5
+    assert engines[1].engine.pool.used_blocks == 0
+
+
 @pytest.mark.parametrize("slots", [48, 17])
 def test_over_host_memory_while_everything_is_resident(engines, asked, slots):
     """Steps go on by themselves as without a tier, blocks fill on the way; once something is absent none does."""

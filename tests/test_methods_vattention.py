@@ -13,7 +13,7 @@ from engine_helpers import make
 from tiny_models import random_ids
 
 from saccade import SamplingParams
-from saccade.errors import RequestError
+from saccade.errors import PolicyError, RequestError
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.vattention import VAttention
@@ -50,6 +50,53 @@ def test_sums_over_what_is_read_are_those_of_all_keys_on_average(certify):
     assert torch.tensor(sizes).double().mean() < 0.6 * 2048
     if certify:  # by weights: the sum itself errs nothing
         assert ((totals - true).abs() <= 1e-3 * true).all()
+
+
+def test_a_sample_spread_over_the_order_of_bounds_errs_less_than_free_draws(monkeypatch):
+    pair = MADE["topics"](torch.Generator().manual_seed(5), 2048)
+    q, k, _ = pair
+    scores = (q[:, 0].unflatten(0, (2, -1)) @ k.mT / math.sqrt(32)).flatten(0, 1).double()
+    errors, drawn = {}, VAttention._drawn
+    for spread in (True, False):
+        monkeypatch.setattr(VAttention, "_drawn", lambda *a, spread=False, own=spread: drawn(*a, spread=spread and own))
+        found = []
+        for seed in range(60):
+            _, selection = step(VAttention(**SMALL, epsilon=0.3, seed=seed), pair)
+            mask = selection.tokens.offsets.tolist()
+            at = selection.tokens.indices.long()
+            lists = [slice(a, b) for a, b in itertools.pairwise(mask)]
+            sums = [float(torch.exp(scores[h, at[own]] + selection.bias[own]).sum()) for h, own in enumerate(lists)]
+            found.append(torch.tensor(sums) / torch.exp(scores).sum(1) - 1)
+        errors[spread] = torch.stack(found).square().mean().sqrt()
+    assert 0 < errors[True] < 0.8 * errors[False]
+
+
+def test_the_heaviest_keys_of_a_step_and_those_after_them_are_read_in_the_next():
+    """In blocks that their bounds alone would not have chosen; not by another step, and not after the prompt."""
+    method = VAttention(**{**SMALL, "heavy": 64}, epsilon=0.9, follow=2)
+    rng = torch.Generator().manual_seed(6)
+    k, v = torch.randn(2, 2, 1024, 32, generator=rng) / 4
+    q = torch.randn(4, 1, 32, generator=rng)
+    k[0, 415] = 3 * q[0, 0]  # the last of its block
+    k[1, 200] = 3 * q[2, 0]
+    kv = KVView.from_tensors(k[:, :1000], v[:, :1000], 32)
+    state = method.begin(Chunk.of(q, kv))
+    assert state.keys.tolist() == [[-1, -1], [-1, -1]]
+    for length, other in ((1000, q), (1001, -q), (1003, -q)):
+        kv = KVView.from_tensors(k[:, :length], v[:, :length], 32)
+        selection = method.select_decode(Query.of(other, kv), state)
+        offsets, at = selection.tokens.offsets.tolist(), selection.tokens.indices
+        read = [set(at[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+        if length == 1000:
+            assert 415 in state.keys[0]
+            assert 200 in state.keys[1]
+            assert state.length == 1000
+        else:
+            blocks = [set(range(400, 432)) <= read[0], set(range(192, 208)) <= read[2]]
+            assert all(blocks) == (length == 1001)
+    with pytest.raises(PolicyError, match="follow=2"):
+        VAttention(certify=True, follow=2)
+    assert method.certified(0.1, 0.1).follow == 0
 
 
 def test_the_sample_keeps_its_promise_where_sums_are_normal():

@@ -26,7 +26,8 @@ class Watch:
     maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
     audits: Mapping[int, RowAudit] = field(default_factory=dict)  # of this step's rows, by request; they change nothing
     audited: frozenset[int] = frozenset()  # requests of this step that are audited now and then
-
+    replays: frozenset[int] = frozenset()  # those whose rows the device also runs densely
+    replays_next: bool = False  # whether it will do so in the next step
     bounds: Mapping[int, Bounds] = field(default_factory=dict)  # of this step's rows, by request; on the host alone
 
     @property

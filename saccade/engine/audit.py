@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.estimates import CONFIDENCE, Mean, Share
+from saccade.engine.estimates import CONFIDENCE, Mean, Share, departures
 from saccade.engine.params import SamplingParams
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
@@ -97,9 +97,9 @@ class Audit:
             step, head = divmod(place, count)
             drawn.setdefault(step, {}).setdefault(head // kv_heads, []).append(head % kv_heads)
 
-    def draws_step(self, position: int) -> bool:
-        """Whether the step of the row at ``position`` is replayed."""
-        return uniform(self.seed ^ STEPS, self.sample, position) < self.options.steps
+    def chance(self, position: int) -> float:
+        """The draw of the step of the row at ``position``: it is replayed where that is below a request's ``steps``."""
+        return uniform(self.seed ^ STEPS, self.sample, position)
 
     def observe(self, out: Tensor, lse: Tensor, truth: Truth, whole: bool) -> None:
         """One group: ``out`` [group, head_dim] of the step, ``lse`` [group] over the keys that it read; not
@@ -134,11 +134,13 @@ class Audit:
 
     def compare(self, sparse: Tensor, dense: Tensor) -> bool:
         """One step's logits [vocab] and those of its dense replay: whether the likeliest token is the same."""
-        agrees = int(sparse.argmax()) == int(dense.argmax())
+        agrees, divergence = departures(sparse[None], dense[None])[0].tolist()
+        return self.replayed(bool(agrees), divergence)
+
+    def replayed(self, agrees: bool, divergence: float) -> bool:
+        """Count one step beside its dense replay (``departures``)."""
         self.agreement.add(agrees)
-        p, q = torch.log_softmax(dense.double(), -1), torch.log_softmax(sparse.double(), -1)
-        known = p > -torch.inf
-        self.divergence.add(float((p.exp() * (p - q))[known].sum()))
+        self.divergence.add(divergence)
         return agrees
 
     def as_dict(self) -> dict[str, Any]:

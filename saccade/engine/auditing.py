@@ -6,6 +6,8 @@ is taken back. Dense means what ``lossless`` means by it: the same prefill and t
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -27,13 +29,17 @@ Batch = list[tuple[Request, ScheduledRequest]]
 
 
 class Auditing:
-    """The audits of one engine's steps. ``logits`` fp32 [vocab], by request: of the replays of the step under way.
-    ``longest``: most tokens of a sequence."""
+    """The audits of one engine's steps. ``longest``: most tokens of a sequence.
+
+    Of the step under way: ``logits`` fp32 [vocab], by request, of replays that have run; ``beside``: requests whose
+    replays the device runs with it; ``soon``: whether the step after it will have any, should its rows go on."""
 
     def __init__(self, worker: Worker, default: AuditOptions, longest: int) -> None:
         self.worker, self.default = worker, default
         self.controls = Controls(longest)
         self.logits: dict[int, Tensor] = {}
+        self.beside: frozenset[int] = frozenset()
+        self.soon = False
 
     def control(self, params: SamplingParams, policy: Policy) -> TargetControl | None:
         """What holds the target that a request asks for, or the engine does. RequestError where nothing can."""
@@ -83,17 +89,22 @@ class Auditing:
         }
 
     def replayed(self, batch: Batch) -> Batch:
-        """``batch``, whose audited rows give their logits now; their dense replays have run."""
-        self.logits = {}
-        chosen: list[int] = []
+        """``batch``, whose audited rows give their logits now, since their dense replays have run; or as it is, where
+        the device runs them beside it (``beside``)."""
+        self.logits, self.beside = {}, frozenset()
+        asked: dict[int, tuple[Audit, int]] = {}
         for number, (request, rows) in enumerate(batch):
             audit = request.audit
             if audit is None or not audit.options.steps or not rows.wants_logits or not _first_time(request, rows):
                 continue
             audit.steps += 1
-            if audit.draws_step(rows.start):
-                chosen.append(number)
+            asked[number] = audit, rows.start
+        chosen = _drawn(asked, 0)
+        self.soon = bool(_drawn(asked, 1))
         if not chosen:
+            return batch
+        if self.worker.replays(step_input(batch)):
+            self.beside = frozenset(batch[number][0].id for number in chosen)
             return batch
         self._run([batch[number] for number in chosen])
         told = list(batch)
@@ -107,9 +118,16 @@ class Auditing:
         """The step has run: compare its logits."""
         for request, _ in batch:
             dense, own = self.logits.pop(request.id, None), result.requests[request.id]
-            if dense is None or own.logits is None or own.error is not None or own.undone or request.audit is None:
+            if own.error is not None or own.undone or request.audit is None:
                 continue
-            agrees = request.audit.compare(own.logits[-1], dense)
+            if own.replayed is not None and math.isfinite(own.replayed[1]):
+                agrees = request.audit.replayed(*own.replayed)
+            elif dense is not None and own.logits is not None:
+                agrees = request.audit.compare(own.logits[-1], dense)
+            else:
+                if request.id in self.beside:
+                    request.report.note("audit: a dense replay was left out with the batched step that it ran beside")
+                continue
             if request.control is not None:
                 request.control.observe(agrees)
 
@@ -136,6 +154,17 @@ class Auditing:
             request.report.take_tiers([own])
             if own.logits is not None and own.error is None and not own.undone:
                 self.logits[request.id] = own.logits[-1]
+
+
+def _drawn(asked: Mapping[int, tuple[Audit, int]], ahead: int) -> list[int]:
+    """Which rows are replayed ``ahead`` steps from now, of those that may be: audits, and where they stand. The draw
+    is the first one's and all follow it, each as its own rate says: a dense step of many costs little more than of
+    one."""
+    if not asked:
+        return []
+    first, start = next(iter(asked.values()))
+    chance = first.chance(start + ahead)
+    return [number for number, (audit, _) in asked.items() if chance < audit.options.steps]
 
 
 def _first_time(request: Request, rows: ScheduledRequest) -> bool:

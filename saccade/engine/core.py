@@ -300,10 +300,12 @@ class Engine:
             for request, _ in batch:
                 request.report.schedule(time.perf_counter())
             self.watch.maps, self.watch.audits, self.watch.audited, self.watch.bounds = {}, {}, frozenset(), {}
+            self.watch.replays, self.watch.replays_next = frozenset(), False
             try:
                 batch = self.sparse_drafts.added(batch)
                 batch = self.auditing.replayed(batch)
                 self.watch.audits, self.watch.audited = self.auditing.rows(batch)
+                self.watch.replays, self.watch.replays_next = self.auditing.beside, self.auditing.soon
                 self.watch.bounds = self.auditing.bounds(batch)
                 self.watch.maps = {request.id: request.maps for request, _ in batch if request.maps is not None}
                 began = time.perf_counter()

@@ -21,6 +21,7 @@ from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import SHORTEST, GraphStats, Key, StepKind, StepKinds
 from saccade.engine.device_prepare import Prepared, Preparing
+from saccade.engine.device_replays import DenseReplays
 from saccade.engine.device_rooms import EACH, RowRooms
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_sampling import Choice, fetch_repeated, fetch_tokens
@@ -66,6 +67,8 @@ class DeviceBackend(DeviceServing):
         self._ahead: Ahead | None = None
         self._chosen: list[Tensor] = []  # by a step that ran several times: each time's tokens, int64 [rows]
         self._rooms = RowRooms(runner.spec, runner.device, self.kinds)
+        self._replays = DenseReplays(self._plans, self.kinds, self._kind)
+        self._dense: Tensor | None = None  # logits of what ran last, run densely
 
     @property
     def graphs(self) -> GraphStats:
@@ -97,17 +100,18 @@ class DeviceBackend(DeviceServing):
         audits: StepAudits | None = None
         ahead, self._ahead = self._ahead, None
         try:
-            quiet = self.watch.idle and times == 1
-            if quiet and ahead is not None and ahead.serves(step, placed, key):
+            quiet, replays = self.watch.idle and times == 1, not self.watch.replays.isdisjoint(step.request_ids)
+            known = ahead is not None and (ahead.dense is not None or not replays)
+            if quiet and known and ahead is not None and ahead.serves(step, placed, key):
                 ahead.launched.buffers.come_back(True)
-                self._launched, self.fresh = ahead.launched, False
+                self._launched, self.fresh, self._dense = ahead.launched, replays, ahead.dense
                 kind, offers = ahead.launched.kind, None
             else:
                 self._rooms.come_back()
                 kind, offers = self._run(step, placed, key, groups, times)
-            if self.watch.audits and not key[4]:
-                tap = kind.tap if key[3] else None
-                audits = StepAudits(placed, self.watch.audits, tap, self._rooms.buffers[False], kind.longest)
+            if (self.watch.audits or replays) and not key[4]:
+                tap, buffers = kind.tap if key[3] else None, self._rooms.buffers[False]
+                audits = StepAudits(placed, self.watch.audits, tap, buffers, kind, self.watch.replays, self._dense)
             _rows(placed)[0].kv.pool.catch_up()  # while the device works
             for number, row in enumerate(placed):
                 for turn in range(times if row is not None and row.result.error is None else 0):
@@ -198,12 +202,14 @@ class DeviceBackend(DeviceServing):
         pool = next(row.kv.pool for row in placed if row is not None)
         each = groups[0].each
         buffers = self._rooms.room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
-        self.fresh, self._chosen = self._rooms.load(buffers, step, placed, each, times), []
+        self.fresh, self._chosen, self._dense = self._rooms.load(buffers, step, placed, each, times), [], None
         try:
             offers = self._tiers.prepare(pool, _rows(placed)) if key[2] else self._tiers.open(pool, _rows(placed))
         except TierError as error:
             raise StepShortError(str(error)) from error
         watch = None if self.watch.idle else StepWatch(self.watch, placed, self.runner.device)
+        if not self.watch.replays.isdisjoint(step.request_ids) and not key[4] and times == 1:
+            self._dense, self.fresh = self._replays.run(pool, len(placed), key[1], buffers), True
         kind, forward = self._kind(pool, key, groups, buffers, offers, watch)
         for turn in range(times):
             if turn:
@@ -266,10 +272,13 @@ class DeviceBackend(DeviceServing):
         if audits is not None:
             audits.launch()  # before anything that they look at is written over
         buffers.advance(choice.tokens)
+        dense: Tensor | None = None
+        if self.watch.replays_next:
+            dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key[1], buffers)
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
         choice.write(tokens, self.runner.spec.vocab_size)
-        self._ahead = Ahead.of(launched, placed, tokens)
+        self._ahead = Ahead.of(launched, placed, tokens, dense)
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""

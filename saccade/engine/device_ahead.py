@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +36,22 @@ class Launched:
 @dataclass(frozen=True, eq=False)
 class Ahead:
     """A step that was launched ahead of its turn: a row is a sequence under a plan whose ``token`` goes to place
-    ``start``, in a slot; None for padding."""
+    ``start``, in a slot; None for padding. ``dense``: the logits of its dense replay, where it has one."""
 
     launched: Launched
     rows: tuple[tuple[SequenceKV, DevicePlan, int, int, int] | None, ...]
+    dense: Tensor | None = None
 
     @classmethod
-    def of(cls, launched: Launched, placed: Sequence[PlacedRow | None], tokens: Sequence[int]) -> Ahead:
+    def of(
+        cls, launched: Launched, placed: Sequence[PlacedRow | None], tokens: Sequence[int], dense: Tensor | None
+    ) -> Ahead:
         """After a step of ``placed``, whose rows go on with ``tokens``."""
         rows = []
         for row, token in zip(placed, tokens):
             stop = 0 if row is None else row.scheduled.stop
             rows.append(None if row is None else (row.kv, row.plan, stop, _slot(row.kv, stop), token))
-        return cls(launched, tuple(rows))
+        return cls(launched, tuple(rows), dense)
 
     def serves(self, step: StepInput, placed: Sequence[PlacedRow | None], key: Key) -> bool:
         """Whether it is the step that the host asks for."""
@@ -82,7 +86,7 @@ def may_follow(placed: Sequence[PlacedRow | None], longest: int) -> bool:
 
 
 class Copied:
-    """A copy of ``tokens`` int64 [rows] on its way to the host."""
+    """A copy of ``tokens`` int64 [rows], or of other numbers, on its way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -94,7 +98,7 @@ class Copied:
         else:
             self._here = tokens.clone()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[Any]:
         """The tokens, once they are here; what was launched behind them may still run."""
         if self._event is not None:
             self._event.synchronize()

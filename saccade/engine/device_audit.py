@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from saccade.engine.audit import RowAudit
+from saccade.engine.device_graphs import StepKind
+from saccade.engine.device_replays import Compared
 from saccade.engine.device_rows import RowBuffers
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow
@@ -19,14 +21,25 @@ Placed = Sequence[PlacedRow | None]
 
 
 class StepAudits:
-    """The audits (``audits``, by request) of one step of ``placed`` rows, that has been launched. ``tap``: what it
-    leaves, None where nothing can be audited; ``buffers``: those of its rows; ``longest``: most keys of a row."""
+    """The audits (``audits``, by request) of one step of ``placed`` rows, that has been launched as ``kind``. ``tap``:
+    what it leaves, None where nothing can be audited; ``buffers``: those of its rows. ``dense``: the logits of its
+    dense replay, if it has one, of the requests ``replays``."""
 
     def __init__(
-        self, placed: Placed, audits: Mapping[int, RowAudit], tap: Tap | None, buffers: RowBuffers, longest: int
+        self,
+        placed: Placed,
+        audits: Mapping[int, RowAudit],
+        tap: Tap | None,
+        buffers: RowBuffers,
+        kind: StepKind,
+        replays: frozenset[int] = frozenset(),
+        dense: Tensor | None = None,
     ) -> None:
-        self._tap, self._buffers, self._longest = tap, buffers, longest
-        rows = [(number, row, audits.get(row.scheduled.request_id)) for number, row in enumerate(placed) if row]
+        self._tap, self._buffers, self._longest, self._kind, self._dense = tap, buffers, kind.longest, kind, dense
+        held = [(number, row) for number, row in enumerate(placed) if row is not None]
+        self._replays = [(number, row) for number, row in held if row.scheduled.request_id in replays]
+        self._compared: Compared | None = None
+        rows = [(number, row, audits.get(row.scheduled.request_id)) for number, row in held]
         self._rows = [(number, row, audit) for number, row, audit in rows if audit is not None]
         self._found: list[tuple[Tensor, list[tuple[RowAudit, int]]]] = []
         self._failed: str | None = None
@@ -34,11 +47,13 @@ class StepAudits:
     @property
     def launches(self) -> bool:
         """Whether :meth:`launch` does all of it: another step may then be launched behind it."""
-        return self._tap is None or all(spec.sinks is None for spec in self._tap.specs.values())
+        return self._tap is None or not self._rows or all(spec.sinks is None for spec in self._tap.specs.values())
 
     @torch.inference_mode()
     def launch(self) -> None:
         """Compute what was drawn. It fails no step: :meth:`settle` says what was left out."""
+        if self._dense is not None and self._replays:
+            self._compared = Compared(self._replays, self._kind.logits, self._dense)
         if self._tap is None:
             return
         asked: dict[tuple[float, float | None], list[tuple[list[int], RowAudit]]] = {}
@@ -73,6 +88,8 @@ class StepAudits:
     @torch.inference_mode()
     def settle(self) -> None:
         """The step holds: count what was found, and the layers with sinks, which torch computes."""
+        if self._compared is not None:
+            self._compared.settle()
         for found, parts in self._found:
             for (audit, _), own in zip(parts, found.split([count for _, count in parts])):
                 audit.audit.found(own, audit.whole)

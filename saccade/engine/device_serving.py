@@ -11,6 +11,7 @@ from saccade.engine.device_rooms import EACH
 from saccade.engine.device_tiers import DeviceTiers
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import ScheduledRequest, StepInput
+from saccade.methods.policy import Policy
 from saccade.models.decode_step import DecodeStep
 from saccade.models.runner import HFRunner
 from saccade.selection.plan import Everything
@@ -99,10 +100,24 @@ class DeviceServing:
                 found.append(number)
         return found
 
+    def replays(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
+        """Whether the device can run a step's rows densely, too, in a step before it: single decode rows whose keys are
+        all there."""
+        if not self.watch.idle or not 0 < len(step) <= MOST_ROWS or self._plans.of(Policy()).plan is None:
+            return False
+        for index, one in enumerate(step.scheduled):
+            memory = memories[one.sequence_id]
+            if one.phase != "decode" or one.length != 1 or memory.has_gone or memory.kv.pool.tiers is not None:
+                return False
+            if self.serves(step, index, memory) is not None:
+                return False
+        return True
+
     def repeats(self, step: StepInput, memories: Mapping[int, SequenceMemory]) -> bool:
         """Whether the device can run a step again and again by itself, each row with the token that it chose before:
         all rows want their likeliest token alone, and nothing on the way asks the host."""
-        if not self.watch.idle or self.watch.audits or self.watch.bounds or not 0 < len(step) <= MOST_ROWS:
+        watch = self.watch
+        if not watch.idle or watch.audits or watch.replays or watch.bounds or not 0 < len(step) <= MOST_ROWS:
             return False
         for index, one in enumerate(step.scheduled):
             memory, plan = memories[one.sequence_id], self._plans.of(one.policy).plan

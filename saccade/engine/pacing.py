@@ -223,19 +223,22 @@ class Pace:
         """Whether enough plain steps of the kind were timed."""
         return bool(self.fixed) or len(self.pacing.times(kind).plain) >= PLAIN
 
-    def length(self, kind: Kind) -> int:
-        """How many tokens to draft: fewer than seem best as long as they may lose more than there is room for."""
+    def length(self, kind: Kind, shared: int | None = None) -> int:
+        """How many tokens to draft, in a batch whose ``shared_length`` is ``shared``: fewer than seem best as long as
+        they may lose more than there is room for."""
         if self.fixed:
             return self.fixed
         times, ledgers = self.pacing.times(kind), self._ledgers
         if not times.known:
             return TRIAL
         best = best_length(self.mean, times, MOST)[0]
+        if shared is not None:
+            best = shared if times.padded else min(best, shared)
         best = min(
             best, 2 * math.ceil(max(count for count, _ in times.verify)) + 1
         )  # step by step beyond what is known
-        if times.alike:
-            best = best // 2 or 2
+        if times.alike and (not times.padded or times.rounded(best) == times.verify[0][0]):
+            best = best // 2 or 2  # which shows what other rows take; padded rows may do so as it is
         while best > 1 and not all(ledger.allows(self._risk(best, times), self._horizon) for ledger in ledgers):
             best //= 2
         return best
@@ -291,12 +294,12 @@ class Pace:
         self.off, self._until = why, 2 * length
 
 
-def shared_length(paces: Sequence[Pace], others: int, kind: Kind) -> int:
+def shared_length(paces: Sequence[Pace], others: int, kind: Kind) -> int | None:
     """How many tokens the requests of ``paces`` draft in a step in which ``others`` decode too, of one pacing; 0 where
-    what others wait for is more than what these can gain."""
+    what others wait for is more than what these can gain, None where each says so for itself."""
     times = paces[0].pacing.times(kind)
     if len(paces) + others == 1 or any(pace.fixed for pace in paces) or not times.known:
-        return MOST
+        return None
     if others and best_shared([pace.hoped for pace in paces], others, times)[1] < LEAST:
         return 0
     return best_shared([pace.mean for pace in paces], others, times)[0]

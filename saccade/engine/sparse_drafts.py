@@ -79,7 +79,7 @@ class SparseDrafts:
         if not wanting or not all(pace.is_timed(step.kind) for pace in paces):
             return batch
         most = shared_length(paces, len(step.made) - len(wanting), step.kind)
-        if not most:
+        if most == 0:
             return batch
         rounds: dict[int, Round] = {}  # by number in the batch
         try:
@@ -168,13 +168,15 @@ class SparseDrafts:
             request.report.speculation = request.speculation
         return not has_one_row(request)
 
-    def _begin(self, rounds: dict[int, Round], batch: Batch, wanting: list[int], kind: Kind, longest: int) -> None:
-        """Begin a round of at most ``longest`` drafts for each of ``wanting`` for which there are rows and blocks."""
+    def _begin(
+        self, rounds: dict[int, Round], batch: Batch, wanting: list[int], kind: Kind, shared: int | None
+    ) -> None:
+        """Begin a round for each of ``wanting`` for which there are rows and blocks. ``shared``: ``shared_length``."""
         spare = self.scheduler.max_batch_rows - sum(rows.length for _, rows in batch)
         for number in wanting:
             request, rows = batch[number]
             most = room(request, rows, self.scheduler, min(spare, MOST))
-            steps = min(most, longest, speculation_of(request).pace.length(kind))
+            steps = min(most, speculation_of(request).pace.length(kind, shared))
             if steps < 1:
                 continue
             kv, ends = request.sequence.memory.kv, request.output_start + request.max_tokens

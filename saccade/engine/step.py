@@ -197,7 +197,8 @@ class RequestResult:
     ``error`` of one is that of all after it. Apart from ``undone`` nothing else is filled in then, unless the rows were
     attended together: ``calls`` are those of all rows, which have but their logits or tokens, and ``stay``, once it is
     told how many of the first rows do, puts them into ``late``. ``weighed``: where such rows looked, if somebody is to
-    know (engine.carried)."""
+    know (engine.carried). ``replayed``: beside a dense replay that the device ran, whether the likeliest token is the
+    same, and the divergence from it in nats."""
 
     logits: Tensor | None = None
     tokens: list[int] | None = None
@@ -217,6 +218,7 @@ class RequestResult:
     rows: list[RequestResult] = field(default_factory=list)
     stay: Callable[[int], None] | None = None
     weighed: Weighed | None = None
+    replayed: tuple[bool, float] | None = None
 
     @classmethod
     def of(cls, one: ScheduledRequest) -> RequestResult:

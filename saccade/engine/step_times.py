@@ -122,9 +122,10 @@ def best_length(chance: float, times: Times, most: int) -> tuple[int, float]:
 
 def best_shared(chances: Sequence[float], others: int, times: Times) -> tuple[int, float]:
     """As :func:`best_length`, of a batch: requests with such ``chances`` draft, each at most the number that is best
-    for it alone, and ``others`` decode beside them, who get one token a round however long that is."""
+    for it alone, and ``others`` decode beside them, who get one token a round however long that is. Where rows are
+    ``padded`` all draft as many: a step takes as long for some as for all."""
     plain, rounds, count = typical(times.plain), times.rounds(), len(chances) + others
-    most = [best_length(chance, times, MOST)[0] for chance in chances]
+    most = [MOST if times.padded else best_length(chance, times, MOST)[0] for chance in chances]
     best, speed = 1, 0.0
     for drafts in range(1, max(most) + 1):
         tokens = others + sum(tokens_of_round(chance, min(drafts, own)) for chance, own in zip(chances, most))

@@ -53,6 +53,12 @@ class Worker:
             return False
         return self.device.repeats(step, self.memories)
 
+    def replays(self, step: StepInput) -> bool:
+        """Whether the device can run the rows of a step densely, too, beside it (``Watch.replays``)."""
+        if self.device is None or self.exact or self._alone:
+            return False
+        return self.device.replays(step, self.memories)
+
     def run(self, step: StepInput, times: int = 1, goes_on: bool = False) -> StepResult:
         """Compute the rows of ``step`` and store their keys and values. ``times``: a step that ``repeats`` runs so
         often, each row with the token before it, or once where the device failed; results have each time's tokens.

@@ -155,3 +155,38 @@ def test_steps_recorded_before_requests_serve_them(engines, folder, policy):
             assert one.report["decode"][name] == other.report["decode"][name]
     assert gpu.engine.worker.device.kinds.recorded[0] == recorded
     assert gpu.engine.pool.used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    "policy", ["quest(budget=96)", "psa(epsilon=0.3, microbatch=1)", "streaming(sinks=4, window=64)"]
+)
+def test_audits_and_replays_beside_recorded_steps(folder, policy):
+    """They change no token and find what a CPU does, compiled, recorded and launched ahead."""
+    cpu, gpu = (
+        LLM(folder, kv_memory="64MiB", prefill_chunk=1024, device=device, exact=False) for device in ("cpu", "cuda")
+    )
+    prompts = [random_ids(length, seed=length) for length in (300, 230, 310)]
+    shared = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(**shared, audit=0.3, audit_steps=0.5, seed=1),
+        SamplingParams(**shared, audit_steps=1.0, seed=2),
+        SamplingParams(**shared),
+    ]
+    want = cpu.generate(prompts, params, policy=policy)
+    for _ in range(4):
+        found = gpu.generate(prompts, params, policy=policy)
+        for left, right in zip(want, found):
+            assert right.error is None
+            assert tokens(left) == tokens(right)
+        for left, right in zip(want[:2], found):
+            host, there = (one.report["audit"] for one in (left, right))
+            assert host["agreement"] == there["agreement"]
+            for name in ("divergence", "retained_mass", "output_error", "output_error_scaled"):
+                assert (host[name] or {}).get("samples") == (there[name] or {}).get("samples"), name
+                if host[name]:
+                    assert there[name]["mean"] == pytest.approx(host[name]["mean"], abs=1e-3), name
+    assert found[1].report["audit"]["agreement"]["samples"] == 23
+    assert gpu.engine.worker.device.kinds.recorded[0] >= 2
+    assert gpu.engine.pool.used_blocks == 0
+    cpu.close()
+    gpu.close()

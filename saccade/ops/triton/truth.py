@@ -2,8 +2,8 @@
 one step in two launches, read where queries, results and keys lie.
 
 A program reads one share of a place's keys, as decode does (``decode.py``); a second kernel merges the shares and
-compares. Products of bfloat16 queries and keys are exact, all else is float32. The sum of weight times norm of value is
-added up with the output.
+compares. Products of 16-bit queries and keys are exact, all else is float32: a weight is multiplied with 16-bit values
+in three parts, which add up to it. The sum of weight times norm of value is added up with the output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages, even_splits
 
 KEYS = 32  # of a tile
+STAGES = 3  # tiles on their way
 RESIDENT = 4  # programs on a processor
+MOST_SPLITS = 128  # of a place's keys
+MERGED = 1 << 13  # numbers of shares that are merged at once
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 TINY = torch.finfo(torch.float32).tiny
 
@@ -49,17 +52,24 @@ def compare(
     head's query heads of values that are 1 at most; NaN where numbers are not finite."""
     device, rows, all_rows = places.device, given.addresses.shape[1], pages.tables.shape[1]
     count, kv_heads, head_dim = len(places), pages.k.shape[1], pages.k.shape[3]
-    group = given.heads // kv_heads
-    splits = even_splits(count, RESIDENT * processors(device), max(1, min(-(-pages.longest // (3 * KEYS)), 128)))
+    group, halves = given.heads // kv_heads, given.dtype.itemsize == 2
+    splits = even_splits(
+        count, RESIDENT * processors(device), max(1, min(-(-pages.longest // (3 * KEYS)), MOST_SPLITS))
+    )
     parts = torch.empty(count, splits, group, head_dim + 2, dtype=torch.float32, device=device)
     found = torch.empty(count, 3, dtype=torch.float32, device=device)
-    sizes = {"GROUP": group, "GROUP_PAD": pad(group), "D": head_dim, "D_PAD": pad(head_dim), "TYPE": TYPES[given.dtype]}
+    sizes = {"GROUP": group, "D": head_dim, "D_PAD": pad(head_dim), "TYPE": TYPES[given.dtype]}
     _parts[(splits, count)](
         places, given.addresses, pages.k, pages.v, pages.tables, pages.lengths, parts, rows, all_rows,
         *pages.tables.shape[2:], scale * LOG2E, softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=KEYS,
-        CAPPED=softcap is not None, PRECISION=precision(given.dtype), num_warps=4, num_stages=2, **sizes,
+        GROUP_PAD=pad(group), CAPPED=softcap is not None, PRECISION=precision(given.dtype), HALVES=halves, num_warps=4,
+        num_stages=STAGES if halves and head_dim <= 128 else 2, **sizes,
     )  # fmt: skip
-    _compare[(count,)](places, given.addresses, parts, found, rows, splits, TINY=TINY, num_warps=4, **sizes)
+    own, at_once = pad(group, 1), max(1, MERGED // pad(group, 1) // pad(head_dim))
+    _compare[(count,)](
+        places, given.addresses, parts, found, rows, splits, GROUP_PAD=own, SPLITS=at_once, TINY=TINY, num_warps=4,
+        **launched(device), **sizes,
+    )  # fmt: skip
     return found
 
 
@@ -68,6 +78,7 @@ def _parts(
     places, given, k_pool, v_pool, tables, lengths, parts, rows, all_rows, table_rows, blocks, scale_log2, softcap,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, TYPE: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     split, place = tl.program_id(0), tl.program_id(1)
     splits = tl.num_programs(0)
@@ -87,24 +98,38 @@ def _parts(
     weight = tl.zeros([GROUP_PAD], tl.float32)
     scaled = tl.zeros([GROUP_PAD], tl.float32)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    for tile in tl.range(split, tl.cdiv(length - first, KEYS), splits):
-        key = first + tile * KEYS + tl.arange(0, KEYS)
-        seen = key < length
-        offset = pool_rows(table, key, seen, kv_head, KV_HEADS, PAGE)[:, None] * D + channel[None, :]
+    number = first + split * KEYS + tl.arange(0, KEYS)
+    row_of = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
+    for _ in tl.range(split, tl.cdiv(length - first, KEYS), splits):
+        seen = number < length
+        offset = row_of[:, None] * D + channel[None, :]
         there = seen[:, None] & (channel[None, :] < D)
         k = tl.load(k_pool + offset, mask=there, other=0.0)
-        v = tl.load(v_pool + offset, mask=there, other=0.0).to(tl.float32)
+        v = tl.load(v_pool + offset, mask=there, other=0.0)
+        number += splits * KEYS  # looked up while this tile is on its way, as in decode
+        row_of = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
         scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - anchor)
         p = tl.exp2(scores - anchor[:, None])
-        norm = tl.sqrt(tl.sum(v * v, 1))
+        wide = v.to(tl.float32)
+        norm = tl.sqrt(tl.sum(wide * wide, 1))
         weight = weight * shrink + tl.sum(p, 1)
         scaled = scaled * shrink + tl.sum(p * norm[None, :], 1)
-        acc = tl.dot(p, v, acc * shrink[:, None], input_precision="tf32x3")
+        acc = acc * shrink[:, None]
+        if HALVES:
+            rest = p * 32768.0  # float16 has no small numbers, and none beyond 65504
+            for _ in tl.static_range(3):
+                part = rest.to(v.dtype)
+                acc = tl.dot(part, v, acc)
+                rest -= part.to(tl.float32)
+        else:
+            acc = tl.dot(p, v, acc, input_precision="tf32x3")
         top = higher
+    if HALVES:
+        acc = acc / 32768.0
     total = tl.where(weight == 0.0, 1.0, weight)
     to = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
     mine = member < GROUP
@@ -116,9 +141,10 @@ def _parts(
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _compare(
     places, addresses, parts, found, rows, splits,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TINY: tl.constexpr,
-    TYPE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
+    TINY: tl.constexpr, TYPE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     place = tl.program_id(0)
     layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
     kv_head = tl.load(places + place * 4 + 2)
@@ -129,15 +155,21 @@ def _compare(
     weight = tl.zeros([GROUP_PAD], tl.float32)
     scaled = tl.zeros([GROUP_PAD], tl.float32)
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    for split in tl.range(0, splits):
-        at = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
-        log = tl.load(at + D, mask=mine, other=float("-inf"))
-        higher = tl.maximum(top, log)
+    for first in tl.range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        here = (split < splits)[:, None] & mine[None, :]
+        at = parts + ((place.to(tl.int64) * splits + split)[:, None] * GROUP + member[None, :]) * (D + 2)
+        log = tl.load(at + D, mask=here, other=float("-inf"))
+        norm = tl.load(at + D + 1, mask=here, other=0.0)
+        out = tl.load(
+            at[:, :, None] + channel[None, None, :], mask=here[:, :, None] & (channel[None, None, :] < D), other=0.0
+        )
+        higher = tl.maximum(top, tl.max(log, 0))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink, p = tl.exp2(top - anchor), tl.exp2(log - anchor)
-        acc = acc * shrink[:, None] + p[:, None] * tl.load(at[:, None] + channel[None, :], mask=inside, other=0.0)
-        scaled = scaled * shrink + p * tl.load(at + D + 1, mask=mine, other=0.0)
-        weight = weight * shrink + p
+        shrink, p = tl.exp2(top - anchor), tl.exp2(log - anchor[None, :])
+        acc = acc * shrink[:, None] + tl.sum(p[:, :, None] * out, 0)
+        scaled = scaled * shrink + tl.sum(p * norm, 0)
+        weight = weight * shrink + tl.sum(p, 0)
         top = higher
     total = tl.where(weight == 0.0, 1.0, weight)
     true = acc / total[:, None]
