@@ -60,7 +60,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """(kernel, constants, launch options)."""
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
-        (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
+        (reach.reach, {"EACH": 8, "TOGETHER": 4, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
         (block_rows._split, {"PER_UNIT": 4, "WIDTH": block_rows.WIDTH}, {"num_warps": 4}),
         (fp8._add_norm, {"CHANNELS": 4096, "WIDTH": 4096, "ADDS": True, **E4M3}, {"num_warps": 4}),
         (fp8._gated, {"INNER": 14336, "WIDTH": 16384, **E4M3}, {"num_warps": 16}),
@@ -116,7 +116,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (
             antidiagonals._weigh_rows,
             {
-                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64,
+                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64, "BAND": 16,
                 "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (128, 64)},
             },
             {"num_warps": 4, "num_stages": 3},

@@ -23,14 +23,17 @@ from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather
 from saccade.ops.triton.prefill import LONG
-from saccade.ops.triton.reach import NO_BAR, reach, room
+from saccade.ops.triton.reach import NO_BAR, launch, reach, room
 from saccade.selection import Blocks, Shape
+
+NARROW = 4.0  # e4m3 holds 2^-9 to 448: entries of queries and keys from 0.01 to 1,792
 
 
 @dataclass(frozen=True)
 class Config:
     """Rows of tiles and tiles of keys of a program, channels of a step, warps and pipeline depth; ``copy``: lay queries
-    and keys out in one piece first and fetch them by the copy engine."""
+    and keys out in one piece first and fetch them by the copy engine, ``narrow``: as e4m3. ``band``: programs of as
+    many rows of tiles in turn read the same keys."""
 
     rows: int = 128
     keys: int = 128
@@ -38,6 +41,8 @@ class Config:
     warps: int = 8
     stages: int = 3
     copy: bool = False
+    narrow: bool = False
+    band: int = 16
 
 
 def config_for(q: Tensor, each: int) -> Config:
@@ -105,11 +110,13 @@ def _run(
     sides = (_row_tiles(given, shape, stride, config), _key_tiles(kv, shape, stride, config)) if config.copy else ()
     for head in range(0, heads, together):
         count = min(together, heads - head)
-        numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0
+        factor = scale * LOG2E * (NARROW * NARROW if config.narrow else 1.0)
+        numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, factor, softcap or 0.0
         if config.copy:
-            _weigh_rows[(-(-tiles // config.rows), -(-k_blocks * each // config.keys), count)](
-                *sides, weights, head, -(-shape.k_len // stride), *numbers, D=head_dim, STEP=config.channels, **options
-            )
+            _weigh_rows[(_programs(first, tiles, config), count)](
+                *sides, weights, head, -(-shape.k_len // stride), *numbers,
+                D=head_dim, STEP=config.channels, BAND=config.band, **options,
+            )  # fmt: skip
         else:
             _weigh[(-(-k_blocks * each // config.keys), -(-tiles // config.rows), count)](
                 given, paged.k, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
@@ -118,9 +125,18 @@ def _run(
             )  # fmt: skip
         reach[(q_blocks, count)](
             weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging, NO_BAR,
-            EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
+            SHARES=wants_shares, **launch(each, k_blocks),
         )  # fmt: skip
     return taken, found
+
+
+def _programs(first: int, tiles: int, config: Config) -> int:
+    """Programs of ``_weigh_rows`` for one head: for each band of rows of tiles the tiles of keys up to its last row's,
+    as the kernel counts them."""
+    rows = config.band * config.rows
+    bands = -(-tiles // rows)
+    least = (first + rows - 1) // config.keys + 1
+    return config.band * (bands * least + rows // config.keys * (bands * (bands - 1) // 2))
 
 
 def _row_tiles(q: Tensor, shape: Shape, stride: int, config: Config) -> TensorDescriptor:
@@ -129,7 +145,9 @@ def _row_tiles(q: Tensor, shape: Shape, stride: int, config: Config) -> TensorDe
     heads, q_len, head_dim = q.shape
     ahead = shape.q_start % stride
     tiles = -(-(ahead + q_len) // stride)
-    if tiles * stride != q_len or any(at * q.element_size() % 16 for at in (q.storage_offset(), *q.stride()[:2])):
+    if config.narrow:
+        q = _narrowed(q, ahead, tiles * stride)
+    elif tiles * stride != q_len or any(at * q.element_size() % 16 for at in (q.storage_offset(), *q.stride()[:2])):
         given, q = q, q.new_zeros(heads, tiles * stride, head_dim)
         q[:, ahead : ahead + q_len] = given
     by_head, by_row, by_channel = q.stride()
@@ -141,9 +159,37 @@ def _key_tiles(kv: KVView, shape: Shape, stride: int, config: Config) -> TensorD
     """Keys [kv_heads * tiles, stride * head_dim], with zeros behind the last one."""
     paged, head_dim = kv.paged(), kv.head_dim
     keys = gather(paged.k, paged.block_table, 0, shape.k_len)
-    if shape.k_len % stride:
+    if config.narrow:
+        keys = _narrowed(keys, 0, shape.k_len + -shape.k_len % stride)
+    elif shape.k_len % stride:
         keys = torch.nn.functional.pad(keys, (0, 0, 0, -shape.k_len % stride))
     return TensorDescriptor.from_tensor(keys.view(-1, stride * head_dim), [config.keys, config.channels])
+
+
+def _narrowed(rows: Tensor, ahead: int, length: int) -> Tensor:
+    """``rows`` [heads, n, head_dim] / NARROW in e4m3, saturated, from row ``ahead`` on of [heads, length, head_dim];
+    the others are zero."""
+    heads, n, head_dim = rows.shape
+    rows = in_rows(rows)
+    out = torch.empty(heads, length, head_dim, dtype=torch.float8_e4m3fn, device=rows.device)
+    _narrow[(-(-length // 64), heads)](
+        rows, out, rows.stride(0), rows.stride(1), n, ahead, length, 1 / NARROW,
+        D=head_dim, D_PAD=pad(head_dim), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["n", "ahead", "length", "factor"])
+def _narrow(rows, out, by_head, by_row, n, ahead, length, factor, D: tl.constexpr, D_PAD: tl.constexpr):
+    head = tl.program_id(1).to(tl.int64)
+    to = tl.program_id(0) * 64 + tl.arange(0, 64)
+    channel = tl.arange(0, D_PAD)
+    there = (to >= ahead) & (to < ahead + n)
+    at = rows + head * by_head + (to - ahead).to(tl.int64)[:, None] * by_row + channel[None, :]
+    found = tl.load(at, mask=there[:, None] & (channel[None, :] < D), other=0.0).to(tl.float32) * factor
+    found = tl.minimum(tl.maximum(found, -448.0), 448.0)
+    place = out + (head * length + to)[:, None] * D + channel[None, :]
+    tl.store(place, found.to(out.dtype.element_ty), mask=(to < length)[:, None] & (channel[None, :] < D))
 
 
 @triton.jit(
@@ -182,8 +228,8 @@ def _weigh(
             k = tl.load(k_pool + at, mask=there[:, None] & (channel[None, :] < D), other=0.0)
             summed = tl.dot(q, tl.trans(k), summed, input_precision=PRECISION)
         _keep(
-            summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
-            STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, tl.program_id(2), tl.program_id(1) * ROWS, tl.program_id(0) * KEYS, q_start, q_len, k_len,
+            first, tiles, k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
@@ -191,42 +237,64 @@ def _weigh(
 def _weigh_rows(
     q_rows, k_rows, weights, head_from, key_tiles, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
+    KEYS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Neighbouring programs
-    read the same keys."""
-    row, key = tl.program_id(0) * ROWS, tl.program_id(1) * KEYS
-    if key <= first + tl.minimum(row + ROWS, tiles) - 1:
-        head = head_from + tl.program_id(2)
+    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Of a band of rows of
+    tiles all programs come together, neighbours with the same keys: what they read fits the second-level cache."""
+    wide = (first + BAND * ROWS - 1) // KEYS + 1  # tiles of keys that the band's last row sees
+    rest = tl.program_id(0)
+    band = rest * 0
+    while rest >= BAND * wide:
+        rest -= BAND * wide
+        band += 1
+        wide += BAND * ROWS // KEYS
+    row, key = (band * BAND + rest % BAND) * ROWS, rest // BAND * KEYS
+    if (row < tiles) & (key <= first + tl.minimum(row + ROWS, tiles) - 1):
+        head = head_from + tl.program_id(1)
         line = (head // GROUP) * key_tiles + key
         summed = tl.zeros([ROWS, KEYS], tl.float32)
         for at in tl.range(0, STRIDE * D, STEP):
             q = tl.reshape(q_rows.load([head, STRIDE - 1 - at // D, row, at % D]), (ROWS, STEP))
             summed = tl.dot(q, tl.trans(k_rows.load([line, at])), summed)
         _keep(
-            summed, weights, row + tl.arange(0, ROWS), key + tl.arange(0, KEYS), q_start, q_len, k_len, first, tiles,
-            k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, tl.program_id(1), row, key, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2,
+            softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
 @triton.jit
 def _keep(
-    summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+    summed, weights, line, row, key, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
     STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Store what ``summed`` [rows of tiles ``own``, tiles of keys ``tile``] weighs, block by block."""
+    """Store what ``summed`` [rows of tiles from ``row`` on, tiles of keys from ``key`` on] weighs in head ``line``,
+    block by block."""
+    own, tile = row + tl.arange(0, ROWS), key + tl.arange(0, KEYS)
     begin = (first + own) * STRIDE - q_start
-    # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
-    from_step = tl.maximum(begin + STRIDE - q_len, 0)
-    to_step = tl.minimum(begin + STRIDE, STRIDE)
-    pairs = tl.minimum(to_step[:, None], (k_len - tile * STRIDE)[None, :]) - from_step[:, None]
-    logits = cap_logits(summed / tl.maximum(pairs, 1).to(tl.float32), scale_log2, softcap, CAPPED)
-    known = (pairs > 0) & (tile[None, :] <= (first + own)[:, None]) & (own < tiles)[:, None]
-    logits = tl.reshape(tl.where(known, logits, float("-inf")), (ROWS, KEYS // EACH, EACH))
-    high = tl.max(logits, 2)
-    anchor = tl.where(high == float("-inf"), 0.0, high)
-    total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
-    found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
+    from_row = (first + row) * STRIDE - q_start
+    if (from_row >= 0) & (from_row + ROWS * STRIDE <= q_len) & (key + KEYS <= first + row + 1):
+        logits = cap_logits(summed, scale_log2 / STRIDE, softcap, CAPPED)  # all pairs exist and are causal
+        logits = tl.reshape(logits, (ROWS, KEYS // EACH, EACH))
+        high = tl.max(logits, 2)
+        found = high + tl.log2(tl.sum(tl.exp2(logits - high[:, :, None]), 2))
+        _store(found, weights, line, own, tile, tiles, k_blocks, EACH, KEYS)
+    else:
+        # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
+        from_step = tl.maximum(begin + STRIDE - q_len, 0)
+        to_step = tl.minimum(begin + STRIDE, STRIDE)
+        pairs = tl.minimum(to_step[:, None], (k_len - tile * STRIDE)[None, :]) - from_step[:, None]
+        logits = cap_logits(summed / tl.maximum(pairs, 1).to(tl.float32), scale_log2, softcap, CAPPED)
+        known = (pairs > 0) & (tile[None, :] <= (first + own)[:, None]) & (own < tiles)[:, None]
+        logits = tl.reshape(tl.where(known, logits, float("-inf")), (ROWS, KEYS // EACH, EACH))
+        high = tl.max(logits, 2)
+        anchor = tl.where(high == float("-inf"), 0.0, high)
+        total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
+        found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
+        _store(found, weights, line, own, tile, tiles, k_blocks, EACH, KEYS)
+
+
+@triton.jit
+def _store(found, weights, line, own, tile, tiles, k_blocks, EACH: tl.constexpr, KEYS: tl.constexpr):
     block = tl.min(tile, 0) // EACH + tl.arange(0, KEYS // EACH)
-    line = (tl.program_id(2).to(tl.int64) * k_blocks + block)[None, :] * tiles
-    tl.store(weights + line + own[:, None], found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])
+    at = (line.to(tl.int64) * k_blocks + block)[None, :] * tiles + own[:, None]
+    tl.store(weights + at, found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])
