@@ -44,7 +44,14 @@ OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
-    line_blocks._covered: {"columns": "*i64"},
+    line_blocks._covered: {
+        "columns": "*i64",
+        "k_ptr": "*bf16",
+        "v_ptr": "*bf16",
+        "near_blocks": "*i8",
+        "lone_offsets": "*i64",
+        "lone": "*i32",
+    },
     block_rows._split: dict.fromkeys(("counts", "rows", "diagonal_counts", "diagonals"), "*i32"),
     fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
     fp8._gated: {**FP8, "both": "*bf16"},
@@ -124,7 +131,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (
             line_blocks._covered,
             {
-                **copied, "SIZE": line_blocks.SIZE, "STAGES": line_blocks.STAGES,
+                **copied, "SIZE": line_blocks.SIZE, "STAGES": line_blocks.STAGES, "GATHERED": line_blocks.GATHERED,
                 "tiles": {"k_keys": (128, 128), "v_keys": (128, 128)},
             },
             {"num_warps": line_blocks.WARPS},
