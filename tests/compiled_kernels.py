@@ -23,6 +23,7 @@ from saccade.ops.triton import (
     lines,
     means,
     prefill,
+    prefill_together,
     reach,
     row_shares,
     row_weights,
@@ -43,6 +44,7 @@ FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
+    prefill_together._together: {"table": "*i64", "none": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
     line_blocks._covered: {
         "columns": "*i64",
@@ -105,6 +107,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         )
         blocks = {"SIZE": 128, "ROWS": 128 if width < 256 else 64, "KEYS": 64, "MODE": 2, "COPIED": False, "STAGES": 2}
         found.append((prefill._prefill, {**own, **blocks, "TILE": tile, "LOG_SIZE": 7.0}, {"num_warps": 8}))
+        found.append((prefill_together._together, {**own, **blocks, "NUMBERS": 8}, {"num_warps": 8}))
         found += [
             (
                 lines._lines,
