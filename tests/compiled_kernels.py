@@ -69,7 +69,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """(kernel, constants, launch options)."""
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
-        (reach.reach, {"EACH": 8, "TOGETHER": 4, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
+        (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
         (block_rows._split, {"PER_UNIT": 4, "WIDTH": block_rows.WIDTH}, {"num_warps": 4}),
         (fp8._add_norm, {"CHANNELS": 4096, "WIDTH": 4096, "ADDS": True, **E4M3}, {"num_warps": 4}),
         (fp8._gated, {"INNER": 14336, "WIDTH": 16384, **E4M3}, {"num_warps": 16}),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.ops.triton.prefill_together import Part
 
 
-SHORT = 4096  # rows up to which a chunk waits for others; more keep a GPU busy by themselves
+SHORT = 0  # rows up to which a chunk of a prefill waits for others: none, until a GPU has shown what that gains
 
 
 @dataclass
@@ -114,7 +114,7 @@ def waits(rows: RequestRows, q: Tensor) -> bool:
 def _part(chosen: Chosen) -> Part:
     from saccade.ops.triton.prefill_together import Part
 
-    return Part(chosen.rows.first, chosen.chunk.kv, chosen.selection.to(chosen.chunk.q.device))
+    return Part(chosen.rows.first, chosen.chunk.kv, chosen.selection)
 
 
 def _places(firsts: Sequence[int], count: int) -> slice | list[int]:

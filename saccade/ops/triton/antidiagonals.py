@@ -23,17 +23,15 @@ from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather
 from saccade.ops.triton.prefill import LONG
-from saccade.ops.triton.reach import NO_BAR, launch, reach, room
+from saccade.ops.triton.reach import NO_BAR, reach, room
 from saccade.selection import Blocks, Shape
-
-NARROW = 4.0  # e4m3 holds 2^-9 to 448: entries of queries and keys from 0.01 to 1,792
 
 
 @dataclass(frozen=True)
 class Config:
     """Rows of tiles and tiles of keys of a program, channels of a step, warps and pipeline depth; ``copy``: lay queries
-    and keys out in one piece first and fetch them by the copy engine, ``narrow``: as e4m3. ``band``: programs of as
-    many rows of tiles in turn read the same keys."""
+    and keys out in one piece first and fetch them by the copy engine. ``band``: programs of as many rows of tiles in
+    turn read the same keys."""
 
     rows: int = 128
     keys: int = 128
@@ -41,7 +39,6 @@ class Config:
     warps: int = 8
     stages: int = 3
     copy: bool = False
-    narrow: bool = False
     band: int = 16
 
 
@@ -110,8 +107,7 @@ def _run(
     sides = (_row_tiles(given, shape, stride, config), _key_tiles(kv, shape, stride, config)) if config.copy else ()
     for head in range(0, heads, together):
         count = min(together, heads - head)
-        factor = scale * LOG2E * (NARROW * NARROW if config.narrow else 1.0)
-        numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, factor, softcap or 0.0
+        numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0
         if config.copy:
             _weigh_rows[(_programs(first, tiles, config), count)](
                 *sides, weights, head, -(-shape.k_len // stride), *numbers,
@@ -125,7 +121,7 @@ def _run(
             )  # fmt: skip
         reach[(q_blocks, count)](
             weights, taken, found, head, first, tiles, own, q_blocks, k_blocks, threshold, lagging, NO_BAR,
-            SHARES=wants_shares, **launch(each, k_blocks),
+            EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
         )  # fmt: skip
     return taken, found
 
@@ -145,9 +141,7 @@ def _row_tiles(q: Tensor, shape: Shape, stride: int, config: Config) -> TensorDe
     heads, q_len, head_dim = q.shape
     ahead = shape.q_start % stride
     tiles = -(-(ahead + q_len) // stride)
-    if config.narrow:
-        q = _narrowed(q, ahead, tiles * stride)
-    elif tiles * stride != q_len or any(at * q.element_size() % 16 for at in (q.storage_offset(), *q.stride()[:2])):
+    if tiles * stride != q_len or any(at * q.element_size() % 16 for at in (q.storage_offset(), *q.stride()[:2])):
         given, q = q, q.new_zeros(heads, tiles * stride, head_dim)
         q[:, ahead : ahead + q_len] = given
     by_head, by_row, by_channel = q.stride()
@@ -159,37 +153,9 @@ def _key_tiles(kv: KVView, shape: Shape, stride: int, config: Config) -> TensorD
     """Keys [kv_heads * tiles, stride * head_dim], with zeros behind the last one."""
     paged, head_dim = kv.paged(), kv.head_dim
     keys = gather(paged.k, paged.block_table, 0, shape.k_len)
-    if config.narrow:
-        keys = _narrowed(keys, 0, shape.k_len + -shape.k_len % stride)
-    elif shape.k_len % stride:
+    if shape.k_len % stride:
         keys = torch.nn.functional.pad(keys, (0, 0, 0, -shape.k_len % stride))
     return TensorDescriptor.from_tensor(keys.view(-1, stride * head_dim), [config.keys, config.channels])
-
-
-def _narrowed(rows: Tensor, ahead: int, length: int) -> Tensor:
-    """``rows`` [heads, n, head_dim] / NARROW in e4m3, saturated, from row ``ahead`` on of [heads, length, head_dim];
-    the others are zero."""
-    heads, n, head_dim = rows.shape
-    rows = in_rows(rows)
-    out = torch.empty(heads, length, head_dim, dtype=torch.float8_e4m3fn, device=rows.device)
-    _narrow[(-(-length // 64), heads)](
-        rows, out, rows.stride(0), rows.stride(1), n, ahead, length, 1 / NARROW,
-        D=head_dim, D_PAD=pad(head_dim), num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["n", "ahead", "length", "factor"])
-def _narrow(rows, out, by_head, by_row, n, ahead, length, factor, D: tl.constexpr, D_PAD: tl.constexpr):
-    head = tl.program_id(1).to(tl.int64)
-    to = tl.program_id(0) * 64 + tl.arange(0, 64)
-    channel = tl.arange(0, D_PAD)
-    there = (to >= ahead) & (to < ahead + n)
-    at = rows + head * by_head + (to - ahead).to(tl.int64)[:, None] * by_row + channel[None, :]
-    found = tl.load(at, mask=there[:, None] & (channel[None, :] < D), other=0.0).to(tl.float32) * factor
-    found = tl.minimum(tl.maximum(found, -448.0), 448.0)
-    place = out + (head * length + to)[:, None] * D + channel[None, :]
-    tl.store(place, found.to(out.dtype.element_ty), mask=(to < length)[:, None] & (channel[None, :] < D))
 
 
 @triton.jit(

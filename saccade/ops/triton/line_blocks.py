@@ -27,7 +27,7 @@ SIZE = 128  # rows of a tile, and keys of a block
 BITS = 64  # of a word of lines.py
 STEPS = 1.7  # steps of lines.py, 64 x 64, that take as long as a block: 10 and 17 ns on an H200, the whole GPU busy
 WARPS, STAGES = 8, 3
-CROWD = 1  # columns of a block from which on it is read for them; with fewer they are gathered
+CROWD = 12  # columns of a block from which on it is read for them; with fewer they are gathered
 GATHERED = 64  # columns at once
 
 

@@ -101,6 +101,7 @@ def _table(parts: Sequence[Part], tile: int, device: torch.device) -> tuple[Tens
     work: list[tuple[int, int, int]] = []
     for at, (first, kv, selection) in enumerate(parts):
         shape, paged = selection.shape, kv.paged()
+        selection = selection.to(device)
         offsets = indices = paged.block_table
         if isinstance(selection, Blocks):
             offsets, indices = flat(selection.offsets, torch.int64), flat(selection.indices, torch.int32)

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.ops.triton.common import also, pad
+from saccade.ops.triton.common import also
 
 MOST_BYTES = 1 << 30  # of weights kept of heads at once
 NO_BAR = 2.0  # a share that no block has
-AT_ONCE = 4096  # weights that a program of 4 warps holds at once
 
 
 def room(q: Tensor, blocks: tuple[int, int], rows: int, wants_shares: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,20 +26,12 @@ def room(q: Tensor, blocks: tuple[int, int], rows: int, wants_shares: bool) -> t
     return taken, found, torch.empty(together, blocks[1], rows, dtype=torch.float32, device=q.device)
 
 
-def launch(each: int, k_blocks: int) -> dict[str, int]:
-    """What :func:`reach` is launched with, for ``each`` rows of a query block: how many it holds at once, and warps."""
-    width = pad(k_blocks)
-    warps = 4 if width <= 2048 else 8
-    most = max(1, AT_ONCE * warps // 4 // width)
-    return {"EACH": each, "WIDTH": width, "TOGETHER": min(most, pad(each, 1)), "num_warps": warps}
-
-
 @triton.jit(
     do_not_specialize=["head_from", "first", "rows", "own", "q_blocks", "k_blocks", "threshold", "lagging", "bar"]
 )
 def reach(
     weights, taken, found, head_from, first, rows, own, q_blocks, k_blocks, threshold, lagging, bar,
-    EACH: tl.constexpr, TOGETHER: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
+    EACH: tl.constexpr, WIDTH: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """One query block: its rows, each brought to a sum of 1, added; and the blocks that it reads, those with a share of
     ``bar`` among them. ``weights``: base-2 logarithms, [heads, k_blocks, rows], of ``EACH`` rows a query block, the
@@ -49,15 +40,14 @@ def reach(
     block = tl.arange(0, WIDTH)
     causal = (block <= diagonal) & (block < k_blocks)
     total = tl.zeros([WIDTH], tl.float32)
-    for within in tl.range(0, EACH, TOGETHER):  # rows lie side by side: one block's are read together
-        row = diagonal * EACH + within + tl.arange(0, TOGETHER) - first
-        here = (row >= 0) & (row < rows) & (within + tl.arange(0, TOGETHER) < EACH)
-        line = weights + tl.program_id(1).to(tl.int64) * k_blocks * rows + tl.where(here, row, 0)[None, :]
-        known = causal[:, None] & here[None, :]
-        log = tl.load(line + block.to(tl.int64)[:, None] * rows, mask=known, other=float("-inf"))
+    for within in tl.range(0, EACH):
+        row = diagonal * EACH + within - first
+        here = (row >= 0) & (row < rows)
+        line = weights + tl.program_id(1).to(tl.int64) * k_blocks * rows + tl.where(here, row, 0)
+        log = tl.load(line + block.to(tl.int64) * rows, mask=also(causal, here), other=float("-inf"))
         high = tl.max(log, 0)
-        weight = tl.exp2(log - tl.where(high == float("-inf"), 0.0, high)[None, :])
-        total += tl.sum(weight / tl.maximum(tl.sum(weight, 0), 1e-37)[None, :], 1)  # a row may know no tile
+        weight = tl.exp2(log - tl.where(high == float("-inf"), 0.0, high))
+        total += weight / tl.maximum(tl.sum(weight, 0), 1e-37)  # a row may know no tile
     share = total / tl.maximum(tl.sum(total, 0), 1e-37)
     line = ((head_from + tl.program_id(1)).to(tl.int64) * q_blocks + tl.program_id(0)) * k_blocks
     if SHARES:

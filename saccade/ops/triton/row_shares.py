@@ -19,7 +19,7 @@ from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather, tiles_of
 from saccade.ops.triton.prefill import LONG
-from saccade.ops.triton.reach import launch, reach, room
+from saccade.ops.triton.reach import reach, room
 from saccade.selection import Blocks, Shape
 
 
@@ -101,7 +101,7 @@ def _run(
         )  # fmt: skip
         reach[(q_blocks, count)](
             weights, taken, found, head, own * rows, slots, own, q_blocks, k_blocks, gamma, 0, threshold,
-            SHARES=wants_shares, **launch(rows, k_blocks),
+            EACH=rows, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
         )  # fmt: skip
     return taken, found
 
