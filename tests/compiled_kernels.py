@@ -23,6 +23,7 @@ from saccade.ops.triton import (
     lines,
     means,
     prefill,
+    prefill_together,
     reach,
     row_shares,
     row_weights,
@@ -43,8 +44,16 @@ FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
+    prefill_together._together: {"table": "*i64", "none": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
-    line_blocks._covered: {"columns": "*i64"},
+    line_blocks._covered: {
+        "columns": "*i64",
+        "k_ptr": "*bf16",
+        "v_ptr": "*bf16",
+        "near_blocks": "*i8",
+        "lone_offsets": "*i64",
+        "lone": "*i32",
+    },
     block_rows._split: dict.fromkeys(("counts", "rows", "diagonal_counts", "diagonals"), "*i32"),
     fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
     fp8._gated: {**FP8, "both": "*bf16"},
@@ -98,6 +107,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         )
         blocks = {"SIZE": 128, "ROWS": 128 if width < 256 else 64, "KEYS": 64, "MODE": 2, "COPIED": False, "STAGES": 2}
         found.append((prefill._prefill, {**own, **blocks, "TILE": tile, "LOG_SIZE": 7.0}, {"num_warps": 8}))
+        found.append((prefill_together._together, {**own, **blocks, "NUMBERS": 8}, {"num_warps": 8}))
         found += [
             (
                 lines._lines,
@@ -116,7 +126,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (
             antidiagonals._weigh_rows,
             {
-                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64,
+                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64, "BAND": 16,
                 "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (128, 64)},
             },
             {"num_warps": 4, "num_stages": 3},
@@ -124,7 +134,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (
             line_blocks._covered,
             {
-                **copied, "SIZE": line_blocks.SIZE, "STAGES": line_blocks.STAGES,
+                **copied, "SIZE": line_blocks.SIZE, "STAGES": line_blocks.STAGES, "GATHERED": line_blocks.GATHERED,
                 "tiles": {"k_keys": (128, 128), "v_keys": (128, 128)},
             },
             {"num_warps": line_blocks.WARPS},

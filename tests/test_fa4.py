@@ -58,13 +58,14 @@ def call(rows: int, selection=None, **options) -> Call:
 def test_each_reason_is_named(monkeypatch):
     shape = Shape.suffix(8, 2, 8192, 8192)
     blocks = Blocks.from_lists(shape, 128, [torch.tensor([0])] * 64)
-    assert FA4.serves(call(100)) == "100 rows are too few to lay the keys out for"
+    assert FA4.serves(call(100)) == "100 rows over 100 keys are too few to lay the keys out for"
     assert "not for Mixed" in FA4.serves(call(8192, Mixed(shape, (Dense(shape), blocks), torch.zeros(8))))
     monkeypatch.setattr(fa4, "_missing", lambda: "flash-attn-4 is not installed (pip install 'saccade-llm[fa4]')")
     assert "pip install 'saccade-llm[fa4]'" in FA4.serves(call(8192))
     with pytest.raises(SaccadeError, match=r"backend 'fa4' cannot run Dense .* flash-attn-4 is not installed"):
         run(call(8192), "fa4")
     monkeypatch.setattr(fa4, "_missing", lambda: None)
+    monkeypatch.setattr(fa4, "LEAST", {Dense: (1, 1), Blocks: (1, 1)})
     assert "runs on a Hopper GPU, not on cpu" in FA4.serves(call(8192, blocks))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
@@ -73,6 +74,33 @@ def test_each_reason_is_named(monkeypatch):
     assert FA4.serves(call(8192, softcap=2.0)) == "it is called without softcap and with a scale above 0"
     odd = Blocks.from_lists(shape, 32, [torch.tensor([0])] * 256)
     assert "not of 32" in FA4.serves(call(8192, odd))
+
+
+def test_few_rows_go_only_over_many_keys(monkeypatch):
+    monkeypatch.setattr(fa4, "why_not", lambda device: None)
+
+    def reason(rows, keys, selection):
+        q = torch.zeros(8, rows, 64, dtype=torch.bfloat16)
+        shape = Shape.suffix(8, 2, rows, keys)
+        lists = Dense(shape) if selection is Dense else Blocks(shape, 128, torch.zeros(1), torch.zeros(1))
+        return fa4.serves(q, lists, 0.1, None)
+
+    assert reason(1024, 32768, Dense) is None
+    assert "1024 rows over 32000 keys" in reason(1024, 32000, Dense)
+    assert "1000 rows over 131072 keys" in reason(1000, 131072, Dense)
+    assert reason(4096, 32768, Blocks) is None
+    assert "8192 rows over 8192 keys" in reason(8192, 8192, Blocks)
+
+
+def test_kernels_are_compiled_ahead(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fa4, "_attend", lambda q, k, v, selection, scale: asked.append((q.shape, k.shape, selection)))
+    fa4.prepare(8, 2, 80, torch.bfloat16, torch.device("cpu"))
+    assert not asked  # what it does not serve
+    fa4.prepare(8, 2, 64, torch.bfloat16, torch.device("cpu"))
+    assert [(q, k) for q, k, _ in asked] == [((8, 256, 64), (2, 256, 64))] * 2
+    assert [type(one) for _, _, one in asked] == [Dense, Blocks]
+    asked[1][2].check()
 
 
 def test_another_version_is_refused(monkeypatch):
@@ -114,10 +142,10 @@ def test_an_engine_uses_it_where_asked_and_reports_it(tmp_path, monkeypatch):
     monkeypatch.setattr(FA4, "serves", lambda call: None if call.q.shape[1] >= 8 else many, raising=False)
     monkeypatch.setattr(FA4, "attend", lambda call: run(call, "reference")._replace(backend="fa4"), raising=False)
     found = []
-    for asked in (True, False):
-        with LLM(folder, dtype="float32", kv_memory="8MiB", device="cpu", fa4=asked) as llm:
+    for asked, backend in ((True, "auto"), (None, "auto"), (False, "auto"), (None, "reference")):
+        with LLM(folder, dtype="float32", kv_memory="8MiB", device="cpu", fa4=asked, backend=backend) as llm:
             found.append(llm.generate(random_ids(40, seed=1), SamplingParams(temperature=0, max_tokens=4))[0])
-    assert found[0].outputs[0].token_ids == found[1].outputs[0].token_ids
-    assert set(found[0].report["prefill"]["backends"]) == {"fa4"}
-    assert "fa4" not in found[0].report["decode"]["backends"]
-    assert "fa4" not in found[1].report["prefill"]["backends"]
+    assert all(one.outputs[0].token_ids == found[0].outputs[0].token_ids for one in found)
+    for one, wanted in zip(found, (True, True, False, False)):
+        assert ("fa4" in one.report["prefill"]["backends"]) == wanted
+        assert "fa4" not in one.report["decode"]["backends"]

@@ -120,7 +120,7 @@ def test_verifications_share_calls_by_their_number_of_rows(engines, monkeypatch)
     host, _ = engines
     counts = []
 
-    def takes(self, chosen):
+    def takes(self, q, chosen):
         if not chosen.rows.together:
             return False
         self.waiting.setdefault(chosen.chunk.shape.q_len, []).append(chosen)

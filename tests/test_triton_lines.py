@@ -82,9 +82,10 @@ def test_keys_laid_out_in_one_piece_first(cone, monkeypatch):
 
 
 @pytest.mark.parametrize(("q_len", "n", "softcap"), [(300, 300, None), (150, 331, 5.0)])
-@pytest.mark.parametrize("ratio", [0.0, 1.5])
-def test_tiles_of_many_lines_read_masked_blocks(q_len, n, softcap, ratio, monkeypatch):
-    """All tiles, or those for which blocks are fewer steps; two heads have many lines, two have few."""
+@pytest.mark.parametrize(("ratio", "crowd"), [(0.0, 1), (1.5, 1), (0.0, 30), (0.0, 1000)])
+def test_tiles_of_many_lines_read_masked_blocks(q_len, n, softcap, ratio, crowd, monkeypatch):
+    """All tiles, or those for which blocks are fewer steps; two heads have many lines, two have few. Columns that are
+    few in their block are gathered: none, some, all."""
     q, view, shape = data(4, 2, q_len, n, 32, torch.float16)
     rng, last = torch.Generator().manual_seed(n), shape.q_start + q_len
     some = [torch.randperm(last, generator=rng)[: last // 5] for _ in range(4)]
@@ -93,6 +94,7 @@ def test_tiles_of_many_lines_read_masked_blocks(q_len, n, softcap, ratio, monkey
     monkeypatch.setattr("saccade.ops.triton.lines.LONG", 1)
     monkeypatch.setattr(line_blocks, "serves", lambda q: True)
     monkeypatch.setattr(line_blocks, "STEPS", ratio)
+    monkeypatch.setattr(line_blocks, "CROWD", crowd)
     covers = []
     monkeypatch.setattr(
         line_blocks, "cover", lambda *at, cover=line_blocks.cover: covers.append(cover(*at)) or covers[-1]

@@ -131,6 +131,19 @@ def test_keys_laid_out_in_one_piece_first(q_len, n, monkeypatch):
         torch.testing.assert_close(shares, row_shares(chunk.q, *at, scale), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("q_len", "n"), [(200, 200), (131, 301)])
+def test_bands_of_programs(q_len, n, monkeypatch):
+    """Many bands of tiles, whole tiles and cut ones."""
+    chunk = chunk_of(4, 2, q_len, n)
+    given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]
+    tiles = antidiagonals.Config(16, 32, 16, warps=4, stages=2, copy=True, band=2)
+    monkeypatch.setattr(antidiagonals, "config_for", lambda q, each: tiles)
+    at = chunk.kv, chunk.shape, 2, 32, chunk.scale
+    torch.testing.assert_close(
+        antidiagonals.shares(given, *at), antidiagonal_shares(chunk.q, *at), atol=1e-5, rtol=1e-4
+    )
+
+
 def test_blocks_of_equal_shares_are_taken_in_their_order():
     """Keys that are all alike: every block has the same share, and so many of the lowest are taken."""
     q, k = torch.randn(2, 256, 32), torch.ones(1, 256, 32)

@@ -65,7 +65,7 @@ def collect() -> dict[str, dict[str, Any]]:
             if available
             else f"missing: {cpu.why_unavailable()}",
             "triton": "not needed: no GPU" if not gpus else triton.why_unavailable() or "ready",
-            "fa4": "not needed: no GPU" if not gpus else fa4.why_not(device) or "ready: fa4=True",
+            "fa4": "not needed: no GPU" if not gpus else fa4.why_not(device) or "ready",
         },
         "gpu": {
             "found": ", ".join(gpus) or "none",

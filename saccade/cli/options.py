@@ -36,7 +36,7 @@ DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-
 CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
-FA4 = typer.Option("--fa4", help="FlashAttention-4's kernels for long prefills on a Hopper GPU (the extra fa4).")
+FA4 = typer.Option("--fa4/--no-fa4", help="FlashAttention-4's kernels for long prefills; by default where installed.")
 THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
 AUDIT = typer.Option("--audit", help="Share of decode attention that is held against true attention (docs/audit.md).")
 AUDIT_STEPS = typer.Option("--audit-steps", help="Share of decode steps that are replayed densely.")
@@ -58,7 +58,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "prefill_chunk": (Annotated[int, CHUNK], 4096),
     "max_token_gap": (Annotated[float | None, GAP], None),
     "backend": (Annotated[str, BACKEND], "auto"),
-    "fa4": (Annotated[bool, FA4], False),
+    "fa4": (Annotated[bool | None, FA4], None),
     "threads": (Annotated[int | None, THREADS], None),
     "device": (Annotated[str, DEVICE], "auto"),
     "audit": (Annotated[float, AUDIT], 0.0),

@@ -49,7 +49,8 @@ class EngineConfig:
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
     them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
     ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
-    FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py).
+    FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default
+    where it is installed and ``backend`` is ``auto``.
     ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the
     last bit, at the price of one pass over the weights per request, and per drafted row; by default yes in float32 and
     no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
@@ -86,7 +87,7 @@ class EngineConfig:
     max_waiting: int = 1024
     block_size: int = 32
     backend: str = "auto"
-    fa4: bool = False
+    fa4: bool | None = None
     threads: int | None = None
     exact: bool | None = None
     device: str = "auto"
@@ -165,7 +166,7 @@ class EngineConfig:
             )
         for name in ("exact", "fa4", "cuda_graphs", "enable_prefix_caching", "session_shared"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "exact" and value is None):
+            if not isinstance(value, bool) and not (name in ("exact", "fa4") and value is None):
                 raise SaccadeError(f"{name}={shown(value)} must be True or False")
         for name in ("audit", "audit_steps", "target"):
             if name != "target" or self.target is not None:

@@ -34,6 +34,7 @@ from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
 from saccade.methods.policy import Policy
 from saccade.models.calibration import Calibrations
+from saccade.ops import fa4
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
@@ -81,7 +82,8 @@ class Engine:
         )
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
-        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, config.fa4)
+        by_fa4 = fa4.wanted(config.fa4, config.backend, getattr(model.runner, "device", None))
+        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
         self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
@@ -102,7 +104,9 @@ class Engine:
     def prepare(self, policy: Policy, seconds: float) -> Prepared | None:
         """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``;
         None where none are recorded. Before the first step."""
-        device = self.worker.device
+        spec, device = self.model.spec, self.worker.device
+        if device is not None and self.worker.host.setting.fa4:
+            fa4.prepare(spec.heads, spec.kv_heads, spec.head_dim, spec.dtype, self.model.device)
         if device is None or not self.config.cuda_graphs:
             return None
         requests = 1 if self.worker.exact else self.config.max_requests

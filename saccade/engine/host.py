@@ -13,7 +13,7 @@ from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_resolved import ResolvedRow, resolved
 from saccade.engine.host_rows import FixedPlans, JoinedRows
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
-from saccade.engine.host_together import TogetherRows
+from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention
@@ -105,8 +105,9 @@ class HostAttention:
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
         start, together = 0, TogetherRows(self.setting)
-        for rows in self.rows:
-            skipped = self._skipped(rows, layer)
+        skips = [self._skipped(rows, layer) for rows in self.rows]
+        several = sum(waits(rows, q) for rows in self.rows) > 1 and all(rows is None for rows in skips)
+        for rows, skipped in zip(self.rows, skips):
             here = slice(start, start + rows.scheduled.length - (0 if skipped is None else int(skipped.sum())))
             start = here.stop  # frozen rows are left out
             if id(rows) in self.together or rows.result.error is not None or here.start == here.stop:
@@ -117,10 +118,10 @@ class HostAttention:
                 if own is not None:
                     own.run(layer, q, k, v, spec, out)
                     continue
-                if batches(rows, q):
+                if batches(rows, q) or (several and waits(rows, q)):
                     rows.memory.kv.append(layer, k[:, here], v[:, here])
                     chosen = choose(self.setting, rows, layer, q[:, here], rows.scheduled.stop, spec)
-                    if not together.takes(chosen):
+                    if not together.takes(q, chosen):
                         out[:, here] = finish(self.setting, chosen, spec, read(self.setting, chosen))
                     continue
                 out[:, here] = self._attend(rows, layer, q[:, here], k[:, here], v[:, here], spec, skipped)

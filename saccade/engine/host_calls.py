@@ -154,13 +154,23 @@ def choose(setting: Setting, rows: RequestRows, layer: int, q: Tensor, stop: int
 
 def read(setting: Setting, chosen: Chosen) -> Result:
     """Attention over what was chosen."""
-    chunk = chosen.chunk
-    call = Call(chunk.q, chunk.kv, chosen.selection, chunk.scale, chunk.softcap, setting.threads, chosen.want_weights)
-    backend = FA4.name if setting.fa4 and FA4.serves(call) is None else setting.backend
+    call = call_of(setting, chosen)
+    backend = backend_of(setting, call)
     if setting.watch.clock is None:
         return run_few(call, backend) if chosen.rows.together else run_call(call, backend)
     with setting.timed("attention"):
         return run_call(call, backend)
+
+
+def call_of(setting: Setting, chosen: Chosen) -> Call:
+    """The call that reads what was chosen."""
+    chunk = chosen.chunk
+    return Call(chunk.q, chunk.kv, chosen.selection, chunk.scale, chunk.softcap, setting.threads, chosen.want_weights)
+
+
+def backend_of(setting: Setting, call: Call) -> str:
+    """Whose kernels serve a call: FlashAttention-4's where they are wanted and can, else as the setting says."""
+    return FA4.name if setting.fa4 and FA4.serves(call) is None else setting.backend
 
 
 def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) -> Tensor:

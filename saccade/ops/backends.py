@@ -139,7 +139,7 @@ class Triton:
 
 
 class FlashAttention4:
-    """FlashAttention-4's kernels for who asks for them. A call that fails there runs in Triton."""
+    """FlashAttention-4's kernels, an extra. A call that fails there runs in Triton."""
 
     name = "fa4"
 

@@ -1,6 +1,6 @@
-"""Prefill by FlashAttention-4 (the package flash-attn-4, BSD-3; Dao et al.), an optional extra for who asks for it
-(``fa4=True``): many rows on a Hopper GPU, dense or blocks of 64 or 128 keys. Its kernels by themselves were measured to
-be faster than ours; with this adapter they were compiled for Hopper, and never run.
+"""Prefill by FlashAttention-4 (the package flash-attn-4, BSD-3; Dao et al.), an optional extra: many rows on a Hopper
+GPU, dense or blocks of 64 or 128 keys, where it was measured to be faster than our kernels
+(docs/performance-gpu.md).
 
 Its kernels read keys in one piece, so these are laid out first, as our own kernel does for as many rows. With a page
 table and block lists it was seen to ignore the table: it is never called so.
@@ -19,12 +19,12 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows
-from saccade.selection import Blocks, Dense, Selection
+from saccade.selection import Blocks, Dense, Selection, Shape
 
 VERSION = "4.0.0b36"  # whose results were compared; an alpha's interface changes between versions
 HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (64, 128)
-LEAST_ROWS = {Dense: 2048, Blocks: 8192}  # reckoned: from there on copying the keys is little beside the gain
+LEAST = {Dense: (1024, 1 << 25), Blocks: (4096, 1 << 27)}  # rows, and rows times keys, from which on it was faster
 
 _failed: dict[str, str] = {}  # by device: why no further call is made there
 
@@ -41,6 +41,13 @@ def why_not(device: torch.device) -> str | None:
     return _failed.get(str(device))
 
 
+def wanted(asked: bool | None, backend: str, device: torch.device | None) -> bool:
+    """Whether an engine has it run what it serves: as ``asked``, by default where it can and no backend is named."""
+    if asked is not None:
+        return asked
+    return backend == "auto" and device is not None and why_not(device) is None
+
+
 @cache
 def _missing() -> str | None:
     try:
@@ -55,10 +62,11 @@ def _missing() -> str | None:
 
 def serves(q: Tensor, selection: Selection, scale: float, softcap: float | None) -> str | None:
     """Why it does not serve this call; None where it does. The caller knows that our own kernels could."""
-    if type(selection) not in LEAST_ROWS:
+    if type(selection) not in LEAST:
         return f"it is called for everything and for blocks, not for {type(selection).__name__}"
-    if q.shape[1] < LEAST_ROWS[type(selection)]:
-        return f"{q.shape[1]} rows are too few to lay the keys out for"
+    shape, (least_rows, least_pairs) = selection.shape, LEAST[type(selection)]
+    if shape.q_len < least_rows or shape.q_len * (shape.q_start + shape.q_len) < least_pairs:
+        return f"{shape.q_len} rows over {shape.q_start + shape.q_len} keys are too few to lay the keys out for"
     reason = why_not(q.device)
     if reason is not None:
         return reason
@@ -69,6 +77,18 @@ def serves(q: Tensor, selection: Selection, scale: float, softcap: float | None)
     return "it is called without softcap and with a scale above 0" if softcap is not None or scale <= 0 else None
 
 
+def prepare(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what a model of this shape will want, dense and by blocks of 128, in some seconds; a warning where that
+    fails."""
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HEAD_DIMS:
+        return
+    q, k = (torch.zeros(count, 256, head_dim, dtype=dtype, device=device) for count in (heads, kv_heads))
+    shape = Shape.suffix(heads, kv_heads, 256, 256, device)
+    mask = torch.ones(heads, 2, 2, dtype=torch.bool, device=device).tril()
+    for selection in (Dense(shape), Blocks.from_block_mask(shape, 128, mask)):
+        _tried(q, k, k, selection, 1.0)
+
+
 def attend(q: Tensor, kv: KVView, selection: Dense | Blocks, *, scale: float) -> tuple[Tensor, Tensor] | None:
     """``q`` [heads, q_len, head_dim] -> ``out`` like q and ``lse`` float32 [heads, q_len] (natural log), of a call that
     :func:`serves`. None where the package fails; it is not called on that device again, and a warning says why."""
@@ -77,12 +97,16 @@ def attend(q: Tensor, kv: KVView, selection: Dense | Blocks, *, scale: float) ->
     shape, paged = selection.shape, kv.paged()
     limit = shape.q_start + shape.q_len  # no key from here on is causal for any row
     k, v = (gather(part, paged.block_table, 0, limit) for part in (paged.k, paged.v))
+    return _tried(rows(q), k, v, selection, scale)
+
+
+def _tried(q: Tensor, k: Tensor, v: Tensor, selection: Dense | Blocks, scale: float) -> tuple[Tensor, Tensor] | None:
     try:
-        return _attend(rows(q), k, v, selection, scale)
+        return _attend(q, k, v, selection, scale)
     except Exception as error:  # it compiles at a variant's first call, by tools that may not suit the machine
         line = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         _failed[str(q.device)] = f"a call failed: {line[:200]}"
-        warnings.warn(f"FlashAttention-4 is not used any more on {q.device}: {line[:200]}", stacklevel=2)
+        warnings.warn(f"FlashAttention-4 is not used any more on {q.device}: {line[:200]}", stacklevel=3)
         return None
 
 

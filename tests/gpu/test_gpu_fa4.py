@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr(fa4, "LEAST_ROWS", {Dense: 1, Blocks: 1})
+    monkeypatch.setattr(fa4, "LEAST", {Dense: (1, 1), Blocks: (1, 1)})
 
 
 def served(q, k, v, view, selection) -> None:

@@ -19,7 +19,7 @@ from saccade.ops.layout import flat, written
 from saccade.ops.triton.common import pad
 
 LONG = 16384  # keys from which on many programs cover a head
-ROUNDS = 48  # that are launched for it
+ROUNDS = 64  # that are launched for it
 
 
 def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tensor:

@@ -30,7 +30,8 @@ from saccade.selection import Blocks, Shape
 @dataclass(frozen=True)
 class Config:
     """Rows of tiles and tiles of keys of a program, channels of a step, warps and pipeline depth; ``copy``: lay queries
-    and keys out in one piece first and fetch them by the copy engine."""
+    and keys out in one piece first and fetch them by the copy engine. ``band``: programs of as many rows of tiles in
+    turn read the same keys."""
 
     rows: int = 128
     keys: int = 128
@@ -38,6 +39,7 @@ class Config:
     warps: int = 8
     stages: int = 3
     copy: bool = False
+    band: int = 16
 
 
 def config_for(q: Tensor, each: int) -> Config:
@@ -107,9 +109,10 @@ def _run(
         count = min(together, heads - head)
         numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0
         if config.copy:
-            _weigh_rows[(-(-tiles // config.rows), -(-k_blocks * each // config.keys), count)](
-                *sides, weights, head, -(-shape.k_len // stride), *numbers, D=head_dim, STEP=config.channels, **options
-            )
+            _weigh_rows[(_programs(first, tiles, config), count)](
+                *sides, weights, head, -(-shape.k_len // stride), *numbers,
+                D=head_dim, STEP=config.channels, BAND=config.band, **options,
+            )  # fmt: skip
         else:
             _weigh[(-(-k_blocks * each // config.keys), -(-tiles // config.rows), count)](
                 given, paged.k, paged.block_table, weights, head, given.stride(0), given.stride(1), paged.head_stride,
@@ -121,6 +124,15 @@ def _run(
             EACH=each, WIDTH=pad(k_blocks), SHARES=wants_shares, num_warps=4 if k_blocks <= 2048 else 8,
         )  # fmt: skip
     return taken, found
+
+
+def _programs(first: int, tiles: int, config: Config) -> int:
+    """Programs of ``_weigh_rows`` for one head: for each band of rows of tiles the tiles of keys up to its last row's,
+    as the kernel counts them."""
+    rows = config.band * config.rows
+    bands = -(-tiles // rows)
+    least = (first + rows - 1) // config.keys + 1
+    return config.band * (bands * least + rows // config.keys * (bands * (bands - 1) // 2))
 
 
 def _row_tiles(q: Tensor, shape: Shape, stride: int, config: Config) -> TensorDescriptor:
@@ -182,8 +194,8 @@ def _weigh(
             k = tl.load(k_pool + at, mask=there[:, None] & (channel[None, :] < D), other=0.0)
             summed = tl.dot(q, tl.trans(k), summed, input_precision=PRECISION)
         _keep(
-            summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
-            STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, tl.program_id(2), tl.program_id(1) * ROWS, tl.program_id(0) * KEYS, q_start, q_len, k_len,
+            first, tiles, k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
@@ -191,42 +203,64 @@ def _weigh(
 def _weigh_rows(
     q_rows, k_rows, weights, head_from, key_tiles, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STEP: tl.constexpr, CAPPED: tl.constexpr,
+    KEYS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Neighbouring programs
-    read the same keys."""
-    row, key = tl.program_id(0) * ROWS, tl.program_id(1) * KEYS
-    if key <= first + tl.minimum(row + ROWS, tiles) - 1:
-        head = head_from + tl.program_id(2)
+    """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Of a band of rows of
+    tiles all programs come together, neighbours with the same keys: what they read fits the second-level cache."""
+    wide = (first + BAND * ROWS - 1) // KEYS + 1  # tiles of keys that the band's last row sees
+    rest = tl.program_id(0)
+    band = rest * 0
+    while rest >= BAND * wide:
+        rest -= BAND * wide
+        band += 1
+        wide += BAND * ROWS // KEYS
+    row, key = (band * BAND + rest % BAND) * ROWS, rest // BAND * KEYS
+    if (row < tiles) & (key <= first + tl.minimum(row + ROWS, tiles) - 1):
+        head = head_from + tl.program_id(1)
         line = (head // GROUP) * key_tiles + key
         summed = tl.zeros([ROWS, KEYS], tl.float32)
         for at in tl.range(0, STRIDE * D, STEP):
             q = tl.reshape(q_rows.load([head, STRIDE - 1 - at // D, row, at % D]), (ROWS, STEP))
             summed = tl.dot(q, tl.trans(k_rows.load([line, at])), summed)
         _keep(
-            summed, weights, row + tl.arange(0, ROWS), key + tl.arange(0, KEYS), q_start, q_len, k_len, first, tiles,
-            k_blocks, scale_log2, softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, tl.program_id(1), row, key, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2,
+            softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
 @triton.jit
 def _keep(
-    summed, weights, own, tile, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
+    summed, weights, line, row, key, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
     STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Store what ``summed`` [rows of tiles ``own``, tiles of keys ``tile``] weighs, block by block."""
+    """Store what ``summed`` [rows of tiles from ``row`` on, tiles of keys from ``key`` on] weighs in head ``line``,
+    block by block."""
+    own, tile = row + tl.arange(0, ROWS), key + tl.arange(0, KEYS)
     begin = (first + own) * STRIDE - q_start
-    # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
-    from_step = tl.maximum(begin + STRIDE - q_len, 0)
-    to_step = tl.minimum(begin + STRIDE, STRIDE)
-    pairs = tl.minimum(to_step[:, None], (k_len - tile * STRIDE)[None, :]) - from_step[:, None]
-    logits = cap_logits(summed / tl.maximum(pairs, 1).to(tl.float32), scale_log2, softcap, CAPPED)
-    known = (pairs > 0) & (tile[None, :] <= (first + own)[:, None]) & (own < tiles)[:, None]
-    logits = tl.reshape(tl.where(known, logits, float("-inf")), (ROWS, KEYS // EACH, EACH))
-    high = tl.max(logits, 2)
-    anchor = tl.where(high == float("-inf"), 0.0, high)
-    total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
-    found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
+    from_row = (first + row) * STRIDE - q_start
+    if (from_row >= 0) & (from_row + ROWS * STRIDE <= q_len) & (key + KEYS <= first + row + 1):
+        logits = cap_logits(summed, scale_log2 / STRIDE, softcap, CAPPED)  # all pairs exist and are causal
+        logits = tl.reshape(logits, (ROWS, KEYS // EACH, EACH))
+        high = tl.max(logits, 2)
+        found = high + tl.log2(tl.sum(tl.exp2(logits - high[:, :, None]), 2))
+        _store(found, weights, line, own, tile, tiles, k_blocks, EACH, KEYS)
+    else:
+        # Steps at which the row exists are those from STRIDE - its rows' end on; keys exist from step 0 on.
+        from_step = tl.maximum(begin + STRIDE - q_len, 0)
+        to_step = tl.minimum(begin + STRIDE, STRIDE)
+        pairs = tl.minimum(to_step[:, None], (k_len - tile * STRIDE)[None, :]) - from_step[:, None]
+        logits = cap_logits(summed / tl.maximum(pairs, 1).to(tl.float32), scale_log2, softcap, CAPPED)
+        known = (pairs > 0) & (tile[None, :] <= (first + own)[:, None]) & (own < tiles)[:, None]
+        logits = tl.reshape(tl.where(known, logits, float("-inf")), (ROWS, KEYS // EACH, EACH))
+        high = tl.max(logits, 2)
+        anchor = tl.where(high == float("-inf"), 0.0, high)
+        total = tl.sum(tl.exp2(logits - anchor[:, :, None]), 2)
+        found = tl.where(high == float("-inf"), float("-inf"), anchor + tl.log2(tl.maximum(total, 1e-37)))
+        _store(found, weights, line, own, tile, tiles, k_blocks, EACH, KEYS)
+
+
+@triton.jit
+def _store(found, weights, line, own, tile, tiles, k_blocks, EACH: tl.constexpr, KEYS: tl.constexpr):
     block = tl.min(tile, 0) // EACH + tl.arange(0, KEYS // EACH)
-    line = (tl.program_id(2).to(tl.int64) * k_blocks + block)[None, :] * tiles
-    tl.store(weights + line + own[:, None], found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])
+    at = (line.to(tl.int64) * k_blocks + block)[None, :] * tiles + own[:, None]
+    tl.store(weights + at, found, mask=(own < tiles)[:, None] & (block < k_blocks)[None, :])

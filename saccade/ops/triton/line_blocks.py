@@ -1,6 +1,8 @@
 """Lines so many that whole blocks of keys cost less: for tiles of rows whose distances, however scattered, reach most
 of the keys, blocks of 128 keys are read as dense attention reads them, and a mask leaves out what is on no line.
 
+Columns that are few in their block are gathered instead, unless a slash has the block read anyway.
+
 Which keys of a block a row sees is four words of 32 bits: what the row's distance from the block says of slashes, the
 same words at every place with that distance, or'ed with those of the block's columns. A tile goes this way where its
 blocks cost less than the spans and gathered columns that ``lines.py`` would read; the device decides, and no count goes
@@ -25,18 +27,26 @@ SIZE = 128  # rows of a tile, and keys of a block
 BITS = 64  # of a word of lines.py
 STEPS = 1.7  # steps of lines.py, 64 x 64, that take as long as a block: 10 and 17 ns on an H200, the whole GPU busy
 WARPS, STAGES = 8, 3
+CROWD = 12  # columns of a block from which on it is read for them; with fewer they are gathered
+GATHERED = 64  # columns at once
 
 
 @dataclass(frozen=True)
 class Covered:
     """``marks`` int8 [units, row tiles]: 1 for a tile of 128 rows that reads blocks. Their lists: ``offsets`` int64
     [units * row tiles + 1], ``indices`` int32, empty for the others; ``columns`` int64 [units, 2 * blocks], bits of
-    columns."""
+    columns. Those gathered: ``lone_offsets`` int64 [units + 1], ``lone`` int32; ``upto`` int32 [units, blocks]: how
+    many of them lie in a block or before; ``near`` int8 [units, blocks]: whether a block so many behind has slashes.
+    """
 
     marks: Tensor
     offsets: Tensor
     indices: Tensor
     columns: Tensor
+    lone_offsets: Tensor
+    lone: Tensor
+    upto: Tensor
+    near: Tensor
 
 
 def serves(q: Tensor) -> bool:
@@ -57,7 +67,11 @@ def cover(shape: Shape, is_distance: Tensor, is_column: Tensor, steps: Tensor) -
         )
     bit = torch.arange(BITS, device=is_column.device)
     columns = (is_column.view(units, -1, BITS).long() << bit).sum(-1)
-    any_column = (columns.view(units, blocks, 2) != 0).any(-1)
+    within = is_column.view(units, blocks, SIZE)
+    held = within.sum(-1, dtype=torch.int32)
+    crowded = held >= CROWD
+    lone = torch.where(crowded[..., None], 0, within).flatten(1)
+    upto = torch.where(crowded, 0, held).cumsum(1, dtype=torch.int32)
     some = is_distance.view(units, blocks, SIZE).any(-1)
     # A block b tiles behind holds distances b * 128 - 127 .. b * 128 + 127.
     later = is_distance.view(units, blocks, SIZE)[..., 1:].any(-1)
@@ -66,11 +80,12 @@ def cover(shape: Shape, is_distance: Tensor, is_column: Tensor, steps: Tensor) -
     first, last = shape.q_start // SIZE, (shape.q_start + shape.q_len - 1) // SIZE
     tile = torch.arange(first, last + 1, device=near.device)[:, None]
     back = tile - torch.arange(blocks, device=near.device)
-    wanted = (near[:, back.clamp(min=0)] | any_column[:, None]) & (back >= 0)
-    ours = wanted.sum(-1) * STEPS
+    wanted = (near[:, back.clamp(min=0)] | crowded[:, None]) & (back >= 0)
+    ours = wanted.sum(-1) * STEPS + upto[:, first : last + 1] * (2 / GATHERED)
     marks = ours < steps.view(units, blocks, 2).sum(-1)[:, first : last + 1]
     offsets, indices = lists_of((wanted & marks[..., None]).flatten(0, 1))
-    return Covered(marks.to(torch.int8), offsets, indices, columns)
+    lists = offsets, indices, columns, *lists_of(lone)
+    return Covered(marks.to(torch.int8), *lists, upto, near.to(torch.int8))
 
 
 def attend(
@@ -84,11 +99,12 @@ def attend(
     if scale <= 0:
         q, scale = q * scale, 1.0
     _covered[(heads, tiles)](
-        q, tiles_of(k, SIZE), tiles_of(v, SIZE), covered.offsets, covered.indices, words, covered.columns, out, lse,
-        q.stride(0), q.stride(1), words.stride(0), covered.columns.stride(0), first, shape.q_start, q_len,
-        scale * LOG2E, softcap or 0.0,
+        q, tiles_of(k, SIZE), tiles_of(v, SIZE), k, v, covered.marks, covered.offsets, covered.indices, words,
+        covered.columns, covered.lone_offsets, covered.lone, covered.upto, covered.near, out, lse, q.stride(0),
+        q.stride(1), words.stride(0), covered.columns.stride(0), first, shape.q_start, q_len, scale * LOG2E,
+        softcap or 0.0,
         HEADS=heads, KV_HEADS=len(k), UNITS=covered.marks.shape[0], D=head_dim, D_PAD=pad(head_dim), SIZE=SIZE,
-        CAPPED=softcap is not None, LN2=LN2, STAGES=STAGES, num_warps=WARPS,
+        CAPPED=softcap is not None, LN2=LN2, STAGES=STAGES, GATHERED=GATHERED, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -142,12 +158,33 @@ def _covered_step(
     return acc, weight, higher
 
 
+@triton.jit
+def _lone_step(
+    acc, weight, top, q, position, key, valid, limit, k_ptr, v_ptr, kv_head, scale_log2, softcap,
+    D: tl.constexpr, D_PAD: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Gathered columns: online softmax, as over a block."""
+    channel = tl.arange(0, D_PAD)
+    at = (kv_head.to(tl.int64) * limit + key)[:, None] * D + channel[None, :]
+    there = valid[:, None] & (channel[None, :] < D)
+    scores = tl.dot(q, tl.trans(tl.load(k_ptr + at, mask=there, other=0.0)))
+    if CAPPED:
+        scores, scale_log2 = cap_logits(scores, scale_log2, softcap, True), 1.0
+    scores = tl.where(valid[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp2(top - anchor)
+    p = tl.exp2(scores * scale_log2 - anchor[:, None])
+    v = tl.load(v_ptr + at, mask=there, other=0.0)
+    return tl.dot(p.to(v.dtype), v, acc * shrink[:, None]), weight * shrink + tl.sum(p, 1), higher
+
+
 @triton.jit(do_not_specialize=["words_unit", "columns_unit", "first", "q_start", "q_len"])
 def _covered(
-    q_ptr, k_keys, v_keys, offsets, indices, words, columns, out, lse, q_head, q_row, words_unit, columns_unit, first,
-    q_start, q_len, scale_log2, softcap,
+    q_ptr, k_keys, v_keys, k_ptr, v_ptr, marks, offsets, indices, words, columns, lone_offsets, lone, upto, near_blocks,
+    out, lse, q_head, q_row, words_unit, columns_unit, first, q_start, q_len, scale_log2, softcap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    SIZE: tl.constexpr, CAPPED: tl.constexpr, LN2: tl.constexpr, STAGES: tl.constexpr,
+    SIZE: tl.constexpr, CAPPED: tl.constexpr, LN2: tl.constexpr, STAGES: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     within = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -155,7 +192,7 @@ def _covered(
     unit = head // (HEADS // UNITS)
     listed = tl.load(offsets + unit * tl.num_programs(1) + within)
     count = (tl.load(offsets + unit * tl.num_programs(1) + within + 1) - listed).to(tl.int32)
-    if count > 0:
+    if tl.load(marks + unit * tl.num_programs(1) + within) > 0:
         begin = (first + within) * SIZE
         position = begin + tl.arange(0, SIZE)
         row = position - q_start
@@ -173,11 +210,11 @@ def _covered(
         weight = tl.zeros([SIZE], tl.float32)
         top = tl.full([SIZE], float("-inf"), tl.float32)
         ids = indices + listed
-        last = tl.load(ids + count - 1)
+        last = tl.load(ids + count - 1, mask=count > 0, other=-1)
         plain = count - tl.where(
             last * SIZE >= begin, 1, 0
         )  # lists are sorted: only the last block can be the diagonal
-        block = tl.load(ids)
+        block = tl.load(ids, mask=count > 0, other=0)
         near, far = _slashes(words, position - block * SIZE)
         for i in tl.range(0, plain, num_stages=STAGES):
             start = block * SIZE
@@ -194,6 +231,19 @@ def _covered(
                 acc, weight, top, q, position, begin, limit, k_keys, v_keys, near, far, columns, kv_head, scale_log2,
                 softcap, SIZE, CAPPED, True,
             )  # fmt: skip
+        blocks = columns_unit // 2
+        lone += tl.load(lone_offsets + unit)
+        near_blocks += unit * blocks
+        for start in tl.range(0, tl.load(upto + unit * blocks + first + within), GATHERED, num_stages=1):
+            number = start + tl.arange(0, GATHERED)
+            valid = number < tl.load(upto + unit * blocks + first + within)
+            key = tl.load(lone + number, mask=valid, other=0)
+            valid = valid & (tl.load(near_blocks + first + within - key // SIZE, mask=valid, other=1) == 0)
+            if tl.max(valid.to(tl.int32), 0) > 0:
+                acc, weight, top = _lone_step(
+                    acc, weight, top, q, position, key, valid & (key < limit), limit, k_ptr, v_ptr, kv_head, scale_log2,
+                    softcap, D, D_PAD, CAPPED,
+                )  # fmt: skip
         total = tl.where(weight == 0.0, 1.0, weight)
         rows = head.to(tl.int64) * q_len + row
         tl.store(

@@ -195,6 +195,24 @@ def _prefill(
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = first + tl.num_programs(1) - 1 - tl.program_id(1)
+    attend_tile(
+        q_ptr, k_pool, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head, q_row,
+        table_head, out_head, out_row, q_len, head, tile, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
+        HEADS, KV_HEADS, UNITS, D, D_PAD, PAGE, SIZE, ROWS, KEYS, MODE, CAPPED, PRECISION, STAGES, COPIED, TILE,
+        LOG_SIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_tile(
+    q_ptr, k_pool, v_pool, table, offsets, indices, mean_keys, mean_values, marks, full, out, lse, q_head, q_row,
+    table_head, out_head, out_row, lse_head, head, tile, q_start, q_len, window, sinks, scale_log2, softcap, ln2,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, UNITS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MODE: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, COPIED: tl.constexpr,
+    TILE: tl.constexpr, LOG_SIZE: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one head of one sequence, whose rows ``q_ptr``, ``out`` and ``lse`` begin with."""
     kv_head = head // (HEADS // KV_HEADS)
     table += kv_head.to(tl.int64) * table_head
     begin = tile * ROWS  # position of the tile's first row
@@ -273,4 +291,4 @@ def _prefill(
         mask=inside[:, None] & (channel[None, :] < D),
     )
     top = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total))
-    tl.store(lse + head * q_len + rows, top * ln2, mask=inside)
+    tl.store(lse + head.to(tl.int64) * lse_head + rows, top * ln2, mask=inside)
