@@ -20,7 +20,6 @@ from saccade.ops.triton.batched_rows import LayerRows, hidden_at
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.best_parts import WORDS as BEST_WORDS
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists
 
 
 class Resembled(NamedTuple):
@@ -70,8 +69,8 @@ def resemble(rows: LayerRows, units: int) -> Resembled:
 
 def lists_of(
     rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor
-) -> KeyLists:
-    """What every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others what
+) -> None:
+    """List what every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others what
     they share."""
     best = find_best(scores, found.bounds, found.searching)
     _lists[(best.parts, units, rows.count)](
@@ -96,7 +95,6 @@ def lists_of(
         maxnreg=64,
         **launched(rows.q.device),
     )
-    return KeyLists(None, counts, indices, units, 1, indices.shape[1])
 
 
 @triton.jit(
@@ -126,7 +124,7 @@ def _resemble(
         )
         if chooses:
             found = resembled(
-                q_ptr + row.to(tl.int64) * q_row, own, at, tl.load(reals).to(tl.float32), unit, True, q_head,
+                q_ptr + row.to(tl.int64) * q_row, own, at, tl.load(reals).to(tl.float32), unit, unit >= 0, q_head,
                 W_DIR, W_HAS, UNITS, HEAD, EACH, WIDTH,
             )  # fmt: skip
             search = (found < 0).to(tl.int32)

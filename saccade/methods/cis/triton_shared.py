@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from saccade.methods.cis.triton_row_words import budget_at, place_of
+from saccade.ops.triton.common import also
 
 ANCHORS: tl.constexpr = tl.constexpr(16)  # compared in one go
 WAYS: tl.constexpr = tl.constexpr(128)  # entries of a list that a search looks at in one go
@@ -51,7 +52,7 @@ def resembled(
     head = unit * EACH + channel // HEAD
     asked = tl.load(q + head.to(tl.int64) * q_head + channel % HEAD, mask=real, other=0.0).to(tl.float32)
     direction = asked / tl.maximum(tl.sqrt(tl.sum(asked * asked, 0)), 1e-38)
-    tl.store(directions + (at * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=real & writes)
+    tl.store(directions + (at * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=also(real, writes))
     found = tl.full([], -1, tl.int32)
     for start in tl.range(0, at, ANCHORS):
         number = start + tl.arange(0, ANCHORS)
