@@ -175,7 +175,7 @@ def _choose(
         entry = row * HEADS + kv_head * PER + number
         # Several heads have a share of the programs each, where there are as many.
         turn, turns = part, parts
-        if PER > 1:
+        if PER > 1:  # noqa: SIM102 (with one head the rest must not be compiled)
             if parts >= PER:
                 turn, turns = part // PER, tl.where(part % PER == number, parts // PER, 0)
         if (found != -1) & (turn < turns):
@@ -195,14 +195,14 @@ def _choose(
             place = arrived + row * KV_HEADS + kv_head
             others = tl.atomic_add(place, tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
             if others == parts - 1:
-                for number in tl.range(0, PER):
-                    if tl.sum(tl.where(asked & (member == number), 1, 0), 0) > 0:
-                        unit = kv_head * PER + number
-                        entry = (row * HEADS + unit).to(tl.int64)
+                for which in tl.range(0, PER):
+                    if tl.sum(tl.where(asked & (member == which), 1, 0), 0) > 0:
+                        unit = kv_head * PER + which
+                        line = (row * HEADS + unit).to(tl.int64)
                         _take(
-                            own, reals, scores + entry * width, indices + entry * room, counts + entry, length, at,
-                            unit, first, last, low, high, take, width, W_K, W_SINKS, W_LOCAL, W_REACH, W_BEST,
-                            W_COUNTS, W_KEYS, W_MOVING, W_CAP, W_MOST, HEADS, HELD,
+                            own, reals, scores + line * width, indices + line * room, counts + line, length, at, unit,
+                            first, last, low, high, take, width, W_K, W_SINKS, W_LOCAL, W_REACH, W_BEST, W_COUNTS,
+                            W_KEYS, W_MOVING, W_CAP, W_MOST, HEADS, HELD,
                         )  # fmt: skip
                 tl.store(place, tl.full([], 0, tl.int64))
 

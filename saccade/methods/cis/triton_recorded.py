@@ -67,11 +67,9 @@ def resemble(rows: LayerRows, units: int) -> Resembled:
     return found
 
 
-def lists_of(
-    rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor
-) -> None:
-    """List what every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others what
-    they share."""
+def lists_of(rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor) -> None:
+    """List what every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others
+    what they share."""
     best = find_best(scores, found.bounds, found.searching)
     _lists[(best.parts, units, rows.count)](
         rows.words,
