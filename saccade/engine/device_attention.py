@@ -37,6 +37,7 @@ from saccade.selection.plan import (
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
 RESTS = ("min", "last_max")  # that the stopping rule's kernel follows
+FOLLOWS = True  # PSA's loop first goes as far as it went in the step before
 
 
 def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
@@ -197,7 +198,8 @@ class DeviceAttention:
             out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
         else:
             assert isinstance(reading, RankedBlocks)
-            progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], spec)
+            reach = numbers.reach[layer, rows] if FOLLOWS else None
+            progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], reach, spec)
             self._ruled[number][layer] = progress, ranking[2]
             if self.offers is not None:
                 follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking[2][1])
@@ -259,6 +261,7 @@ def _progress(
     ranking: tuple[Tensor, Tensor, Tensor],
     reading: RankedBlocks,
     epsilon: Tensor,
+    reach: Tensor | None,
     spec: LayerAttention,
 ) -> Progress:
     always, order, counts = ranking
@@ -274,6 +277,7 @@ def _progress(
         softcap=spec.softcap,
         counts=counts,
         epsilon=epsilon,
+        before=reach,
     )
 
 
