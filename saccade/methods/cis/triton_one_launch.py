@@ -55,11 +55,13 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor) -> Chosen:
     keys = 128 if warps == 16 else 64
     programs = max(1, RESIDENT * 4 // warps * processors_of(device) // (kv_heads * count))
     parts = min(programs, triton.cdiv(width, keys), 128)
+    scored, searches = torch.empty(2, count, kv_heads, dtype=torch.float64, device=device)
     chosen = Chosen(
         torch.empty(count * heads, dtype=torch.int8, device=device),
         torch.empty(count, BOUNDS, dtype=torch.int32, device=device),
         torch.empty(count, heads, width, dtype=torch.float32, device=device),
-        *torch.empty(2, count, kv_heads, dtype=torch.float64, device=device),
+        scored,
+        searches,
         done,
     )
     _choose[(parts, kv_heads, count)](
