@@ -154,7 +154,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     ]
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,
-        **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "SPREAD", "LONGEST", "GROWTH", "NEARLY")},
+        **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},
         "KNOWN": True, "RAGGED": True, "EACH": True,
     }  # fmt: skip
     found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))

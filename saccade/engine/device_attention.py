@@ -37,7 +37,6 @@ from saccade.selection.plan import (
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
 RESTS = ("min", "last_max")  # that the stopping rule's kernel follows
-FOLLOWS = True  # PSA's loop first goes as far as it went in the step before
 
 
 def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
@@ -198,7 +197,7 @@ class DeviceAttention:
             out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
         else:
             assert isinstance(reading, RankedBlocks)
-            reach = numbers.reach[layer, rows] if FOLLOWS else None
+            reach = numbers.reach[layer, rows]
             progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], reach, spec)
             self._ruled[number][layer] = progress, ranking[2]
             if self.offers is not None:
@@ -261,7 +260,7 @@ def _progress(
     ranking: tuple[Tensor, Tensor, Tensor],
     reading: RankedBlocks,
     epsilon: Tensor,
-    reach: Tensor | None,
+    reach: Tensor,
     spec: LayerAttention,
 ) -> Progress:
     always, order, counts = ranking

@@ -42,9 +42,7 @@ MOST_KEYS = 512  # of one microbatch
 WINDOW = 64  # published microbatches looked at in one go
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
 SHARE = 4  # eighths of the way to the expected stop that are read before the next look
-SPREAD = 1  # eighths less in turn, a program at a time, so that not all look at once
-LONGEST = 4  # turns in one go, or GROWTH times as many as have been
-GROWTH = 0
+LONGEST = 4  # turns in one go
 NEARLY = (
     7  # eighths: where the stop is expected beyond, and half is read or the last time said so, all is read in one go
 )
@@ -165,9 +163,7 @@ def attend_progressive(
         MEAN=rule.stop == "mean",
         WINDOW=WINDOW,
         SHARE=SHARE,
-        SPREAD=SPREAD,
         LONGEST=LONGEST,
-        GROWTH=GROWTH,
         NEARLY=NEARLY,
         KNOWN=before is not None,
         RAGGED=counts is not None,
@@ -192,7 +188,7 @@ def _read(
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, SHARE: tl.constexpr, SPREAD: tl.constexpr, LONGEST: tl.constexpr, GROWTH: tl.constexpr,
+    WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr,
     NEARLY: tl.constexpr, KNOWN: tl.constexpr, RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
@@ -223,7 +219,6 @@ def _read(
     cursor, found, aim = 0, 0, readers - 1  # until more is known, the first turn is wanted
     if KNOWN:
         aim = tl.maximum(aim, tl.minimum(tl.load(before + unit), parts) - 1)
-    share = SHARE - reader % SPREAD
     covered = tl.full([], 1.0, tl.float32)
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
@@ -249,8 +244,7 @@ def _read(
             )  # fmt: skip
         left = tl.cdiv(parts - part, readers)  # of this program's turns
         wanted = (aim - part + readers) // readers  # of those, until the rule will most likely hold
-        most = tl.maximum(turns * GROWTH, LONGEST)
-        wanted = tl.where(turns == 0, wanted, tl.minimum(tl.cdiv(wanted * share, 8), most))
+        wanted = tl.where(turns == 0, wanted, tl.minimum(tl.cdiv(wanted * SHARE, 8), LONGEST))
         wanted = tl.where(part > aim, tl.where(looks > held_back, 1, 0), wanted)
         sure = (2 * part >= parts) | ((turns == 0) & (aim >= readers))
         wanted = tl.where(sure & ((aim + 1) * 8 >= parts * NEARLY), left, wanted)
