@@ -1,4 +1,4 @@
-"""Compile prefill's kernels for a Hopper GPU, on any machine: python tests/compiled_kernels.py
+"""Compile prefill's kernels, and decode's largest, for a Hopper GPU, on any machine: python tests/compiled_kernels.py
 
 The interpreter runs kernels as Python: what the compiler refuses, or what does not fit a multiprocessor's shared
 memory, shows only here or on a GPU. Prints each kernel's shared memory in bytes.
@@ -24,6 +24,7 @@ from saccade.ops.triton import (
     means,
     prefill,
     prefill_together,
+    progressive,
     reach,
     row_shares,
     row_weights,
@@ -58,7 +59,12 @@ OTHERS = {
     fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
     fp8._gated: {**FP8, "both": "*bf16"},
     fp8._heads: {**FP8, "attended": "*bf16"},
-}
+    progressive._read: {
+        **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
+        **dict.fromkeys(("epsilons", "part_out", "part_lse"), "*fp32"), "epsilon": "fp32",
+        **dict.fromkeys(("published", "arrived"), "*i64"),
+    },
+}  # fmt: skip
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
 
 E4M3 = {"LARGEST": 448.0, "LEAST": 1e-20}
@@ -140,6 +146,13 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             {"num_warps": line_blocks.WARPS},
         ),
     ]  # fmt: skip
+    decoding = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "PER_PAD": 16, "EARLY": True}
+    rule = {
+        "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,
+        **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},
+        "KNOWN": True, "RAGGED": True, "EACH": True,
+    }  # fmt: skip
+    found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))
     return found
 
 

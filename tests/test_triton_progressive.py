@@ -79,6 +79,25 @@ def test_any_number_of_readers_gives_the_same(readers):
     assert not arrivals(q.device, 2).any()
 
 
+def test_what_the_last_step_needed_changes_no_result():
+    """Whether nobody knows, it is right, too little, too much, or beyond all there is; and the next step knows."""
+    q, view = problem(n=400)
+    ranking = PSA(epsilon=0.8, block_size=16, microbatch=2).select_decode(Query.of(q, view), None)
+    rule = Rule(ranking.epsilon, 2, ranking.rest, ranking.stop)
+    call = (q[:, 0][None], pages_of([view]), ranking.always, ranking.order, 16, rule)
+    wanted = attend_progressive(*call, scale=0.2, readers=3)
+    ahead = -(-ranking.always.shape[1] // 2)
+    right = wanted.used + ahead
+    for before in (torch.zeros(2), right, right // 2, right + 9, torch.full((2,), 10**6)):
+        known = before.to(torch.int32)
+        got = attend_progressive(*call, scale=0.2, readers=3, before=known)
+        assert torch.equal(known, right)
+        assert torch.equal(got.used, wanted.used)
+        assert bool((got.read >= right).all())
+        torch.testing.assert_close((got.out, got.lse, got.coverage), (wanted.out, wanted.lse, wanted.coverage))
+    assert not kept_zeros(q.device, 1).any()
+
+
 def test_more_microbatches_than_one_window_and_a_softcap():
     q, view = problem(2, 1, 700, 32)
     ranking = PSA(epsilon=0.9999, block_size=16, microbatch=1, rest="min").select_decode(Query.of(q, view), None)

@@ -197,7 +197,8 @@ class DeviceAttention:
             out, lse = attend_decode(q, pages, lists, scale=spec.scale, softcap=spec.softcap)
         else:
             assert isinstance(reading, RankedBlocks)
-            progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], spec)
+            reach = numbers.reach[layer, rows]
+            progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], reach, spec)
             self._ruled[number][layer] = progress, ranking[2]
             if self.offers is not None:
                 follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking[2][1])
@@ -259,6 +260,7 @@ def _progress(
     ranking: tuple[Tensor, Tensor, Tensor],
     reading: RankedBlocks,
     epsilon: Tensor,
+    reach: Tensor,
     spec: LayerAttention,
 ) -> Progress:
     always, order, counts = ranking
@@ -274,6 +276,7 @@ def _progress(
         softcap=spec.softcap,
         counts=counts,
         epsilon=epsilon,
+        before=reach,
     )
 
 

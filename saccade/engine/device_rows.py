@@ -57,7 +57,8 @@ class RowBuffers:
     ``table_rows`` a sequence: the slots that hold them, which every step looks up for itself (``resolve``).
     ``pointers`` int64 [layers, rows]: where block summaries lie (see ops.triton.batched_decode.Summaries). ``first``,
     ``second`` int32 and ``share`` float32 [layers, rows]: the numbers of each layer's reading (selection.plan.Numbers).
-    ``rules``: what stopping rules did since this was last taken. ``own``: of rows whose methods
+    ``rules``: what stopping rules did since this was last taken. ``reach`` int32 [layers, rows, kv_heads]: how far they
+    went in the last step, by which the next one reads, never what it finds. ``own``: of rows whose methods
     bring readings of their own. ``asked``: where steps that prefill leave queries that methods learn from.
     """
 
@@ -87,6 +88,7 @@ class RowBuffers:
             torch.zeros(every, dtype=torch.float64, device=device),
             torch.ones(every, dtype=torch.float32, device=device),
         )
+        self.reach = torch.zeros(every, dtype=torch.int32, device=device)
         self.own = RowWords(layers, rows, heads, device)
         self.asked: Asked | None = None
         self._held = [_Row() for _ in range(rows)]
@@ -117,7 +119,10 @@ class RowBuffers:
         wanted = 0 if choice is None else length // choice.size
         if held.plan is None or (held.plan is not plan and held.plan.numbers != plan.numbers):
             self._write_numbers(row, plan)
-        same = held.kv is not None and held.kv() is kv and held.version == kv.version
+        same = held.kv is not None and held.kv() is kv
+        if not same:
+            self.reach[:, row] = 0
+        same = same and held.version == kv.version
         full = 0 if choice is None else kv.length // choice.size
         made = 0 if choice is None else kv.summarized_blocks(choice.summary, choice.size)
         if same and held.plan is plan and wanted <= held.room and made >= full:

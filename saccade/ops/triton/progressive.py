@@ -2,10 +2,11 @@
 
 Several programs serve one unit and read microbatches in turn, some turns in one go. Each publishes what a microbatch
 weighs, and between its goes follows the rule over the unbroken run of microbatches published so far, by whomever. From
-how the rule stands it takes how far to go next: half the way to where the rule will most likely hold. Beyond that it
-holds back for a while, though nobody waits for anybody for good. Who sees the rule hold ends; the last to end says
-where the stop is. A second kernel merges what the rule let in: of every program the state after its last microbatch
-before the stop.
+how the rule stands it takes how far to go next: a share of the way to where the rule will most likely hold, or all that
+is left where that is nearly everything. Beyond that it holds back for a while, though nobody waits for anybody for
+good. Looking takes as long as reading several tiles, so the first go is as far as the step before went, where that is
+known. Who sees the rule hold ends; the last to end says where the stop is. A second kernel merges what the rule let in:
+of every program the state after its last microbatch before the stop.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ from saccade.ops.triton.stop_rule import follow
 MOST_KEYS = 512  # of one microbatch
 WINDOW = 64  # published microbatches looked at in one go
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
-SHARE = 2  # quarters of the way to the expected stop that are read before the next look
+SHARE = 4  # eighths of the way to the expected stop that are read before the next look
 LONGEST = 4  # turns in one go
+NEARLY = (
+    7  # eighths: where the stop is expected beyond, and half is read or the last time said so, all is read in one go
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ def attend_progressive(
     softcap: float | None = None,
     counts: Tensor | None = None,
     epsilon: Tensor | None = None,
+    before: Tensor | None = None,
     readers: int | None = None,
     held_back: int | None = None,
     keys: int = 64,
@@ -88,9 +93,11 @@ def attend_progressive(
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
     are block ids of ``size`` keys, ``order`` by criticality.
 
-    ``counts`` int32 [2, batch * kv_heads]: how many entries of ``always`` and of ``order`` count for each
-    unit, all by default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``readers`` programs
-    serve each unit; by default what fills the device, on which four programs of so few ``registers`` share a processor.
+    ``counts`` int32 [2, batch * kv_heads]: how many entries of ``always`` and of ``order`` count for each unit, all by
+    default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``before`` int32 [batch, kv_heads],
+    contiguous: how many microbatches each unit needed the last time, those of ``always`` among them, 0 where nobody
+    knows; written anew. Results do not depend on it. ``readers`` programs serve each unit; by default what fills the
+    device, on which four programs of so few ``registers`` share a processor.
     """
     q, always, order = rows(q), flat(always, torch.int32), flat(order, torch.int32)
     counts = None if counts is None else flat(counts, torch.int32)
@@ -122,6 +129,7 @@ def attend_progressive(
         order,
         pages.lengths if counts is None else counts,  # unused pointers must still be pointers
         lse if epsilon is None else epsilon,
+        used if before is None else before,
         part_out,
         part_lse,
         words,
@@ -156,6 +164,8 @@ def attend_progressive(
         WINDOW=WINDOW,
         SHARE=SHARE,
         LONGEST=LONGEST,
+        NEARLY=NEARLY,
+        KNOWN=before is not None,
         RAGGED=counts is not None,
         EACH=epsilon is not None,
         num_warps=warps,
@@ -169,18 +179,17 @@ def attend_progressive(
 
 @triton.jit(
     do_not_specialize=["table_stride", "table_head", "parts", "ahead", "ranked", "always_each", "held_back"],
-    do_not_specialize_on_alignment=["epsilons"],
+    do_not_specialize_on_alignment=["epsilons", "before"],
 )
 def _read(
-    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, epsilons, part_out, part_lse, published, arrived,
-    used, q_batch, q_head, table_stride, table_head, scale_log2, softcap, epsilon, parts, ahead, ranked, always_each,
-    held_back,
+    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, epsilons, before, part_out, part_lse, published,
+    arrived, used, q_batch, q_head, table_stride, table_head, scale_log2, softcap, epsilon, parts, ahead, ranked,
+    always_each, held_back,
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr, RAGGED: tl.constexpr,
-    EACH: tl.constexpr,
-    EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr,
+    NEARLY: tl.constexpr, KNOWN: tl.constexpr, RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     TILES: tl.constexpr = BLOCKS * SIZE // TILE  # of a microbatch
@@ -208,6 +217,8 @@ def _read(
         other=0.0,
     )
     cursor, found, aim = 0, 0, readers - 1  # until more is known, the first turn is wanted
+    if KNOWN:
+        aim = tl.maximum(aim, tl.minimum(tl.load(before + unit), parts) - 1)
     covered = tl.full([], 1.0, tl.float32)
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
@@ -231,10 +242,13 @@ def _read(
                 words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
                 MICROBATCH, LEAST, MEAN, WINDOW,
             )  # fmt: skip
-        wanted = (aim - part + readers) // readers  # of this program's turns, until the rule will most likely hold
-        wanted = tl.where(part > aim, tl.where(looks > held_back, 1, 0), tl.cdiv(wanted * SHARE, 4))
-        wanted = tl.minimum(tl.minimum(wanted, LONGEST), tl.cdiv(parts - part, readers))
-        wanted = tl.where(found > 0, 0, wanted)
+        left = tl.cdiv(parts - part, readers)  # of this program's turns
+        wanted = (aim - part + readers) // readers  # of those, until the rule will most likely hold
+        wanted = tl.where(turns == 0, wanted, tl.minimum(tl.cdiv(wanted * SHARE, 8), LONGEST))
+        wanted = tl.where(part > aim, tl.where(looks > held_back, 1, 0), wanted)
+        sure = (2 * part >= parts) | ((turns == 0) & (aim >= readers))
+        wanted = tl.where(sure & ((aim + 1) * 8 >= parts * NEARLY), left, wanted)
+        wanted = tl.where(found > 0, 0, tl.minimum(wanted, left))
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
@@ -299,5 +313,7 @@ def _read(
         tl.store(used + unit, found - ahead)
         tl.store(used + units + unit, (others >> 32).to(tl.int32) + turns)
         tl.store(used + 2 * units + unit, found)
+        if KNOWN:
+            tl.store(before + unit, found)
         tl.store(used + 3 * units + unit, covered.to(tl.int32, bitcast=True))
         tl.store(arrived + unit, tl.cast(0, tl.int64))
