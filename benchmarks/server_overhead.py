@@ -220,9 +220,7 @@ def tell_steps(name: str, seen: Seen, clock: Clock) -> None:
             f"  {part:<16} ms: {shares}, longest {max(values, default=0):.3f}, in all {sum(values) / len(rounds):.1f}"
         )
     usual = percentile(parts["step"], 0.5)
-    print(
-        f"  steps over {SLOW:g} times the median, or with prompts, of the last round (began: decode+prefill rows, took):"
-    )
+    print(f"  of the last round, with prompts or over {SLOW:g} medians, ms (began: rows that decode+prompts, took):")
     began = seen.rounds[-1][0]
     slow = [one for one in rounds[-1] if one[4] or 1000 * (one[2] - one[0]) > SLOW * usual]
     print("  " + "; ".join(f"{1e3 * (b - began):.0f}: {d}+{p}, {1e3 * (r - b):.1f}" for b, _, r, d, p in slow))
@@ -259,13 +257,11 @@ def main() -> None:
     whole = [ours / theirs for ours, theirs in zip(over.rates, alone.rates)]
     steady = [ours / theirs for ours, theirs in zip(over.steady, alone.steady)]
     for name, ratios in (("whole rounds", whole), ("steady", steady)):
-        print(
-            f"served / by itself, {name}: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
-        )
-    print(
-        f"late: median {percentile(late, 0.5):.2f} ms, 90th {percentile(late, 0.9):.2f}, 99th {percentile(late, 0.99):.2f}"
-        + (f" ({joined} of {len(over.rates) * given.streams} streams left out: tokens came together)" if joined else "")
-    )
+        middle = statistics.median(ratios)
+        print(f"served / by itself, {name}: median {middle:.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+    shares = ", ".join(f"{share:.0%} {percentile(late, share):.2f}" for share in (0.5, 0.9, 0.99))
+    left = f" ({joined} of {len(over.rates) * given.streams} streams left out: tokens came together)" if joined else ""
+    print(f"late, ms: {shares}{left}")
     added = percentile(over.gaps, 0.99) - percentile(alone.gaps, 0.99)
     print(f"99th percentile of gaps: {added:+.2f} ms to the engine's own")
     if given.steps:

@@ -102,7 +102,13 @@ class Server(uvicorn.Server):
 
 
 class Draining(WebSocketsSansIOProtocol):
-    """WebSockets that the application closes when the server drains: uvicorn would cut their answers off."""
+    """WebSockets that the application closes when the server drains: uvicorn would cut their answers off. One that was
+    refused with an answer is complete: uvicorn would log an error."""
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # as uvicorn says itself of one that was closed instead
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
