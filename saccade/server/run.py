@@ -30,7 +30,10 @@ def serve(engine: EngineFace, config: ServerConfig) -> None:
     server = Server(Serving(engine, config))
     gc.collect()
     gc.freeze()  # what was imported and made stays: a collection that walks over it would hold up every stream
-    server.run()
+    try:
+        server.run()
+    finally:
+        gc.unfreeze()  # or extension modules complain at the interpreter's end of what was never collected
 
 
 class Server(uvicorn.Server):
