@@ -59,7 +59,7 @@ def from_saccade(error: SaccadeError) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body, of what pydantic found."""
-    first = errors[0] if errors else {"msg": "the body cannot be read", "loc": ()}
+    first: dict[str, Any] = errors[0] if errors else {"msg": "the body cannot be read", "loc": ()}
     path = [str(part) for part in first.get("loc", ()) if part != "body"]
     name = path[0] if path else None
     if first.get("type") == "json_invalid":
