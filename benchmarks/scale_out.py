@@ -6,7 +6,8 @@ Starts ``saccade serve --ray`` with a tiny random Llama for each number of repli
 conversations of several turns, each turn streamed and of some hundred new tokens. All of them join one Ray, which this
 script starts; *up* is how long a server took until it served. ``--kill`` sends SIGKILL to one
 replica in the middle of each run and counts how its clients' streams ended: complete, with an error event, or cut off
-unmarked, of which there must be none (exit code 1). A client whose turn failed asks again, as OpenAI's own do.
+unmarked, of which there must be none (exit code 1). *cores*: CPU seconds a second of each part, all its processes
+together: what is at 1.00 a process is the limit. A client whose turn failed asks again, as OpenAI's own do.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import ray
 from tiny_models import make_checkpoint, random_ids
 
 ENGINE = "ServeReplica:saccade:engine"
+ROLES = {ENGINE: "engines", "ServeReplica:saccade": "ingress", "ProxyActor": "proxy"}
 TRIES = 8
 
 
@@ -97,7 +99,12 @@ async def converse(client: httpx.AsyncClient, number: int, given: argparse.Names
 
 
 def engines() -> list[int]:
-    """Processes of engine replicas among those that descend from this one."""
+    """Processes of engine replicas."""
+    return [one for one in descendants() if ENGINE in _command(one)]
+
+
+def descendants() -> list[int]:
+    """Processes that descend from this one, and itself."""
     parents: dict[int, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -106,7 +113,19 @@ def engines() -> list[int]:
     while more:
         more = {one for one, parent in parents.items() if parent in more} - own
         own |= more
-    return sorted(one for one in own if ENGINE in _command(one))
+    return sorted(own)
+
+
+def seconds_by_role() -> dict[str, float]:
+    """CPU seconds so far of the client, which is this process, Ray's proxy, our ingress and the engines."""
+    found = dict.fromkeys(["client", *ROLES.values()], 0.0)
+    for one in descendants():
+        role = "client" if one == os.getpid() else next((ROLES[part] for part in ROLES if part in _command(one)), None)
+        with suppress(OSError):
+            if role is not None:
+                user, system = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+                found[role] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _command(process: int) -> str:
@@ -143,7 +162,9 @@ def measure(replicas: int, folder: str, given: argparse.Namespace) -> Run:
         assert server.stderr is not None
         url = next(json.loads(line)["address"] for line in server.stderr if line.startswith('{"message": "serving"'))
         up = time.perf_counter() - began
+        before = seconds_by_role()
         run, seconds = asyncio.run(load(url, given))
+        cores = {role: (spent - before[role]) / seconds for role, spent in seconds_by_role().items()}
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=120)
@@ -152,7 +173,8 @@ def measure(replicas: int, folder: str, given: argparse.Namespace) -> Run:
     print(
         f"{replicas:8} {up:6.1f} {seconds:6.1f} {run.tokens / seconds:10.0f} {1000 * waits[len(waits) // 2]:12.0f} "
         f"{1000 * waits[int(0.95 * len(waits))]:12.0f} {run.cached / max(1, run.prompt):9.0%}   {ends}; "
-        f"{run.again} asked again, {run.lost} never answered",
+        f"{run.again} asked again, {run.lost} never answered; cores: "
+        + ", ".join(f"{role} {used:.2f}" for role, used in cores.items()),
         flush=True,
     )
     return run

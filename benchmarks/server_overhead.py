@@ -1,13 +1,16 @@
 """What a server costs beside its engine: tokens a second of 32 streams over HTTP against the same requests in a
 process, and how much later a token arrives.
 
-    python benchmarks/server_overhead.py [--model random-8b:8] [--device cuda] [--streams 32] [--prompt 1024]
-        [--tokens 256] [--warm 8] [--rounds 3] [--policy dense] [--client-cores 2]
+    python benchmarks/server_overhead.py [--model random-8b:32] [--device cuda] [--streams 32] [--prompt 1024]
+        [--tokens 256] [--warm 4] [--rounds 5] [--policy dense] [--client-cores 2] [--kv-memory 16GiB] [--steps]
 
-The engine by itself answers all prompts in one batch; then ``saccade serve`` (its engine in a process of its own)
-answers the same prompts as streams that one client of plain sockets reads, on cores of its own where there are enough.
-Rounds of both follow some that compile, record steps and fill the shared prefixes. *added*: the 99th percentile of gaps
-between two tokens at the client, less the median step of the engine by itself, and less its own 99th percentile.
+One process has the engine by itself, which answers all prompts in one batch; ``saccade serve`` (its engine in a process
+of its own) answers the same prompts as streams, which one client of plain sockets reads on cores of its own where there
+are enough. Both are loaded at once and have the same cores; rounds of one and the other alternate, in turned order each
+time, after some that compile, record steps and fill the shared prefixes.
+
+*steady*: tokens a second from the last stream's first token to the first stream's end. *late*: from the end of the step
+that chose a token until the client has it. ``--steps`` tells what the engines did between two steps, and the slow ones.
 Answers are held to letters, since a random model's are hardly text, and a stream says nothing where there is none.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import selectors
 import signal
@@ -25,42 +29,56 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from engine_clock import Clock, load, mark
 from server_cpu import PATHS, address, post
 
 from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
 from saccade.engine.core import new_request_id
-from saccade.engine.messages import AddRequest, StepOutput
+from saccade.engine.messages import AddRequest
 from saccade.engine.stream import Stream
 from saccade.methods.policy import Policy
 from saccade.models.reference.tokenizer import build_tokenizer
 
+LETTERS = dict.fromkeys(build_tokenizer().encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False), 1e4)
+SLOW = 1.5  # times the median, from which on a step is told
+
 
 @dataclass
 class Seen:
-    """Rounds as their reader saw them: tokens a second, ms to first tokens, ms between tokens."""
+    """Rounds as their reader saw them: tokens a second, of the whole and of what is steady, ms to first tokens, ms
+    between tokens; when each began and ended."""
 
     rates: list[float] = field(default_factory=list)
+    steady: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    times: list[list[list[float]]] = field(default_factory=list)  # of each round and stream
 
     def add(self, began: float, times: list[list[float]]) -> None:
         """One round: when tokens came, by stream."""
-        self.rates.append(sum(map(len, times)) / (max(one[-1] for one in times) - began))
+        last = max(one[-1] for one in times)
+        self.rounds.append((began, last))
+        self.times.append(times)
+        self.rates.append(sum(map(len, times)) / (last - began))
+        full, ends = max(one[0] for one in times), min(one[-1] for one in times)
+        within = sum(full < at <= ends for one in times for at in one)
+        self.steady.append(within / (ends - full) if ends > full else float("nan"))
         self.first += [1000 * (one[0] - began) for one in times]
         self.gaps += [1000 * (later - sooner) for one in times for sooner, later in itertools.pairwise(one)]
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[int(share * len(values))]
-
-
-LETTERS = dict.fromkeys(build_tokenizer().encode("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False), 1e4)
+def percentile(values: Iterable[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
 def arrivals(clients: list[socket.socket]) -> list[list[float]]:
@@ -76,6 +94,7 @@ def arrivals(clients: list[socket.socket]) -> list[list[float]]:
             now = time.perf_counter()
             if not data:
                 chosen.unregister(client)
+                client.close()
                 left -= 1
                 continue
             *lines, rest[client] = (rest[client] + data).split(b"\n")
@@ -83,70 +102,128 @@ def arrivals(clients: list[socket.socket]) -> list[list[float]]:
     return list(times.values())
 
 
-class Clocked(Stream):
-    """A stream that notes when outputs with tokens come, on the engine's own thread."""
-
-    def __init__(self, request_id: int) -> None:
-        super().__init__(request_id)
-        self.times: list[float] = []
-
-    def put(self, output: StepOutput) -> None:
-        if output.new_tokens:
-            self.times.append(time.perf_counter())
-        super().put(output)
-
-
-def by_itself(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Seen:
-    """All prompts in one letter, as ``LLM.generate`` writes it."""
+def by_itself(
+    given: argparse.Namespace, model: Path, prompts: list[list[int]], cores: set[int], to: Connection
+) -> None:
+    """A process with the engine: all prompts in one letter, as ``LLM.generate`` writes it, each time it is told."""
+    os.sched_setaffinity(0, cores)
     params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True, logit_bias=LETTERS)
-    policy, seen = Policy.parse(given.policy), Seen()
+    policy, clock = Policy.parse(given.policy), Clock()
     # What ``saccade serve`` is given below, and what it does by itself.
     settings = {"max_model_len": given.prompt + given.tokens + 64, "max_requests": given.streams}
-    settings["enable_prefix_caching"] = True
+    settings |= {"enable_prefix_caching": True, "kv_memory": given.kv_memory}
     with LLM(model, dtype=given.dtype, device=given.device, **settings) as llm:
-        for number in range(given.warm + given.rounds):
+        clock.watch(llm)
+        to.send(None)
+        while to.recv():
             began = time.perf_counter()
             messages = [AddRequest(new_request_id(), ids, params, policy) for ids in prompts]
-            streams = [Clocked(one.request_id) for one in messages]
+            streams = [Stream(one.request_id) for one in messages]
             llm.loop.post(messages, streams).result()
             for stream in streams:
                 while not (last := stream.wait()).finished:
                     pass
                 error = None if last.outcome is None else last.outcome.error
                 assert error is None, error
-            if number >= given.warm:
-                seen.add(began, [one.times for one in streams])
-    return seen
+            tokens = clock.between(began, time.perf_counter()).tokens
+            to.send((began, [tokens[mark(ids)] for ids in prompts]))
+        to.send(clock)
 
 
-def served(given: argparse.Namespace, model: Path, prompts: list[list[int]]) -> Seen:
-    """The same prompts as streams over HTTP, as one client sees them."""
-    command = [sys.executable, "-m", "saccade", "serve", str(model), "--port", "0", "--device", given.device]
-    command += ["--dtype", given.dtype, "--max-requests", str(given.streams)]
-    command += ["--max-model-len", str(given.prompt + given.tokens + 64)]
+def start_server(given: argparse.Namespace, model: Path, cores: set[int], notes: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, str(Path(__file__).with_name("engine_clock.py")), "serve", str(model), "--port", "0"]
+    command += ["--device", given.device, "--dtype", given.dtype, "--max-requests", str(given.streams)]
+    command += ["--max-model-len", str(given.prompt + given.tokens + 64), "--kv-memory", given.kv_memory]
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "ENGINE_CLOCK": str(notes)},
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+
+
+def measure(given: argparse.Namespace, scratch: Path) -> tuple[Seen, Seen, Clock, Clock]:
+    """Rounds of the engine by itself and served, and what both engines did."""
+    model = model_folder(given.model, scratch / "model", getattr(torch, given.dtype))
+    prompts = [prompt(given.prompt, 256, seed=number) for number in range(given.streams)]
     cores = sorted(os.sched_getaffinity(0))
     own = set(cores[-given.client_cores :]) if len(cores) > 2 * given.client_cores else set(cores)
     others = set(cores) - own or own
-    server = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, others)
-    )
-    os.sched_setaffinity(0, own)
-    seen = Seen()
+    server = start_server(given, model, others, scratch / "clock.json")
+    processes = multiprocessing.get_context("spawn")
+    here, there = processes.Pipe()
+    alone = processes.Process(target=by_itself, args=(given, model, prompts, others, there))
+    alone.start()
     try:
         host, port = address(server).removeprefix("http://").split(":")
+        here.recv()
+        os.sched_setaffinity(0, own)
         common = {"temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": given.tokens}
         common |= {"policy": given.policy, "logit_bias": LETTERS}
         bodies = [json.dumps({**common, "prompt": ids}).encode() for ids in prompts]
+        engine, served = Seen(), Seen()
         for number in range(given.warm + given.rounds):
-            began = time.perf_counter()
-            times = arrivals([post((host, int(port)), PATHS["completions"], one) for one in bodies])
+            for over in (False, True) if number % 2 else (True, False):
+                if over:
+                    began = time.perf_counter()
+                    times = arrivals([post((host, int(port)), PATHS["completions"], one) for one in bodies])
+                else:
+                    here.send(True)
+                    began, times = here.recv()
+                if number >= given.warm:
+                    (served if over else engine).add(began, times)
             if number >= given.warm:
-                seen.add(began, times)
+                said = (
+                    f"round {number - given.warm + 1}: {engine.rates[-1]:.0f} by itself, {served.rates[-1]:.0f} served"
+                )
+                print(said, file=sys.stderr, flush=True)
+        here.send(False)
+        clock = here.recv()
     finally:
-        os.sched_setaffinity(0, set(cores))
         server.send_signal(signal.SIGTERM)
         server.wait(60)
-    return seen
+        alone.join(10)
+        alone.kill()
+    return engine, served, clock, load(scratch / "clock.json")
+
+
+def lateness(served: Seen, clock: Clock, names: list[str]) -> tuple[list[float], int]:
+    """ms from the end of the step that chose a token until the client had it, and how many streams had tokens that came
+    together, whose times say nothing."""
+    late, joined = [], 0
+    for (began, ended), streams in zip(served.rounds, served.times):
+        there = clock.between(began, ended).tokens
+        for name, times in zip(names, streams):
+            chosen = there.get(name, [])
+            if len(chosen) == len(times):
+                late += [1000 * (came - at) for at, came in zip(chosen, times)]
+            else:
+                joined += 1
+    return late, joined
+
+
+def tell_steps(name: str, seen: Seen, clock: Clock) -> None:
+    """What lies between steps that only decode, and the steps that took long."""
+    rounds = [clock.between(*one).steps for one in seen.rounds]
+    decode = [one for steps in rounds for one in steps if not one[4]]
+    pairs = [pair for steps in rounds for pair in itertools.pairwise(steps) if not (pair[0][4] or pair[1][4])]
+    parts = {
+        "step": [1000 * (one[1] - one[0]) for one in decode],
+        "to its readers": [1000 * (one[2] - one[1]) for one in decode],
+        "until the next": [1000 * (later[0] - sooner[2]) for sooner, later in pairs],
+    }
+    print(f"\n{name}: {len(rounds[-1])} steps a round")
+    for part, values in parts.items():
+        shares = ", ".join(f"{share:.0%} {percentile(values, share):.3f}" for share in (0.1, 0.5, 0.9, 0.99))
+        print(
+            f"  {part:<16} ms: {shares}, longest {max(values, default=0):.3f}, in all {sum(values) / len(rounds):.1f}"
+        )
+    usual = percentile(parts["step"], 0.5)
+    print(f"  of the last round, with prompts or over {SLOW:g} medians, ms (began: rows that decode+prompts, took):")
+    began = seen.rounds[-1][0]
+    slow = [one for one in rounds[-1] if one[4] or 1000 * (one[2] - one[0]) > SLOW * usual]
+    print("  " + "; ".join(f"{1e3 * (b - began):.0f}: {d}+{p}, {1e3 * (r - b):.1f}" for b, _, r, d, p in slow))
 
 
 def main() -> None:
@@ -157,30 +234,39 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--warm", type=int, default=8, help="rounds before those that count")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=4, help="rounds before those that count")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--policy", default="dense")
     parser.add_argument("--client-cores", type=int, default=2)
+    parser.add_argument("--kv-memory", default="16GiB", help="of each engine")
+    parser.add_argument("--steps", action="store_true", help="what lies between two steps")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = model_folder(given.model, Path(scratch) / "model", getattr(torch, given.dtype))
-        prompts = [prompt(given.prompt, 256, seed=number) for number in range(given.streams)]
-        alone, over = by_itself(given, model, prompts), served(given, model, prompts)
+        alone, over, own_clock, clock = measure(given, Path(scratch))
+    names = [mark(prompt(given.prompt, 256, seed=number)) for number in range(given.streams)]
+    late, joined = lateness(over, clock, names)
     print(f"{given.model}, {given.device}, {given.streams} streams of {given.tokens} tokens after {given.prompt}")
-    print(f"{'':<18}{'tokens/s':>10}{'first token, ms':>24}{'between tokens, ms':>24}")
-    print(f"{'':<18}{'best round':>10}{'median':>12}{'last':>12}{'median':>12}{'99th':>12}")
+    print(f"{'':<18}{'tokens/s, median':>18}{'':>8}{'first token, ms':>20}{'between tokens, ms':>20}")
+    print(f"{'':<18}{'whole':>10}{'steady':>10}{'median':>16}{'last':>10}{'median':>10}{'99th':>10}")
     for name, seen in (("engine by itself", alone), ("served", over)):
-        first, gaps = sorted(seen.first), seen.gaps
         print(
-            f"{name:<18}{max(seen.rates):10.0f}{statistics.median(first):12.1f}{first[-1]:12.1f}"
-            f"{percentile(gaps, 0.5):12.2f}{percentile(gaps, 0.99):12.2f}"
+            f"{name:<18}{statistics.median(seen.rates):10.0f}{statistics.median(seen.steady):10.0f}"
+            f"{statistics.median(seen.first):16.1f}{max(seen.first):10.1f}"
+            f"{percentile(seen.gaps, 0.5):10.2f}{percentile(seen.gaps, 0.99):10.2f}"
         )
-    late, step = percentile(over.gaps, 0.99), percentile(alone.gaps, 0.5)
-    print(f"served / by itself: {max(over.rates) / max(alone.rates):.3f} of the tokens a second")
-    print(
-        f"added, 99th percentile: {late - step:.2f} ms to a step (median), "
-        f"{late - percentile(alone.gaps, 0.99):.2f} ms to the engine's own 99th percentile"
-    )
+    whole = [ours / theirs for ours, theirs in zip(over.rates, alone.rates)]
+    steady = [ours / theirs for ours, theirs in zip(over.steady, alone.steady)]
+    for name, ratios in (("whole rounds", whole), ("steady", steady)):
+        middle = statistics.median(ratios)
+        print(f"served / by itself, {name}: median {middle:.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+    shares = ", ".join(f"{share:.0%} {percentile(late, share):.2f}" for share in (0.5, 0.9, 0.99))
+    left = f" ({joined} of {len(over.rates) * given.streams} streams left out: tokens came together)" if joined else ""
+    print(f"late, ms: {shares}{left}")
+    added = percentile(over.gaps, 0.99) - percentile(alone.gaps, 0.99)
+    print(f"99th percentile of gaps: {added:+.2f} ms to the engine's own")
+    if given.steps:
+        tell_steps("engine by itself", alone, own_clock)
+        tell_steps("served", over, clock)
 
 
 if __name__ == "__main__":

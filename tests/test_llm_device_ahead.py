@@ -65,6 +65,23 @@ def test_rows_of_unlike_lengths_and_ends(engines, asked):
     assert engines[1].engine.pool.used_blocks == 0
 
 
+def test_kept_prefixes_make_room_for_steps_ahead(engines, asked):
+    """A server's pool is full of what ended requests left; a row that goes on into a new block takes theirs."""
+    folder, prompts = engines[0].config.model, [random_ids(200, seed=number) for number in range(3)]
+    with LLM(folder, kv_memory="512KiB", prefill_chunk=256, exact=False, enable_prefix_caching=True) as llm:
+        put_on_device(llm)
+        device_of(llm).runs_ahead = True
+        llm.generate(prompts, greedy(1))
+        pool, kept = llm.engine.pool, len(llm.engine.prefixes)
+        assert not pool.roomy
+        asked.clear()
+        (one,) = llm.generate([random_ids(30, seed=9)], greedy(6))
+        assert asked == [True] * 4  # of five steps, the first of which is loaded
+        assert len(llm.engine.prefixes) <= kept
+        (alone,) = engines[0].generate([random_ids(30, seed=9)], greedy(6))
+        same(alone, one)
+
+
 def test_a_request_that_ends_by_a_token_leaves_one_step_unasked(engines, asked):
     prompts = [random_ids(25, seed=length) for length in (1, 2)]
     free = [tokens(one) for one in engines[0].generate(prompts, greedy(6))]
@@ -274,6 +291,9 @@ def test_steps_prepared_before_requests_change_nothing(engines, monkeypatch):
     assert device.prepare(pool, Policy(), 2, 1024, seconds=0.0).recorded == 1  # the one that was begun
     prepared = device.prepare(pool, Policy(), 2, 1024, seconds=600.0)
     assert (prepared.recorded, prepared.wanted) == (3, 3)
+    monkeypatch.setattr(device_prepare, "MOST", 1)
+    most = device.prepare(pool, Policy(), 2, 2048, seconds=600.0)
+    assert (most.recorded, most.wanted) == (1, 6)
     assert torch.equal(pool.storage.k, before)
     known = set(device.kinds._kinds)
     prompts = [random_ids(length, seed=length) for length in (33, 60)]

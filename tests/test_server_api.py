@@ -307,3 +307,22 @@ def test_routes_methods_and_bodies_that_are_none(server):
         assert error(post("/v1/completions", content=content, headers=json_type))[0] == 400, content[:20]
     assert error(post("/v1/completions", content=b"prompt=5"))[:2] == (415, "unsupported_media_type")
     assert error(post("/v1/completions", content=b"[" * 65, headers=json_type))[:2] == (400, "too_deep")
+
+
+def test_errors_say_what_came_and_what_to_give(server):
+    """As curl's users meet them first."""
+    json_type = {"content-type": "application/json"}
+    for content, said in (
+        (b"", "the body is empty; send a JSON object"),
+        (b'{"prompt": x}', "the body is not valid JSON: Expecting value at character 11"),
+        (b'{"prompt": "x", "temperature": "hot"}', "temperature: Input should be a valid number, got 'hot'"),
+        (b'{"prompt": "x", "seed": "%s"}' % (b"9" * 9000), "seed: Input should be a valid integer, got '9999"),
+        (b'{"prompt": "x", "stop": 5}', ", got 5"),
+    ):
+        message = server.client.post("/v1/completions", content=content, headers=json_type).json()["error"]["message"]
+        assert said in message
+        assert len(message) < 200
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends by itself
+    answer = server.client.post("/v1/completions", content=b'{"prompt": "x"}', headers=form).json()
+    assert "must be application/json, not 'application/x-www-form-urlencoded'" in answer["error"]["message"]
+    assert "it knows POST" in server.client.get("/v1/completions").json()["error"]["message"]

@@ -184,6 +184,7 @@ def test_who_may_open_one(server, caplog):
     assert [(one["request_id"], one["path"], one["status"]) for one in logged] == lines
     after = refusals(server)
     assert {status: after[status] - before.get(status, 0) for status in ("401", "403")} == {"401": 2, "403": 3}
+    assert [one.getMessage() for one in caplog.records if one.levelname in ("WARNING", "ERROR")] == []
     for origin in ("https://page.example", server.url):
         with opened(server, origin=origin) as socket:
             assert ask(socket, "x")["type"] == "response.incomplete"

@@ -24,7 +24,7 @@ from saccade.methods.policy import Policy
 from saccade.ops.triton.common import clear_kept, pad
 
 logger = logging.getLogger(__name__)
-LONGEST = 8192  # keys that steps are prepared for: 48 kinds at most, of the MOST_GRAPHS that are kept
+MOST = 60  # kinds that are recorded ahead, of the MOST_GRAPHS that are kept: up to 16,384 keys with 64 rows
 MOST_TABLES = 1 << 28  # bytes of block tables whose room is made at once: recordings are lost where it grows
 
 Kind = Callable[[BlockManager, Key, tuple[Group, ...], RowBuffers], tuple[StepKind, Callable[[], None]]]
@@ -32,7 +32,7 @@ Kind = Callable[[BlockManager, Key, tuple[Group, ...], RowBuffers], tuple[StepKi
 
 @dataclass(frozen=True)
 class Prepared:
-    """``recorded`` of the ``wanted`` kinds of step, in so many ``seconds``."""
+    """``recorded`` of the ``wanted`` kinds of step, up to the longest, in so many ``seconds``."""
 
     recorded: int
     wanted: int
@@ -47,15 +47,15 @@ class Preparing:
 
     def run(self, policy: Policy, requests: int, longest: int, seconds: float) -> Prepared:
         """Record the steps that up to ``requests`` requests under ``policy`` take, of up to ``longest`` keys each:
-        shorter ones first; none is begun after so many ``seconds`` but the first."""
+        shorter ones first, as many as are kept; none is begun after so many ``seconds`` but the first."""
         began, done = time.perf_counter(), 0
         rows, room = pad(requests, 1), pad(longest, SHORTEST)
         while room > SHORTEST and self._table_bytes(rows, room) > MOST_TABLES:
             room //= 2
-        keys = list(self._keys(policy, rows, min(room, LONGEST)))
+        keys = list(self._keys(policy, rows, room))
         for count, verifies in ((rows, False), (MOST_PIECES, True)) if keys else ():
             self._rooms.room(self._pool, count, self._pool.format.blocks(room), verifies)
-        for key in keys:
+        for key in keys[:MOST]:
             if (done and time.perf_counter() - began > seconds) or not self._record(key):
                 break
             done += 1

@@ -73,11 +73,11 @@ class LayerStats:
 
     def add_many(self, counts: LayerCounts, heads: int) -> None:
         """Count decode rows that were counted elsewhere."""
-        pairs = torch.full((heads,), counts.keys, dtype=torch.int64, device="cpu")
-        if counts.extra is not None:
-            pairs = pairs + counts.extra.cpu().repeat_interleave(heads // len(counts.extra))
         self.heads = heads
-        self.attended = pairs if self.attended is None else self.attended + pairs.to(self.attended.device)
+        self.even += counts.keys
+        if counts.extra is not None:
+            extra = counts.extra.cpu().repeat_interleave(heads // len(counts.extra))
+            self.attended = extra if self.attended is None else self.attended + extra.to(self.attended.device)
         self.calls += counts.calls
         self.causal += counts.causal
         self.scored += counts.scored
@@ -102,6 +102,13 @@ class LayerStats:
         if self.attended is not None:
             return self.attended + self.even
         return torch.full((self.heads,), self.even) if self.calls else None
+
+    def shares(self) -> tuple[float, list[float]]:
+        """Pairs that a query head attended to on average, and each head's part of the causal ones, to six digits."""
+        if self.attended is None:  # all alike: whoever ends should not hold the others up
+            return float(self.even), [round(self.even / self.causal, 6)] * self.heads
+        pairs = (self.attended + self.even).tolist()
+        return sum(pairs) / len(pairs), [round(one / self.causal, 6) for one in pairs]
 
     def settle(self) -> None:
         """Take over what a device has counted since the last time."""
@@ -178,17 +185,16 @@ class PhaseStats:
             self._add_late(late.take())
         for layer in self.layers:
             layer.settle()
-        heads = max((layer.heads for layer in self.layers), default=1)
-        nothing = torch.zeros(heads, dtype=torch.int64, device="cpu")  # where a freeze skipped every row
-        counted = [(layer, layer.pairs()) for layer in self.layers]
-        active = [(layer, nothing if pairs is None else pairs) for layer, pairs in counted if layer.causal]
-        per_head = [[pairs / layer.causal for pairs in counts.tolist()] for layer, counts in active]
-        per_layer = [sum(heads) / len(heads) for heads in per_head]
+        active = [layer for layer in self.layers if layer.causal]
+        heads = max((layer.heads for layer in active if layer.calls), default=1)
+        for layer in active:
+            layer.heads = layer.heads if layer.calls else heads  # a freeze skipped every row
+        shares = [layer.shares() for layer in active]
         rows = max(1, self.tokens) * max(1, len(active))
-        searches, searchable = (sum(getattr(one, name) for one, _ in active) for name in ("searches", "searchable"))
-        estimates = sum(layer.estimates for layer, _ in active)
-        attended = sum(float(counts.double().mean()) for _, counts in active)
-        causal = sum(layer.causal for layer, _ in active)
+        searches, searchable = (sum(getattr(one, name) for one in active) for name in ("searches", "searchable"))
+        estimates = sum(layer.estimates for layer in active)
+        attended = sum(mean for mean, _ in shares)
+        causal = sum(layer.causal for layer in active)
         rate = self.tokens and self.seconds > 0
         return {
             "policy": "+".join(self.policies) if self.policies else None,
@@ -198,21 +204,21 @@ class PhaseStats:
             "density": attended / causal if causal else None,
             "keys_attended": round(attended),
             "keys_causal": causal,
-            "keys_scored": sum(layer.scored for layer, _ in active),
-            "keys_estimated": sum(layer.estimated for layer, _ in active),
+            "keys_scored": sum(layer.scored for layer in active),
+            "keys_estimated": sum(layer.estimated for layer in active),
             "keys_attended_per_row": round(attended / rows, 2),
             "rows_frozen": sum(layer.frozen for layer in self.layers),
             "rows_frozen_per_layer": [layer.frozen for layer in self.layers],
             "rows_unread": sum(layer.unread for layer in self.layers),
-            "retrievals": sum(layer.retrievals for layer, _ in active),
+            "retrievals": sum(layer.retrievals for layer in active),
             "searches": searches,
             "searchable": searchable,
             "search_ratio": searches / searchable if searchable else None,
-            "coverage": sum(layer.covered for layer, _ in active) / estimates if estimates else None,
-            "coverage_least": min(layer.least_covered for layer, _ in active) if estimates else None,
+            "coverage": sum(layer.covered for layer in active) / estimates if estimates else None,
+            "coverage_least": min(layer.least_covered for layer in active) if estimates else None,
             "certified": self._certified(),
-            "density_per_layer": [round(value, 6) for value in per_layer],
-            "density_per_head": [[round(value, 6) for value in heads] for heads in per_head],
+            "density_per_layer": [round(mean / layer.causal, 6) for layer, (mean, _) in zip(active, shares)],
+            "density_per_head": [heads for _, heads in shares],
             "selections": dict(self.kinds),
             "backends": dict(self.backends),
         }

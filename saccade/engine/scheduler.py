@@ -108,7 +108,7 @@ class Scheduler:
     def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Whether the next step will most likely have the same requests, each with the token that the device
         chooses in this one: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many
-        are free."""
+        are free, or only kept for prefixes."""
         if self.waiting or len(batch) != len(self.running) or self.pool.absent:
             return False
         for request, rows in batch:
@@ -122,6 +122,8 @@ class Scheduler:
             for request, rows in batch:
                 kv = request.sequence.memory.kv
                 if kv.missing_blocks(rows.stop + 1):
+                    while not self.pool.roomy and self.prefixes is not None and self.prefixes.evict():
+                        pass  # what a server keeps fills any pool in the end
                     if not self.pool.roomy:
                         return False
                     kv.reserve(rows.stop + 1)

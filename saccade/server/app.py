@@ -127,6 +127,8 @@ def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         said = _SAID.get(error.status_code, "the body cannot be read as JSON")
+        if allowed := (error.headers or {}).get("Allow"):
+            said += f"; it knows {allowed}"
         code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "invalid_json")
         return await api_error(request, ApiError(error.status_code, said, code, headers=error.headers))
 

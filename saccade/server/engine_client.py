@@ -23,6 +23,7 @@ from saccade.server import wire
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
+PROGRAM = (sys.executable, "-m", "saccade.server.engine_process")  # what runs the engine
 CLOSING = 120.0  # seconds that an engine may take to end: it stores what sessions have said last
 
 
@@ -41,7 +42,7 @@ class EngineProcess(asyncio.Protocol):
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "saccade.server.engine_process", str(theirs.fileno())],
+                [*PROGRAM, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

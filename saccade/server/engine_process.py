@@ -223,6 +223,7 @@ def main(descriptor: int) -> None:
     server.close()
     while not outbox.drained():
         time.sleep(0.01)
+    gc.unfreeze()  # see serve()
 
 
 def _read(channel: socket.socket, into: SimpleQueue[bytes]) -> None:

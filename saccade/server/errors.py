@@ -59,11 +59,12 @@ def from_saccade(error: SaccadeError) -> ApiError:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body, of what pydantic found."""
-    first = errors[0] if errors else {"msg": "the body cannot be read", "loc": ()}
+    first: dict[str, Any] = errors[0] if errors else {"msg": "the body cannot be read", "loc": ()}
     path = [str(part) for part in first.get("loc", ()) if part != "body"]
     name = path[0] if path else None
     if first.get("type") == "json_invalid":
-        return bad_request("the body is not valid JSON", code="invalid_json")
+        place, why = (first.get("loc") or ("",))[-1], (first.get("ctx") or {}).get("error", "")
+        return bad_request(f"the body is not valid JSON: {why} at character {place}", code="invalid_json")
     if first.get("type") == "extra_forbidden":
         return bad_request(
             f"{shown('.'.join(path))} is no field of this endpoint, or one that is not supported; see docs/server.md",
@@ -72,5 +73,9 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         )
     where = ".".join(path)
     said = str(first.get("msg", "is not valid"))
-    message = f"{where[:200]}: {said[:300]}" if where else f"the body must be a JSON object: {said[:300]}"
+    if first.get("type") != "missing" and isinstance(given := first.get("input"), str | int | float | None):
+        said = f"{said[:300]}, got {shown(given[:99] if isinstance(given, str) else given, 60)}"
+    if not where and first.get("type") == "missing":
+        return bad_request("the body is empty; send a JSON object")
+    message = f"{where[:200]}: {said[:400]}" if where else f"the body must be a JSON object: {said[:400]}"
     return bad_request(message, name[:100] if name else None)

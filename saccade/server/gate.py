@@ -10,6 +10,7 @@ from uuid import uuid4
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from saccade.errors import shown
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.events import refuse
@@ -158,7 +159,8 @@ class Gate:
         if body:
             kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             if kind != b"application/json" and not kind.endswith(b"+json"):
-                raise ApiError(415, "the content-type must be application/json", "unsupported_media_type")
+                given = f", not {shown(kind.decode('latin-1'), 60)}" if kind else ""
+                raise ApiError(415, f"the content-type must be application/json{given}", "unsupported_media_type")
             check_nesting(bytes(body), config.max_nesting)
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 

@@ -30,7 +30,10 @@ def serve(engine: EngineFace, config: ServerConfig) -> None:
     server = Server(Serving(engine, config))
     gc.collect()
     gc.freeze()  # what was imported and made stays: a collection that walks over it would hold up every stream
-    server.run()
+    try:
+        server.run()
+    finally:
+        gc.unfreeze()  # or extension modules complain at the interpreter's end of what was never collected
 
 
 class Server(uvicorn.Server):
@@ -102,7 +105,13 @@ class Server(uvicorn.Server):
 
 
 class Draining(WebSocketsSansIOProtocol):
-    """WebSockets that the application closes when the server drains: uvicorn would cut their answers off."""
+    """WebSockets that the application closes when the server drains: uvicorn would cut their answers off. One that was
+    refused with an answer is complete: uvicorn would log an error."""
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # as uvicorn says itself of one that was closed instead
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
