@@ -149,8 +149,15 @@ class FixedPlans:
 
     @torch.inference_mode()  # in which the states were made
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
-        one = rows.scheduled
-        return rows.method.host_state(Opening(states, rows.memory.kv, self.setting.spec, one.span_start, one.stop))
+        one, memory = rows.scheduled, rows.memory
+        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, memory.apart)
+        return rows.method.host_state(opening)
+
+    def summarized(self, method: Method) -> Summarized | None:
+        """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
+        prepared = self._plan(method)
+        blocks = None if prepared is None else prepared.plan.blocks
+        return blocks if isinstance(blocks, Summarized) else None
 
     def _planned(self, method: Method) -> Prepared | None:
         spec = self.setting.spec
@@ -186,12 +193,17 @@ class JoinedRows:
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
 
+    @property
+    def planned(self) -> PlannedRows:
+        """The rows as the kernels know them."""
+        return self._rows
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
         head_dim], rows before heads in memory."""
         setting = self.setting
         if layer == 0:
-            self._settle_fixed(q, spec)
+            self.settle_fixed(q, spec)
         given = layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, setting.threads, bool(self.fixed)
         clock = setting.watch.clock
         if clock is None:
@@ -219,7 +231,7 @@ class JoinedRows:
         kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
         rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec, self.setting.threads))
 
-    def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
+    def settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
         if self.fixed and (spec.sinks is not None or not self._joins(q, self.fixed[0][1].rows, 0)):
             self.chosen = sorted([*self.chosen, *(row.rows for _, row in self.fixed)], key=lambda rows: rows.first)
