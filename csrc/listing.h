@@ -24,8 +24,8 @@ class Listing : public RowWork {
         l_ = by;
         RowWork::begin(attention, c_.units, attention.q_start + 1 - c_.sinks - c_.local, "");
         check_lists(c_.units);
-        if (c_.apart && (!c_.tables || everything() || c_.bypass == 2))
-            throw std::invalid_argument("sinks are read apart where tables choose and bypassed heads read them");
+        if (c_.apart && (!c_.tables || everything() || c_.bypass == 2 || c_.units != a_.heads))
+            throw std::invalid_argument("sinks are read apart where tables choose for each head, and bypasses read them");
         if (!c_.tables) return;
         check_tables();
         if (!l_.mean_key || !l_.mean_value || !l_.spread || !l_.tally)

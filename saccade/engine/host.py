@@ -56,7 +56,9 @@ class HostBackend:
         if not joined or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
             return HostAttention(setting, rows, frozen, hosted=hosted)
         if frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
-            return HostAttention(setting, rows, frozen, hosted=hosted)  # they move up where rows before them are left out
+            return HostAttention(
+                setting, rows, frozen, hosted=hosted
+            )  # they move up where rows before them are left out
         held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
         together = set(map(id, held))
         left = [one for one in joined if id(one) not in together]
@@ -118,7 +120,12 @@ class HostAttention:
             skipped = self._skipped(rows, layer)
             here = slice(start, start + rows.scheduled.length - (0 if skipped is None else int(skipped.sum())))
             start = here.stop  # frozen rows are left out
-            if id(rows) in self.together or self._is_hosted(rows) or rows.result.error is not None or here.start == here.stop:
+            if (
+                id(rows) in self.together
+                or self._is_hosted(rows)
+                or rows.result.error is not None
+                or here.start == here.stop
+            ):
                 continue
             own = self.resolved.get(rows.scheduled.request_id)
             before = None if own is not None else tier_counts(rows)

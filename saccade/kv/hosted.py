@@ -61,9 +61,7 @@ class HostedKV:
     already.
     """
 
-    def __init__(
-        self, kv: SequenceKV, summaries: Mapping[tuple[str, int], Sequence[Tensor]] | None = None
-    ) -> None:
+    def __init__(self, kv: SequenceKV, summaries: Mapping[tuple[str, int], Sequence[Tensor]] | None = None) -> None:
         tiers = kv.pool.tiers
         assert tiers is not None
         assert isinstance(tiers.tier, HostTier)

@@ -26,7 +26,9 @@ class HostTables(HostState):
         self._method, self._units = method, opening.states[0].tables.units
         self._first = opening.states[0].tables.first
         self._everything = method.a is None and method.gate == "off"
-        if opening.apart and not self._everything and method.bypass != "mean":  # else some rows do not read them
+        # Several heads choose together by shares of a weight that their sinks have a part in, and bypass="mean" reads none.
+        alone = self._units == opening.spec.heads and not self._everything and method.bypass != "mean"
+        if opening.apart and alone:
             self.apart = self._first
         self._places = multiples(method.probes)
         self._kept = [(one.mean_key, one.mean_value, one.spread) for one in opening.states]
