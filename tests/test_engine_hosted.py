@@ -11,13 +11,14 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine.hosted import goes_to_host
+from saccade.engine.hosted import HostedRows, goes_to_host
 from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
 from saccade.kv.hosted import HostedKV
 from saccade.kv.tier import TierFull
 from saccade.methods.policy import Policy
+from saccade.models.runner import HFRunner
 from saccade.ops.cpu_plans import PlannedRows
 from saccade.ops.down import Lane
 
@@ -76,6 +77,45 @@ def test_answers_are_those_of_a_device_that_holds_everything(folder, expected, s
             there = [one[name] for policy, one in told.items() if policy.startswith("lfps")]
             assert min(there) > 0, name
             assert sum(there) <= getattr(counts, name)
+        nothing_left(llm.pool)
+
+
+def in_parts(llm, monkeypatch) -> list[int]:
+    """Have steps cut into sub-batches, as on a GPU; how many each pass had."""
+    seen: list[int] = []
+    llm.engine.worker.host._hosting.most_parts = 2
+    real = HFRunner._run_parts
+
+    def noted(self, hidden, rotary, parts, llama):
+        seen.append(len(parts))
+        real(self, hidden, rotary, parts, llama)
+
+    monkeypatch.setattr(HFRunner, "_run_parts", noted)
+    return seen
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_sub_batches_take_turns(folder, whole, monkeypatch, fails):
+    """Five requests in two parts, some of which are chosen for layer by layer; what breaks is tried again one by one."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts, policies = [random_ids(120 + 57 * i, seed=20 + i) for i in range(5)], [*POLICIES[:4], LFPS]
+    want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
+    with hosting(folder, 30, exact=False) as llm:
+        seen, calls, real = in_parts(llm, monkeypatch), [], HostedRows.attend
+
+        def attend(self, layer, spec):
+            calls.append(layer)
+            if fails and len(seen) == 3 and layer == 1 and -1 not in calls:
+                calls.append(-1)
+                raise RuntimeError("a cosmic ray")
+            real(self, layer, spec)
+
+        monkeypatch.setattr(HostedRows, "attend", attend)
+        done = llm.generate(prompts, params, policy=policies)
+        assert [one.error for one in done] == [None] * 5
+        assert [tokens(one) for one in done] == want
+        assert set(seen) == {2}
+        assert "0, 0, 1, 1, 2, 2" in str(calls)
         nothing_left(llm.pool)
 
 

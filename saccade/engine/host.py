@@ -12,7 +12,7 @@ from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_resolved import ResolvedRow, resolved
 from saccade.engine.host_rows import FixedPlans, JoinedRows
-from saccade.engine.hosted import HostedRows, Hosting
+from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows
 from saccade.engine.memory import SequenceMemory
@@ -50,11 +50,11 @@ class HostBackend:
         setting = self.setting
         self.done()
         frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
-        hosted = self._hosting.gather(rows)
-        gone = set() if hosted is None else set(map(id, hosted.requests))
+        hosted = self._hosting.gather(rows, frozen is None)
+        gone = {id(one) for part in hosted for one in part.requests}
         joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         if not joined or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
-            return HostAttention(setting, rows, frozen, hosted=hosted)
+            return HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         if frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
             return HostAttention(
                 setting, rows, frozen, hosted=hosted
@@ -64,9 +64,9 @@ class HostBackend:
         left = [one for one in joined if id(one) not in together]
         found = resolved(setting, self.fixed, left, self._own_products) if left else {}
         if not held:
-            return HostAttention(setting, rows, frozen, resolved=found, hosted=hosted)
+            return HostAttention(setting, rows, frozen, resolved=found, hosted=hosted, hosting=self._hosting)
         own = JoinedRows(setting, self.fixed, held, self._own_products)
-        return HostAttention(setting, rows, frozen, together, own, found, hosted)
+        return HostAttention(setting, rows, frozen, together, own, found, hosted, self._hosting)
 
 
 @dataclass
@@ -79,7 +79,8 @@ class HostAttention:
     together: set[int] = field(default_factory=set)  # ids of the rows of ``joined``; others are served one by one
     joined: JoinedRows | None = None
     resolved: dict[int, ResolvedRow] = field(default_factory=dict)  # of rows that are served apart, by request
-    hosted: HostedRows | None = None  # rows that the CPU attends in host memory
+    hosted: Sequence[HostedRows] = ()  # rows that the CPU attends in host memory
+    hosting: Hosting | None = None
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # frozen rows' keys and values by request
 
     def ahead_rows(self) -> AheadRows | None:
@@ -103,16 +104,21 @@ class HostAttention:
 
         return InputRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
 
+    def parts(self) -> list[HostedPart] | None:
+        """The rows as parts that take turns on the device and the CPU; None where they are attended together."""
+        return self.hosting.parts(self.hosted) if self.hosting is not None and len(self.hosted) > 1 else None
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         self._settle_resolved(layer, q, spec)
-        served = self.joined is not None or self.hosted is not None or self.resolved
+        served = self.joined is not None or self.hosted or self.resolved
         alone = len(self.rows) == 1 and not served and not batches(self.rows[0], q)
         if alone and self._skipped(self.rows[0], layer) is None:
             return self._whole(self.rows[0], layer, q, k, v, spec)  # nothing to put together
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
-        places = [] if self.hosted is None else self._places(layer, self.hosted.requests)
-        if self.hosted is not None:
-            self.hosted.begin(layer, q, k, v, spec, places)
+        hosted = [(part, self._places(layer, part.requests)) for part in self.hosted]
+        for part, places in hosted:
+            part.send(layer, q[:, places], k[:, places], v[:, places], spec)
+            part.foresee(layer)
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
         start, together = 0, TogetherRows(self.setting)
@@ -145,19 +151,22 @@ class HostAttention:
             if before is not None:
                 count_tiers(rows, before)
         together.run(q, spec, out)
-        if self.hosted is not None:
-            self.hosted.finish(layer, spec, out, places)
+        for part, places in hosted:
+            part.attend(layer, spec)
+            out[:, places] = part.take()
         return out
 
     def _is_hosted(self, rows: RequestRows) -> bool:
-        return self.hosted is not None and any(one is rows for one in self.hosted.requests)
+        return any(one is rows for part in self.hosted for one in part.requests)
 
-    def _places(self, layer: int, some: Sequence[RequestRows]) -> list[int]:
+    def _places(self, layer: int, some: Sequence[RequestRows]) -> slice | list[int]:
         """Where the decode rows ``some`` stand among those of ``layer``."""
-        if self.frozen is None:
-            return [rows.first for rows in some]
-        left = (~self.frozen.skip(layer)).cumsum(0) - 1  # frozen rows are left out
-        return [int(left[rows.first]) for rows in some]
+        places = [rows.first for rows in some]
+        if self.frozen is not None:
+            left = (~self.frozen.skip(layer)).cumsum(0) - 1  # frozen rows are left out
+            places = left[places].tolist()
+        first, last = places[0], places[-1] + 1
+        return slice(first, last) if last - first == len(places) else places  # a slice copies nothing
 
     def _settle_resolved(self, layer: int, q: Tensor, spec: LayerAttention) -> None:
         """Have rows served as any others where the kernels do not read these tensors."""

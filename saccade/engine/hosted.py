@@ -3,12 +3,15 @@
 
 At each layer the rows' queries, keys and values go down and results with their log-sum-exps come up, nothing else. The
 device keeps each sequence's first keys, attends them meanwhile, and merges. What the CPU can know of a layer before its
-queries are there, the candidates that score tables name, it finds while the device computes them.
+queries are there, the candidates that score tables name, it finds while the device computes them. A step of several
+such rows runs as two sub-batches that take turns: while the CPU attends one, the device computes the other's next layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 
@@ -42,15 +45,18 @@ def goes_to_host(pool: BlockManager, policy: Policy) -> bool:
 
 
 class Hosting:
-    """Moves sequences to the host and back, for the steps of one worker."""
+    """Moves sequences to the host and back, for the steps of one worker. ``most_parts``: a step of theirs alone is cut
+    into at most so many sub-batches, so that the device computes one while the CPU attends another."""
 
     def __init__(self, setting: Setting, plans: FixedPlans) -> None:
         self._setting, self._plans = replace(setting, backend="auto", fa4=False), plans
-        self._lane: Lane | None = None
+        self._lanes: list[Lane] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self.most_parts: int | None = None  # None: by the device
 
-    def gather(self, rows: Iterable[RequestRows]) -> HostedRows | None:
-        """Those of ``rows`` that decode there in this step; None where none do. Their sequences live there from now
-        on; the others', if any did, live on the device."""
+    def gather(self, rows: Sequence[RequestRows], cut: bool) -> list[HostedRows]:
+        """Those of ``rows`` that decode there in this step, in sub-batches where it may be ``cut``. Their sequences
+        live there from now on; the others', if any did, live on the device."""
         found: list[tuple[RequestRows, HostedMemory]] = []
         for one in rows:
             pool = one.memory.kv.pool
@@ -63,19 +69,29 @@ class Hosting:
             except LostKV as error:
                 one.failed(0, error)
         if not found:
-            return None
+            return []
         device = found[0][0].memory.kv.pool.storage.device
-        if self._lane is None or self._lane.device != device:
-            self._lane = Lane(device)
-        return HostedRows(self._setting, self._plans, found, self._lane)
+        most = self.most_parts or (2 if device.type == "cuda" else 1)
+        cut = cut and len(found) == len(rows) and self._setting.watch.idle
+        some = _halves(found) if cut and most > 1 else [found]
+        while len(self._lanes) < len(some):
+            self._lanes.append(Lane(device))
+        setting = replace(self._setting, threads=self._setting.threads or torch.get_num_threads())
+        return [HostedRows(setting, self._plans, part, lane) for part, lane in zip(some, self._lanes)]
+
+    def parts(self, hosted: Sequence[HostedRows]) -> list[HostedPart]:
+        """Sub-batches, which are all rows of a pass, with a thread that attends them one after the other."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "saccade-hosted")
+        return [HostedPart(one, self._thread) for one in hosted]
 
     def _opened(self, method: Method, memory: SequenceMemory) -> HostedMemory:
         return HostedMemory(memory, self._plans.summarized(method))
 
 
 class HostedRows:
-    """The rows ``found`` of one step, with the memories that stand for theirs. Rows are packed one after the other
-    here: ``requests`` says whose they are."""
+    """The rows ``found`` of one step, with the memories that stand for theirs; ``requests`` says whose they are. A layer
+    of them is :meth:`send`, :meth:`foresee`, :meth:`attend`, :meth:`take`."""
 
     def __init__(
         self, setting: Setting, plans: FixedPlans, found: Sequence[tuple[RequestRows, HostedMemory]], lane: Lane
@@ -90,14 +106,12 @@ class HostedRows:
         self._first: tuple[Tensor, Tensor, Tensor] | None = None  # see first_of
         self._apart = torch.zeros(len(found), 1, dtype=torch.bool, device="cpu")  # whose first keys the device attends
         self._near: tuple[Tensor, Tensor] | None = None
-        self._down = 0
+        self._heads = self._down = 0
+        self._result: tuple[Tensor, Tensor | None]
 
-    def begin(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, places: list[int]) -> None:
-        """Send the rows ``places`` of ``q``, ``k``, ``v`` down, launch what the device attends of them, and find what is
-        known of their candidates while it works."""
-        where = _slice_of(places)
-        q, k, v = q[:, where], k[:, where], v[:, where]
-        self._down = self._lane.send(q, k, v)
+    def send(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
+        """Begin to bring the rows' queries, keys and values down, and launch what the device attends of them."""
+        self._heads, self._down = q.shape[0], self._lane.send(q, k, v)
         if layer == 0:
             self._joined.settle_fixed(q.new_empty(q.shape, device="cpu"), spec)
             counts = [0] * len(self._rows)
@@ -106,28 +120,37 @@ class HostedRows:
             self._first = first_of(self._memories, counts) if any(counts) else None
             self._apart = torch.tensor(counts, device="cpu")[:, None] > 0
         self._near = None if self._first is None else _attend_first(q, *self._first, layer, spec)
-        if self._joined.fixed:
-            self._joined.planned.foresee(layer, q.shape[0], self._setting.threads)
 
-    def finish(self, layer: int, spec: LayerAttention, out: Tensor, places: list[int]) -> None:
-        """Attend on the CPU, and write the rows' results to their ``places`` of ``out`` [heads, rows, head_dim]."""
+    def foresee(self, layer: int) -> None:
+        """Find what is known of the rows' candidates before their queries are here."""
+        if self._joined.fixed:
+            self._joined.planned.foresee(layer, self._heads, self._setting.threads)
+
+    def attend(self, layer: int, spec: LayerAttention) -> None:
+        """Attend on the CPU, once the queries are here."""
         q, k, v = self._lane.wait()
         heads, count, width = q.shape
-        here = self._lane.room("out", (count, heads, width), q.dtype)
+        out = self._lane.room("out", (count, heads, width), q.dtype)
         if self._joined.chosen:
-            here.zero_()  # rows that fail leave nothing
+            out.zero_()  # rows that fail leave nothing
         if spec.sinks is not None:
             spec = replace(spec, sinks=spec.sinks.cpu())
-        self._joined.run(layer, q, k, v, spec, here.transpose(0, 1))
-        up = here.nbytes
-        result = self._lane.up(here)
+        self._joined.run(layer, q, k, v, spec, out.transpose(0, 1))
+        lse, up = None, out.nbytes
         if self._near is not None:
             lse = self._lane.room("lse", (count, heads), torch.float32)
             lse.copy_(self._joined.planned.lse).masked_fill_(~self._apart, 0.0)
             up += lse.nbytes
-            result, _ = merge_state(result, self._lane.up(lse), *self._near)
-        out[:, _slice_of(places)] = result.transpose(0, 1)
+        self._result = out, lse
         self._count(up)
+
+    def take(self) -> Tensor:
+        """The layer's result on the device: [heads, rows, head_dim]."""
+        here, lse = self._result
+        out = self._lane.up(here)
+        if self._near is not None and lse is not None:
+            out, _ = merge_state(out, self._lane.up(lse), *self._near)
+        return out.transpose(0, 1)
 
     def _count(self, up: int) -> None:
         fixed, each = {number for number, _ in self._joined.fixed}, len(self._rows)
@@ -147,6 +170,45 @@ class HostedRows:
             result.asked_bytes += parts * hosted.part_bytes
 
 
+class HostedPart:
+    """A sub-batch as the layer loop has it (models.interface.RowsPart), attended on ``thread``."""
+
+    def __init__(self, hosted: HostedRows, thread: ThreadPoolExecutor) -> None:
+        first, last = hosted.requests[0].first, hosted.requests[-1].first + 1
+        self._hosted, self._thread, self.rows = hosted, thread, slice(first, last)
+        self._task: Future[None] | None = None
+
+    def begin(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
+        """See RowsPart."""
+        self._hosted.send(layer, q, k, v, spec)
+        self._task = self._thread.submit(self._attend, layer, spec)
+
+    def end(self, layer: int, spec: LayerAttention) -> Tensor:
+        """See RowsPart."""
+        task, self._task = self._task, None
+        assert task is not None
+        task.result()
+        return self._hosted.take()
+
+    def drop(self) -> None:
+        """See RowsPart."""
+        if self._task is not None:
+            wait([self._task])
+
+    @torch.inference_mode()  # which is each thread's own
+    def _attend(self, layer: int, spec: LayerAttention) -> None:
+        self._hosted.foresee(layer)
+        self._hosted.attend(layer, spec)
+
+
+def _halves(found: list[tuple[RequestRows, HostedMemory]]) -> list[list[tuple[RequestRows, HostedMemory]]]:
+    """Two stretches of rows with about as many keys each; one where there is one row."""
+    ends = list(itertools.accumulate(rows.scheduled.stop for rows, _ in found))
+    cut = min(range(len(ends)), key=lambda at: abs(2 * ends[at] - ends[-1])) + 1
+    cut = min(cut, len(found) - 1)
+    return [found[:cut], found[cut:]] if cut else [found]
+
+
 def _attend_first(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, layer: int, spec: LayerAttention
 ) -> tuple[Tensor, Tensor]:
@@ -157,10 +219,3 @@ def _attend_first(
     lse = torch.logsumexp(scores, -1)
     weights = torch.softmax(scores, -1).masked_fill_(torch.isneginf(lse)[..., None], 0.0)
     return (weights @ v[layer].float()).flatten(1, 2), lse.flatten(1, 2)
-
-
-def _slice_of(places: list[int]) -> slice | list[int]:
-    """Rows one after the other as a slice, which copies nothing."""
-    if places == list(range(places[0], places[0] + len(places))):
-        return slice(places[0], places[0] + len(places))
-    return places
