@@ -1,4 +1,4 @@
-"""LFPS where host memory keeps the keys: answers are those of an engine that holds everything on the device, and nothing
+"""LFPS where host memory keeps the keys: answers are those of an engine that holds all on the device, and nothing
 but queries, new rows and results crosses the link. CPU tensors stand for the device."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def in_parts(llm, monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_sub_batches_take_turns(folder, whole, monkeypatch, fails):
-    """Five requests in two parts, some of which are chosen for layer by layer; what breaks is tried again one by one."""
+    """Five requests in two parts, some chosen for layer by layer; what breaks is tried again one by one."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     prompts, policies = [random_ids(120 + 57 * i, seed=20 + i) for i in range(5)], [*POLICIES[:4], LFPS]
     want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
@@ -200,7 +200,7 @@ def test_a_prompt_that_others_share_is_attended_by_all(folder, whole):
     policies = [LFPS, "quest(budget=48, block_size=8, dense_layers=1)", LFPS]
     want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
     with hosting(folder, 12, enable_prefix_caching=True) as llm:
-        llm.generate([base + [5]], params, policy=LFPS)
+        llm.generate([[*base, 5]], params, policy=LFPS)
         done = llm.generate(prompts, params, policy=policies)
         assert [tokens(one) for one in done] == want
         assert all(one.report["cached_tokens"] for one in done)
@@ -293,7 +293,7 @@ def test_cells_of_the_hosted_are_nobody_elses():
         other.append(layer, k, v)
     hosted.settle()
     assert torch.equal(hosted.tables[:, :, :8], before)
-    for layer, (k, v) in enumerate(rows):
+    for layer, (k, _) in enumerate(rows):
         assert torch.equal(hosted.view(layer).keys(), k[:, :100])
         assert torch.equal(other.view(layer).keys(), noise[layer, 0])
     other.free()

@@ -1,13 +1,14 @@
-"""LFPS as its paper runs it: a random model of the 8B shape on the GPU; keys beyond the first few, tables, selection and
-attention in host memory on the CPU (docs/tiers.md).
+"""LFPS as its paper runs it: a random model of the 8B shape on the GPU; keys beyond the first few, tables, selection
+and attention in host memory on the CPU (docs/tiers.md).
 
     python benchmarks/gpu/hosted.py [--tokens 4096 131072] [--sequences 1] [--threads 1 8] [--steps 6]
         [--policies ...] [--others ...]
 
-One sequence alone, and all ``--sequences`` together, for each number of CPU threads; ``LAYERS=8``: so many layers. KV is made up, of every sequence
-its own. ``--others``: policies of one sequence under the same ``kv_compute="host"``, whose absent keys the CPU attends
-likewise. ``parts a step``: blocks, of one layer each, in which the CPU read keys; ``down``, ``up``: bytes that crossed the
-link. ``--profile``: where the host's time goes in a step. Timings want a host with nothing else to do.
+One sequence alone, and all ``--sequences`` together, as one batch and as two sub-batches, for each number of CPU
+threads; ``LAYERS=8``: so many layers. KV is made up, of every sequence its own. ``--others``: policies of one sequence
+under the same ``kv_compute="host"``, whose absent keys the CPU attends likewise. ``parts_a_step``: blocks, of one layer
+each, in which the CPU read keys; ``down``, ``up``: bytes that crossed the link. ``--profile``: where the host's time
+goes in a step. Timings want a host with nothing else to do.
 """
 
 from __future__ import annotations
@@ -124,11 +125,12 @@ def measure(bench: Hosted, tokens: int, options: argparse.Namespace) -> None:
     for policy in options.policies:
         for threads in options.threads:
             bench.run(f"{tokens}: one", requests[:1], policy, threads, options.steps, options.profile)
-            if many > 1:
-                bench.run(f"{tokens}: all", requests, policy, threads, options.steps, options.profile)
+            for most in (1, 2) if many > 1 else ():
+                bench.worker.host._hosting.most_parts = most
+                bench.run(f"{tokens}: all, parts: {most}", requests, policy, threads, options.steps, options.profile)
     for policy in options.others:
         for threads in options.threads:
-            bench.run(f"{tokens}: one", requests[:1], policy, threads, 3, False)
+            bench.run(f"{tokens}: one", requests[:1], policy, threads, 2, False)
     for request in requests:
         request.sequence.memory.drop()
 

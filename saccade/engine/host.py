@@ -12,9 +12,9 @@ from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
 from saccade.engine.host_resolved import ResolvedRow, resolved
 from saccade.engine.host_rows import FixedPlans, JoinedRows
-from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows
+from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention

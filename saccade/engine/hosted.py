@@ -2,9 +2,10 @@
 (LFPS as its paper runs it, section 3; docs/tiers.md).
 
 At each layer the rows' queries, keys and values go down and results with their log-sum-exps come up, nothing else. The
-device keeps each sequence's first keys, attends them meanwhile, and merges. What the CPU can know of a layer before its
-queries are there, the candidates that score tables name, it finds while the device computes them. A step of several
-such rows runs as two sub-batches that take turns: while the CPU attends one, the device computes the other's next layer.
+device keeps each sequence's first keys, attends them meanwhile, and merges. What the CPU can know of a layer before
+its queries are there, the candidates that score tables name, it finds while the device computes them. A step of several
+such rows runs as two sub-batches that take turns: while the CPU attends one, the device computes the other's next
+layer.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class Hosting:
 
 
 class HostedRows:
-    """The rows ``found`` of one step, with the memories that stand for theirs; ``requests`` says whose they are. A layer
-    of them is :meth:`send`, :meth:`foresee`, :meth:`attend`, :meth:`take`."""
+    """The rows ``found`` of one step, with the memories that stand for theirs; ``requests`` says whose they are. A
+    layer of them is :meth:`send`, :meth:`foresee`, :meth:`attend`, :meth:`take`."""
 
     def __init__(
         self, setting: Setting, plans: FixedPlans, found: Sequence[tuple[RequestRows, HostedMemory]], lane: Lane

@@ -108,7 +108,7 @@ class SequenceMemory:
     @property
     def has_state(self) -> bool:
         """Whether a decode method knows anything."""
-        for state in self._states:  # noqa: SIM110  (asked in every step: a generator would take ten times as long)
+        for state in self._states:  # asked in every step: a generator would take ten times as long
             if state is not None:
                 return True
         return self._hosted is not None and self._hosted.has_state

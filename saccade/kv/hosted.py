@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,7 @@ from saccade.kv.tier import LostKV, TierFull
 from saccade.kv.view import KVView
 from saccade.machine import show_bytes
 
+HOST = torch.device("cpu")
 GROWN = 256  # blocks that a table has room for more
 
 
@@ -34,8 +35,8 @@ class CellStorage:
     k: Tensor
     v: Tensor
     format: KVFormat
-    mover: RowMover = field(default=rows)  # type: ignore[assignment]
-    device: torch.device = torch.device("cpu")
+    mover: RowMover = rows
+    device: torch.device = HOST
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class HostedKV:
             self._known.truncate(same * self.pool.format.block_size)
         if not self._tiers.lodge(fresh):
             tier = self._tiers.tier
+            assert isinstance(tier, HostTier)
             raise TierFull(
                 f"{len(fresh) * self.layers * self.heads} parts of KV are to live in host memory, where the CPU "
                 f"attends them, but {tier.free_cells} of {tier.cells} cells are free there; raise kv_host (it is "

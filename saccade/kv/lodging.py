@@ -47,10 +47,12 @@ class Lodging(PartCells):
             if not self._write(own, blocks[which], nothing, nothing).all():
                 return False
         if (empty := bare & ~there).any():
-            self._claim(*empty.nonzero(), blocks)
+            own, which = empty.nonzero()
+            self._claim(own, blocks[which])
         self.tier.settle()
-        for layer in np.nonzero(there.any(1))[0].tolist():
-            self._vacate(layer, blocks[there[layer]])
+        with self.pool.publishing_once():
+            for layer in np.nonzero(there.any(1))[0].tolist():
+                self._vacate(layer, blocks[there[layer]])
         self.counts.evicted += int(there.sum())
         self._lodgers[blocks] += 1
         return True
@@ -60,15 +62,14 @@ class Lodging(PartCells):
         same = self.generation[blocks] == generations
         self._lodgers[blocks[same]] -= 1
 
-    def _claim(self, layers: Array, which: Array, blocks: Array) -> None:
-        """Cells for parts of ``blocks[which]`` that nothing was written to yet."""
+    def _claim(self, layers: Array, blocks: Array) -> None:
+        """Cells for parts that nothing was written to yet."""
         assert isinstance(self.tier, HostTier)
-        own = blocks[which]
-        self._cell[layers, own] = self.tier.claim(self._parts(layers, own))
-        self._stored += len(own)
+        self._cell[layers, blocks] = self.tier.claim(self._parts(layers, blocks))
+        self._stored += len(blocks)
         self.written += 1
         if self.offers is not None:
-            self.offers.cells_changed(self.numbers_of(layers, own))
+            self.offers.cells_changed(self.numbers_of(layers, blocks))
 
     def _write(self, layers: Array, blocks: Array, clean_layers: Array, clean_blocks: Array) -> Array:
         """Write parts that have no cell; bool like them, whether that was done."""

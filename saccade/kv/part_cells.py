@@ -69,7 +69,7 @@ class PartCells:
             return False
         return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
 
-    def cells_of(self, layer: int, blocks: Array) -> Array:
+    def cells_of(self, layer: int | Array, blocks: Array) -> Array:
         """The cells of host memory that hold copies of ``blocks``, 0 for none."""
         return self.gatherable(self._cell[layer, blocks])
 

@@ -99,7 +99,7 @@ class InputRows:
 
 
 class RowsPart(Protocol):
-    """Some of a pass's rows, whose attention is somebody else's work: while it lasts, others' rows run on the device."""
+    """Some of a pass's rows, whose attention is somebody else's work: meanwhile others' rows run on the device."""
 
     rows: slice  # of the packed ones
 
@@ -193,7 +193,7 @@ class Runner(Protocol):
         inputs: InputRows | None = None,
         parts: Sequence[RowsPart] | None = None,
     ) -> Tensor:
-        """``token_ids``, ``positions`` int64 [rows]; ``parts``, which tile the rows, attend in place of ``ctx`` where the
-        runner can take rows in parts; returns float32 logits [len(logit_rows), vocab_size]. A frozen
+        """``token_ids``, ``positions`` int64 [rows]; ``parts``, which tile the rows, attend in place of ``ctx`` where
+        the runner can take rows in parts; returns float32 logits [len(logit_rows), vocab_size]. A frozen
         row's logits are those of its hidden state where it was frozen."""
         ...

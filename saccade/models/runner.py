@@ -98,7 +98,8 @@ class HFRunner:
         hidden = self.embed(token_ids.to(device))
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
-        if apart := parts is not None and llama is not None:
+        apart = parts is not None and llama is not None
+        if parts is not None and llama is not None:
             self._run_parts(hidden, rotary, parts, llama)
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(0 if apart else self.spec.layers):
@@ -123,11 +124,10 @@ class HFRunner:
                 scored.visit(first, self.logits(hidden[scored.rows[first : first + SCORED_SLICE].to(device)]))
         return self.logits(hidden[logit_rows.to(device)])
 
-    def _run_parts(
-        self, hidden: Tensor, rotary: RotaryRows, parts: Sequence[RowsPart], llama: LlamaDecoder
-    ) -> None:
+    def _run_parts(self, hidden: Tensor, rotary: RotaryRows, parts: Sequence[RowsPart], llama: LlamaDecoder) -> None:
         """All layers, in place. While one part's rows are attended, the next layer of the others is computed."""
-        layers, deltas = self.spec.layers, [None] * len(parts)  # type: list[Tensor | None]
+        layers = self.spec.layers
+        deltas: list[Tensor | None] = [None] * len(parts)
         own = [(part, hidden[part.rows], llama.kernels(part.rows.stop - part.rows.start)) for part in parts]
 
         def begin(number: int, index: int) -> None:

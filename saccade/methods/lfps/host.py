@@ -26,7 +26,8 @@ class HostTables(HostState):
         self._method, self._units = method, opening.states[0].tables.units
         self._first = opening.states[0].tables.first
         self._everything = method.a is None and method.gate == "off"
-        # Several heads choose together by shares of a weight that their sinks have a part in, and bypass="mean" reads none.
+        # Heads that choose together do so by shares of weights, which their sinks have a part in; bypass="mean" reads
+        # none.
         alone = self._units == opening.spec.heads and not self._everything and method.bypass != "mean"
         if opening.apart and alone:
             self.apart = self._first
