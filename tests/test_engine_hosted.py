@@ -207,6 +207,19 @@ def test_a_prompt_that_others_share_is_attended_by_all(folder, whole):
         assert all(one.report["cached_tokens"] for one in done)
 
 
+def test_audits_see_the_whole_of_attention(folder):
+    params, prompt, told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), random_ids(197, seed=4), []
+    audited = {"audit": 1.0, "audit_steps": 1.0}
+    alone = LLM(folder, dtype="float32", kv_memory="64MiB", prefill_chunk=64, device="cpu", **audited)
+    for llm in (alone, hosting(folder, 30, **audited)):
+        with llm:
+            (done,) = llm.generate([prompt], params, policy=LFPS)
+            told.append(done.report["audit"])
+    for name in ("output_error", "output_error_scaled"):
+        assert told[1][name]["mean"] == pytest.approx(told[0][name]["mean"], rel=1e-4)
+    assert told[0]["output_error"]["mean"] > 0.01
+
+
 def test_where_host_memory_is_short_the_device_serves_and_says_so(folder, whole):
     prompt = random_ids(330, seed=1)
     (want,) = whole.generate([prompt], GREEDY, policy=LFPS)

@@ -9,7 +9,7 @@ selections allow it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -172,12 +172,19 @@ class FixedPlans:
 
 
 class JoinedRows:
-    """The decode rows ``rows`` of one step, whose new keys count as stored from here on."""
+    """The decode rows ``rows`` of one step, whose new keys count as stored from here on. ``whole``: makes results and
+    log-sum-exps, [heads, rows, head_dim] and [rows, heads], those of all keys where others have a part in them, for who
+    looks at them here."""
 
     def __init__(
-        self, setting: Setting, plans: FixedPlans, rows: list[RequestRows], own_products: bool = False
+        self,
+        setting: Setting,
+        plans: FixedPlans,
+        rows: list[RequestRows],
+        own_products: bool = False,
+        whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.setting, self.plans = setting, plans
+        self.setting, self.plans, self._whole = setting, plans, whole
         self.storage = rows[0].memory.kv.pool.storage
         self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
@@ -215,8 +222,10 @@ class JoinedRows:
                 share = self._rows.run(*given, watched=True)
             finally:
                 clock.end("selection", share)
-        for _, row in self.fixed if setting.watch.audits else ():
-            self._audit(row.rows, layer, q, spec, out)
+        if self.fixed and setting.watch.audits:
+            seen = (out, self._rows.lse) if self._whole is None else self._whole(out, self._rows.lse)
+            for _, row in self.fixed:
+                self._audit(row.rows, layer, q, spec, *seen)
         if layer == setting.spec.layers - 1:
             backend = f"cpu/{cpu.isa()}"
             for number, row in self.fixed:
@@ -224,12 +233,12 @@ class JoinedRows:
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
 
-    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor, lse: Tensor) -> None:
         audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first
         if audit is None or layer not in audit.drawn:
             return
         kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
-        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec, self.setting.threads))
+        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], lse[at], kv, spec, self.setting.threads))
 
     def settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""

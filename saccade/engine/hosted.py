@@ -103,7 +103,7 @@ class HostedRows:
         self._rows = [
             RequestRows(rows.scheduled, memory, rows.results, first) for first, (rows, memory) in enumerate(found)
         ]
-        self._joined = JoinedRows(setting, plans, self._rows)
+        self._joined = JoinedRows(setting, plans, self._rows, whole=self._whole)
         self._first: tuple[Tensor, Tensor, Tensor] | None = None  # see first_of
         self._apart = torch.zeros(len(found), 1, dtype=torch.bool, device="cpu")  # whose first keys the device attends
         self._near: tuple[Tensor, Tensor] | None = None
@@ -152,6 +152,14 @@ class HostedRows:
         if self._near is not None and lse is not None:
             out, _ = merge_state(out, self._lane.up(lse), *self._near)
         return out.transpose(0, 1)
+
+    def _whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """See JoinedRows: with what the device has attended."""
+        if self._near is None:
+            return out, lse
+        near, there = (part.cpu() for part in self._near)
+        whole, lse = merge_state(out.transpose(0, 1), lse, near, there)  # nothing is near of rows that have all here
+        return whole.transpose(0, 1), lse
 
     def _count(self, up: int) -> None:
         fixed, each = {number for number, _ in self._joined.fixed}, len(self._rows)
