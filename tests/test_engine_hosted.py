@@ -13,6 +13,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.hosted import HostedRows, goes_to_host
 from saccade.errors import SaccadeError
+from saccade.eval.suite import make
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
 from saccade.kv.hosted import HostedKV
@@ -56,7 +57,7 @@ def whole(folder):
 
 @pytest.fixture(scope="module")
 def expected(whole):
-    return [tokens(one) for one in whole.generate(PROMPTS, GREEDY, policy=POLICIES)]
+    return whole.generate(PROMPTS, GREEDY, policy=POLICIES)
 
 
 def hosting(folder, slots: int, host="64MiB", **options) -> LLM:
@@ -71,7 +72,10 @@ def test_answers_are_those_of_a_device_that_holds_everything(folder, expected, s
     with hosting(folder, slots, kv_unit=unit, exact=exact) as llm:
         done = llm.generate(PROMPTS, GREEDY, policy=POLICIES)
         assert not {policy: one.error for policy, one in zip(POLICIES, done) if one.error is not None}
-        assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, expected))
+        assert dict(zip(POLICIES, map(tokens, done))) == dict(zip(POLICIES, map(tokens, expected)))
+        for one, want in zip(done, expected):
+            for name in ("keys_attended", "keys_scored", "keys_estimated"):
+                assert one.report["decode"][name] == want.report["decode"][name]
         told = {policy: one.report["tiers"] for policy, one in zip(POLICIES, done)}
         counts = llm.pool.tiers.counts
         for name in ("attended_on_host", "bytes_down", "bytes_up"):
@@ -79,6 +83,19 @@ def test_answers_are_those_of_a_device_that_holds_everything(folder, expected, s
             assert min(there) > 0, name
             assert sum(there) <= getattr(counts, name)
         nothing_left(llm.pool)
+
+
+def test_the_trained_model_answers_alike():
+    prompts, policies = [], ["lfps(least=64)", "lfps(blocks=0, least=64, rest=none)", "lfps(least=64)"]
+    for task in ("span_copy", "table_copy", "common"):
+        turn = make(task, 1024, 0).turns[0]
+        prompts.append("".join(turn.context) + turn.question)
+    settings, answers = {"dtype": "float32", "device": "cpu", "exact": False}, []
+    part = KVFormat(torch.float32, 1, 64, 32).block_bytes
+    for options in ({"kv_memory": "64MiB"}, {"kv_memory": 60 * part, "kv_host": "64MiB", "kv_compute": "host"}):
+        with LLM("reference", **settings, **options) as llm:
+            answers.append([tokens(one) for one in llm.generate(prompts, GREEDY, policy=policies)])
+    assert answers[0] == answers[1]
 
 
 def in_parts(llm, monkeypatch) -> list[int]:
