@@ -107,7 +107,7 @@ def test_lfps_lives_where_host_memory_keeps_the_keys(folder, slots):
     prompts = [random_ids(180 + 41 * i, seed=i) for i in range(len(policies))]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     settings = {"dtype": "float32", "prefill_chunk": 64}
-    with LLM(folder, kv_memory="64MiB", device="cuda", **settings) as whole:
+    with LLM(folder, kv_memory="64MiB", device="cpu", **settings) as whole:
         want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
     options = {"kv_memory": slots * SLOT, "kv_host": "64MiB", "kv_compute": "host"}
     with LLM(folder, device="cuda", **settings, **options) as llm:
