@@ -62,14 +62,15 @@ class Hosted(Tiered):
                 token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
                 request.sequence.extend([token], "decode", request.policy)
 
-        def read() -> int:
-            keys: int = requests[0].report.as_dict()["decode"]["keys_attended"]
-            return keys
+        def keys() -> tuple[int, int]:
+            told = requests[0].report.as_dict()["decode"]
+            return told["keys_attended"], told["keys_scored"]
 
-        read_before = read()
+        before = keys()
         for _ in range(steps):
             step()
         late = slice(min(2, steps - 1), None)
+        after = keys()
         ms, report = statistics.median(taken[late]), requests[0].report.as_dict()
 
         def mean(name: str) -> float:
@@ -87,7 +88,8 @@ class Hosted(Tiered):
             down=mean("bytes_down"),
             up=mean("bytes_up"),
             misses=mean("misses"),
-            keys_of_a_head=(read() - read_before) / (steps * self.spec.layers),
+            keys_of_a_head=(after[0] - before[0]) / (steps * self.spec.layers),
+            scored_of_a_head=(after[1] - before[1]) / (steps * self.spec.layers),
             notes=str(report["notes"])[:200],
         )
         if profiled:
