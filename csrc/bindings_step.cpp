@@ -209,6 +209,35 @@ class DecodeStep {
         if (!how.blocks) row.summaries.clear();
     }
 
+    // Before a layer's queries, of `heads` heads, are there: what lists can tell of their candidates by then.
+    void foresee(const KernelSet& set, int threads, int64_t layer, int64_t heads) {
+        if (layer < 0 || layer >= layers_ || threads < 1) throw std::invalid_argument("there is no such layer");
+        struct Foreseeing {
+            const KernelSet& set;
+            std::vector<std::pair<Listing*, Row*>> some;
+            int threads;
+            int64_t layer, heads;
+        } work{set, {}, threads, layer, heads};
+        for (const auto& row : rows_)
+            if (row->layers[layer].kind == Kind::lists) work.some.push_back({&row->working<Listing>(Kind::lists), row.get()});
+        nb::gil_scoped_release release;
+        parallel_for(
+            static_cast<int64_t>(work.some.size()), threads,
+            [](void* context, int64_t i) {
+                const Foreseeing& all = *static_cast<const Foreseeing*>(context);
+                const auto& [listing, row] = all.some[i];
+                listing->foresee(all.set, *static_cast<const ListedKeys*>(row->how), row->listed_by(all.layer),
+                                 all.heads, row->where.q_start, all.threads);
+            },
+            &work);
+    }
+    // Blocks in which a row of lists read at the layer that ran last.
+    int64_t touched(int64_t number) {
+        Row& row = at(number);
+        if (row.worked != Kind::lists) throw std::invalid_argument("the row has read no lists");
+        return row.working<Listing>(Kind::lists).touched();
+    }
+
     // Every layer reads what it shares, or retrieves.
     void shares(int64_t number, nb::object keys, nb::list layers) {
         Row& row = at(number);
@@ -304,6 +333,10 @@ double run_step(const KernelSet& set, DecodeStep& step, int threads, int64_t lay
     return step.run(set, threads, layer, pool, fresh, queries, output, attends, follows, watched);
 }
 
+void foresee_step(const KernelSet& set, DecodeStep& step, int threads, int64_t layer, int64_t heads) {
+    step.foresee(set, threads, layer, heads);
+}
+
 }  // namespace
 
 void bind_step(nb::module_& m, KernelSetClass& set) {
@@ -333,7 +366,8 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
          field<&ListedKeys::block_size>("block_size").at_least(1).optional(),
          field<&ListedKeys::bypass_local>("bypass_local").optional(), field<&ListedKeys::probes>("probes").optional(),
          field<&ListedKeys::places>("places").optional(), field<&ListedKeys::epsilon>("epsilon").optional(),
-         field<&ListedKeys::decay>("decay").optional(), field<&ListedKeys::bypass>("bypass").within(0, 2).optional()});
+         field<&ListedKeys::decay>("decay").optional(), field<&ListedKeys::bypass>("bypass").within(0, 2).optional(),
+         field<&ListedKeys::apart>("apart").optional()});
     bind_struct<ListedLayer>(
         m, "ListedLayer",
         {field<&ListedLayer::tally>("tally"), field<&ListedLayer::tables>("tables").optional(),
@@ -369,8 +403,10 @@ void bind_step(nb::module_& m, KernelSetClass& set) {
         .def("weighs", &DecodeStep::weighs)
         .def("shares", &DecodeStep::shares)
         .def("resolves", &DecodeStep::resolves)
-        .def("wanted", &DecodeStep::wanted);
+        .def("wanted", &DecodeStep::wanted)
+        .def("touched", &DecodeStep::touched);
     set.def("run_step", &run_step);
+    set.def("foresee_step", &foresee_step);
 }
 
 }  // namespace saccade

@@ -18,6 +18,8 @@ struct ListedKeys {
     double epsilon = 1, decay = 0;   // epsilon 1: nobody is bypassed
     int bypass = 0;                  // what stands for a bypassed head's other keys, 0: nothing, 1: the mean value beside
                                      // its sinks, 2: the mean value alone
+    // The sinks are read elsewhere, and merged by log-sum-exp: here they decide about bypasses and nothing else.
+    bool apart = false;
 };
 
 // One layer's knowledge: LFPS's tables and statistics, and tallies float64 [heads + 3] (keys that each head read, keys

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "join_blocks.h"
 #include "listed_calls.h"
 #include "row_work.h"
+#include "threads.h"
 
 namespace saccade {
 
@@ -22,13 +24,64 @@ class Listing : public RowWork {
         l_ = by;
         RowWork::begin(attention, c_.units, attention.q_start + 1 - c_.sinks - c_.local, "");
         check_lists(c_.units);
+        if (c_.apart && (!c_.tables || everything() || c_.bypass == 2 || c_.units != a_.heads))
+            throw std::invalid_argument("sinks are read apart where tables choose for each head, and bypasses read them");
         if (!c_.tables) return;
-        const ScoreTables& t = l_.tables;
-        if (t.units != c_.units || t.first != c_.sinks || t.capacity < length_ - t.first || !l_.mean_key ||
-            !l_.mean_value || !l_.spread || !l_.tally)
-            throw std::invalid_argument("score tables do not fit a row of " + std::to_string(length_) + " keys");
+        check_tables();
+        if (!l_.mean_key || !l_.mean_value || !l_.spread || !l_.tally)
+            throw std::invalid_argument("means, spread and tally are needed beside score tables");
+        if (foreseen_ && (foreseen_at_ != a_.q_start || foreseen_of_ != l_.tables.vertical)) foreseen_ = false;
         if (c_.blocks) check_summaries(l_.summarized, a_.q_start / c_.block_size);
         if (c_.probes && !c_.places) throw std::invalid_argument("probes need places");
+    }
+
+    // Before there is a query: the candidates that the tables name for a row at `q_start` of `heads` query heads. The next
+    // run() of that row and layer takes them. Nothing where tables do not choose.
+    void foresee(const KernelSet& set, const ListedKeys& how, const ListedLayer& by, int64_t heads, int64_t q_start,
+                 int threads) {
+        c_ = how;
+        l_ = by;
+        foreseen_ = false;
+        if (!c_.tables || everything()) return;
+        a_.heads = heads;
+        a_.q_start = q_start;
+        a_.threads = threads;
+        length_ = q_start + 1;
+        if (heads % c_.units || length_ - c_.sinks - c_.local < 1)
+            throw std::invalid_argument("a row of " + std::to_string(length_) + " keys cannot read so");
+        check_tables();
+        idle_.assign(heads, 0);
+        offsets_.assign(c_.units + 1, 0);
+        scan(set);
+        foreseen_ = true;
+        foreseen_at_ = q_start;
+        foreseen_of_ = l_.tables.vertical;
+    }
+
+    // Blocks of `page` keys in which the row read at the layer that ran last, each once.
+    int64_t touched() {
+        const int64_t blocks = (length_ + a_.page - 1) / a_.page, lists = static_cast<int64_t>(read_.size()) - 1;
+        std::unique_ptr<std::atomic<uint8_t>[]> marks(new std::atomic<uint8_t>[blocks]());
+        struct Marking {
+            const Listing* own;
+            std::atomic<uint8_t>* marks;
+        } job{this, marks.get()};
+        parallel_for(
+            lists, worth(read_[lists], 16384, a_.threads),
+            [](void* context, int64_t list) {
+                const Marking& m = *static_cast<const Marking*>(context);
+                const int32_t* keys = m.own->chosen_.get();
+                int64_t last = -1;
+                for (int64_t i = m.own->read_[list]; i < m.own->read_[list + 1]; ++i) {
+                    const int64_t block = keys[i] / m.own->a_.page;
+                    if (block != last) m.marks[block].store(1, std::memory_order_relaxed);
+                    last = block;
+                }
+            },
+            &job);
+        int64_t count = 0;
+        for (int64_t b = 0; b < blocks; ++b) count += marks[b].load(std::memory_order_relaxed);
+        return count;
     }
 
     void run(const KernelSet& set, int threads) override {
@@ -36,13 +89,17 @@ class Listing : public RowWork {
         idle_.assign(a_.heads, 0);
         rest_.clear();
         any_idle_ = false;
-        offsets_.assign(c_.units + 1, 0);
-        all_.assign(c_.units, !c_.tables || (c_.unbounded && c_.gate == 2));
-        indices_ = nullptr;
+        all_.assign(c_.units, !c_.tables || everything());
+        if (!foreseen_) {
+            offsets_.assign(c_.units + 1, 0);
+            indices_ = nullptr;
+        }
         if (c_.tables) {
             bypass(set);
             if (!all_[0]) {
-                scan(set);
+                if (foreseen_) drop_idle();
+                else scan(set);
+                foreseen_ = false;
                 join(set);
                 probe(set);
             }
@@ -57,7 +114,7 @@ class Listing : public RowWork {
         const int64_t per_unit = a_.heads / c_.units;
         for (int64_t h = 0; h < a_.heads; ++h) {
             const int64_t list = any_idle_ ? h : h / per_unit;
-            l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list]);
+            l_.tally[h] += static_cast<double>(read_[list + 1] - read_[list] + (c_.apart ? c_.sinks : 0));
         }
         const double listed = all_[0] ? static_cast<double>(c_.tables * (length_ - c_.sinks - c_.local))
                                       : static_cast<double>(offsets_[c_.units]) / static_cast<double>(c_.units);
@@ -65,6 +122,32 @@ class Listing : public RowWork {
     }
 
   private:
+    bool everything() const { return c_.unbounded && c_.gate == 2; }
+
+    void check_tables() const {
+        const ScoreTables& t = l_.tables;
+        if (t.units != c_.units || t.first != c_.sinks || t.capacity < length_ - t.first)
+            throw std::invalid_argument("score tables do not fit a row of " + std::to_string(length_) + " keys");
+    }
+
+    // Of candidates that were found before it was known who is bypassed: units whose heads all are have none.
+    void drop_idle() {
+        if (!any_idle_) return;
+        const int64_t per_unit = a_.heads / c_.units;
+        int32_t* list = scanned_.get();
+        int64_t kept = 0, from = 0;
+        for (int64_t u = 0; u < c_.units; ++u) {
+            const int64_t to = offsets_[u + 1];
+            bool skip = true;
+            for (int64_t h = u * per_unit; h < (u + 1) * per_unit; ++h) skip &= idle_[h] != 0;
+            const int64_t count = skip ? 0 : to - from;
+            if (count && kept != from) std::memmove(list + kept, list + from, count * sizeof *list);
+            kept += count;
+            from = to;
+            offsets_[u + 1] = kept;
+        }
+    }
+
     // Who is bypassed, and at what weight the mean value stands for what such heads leave out (stand_ins.sink_share).
     void bypass(const KernelSet& set) {
         if (c_.epsilon >= 1 || c_.sinks == 0) return;
@@ -201,9 +284,9 @@ class Listing : public RowWork {
         g.k = best_keys_.data();
         g.full = all_[0] ? all_.data() : nullptr;
         g.idle = any_idle_ ? idle_.data() : nullptr;
-        g.sinks = c_.sinks;
+        g.sinks = c_.apart ? 0 : c_.sinks;
         g.local = c_.local;
-        g.idle_keys = c_.bypass == 2 ? 0 : c_.sinks;
+        g.idle_keys = c_.bypass == 2 || c_.apart ? 0 : c_.sinks;
         g.lists = lists;
         g.out_offsets = read_.data();
         g.chosen = chosen_.need(room_);
@@ -265,6 +348,9 @@ class Listing : public RowWork {
     ListedLayer l_;
     int64_t room_ = 0;
     bool any_idle_ = false;
+    bool foreseen_ = false;  // whether offsets_ and indices_ are the scan's for the row and layer that follow
+    int64_t foreseen_at_ = 0;
+    const float* foreseen_of_ = nullptr;
     std::vector<uint8_t> idle_, skip_, refresh_, all_;
     std::vector<int64_t> offsets_, joined_offsets_, base_, best_keys_, read_;
     std::vector<float> lse_, rest_, tail_;

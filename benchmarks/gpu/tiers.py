@@ -25,7 +25,7 @@ import os
 import pstats
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("WANTED", "")
@@ -55,8 +55,8 @@ class Filling:
     """An attention context that stores a layer's made-up past when it sees the layer's queries, and attends to the last
     piece of it."""
 
-    def __init__(self, kv: SequenceKV, past: int) -> None:
-        self.kv, self.past = kv, past
+    def __init__(self, kv: SequenceKV, past: int, summaries: Sequence[tuple[str, int]]) -> None:
+        self.kv, self.past, self.summaries = kv, past, summaries
         self.generator = torch.Generator("cuda").manual_seed(past)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
@@ -65,7 +65,8 @@ class Filling:
                 made = plant(q, min(PIECE, self.past - start), LAYOUT.kv_heads, spec.scale, self.generator)
             past_k, past_v = (part.to(LAYOUT.dtype) for part in made)
             self.kv.append(layer, past_k, past_v)
-            self.kv.view(layer).summary("minmax", LAYOUT.block_size)  # while they are at hand
+            for kind, size in self.summaries:
+                self.kv.view(layer).summary(kind, size)  # while they are at hand
         self.kv.append(layer, k, v)
         seen = torch.cat([past_k, k], 1), torch.cat([past_v, v], 1)
         return attend(q, seen, scale=spec.scale, softcap=spec.softcap)[0]
@@ -76,6 +77,9 @@ class Filling:
 
 class Tiered(Bench):
     """Steps of the 8B shape over a pool with a host tier."""
+
+    computed = 1  # rows of a context that run as any prefill's, so that methods begin with them
+    summaries: Sequence[tuple[str, int]] = (("minmax", LAYOUT.block_size),)
 
     def __init__(self, profiled: bool = False, timed: bool = False) -> None:
         super().__init__()
@@ -115,11 +119,11 @@ class Tiered(Bench):
         kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.timed)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
-            ids, torch.arange(past, tokens), Filling(kv, past), segments=[Segment(0, TAIL, tokens)],
+            ids, torch.arange(past, tokens), Filling(kv, past, self.summaries), segments=[Segment(0, TAIL, tokens)],
             logit_rows=torch.empty(0, dtype=torch.long),
         )  # fmt: skip
-        kv.truncate(tokens - 1)
-        sequence.advance(tokens - 1)
+        kv.truncate(tokens - self.computed)
+        sequence.advance(tokens - self.computed)
         self.prefill(request)
         sequence.extend([7], "decode", request.policy)
         return request

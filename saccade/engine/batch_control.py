@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from saccade.engine.hosted import goes_to_host
 from saccade.engine.request import Request
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.kv.blocks import BlockManager
@@ -136,6 +137,8 @@ class BatchControl:
 
     def working_set(self, request: Request) -> float:
         """Parts of KV blocks that one iteration of a decoding request reads: the least of the last ones."""
+        if goes_to_host(request.sequence.memory.kv.pool, request.policy):
+            return 0.0  # the CPU attends what lies behind memory
         measured = self._working.get(request.id)
         kv = request.sequence.memory.kv
         return min(measured) if measured else UNKNOWN * kv.blocks * kv.pool.rows
@@ -205,6 +208,8 @@ class BatchControl:
 
     def _share_of(self, policy: Policy) -> float:
         """What share of its sequence an iteration under ``policy`` is taken to read."""
+        if goes_to_host(self.pool, policy):
+            return 0.0
         return 1.0 if policy.decode.is_dense else self._shares.get(policy.text, UNKNOWN)
 
     def _read(self, request: Request, parts: int, whole: bool) -> None:

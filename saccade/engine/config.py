@@ -43,7 +43,8 @@ class EngineConfig:
     ``unified`` pool of slots for all layers, or ``per_layer`` an equal share for each, for comparison. ``kv_unit``:
     what moves to ``kv_host`` and back: a ``block`` of all KV heads, or that of the one ``head`` that reads it.
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
-    the ``host``, where it lies; or ``auto``, by what either was measured to take (kv/compute.py).
+    the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/hosted.py); or ``auto``,
+    by what either was measured to take (kv/compute.py).
     ``prefill_chunk``: most prompt tokens of one request in one step. ``max_requests``: most requests that run at once.
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind

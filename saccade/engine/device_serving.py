@@ -9,6 +9,7 @@ from saccade.engine.attention import Watch
 from saccade.engine.device_plans import DevicePlans
 from saccade.engine.device_rooms import EACH
 from saccade.engine.device_tiers import DeviceTiers
+from saccade.engine.hosted import goes_to_host
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import ScheduledRequest, StepInput
 from saccade.methods.policy import Policy
@@ -45,6 +46,8 @@ class DeviceServing:
             return "log-probabilities of its tokens are wanted"
         if one.request_id in self.watch.bounds:
             return "bounds of its errors are wanted"
+        if one.phase == "decode" and goes_to_host(memory.kv.pool, one.policy):
+            return "its keys and tables live in host memory, where the CPU attends them (kv_compute)"
         planned = self._plans.of(one.policy)
         if memory.kv.pool.absent:
             if not self.watch.idle and not memory.kv.resident:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from saccade.engine.host_resolved import ResolvedRow, resolved
 from saccade.engine.host_rows import FixedPlans, JoinedRows
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows, waits
+from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention
@@ -29,6 +30,7 @@ class HostBackend:
         self._own_products = own_products
         self.fixed = FixedPlans(setting)
         self._held = HeldRows()
+        self._hosting = Hosting(setting, self.fixed)
 
     def done(self) -> None:
         """A step is over: what it kept in memory may leave."""
@@ -48,19 +50,23 @@ class HostBackend:
         setting = self.setting
         self.done()
         frozen = frozen_rows(step.scheduled, setting.spec.layers, setting.watch.wants_all)
-        joined = [one for one in rows if one.decodes or one.together]
+        hosted = self._hosting.gather(rows, frozen is None)
+        gone = {id(one) for part in hosted for one in part.requests}
+        joined = [one for one in rows if (one.decodes or one.together) and id(one) not in gone]
         if not joined or not cpu_rows.stores(joined[0].memory.kv.pool.storage.k, setting.backend):
-            return HostAttention(setting, rows, frozen)
+            return HostAttention(setting, rows, frozen, hosted=hosted, hosting=self._hosting)
         if frozen is not None and joined[-1].first > _earliest(frozen, setting.spec.layers):
-            return HostAttention(setting, rows, frozen)  # they move up in layers that leave out rows before them
+            return HostAttention(
+                setting, rows, frozen, hosted=hosted
+            )  # they move up where rows before them are left out
         held = self._held.gather(joined, [one for one in rows if not (one.decodes or one.together)])
         together = set(map(id, held))
         left = [one for one in joined if id(one) not in together]
         found = resolved(setting, self.fixed, left, self._own_products) if left else {}
         if not held:
-            return HostAttention(setting, rows, frozen, resolved=found)
+            return HostAttention(setting, rows, frozen, resolved=found, hosted=hosted, hosting=self._hosting)
         own = JoinedRows(setting, self.fixed, held, self._own_products)
-        return HostAttention(setting, rows, frozen, together, own, found)
+        return HostAttention(setting, rows, frozen, together, own, found, hosted, self._hosting)
 
 
 @dataclass
@@ -73,6 +79,8 @@ class HostAttention:
     together: set[int] = field(default_factory=set)  # ids of the rows of ``joined``; others are served one by one
     joined: JoinedRows | None = None
     resolved: dict[int, ResolvedRow] = field(default_factory=dict)  # of rows that are served apart, by request
+    hosted: Sequence[HostedRows] = ()  # rows that the CPU attends in host memory
+    hosting: Hosting | None = None
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # frozen rows' keys and values by request
 
     def ahead_rows(self) -> AheadRows | None:
@@ -96,12 +104,21 @@ class HostAttention:
 
         return InputRows(torch.tensor([rows.first for rows in looking]), visit) if looking else None
 
+    def parts(self) -> list[HostedPart] | None:
+        """The rows as parts that take turns on the device and the CPU; None where they are attended together."""
+        return self.hosting.parts(self.hosted) if self.hosting is not None and len(self.hosted) > 1 else None
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         self._settle_resolved(layer, q, spec)
-        alone = len(self.rows) == 1 and self.joined is None and not self.resolved and not batches(self.rows[0], q)
+        served = self.joined is not None or self.hosted or self.resolved
+        alone = len(self.rows) == 1 and not served and not batches(self.rows[0], q)
         if alone and self._skipped(self.rows[0], layer) is None:
             return self._whole(self.rows[0], layer, q, k, v, spec)  # nothing to put together
         out = q.new_zeros(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+        hosted = [(part, self._places(layer, part.requests)) for part in self.hosted]
+        for part, places in hosted:
+            part.send(layer, q[:, places], k[:, places], v[:, places], spec)
+            part.foresee(layer)
         if self.joined is not None:
             self.joined.run(layer, q, k, v, spec, out)
         start, together = 0, TogetherRows(self.setting)
@@ -110,7 +127,12 @@ class HostAttention:
         for rows, skipped in zip(self.rows, skips):
             here = slice(start, start + rows.scheduled.length - (0 if skipped is None else int(skipped.sum())))
             start = here.stop  # frozen rows are left out
-            if id(rows) in self.together or rows.result.error is not None or here.start == here.stop:
+            if (
+                id(rows) in self.together
+                or self._is_hosted(rows)
+                or rows.result.error is not None
+                or here.start == here.stop
+            ):
                 continue
             own = self.resolved.get(rows.scheduled.request_id)
             before = None if own is not None else tier_counts(rows)
@@ -130,7 +152,22 @@ class HostAttention:
             if before is not None:
                 count_tiers(rows, before)
         together.run(q, spec, out)
+        for part, places in hosted:
+            part.attend(layer, spec)
+            out[:, places] = part.take()
         return out
+
+    def _is_hosted(self, rows: RequestRows) -> bool:
+        return any(one is rows for part in self.hosted for one in part.requests)
+
+    def _places(self, layer: int, some: Sequence[RequestRows]) -> slice | list[int]:
+        """Where the decode rows ``some`` stand among those of ``layer``."""
+        places = [rows.first for rows in some]
+        if self.frozen is not None:
+            left = (~self.frozen.skip(layer)).cumsum(0) - 1  # frozen rows are left out
+            places = left[places].tolist()
+        first, last = places[0], places[-1] + 1
+        return slice(first, last) if last - first == len(places) else places  # a slice copies nothing
 
     def _settle_resolved(self, layer: int, q: Tensor, spec: LayerAttention) -> None:
         """Have rows served as any others where the kernels do not read these tensors."""

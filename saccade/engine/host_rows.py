@@ -9,7 +9,7 @@ selections allow it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -149,8 +149,15 @@ class FixedPlans:
 
     @torch.inference_mode()  # in which the states were made
     def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
-        one = rows.scheduled
-        return rows.method.host_state(Opening(states, rows.memory.kv, self.setting.spec, one.span_start, one.stop))
+        one, memory = rows.scheduled, rows.memory
+        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, memory.apart)
+        return rows.method.host_state(opening)
+
+    def summarized(self, method: Method) -> Summarized | None:
+        """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
+        prepared = self._plan(method)
+        blocks = None if prepared is None else prepared.plan.blocks
+        return blocks if isinstance(blocks, Summarized) else None
 
     def _planned(self, method: Method) -> Prepared | None:
         spec = self.setting.spec
@@ -165,12 +172,19 @@ class FixedPlans:
 
 
 class JoinedRows:
-    """The decode rows ``rows`` of one step, whose new keys count as stored from here on."""
+    """The decode rows ``rows`` of one step, whose new keys count as stored from here on. ``whole``: makes results and
+    log-sum-exps, [heads, rows, head_dim] and [rows, heads], those of all keys where others have a part in them, for who
+    looks at them here."""
 
     def __init__(
-        self, setting: Setting, plans: FixedPlans, rows: list[RequestRows], own_products: bool = False
+        self,
+        setting: Setting,
+        plans: FixedPlans,
+        rows: list[RequestRows],
+        own_products: bool = False,
+        whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self.setting, self.plans = setting, plans
+        self.setting, self.plans, self._whole = setting, plans, whole
         self.storage = rows[0].memory.kv.pool.storage
         self.fixed: list[tuple[int, FixedRow]] = []  # with their numbers among all
         self.chosen: list[RequestRows] = []  # rows that are chosen for layer by layer
@@ -186,12 +200,17 @@ class JoinedRows:
         for one in rows:
             one.memory.kv.stored(one.scheduled.length)
 
+    @property
+    def planned(self) -> PlannedRows:
+        """The rows as the kernels know them."""
+        return self._rows
+
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention, out: Tensor) -> None:
         """Store the rows' keys and values at ``layer`` and write their attention to their rows of ``out`` [heads, rows,
         head_dim], rows before heads in memory."""
         setting = self.setting
         if layer == 0:
-            self._settle_fixed(q, spec)
+            self.settle_fixed(q, spec)
         given = layer, q, k, v, out.transpose(0, 1), spec.scale, spec.softcap, setting.threads, bool(self.fixed)
         clock = setting.watch.clock
         if clock is None:
@@ -203,8 +222,10 @@ class JoinedRows:
                 share = self._rows.run(*given, watched=True)
             finally:
                 clock.end("selection", share)
-        for _, row in self.fixed if setting.watch.audits else ():
-            self._audit(row.rows, layer, q, spec, out)
+        if self.fixed and setting.watch.audits:
+            seen = (out, self._rows.lse) if self._whole is None else self._whole(out, self._rows.lse)
+            for _, row in self.fixed:
+                self._audit(row.rows, layer, q, spec, *seen)
         if layer == setting.spec.layers - 1:
             backend = f"cpu/{cpu.isa()}"
             for number, row in self.fixed:
@@ -212,14 +233,14 @@ class JoinedRows:
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
 
-    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor) -> None:
+    def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor, lse: Tensor) -> None:
         audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first
         if audit is None or layer not in audit.drawn:
             return
         kv = rows.memory.kv.view(layer).upto(rows.scheduled.stop)
-        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], self._rows.lse[at], kv, spec, self.setting.threads))
+        rows.result.note_of(audit.take(layer, q[:, at], out[:, at], lse[at], kv, spec, self.setting.threads))
 
-    def _settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
+    def settle_fixed(self, q: Tensor, spec: LayerAttention) -> None:
         """Have rows chosen for one by one where the kernels do not read these tensors, or a layer has sinks."""
         if self.fixed and (spec.sinks is not None or not self._joins(q, self.fixed[0][1].rows, 0)):
             self.chosen = sorted([*self.chosen, *(row.rows for _, row in self.fixed)], key=lambda rows: rows.first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from saccade.methods.history import StateHistory
 from saccade.methods.host_state import HostState
 from saccade.methods.state import fork
 
+if TYPE_CHECKING:
+    from saccade.engine.hosted_memory import HostedMemory
+
 
 class SequenceMemory:
     """One sequence's ``kv``, and for each layer: ``states``, the decode method's; ``tails``, the last prefill queries
@@ -25,14 +28,19 @@ class SequenceMemory:
     it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows.
     ``carried``: while drafts are made, what their rows read besides.
 
-    While recorded steps decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
-    gets them back on the host, and the next recorded step opens another."""
+    ``hosted``: the memory that stands for this one while the CPU attends its keys in host memory. While recorded steps
+    decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
+    gets them back on the host, and the next recorded step opens another. ``apart``: whether somebody else attends the
+    first keys."""
+
+    apart: ClassVar[bool] = False
 
     def __init__(self, pool: BlockManager) -> None:
         self.kv = SequenceKV(pool)
         self._states: list[Any] = []
         self._on_device: DeviceState | None = None
         self._opened_by: Method | None = None
+        self._hosted: HostedMemory | None = None
         self.tails: list[Tensor | None] = []
         self.gone: list[Tensor | None] = []
         self.watched: list[Any] = []
@@ -43,6 +51,10 @@ class SequenceMemory:
 
     @property
     def states(self) -> list[Any]:
+        hosted, self._hosted = self._hosted, None
+        if hosted is not None:
+            hosted.leave()
+            self._states = hosted.states
         held, self._on_device = self._on_device, None
         if held is not None:
             self._states = held.settle(held.length)
@@ -51,6 +63,18 @@ class SequenceMemory:
     @states.setter
     def states(self, states: list[Any]) -> None:
         self._states, self._on_device = states, None
+        hosted, self._hosted = self._hosted, None
+        if hosted is not None:
+            hosted.hosted_kv.close()
+
+    @property
+    def hosted(self) -> HostedMemory | None:
+        """See the class; whoever sets it has moved all that is known there."""
+        return self._hosted
+
+    @hosted.setter
+    def hosted(self, hosted: HostedMemory) -> None:
+        self._hosted, self._states, self._on_device = hosted, [None] * self.kv.layers, None
 
     def on_device(self, method: Method, opened: Callable[[list[Any]], DeviceState]) -> DeviceState:
         """The device state of ``method``; ``opened`` makes one of the states of all layers where there is none."""
@@ -73,20 +97,21 @@ class SequenceMemory:
     @contextmanager
     def without_method(self) -> Iterator[None]:
         """Within the block no decode method knows anything; afterwards all is known again, on a device too."""
-        held = self._states, self._on_device, self._opened_by
+        held = self._states, self._on_device, self._opened_by, self._hosted
+        self._hosted = None
         self.states = [None] * self.kv.layers
         try:
             yield
         finally:
-            self._states, self._on_device, self._opened_by = held
+            self._states, self._on_device, self._opened_by, self._hosted = held
 
     @property
     def has_state(self) -> bool:
         """Whether a decode method knows anything."""
-        for state in self._states:  # noqa: SIM110  (asked in every step: a generator would take ten times as long)
+        for state in self._states:  # asked in every step: a generator would take ten times as long
             if state is not None:
                 return True
-        return False
+        return self._hosted is not None and self._hosted.has_state
 
     @property
     def has_gone(self) -> bool:
@@ -110,7 +135,7 @@ class SequenceMemory:
         """A copy that shares its blocks and goes its own way. CapacityError where there is no block for a copy of the
         last, partly filled one."""
         self.states  # noqa: B018  (back on the host, where it can be copied)
-        made = copy.copy(self)
+        made = copy.copy(self)  # which does not live on the host
         made.kv = self.kv.fork()
         for name in ("states", "tails", "gone", "watched"):
             setattr(made, name, fork(getattr(self, name)))

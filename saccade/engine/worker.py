@@ -166,6 +166,7 @@ class Worker:
             frozen=context.frozen,
             ahead=context.ahead_rows(),
             inputs=context.input_rows(),
+            parts=context.parts(),
         ).cpu()  # sampling draws on the CPU
         done = 0
         for one in step.scheduled:

@@ -133,6 +133,15 @@ class HeadTiers:
         for one in self.each:
             one.forget(blocks)
 
+    def lodge(self, blocks: Array) -> bool:
+        """See Lodging: in every KV head, or for nobody."""
+        for at, one in enumerate(self.each):
+            if not one.lodge(blocks):
+                for done in self.each[:at]:
+                    done.leave(blocks, done.generation[blocks])
+                return False
+        return True
+
     def damaged(self, blocks: Array) -> bool:
         """See Tiers."""
         return any(one.damaged(blocks) for one in self.each)

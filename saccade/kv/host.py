@@ -80,6 +80,12 @@ class HostTier:
             self.counts.bytes_written += count * self.cell_bytes
         return cells + [0] * (len(parts) - count)
 
+    def claim(self, parts: Parts) -> list[int]:
+        """A cell for each of ``parts``, for which there is room; the caller writes what they hold."""
+        cells = self._take(len(parts))
+        self._owner[np.array(cells) - 1] = np.array(parts)
+        return cells
+
     def settle(self) -> None:
         """See Tier."""
         if self._written is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.offers import Listed
-from saccade.kv.tier import Tier
+from saccade.kv.tier import Tier, TierCounts
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
@@ -30,9 +30,14 @@ class PartCells:
         self._stored = 0  # parts with a cell
         self._lost = np.zeros(shape, dtype=bool)
         self._losses = 0
+        self.written = 0  # times that parts got cells
         self.offers: Listed | None = None  # this row's side of them
         if isinstance(tier, HostAndDisk):
             tier.moved = self._moved  # type: ignore[method-assign]
+
+    @property
+    def counts(self) -> TierCounts:
+        return self.tier.counts
 
     def born(self, blocks: Sequence[int]) -> None:
         """``blocks`` have been handed out."""
@@ -64,7 +69,7 @@ class PartCells:
             return False
         return not len(parts) or not self.tier.strangers(self._parts(layers, blocks), cells.tolist())
 
-    def cells_of(self, layer: int, blocks: Array) -> Array:
+    def cells_of(self, layer: int | Array, blocks: Array) -> Array:
         """The cells of host memory that hold copies of ``blocks``, 0 for none."""
         return self.gatherable(self._cell[layer, blocks])
 

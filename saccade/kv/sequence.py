@@ -191,6 +191,14 @@ class SequenceKV:
         head_dim]."""
         return self._known.full(self._plain_view, kind, block_size, self.length)
 
+    def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
+        """Each layer's summaries of its full blocks on the host, [blocks, parts, kv_heads, head_dim]; here they are
+        forgotten."""
+        made = [one[: self.length // block_size].cpu() for one in self.summaries(kind, block_size)]
+        self._known.forget(kind, block_size)
+        self._charge()
+        return made
+
     def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
         """See SequenceSummaries.codes."""
         return self._known.codes(kind, block_size)

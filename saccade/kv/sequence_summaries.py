@@ -75,6 +75,14 @@ class SequenceSummaries:
             if kept[layer].buffer.dim() > 1 and start // size <= kept[layer].filled < stop // size:
                 self.of(view, layer, kind, size)
 
+    def give(self, kind: str, block_size: int, made: Sequence[Tensor]) -> None:
+        """Take each layer's summaries of the first blocks for known: [blocks, parts, kv_heads, head_dim]."""
+        self._kinds[kind, block_size] = [KeptSummaries(kind, block_size, one, len(one)) for one in made]
+
+    def forget(self, kind: str, block_size: int) -> None:
+        """Forget those of one kind."""
+        self._kinds.pop((kind, block_size), None)
+
     def truncate(self, length: int) -> None:
         """Forget what is known of tokens from ``length`` on."""
         for kept in self._kinds.values():

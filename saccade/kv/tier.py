@@ -44,7 +44,8 @@ class TierCounts:
     resident; ``evicted``: parts that left memory; ``prefetched``: parts whose load began before they were wanted;
     ``retries``: reads and writes that failed and were tried again; ``lost``: parts that could not be had back;
     ``wait_seconds``: time in which attention stood still for loads or writes; ``attended_on_host``: parts that the CPU
-    attended where they lie, which are no hits and no misses."""
+    attended where they lie, which are no hits and no misses; ``bytes_down``, ``bytes_up``: of queries and new rows that
+    went to the host for that, and of results that came back."""
 
     hits: int = 0
     misses: int = 0
@@ -56,6 +57,8 @@ class TierCounts:
     lost: int = 0
     wait_seconds: float = 0.0
     attended_on_host: int = 0
+    bytes_down: int = 0
+    bytes_up: int = 0
 
     def copy(self) -> TierCounts:
         return TierCounts(**vars(self))

@@ -15,10 +15,10 @@ import numpy as np
 
 from saccade.kv.hold import Hold
 from saccade.kv.host_disk import HostAndDisk
+from saccade.kv.lodging import RECLAIMED, Lodging
 from saccade.kv.offers import Offers
-from saccade.kv.part_cells import PartCells
 from saccade.kv.replacement import Replacement
-from saccade.kv.tier import LostKV, Openings, Tier, TierCounts, TierError, TierFull
+from saccade.kv.tier import LostKV, Openings, Tier, TierError, TierFull
 
 if TYPE_CHECKING:
     from saccade.kv.blocks import BlockManager
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 LEAST_SLOTS = 8  # that something can run in
 FEW = LEAST_SLOTS // 2  # parts that trade places at once where the tier is nearly full
 RECORD = 1 << 20  # bytes of victims that leave together
-RECLAIMED = 64  # one in so many cells is taken from a resident part at once, where cells run short
 SHORT = 4  # one in so many slots free: full blocks are written ahead of their leaving
 BEHIND = ("bytes_read", "bytes_written", "retries", "wait_seconds")  # of a disk behind host memory
 Array = np.ndarray[Any, Any]
 
 
-class Tiers(PartCells):
+class Tiers(Lodging):
     """The slots of ``pool`` over ``tier``, for the one thread that drives the pool. ``policy`` says who leaves:
     ``clock`` (second chance), ``lru``, ``fifo`` or ``random``. ``debug`` fills slots that parts have left, and the one
     that stands for absent parts, with NaN, so that whoever reads them is seen.
@@ -44,13 +43,11 @@ class Tiers(PartCells):
     def __init__(
         self, pool: BlockManager, tier: Tier, policy: str = "clock", debug: bool = False, row: int = 0
     ) -> None:
-        super().__init__(pool, tier, row)
-        self.policy, self.debug = policy, debug
-        self._head = row if pool.rows > 1 else None
+        super().__init__(pool, tier, row, debug)
+        self.policy = policy
         self._pins = np.zeros_like(self._cell, dtype=np.int16)
         self._pinned = 0  # parts
         self._pinned_in = [0] * pool.layers  # the same, by layer
-        self.written = 0  # times that parts got cells
         self._openings = Openings()
         self._charged = 0  # bytes beside the slots that their memory is to hold
         self._withheld: list[int] = []
@@ -131,10 +128,6 @@ class Tiers(PartCells):
         """How many of ``blocks`` nobody holds."""
         return int((self._pins[layer, blocks] == 0).sum()) if self._pinned else len(blocks)
 
-    @property
-    def counts(self) -> TierCounts:
-        return self.tier.counts
-
     def fetch(self, layer: int, blocks: Array, ahead: bool = False) -> Hold:
         """Hold ``blocks`` (int ids, no id twice) of one layer and begin to bring in those that are not resident;
         ``ahead``: nobody waits for them yet. LostKV, TierFull or TierError, holding nothing, where that cannot be."""
@@ -211,6 +204,7 @@ class Tiers(PartCells):
             for layer in range(self.pool.layers):
                 own = np.asarray(blocks)
                 self._drop_cells(layer, own[self._cell[layer, own] > 0])
+        self._lodgers[blocks] = 0
         if self._losses:
             self._losses -= int(self._lost[:, blocks].sum())
             self._lost[:, blocks] = False
@@ -306,16 +300,6 @@ class Tiers(PartCells):
                 f"({len(kept) - gone} of {len(kept)} writes failed)"
             )
 
-    def _vacate(self, layer: int, blocks: Array) -> None:
-        """Let the parts leave their slots; whoever reads these before they are filled again is to be seen."""
-        if self.offers is not None:
-            self.offers.withdraw(self.slots_of(layer, blocks))
-        if self.debug:
-            slots = self.slots_of(layer, blocks).tolist()
-            for part in (self.pool.storage.k, self.pool.storage.v):
-                (part if self._head is None else part[:, self._head])[slots] = float("nan")
-        self.pool.evict(layer, blocks.tolist(), self._head)
-
     def _victims(self, count: int, layer: int | None = None) -> tuple[Array, Array]:
         """``count`` resident parts that nobody holds, of ``layer`` if it is given: layers and blocks."""
         held = self.pool.map_flat()
@@ -333,29 +317,6 @@ class Tiers(PartCells):
         if layer is None:
             return self.of_numbers(self._turn.victims(count, allowed))
         return self.of_numbers(self._turn.victims(count, allowed, layer, of_layer))
-
-    def _write(self, layers: Array, blocks: Array, clean_layers: Array, clean_blocks: Array) -> Array:
-        """Write parts that have no cell; bool like them, whether that was done."""
-        if self.tier.free_cells < len(blocks):
-            self._reclaim(len(blocks) - self.tier.free_cells, clean_layers, clean_blocks)
-        slots = self.slots_of(layers, blocks).tolist()
-        cells = np.array(self.tier.write(self._parts(layers, blocks), slots), dtype=np.int32)
-        self._cell[layers, blocks] = cells
-        if self.offers is not None:
-            self.offers.cells_changed(self.numbers_of(layers, blocks))
-        self._stored += int((cells > 0).sum())
-        self.written += 1
-        return cells > 0
-
-    def _reclaim(self, count: int, leaving_layers: Array, leaving_blocks: Array) -> None:
-        """Take the cells of ``count`` resident parts, or more, which must be written again when they leave; not of
-        those that leave now."""
-        count = max(count, self.tier.cells // RECLAIMED)  # finding them takes a look at all parts
-        resident = (self._cell > 0) & (self.pool.map_of(self.row) >= 0)
-        resident[leaving_layers, leaving_blocks] = False
-        layers, blocks = (found[:count] for found in np.nonzero(resident))
-        for layer in np.unique(layers).tolist():
-            self._drop_cells(layer, blocks[layers == layer])
 
     def _pin(self, layer: int, blocks: Array) -> None:
         pins = self._pins[layer, blocks]

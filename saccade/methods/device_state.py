@@ -24,14 +24,15 @@ REALS = 8  # float64
 @dataclass(frozen=True, eq=False)
 class Opening:
     """What a device state is opened with: ``states``, the host path's, one a layer; the sequence's ``kv``; the model's
-    ``spec``; the position ``turn`` of the turn's first decode row; and ``length``, the keys of the row that comes
-    next."""
+    ``spec``; the position ``turn`` of the turn's first decode row; ``length``, the keys of the row that comes next; and
+    ``apart``, whether somebody else can attend the first keys (see HostState)."""
 
     states: Sequence[Any]
     kv: SequenceKV
     spec: PlanSpec
     turn: int
     length: int
+    apart: bool = False
 
     @property
     def device(self) -> torch.device:

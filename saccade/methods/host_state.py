@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 class HostState(DeviceState):
     """Base: every key is a candidate, and no layer knows anything. ``tally`` float64 [layers, heads + 3] is what the
-    step that runs adds to, laid out as ReadCounts: keys read by each head, keys scored, searches, stand-ins."""
+    step that runs adds to, laid out as ReadCounts: keys read by each head, keys scored, searches, stand-ins. ``apart``:
+    so many first keys, which its rows read, it leaves to others: results are to be merged with theirs."""
 
     windows: ClassVar[bool] = False  # whether it keeps to the rows' windows
+    apart: int = 0
     summarized: Summarized | None = None  # blocks whose summaries it reads
 
     def __init__(self, opening: Opening) -> None:

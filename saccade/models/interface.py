@@ -98,6 +98,24 @@ class InputRows:
     visit: Callable[[int, Tensor], None]
 
 
+class RowsPart(Protocol):
+    """Some of a pass's rows, whose attention is somebody else's work: meanwhile others' rows run on the device."""
+
+    rows: slice  # of the packed ones
+
+    def begin(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
+        """Have the rows' keys and values stored and their queries attended; shapes as of AttentionContext.run."""
+        ...
+
+    def end(self, layer: int, spec: LayerAttention) -> Tensor:
+        """What that gave, once it is there: [heads, rows, head_dim]."""
+        ...
+
+    def drop(self) -> None:
+        """Wait for what was begun; nobody asks for it."""
+        ...
+
+
 class Stopwatch(Protocol):
     """Adds up the time of named stretches."""
 
@@ -173,7 +191,9 @@ class Runner(Protocol):
         frozen: FrozenRows | None = None,
         ahead: AheadRows | None = None,
         inputs: InputRows | None = None,
+        parts: Sequence[RowsPart] | None = None,
     ) -> Tensor:
-        """``token_ids``, ``positions`` int64 [rows]; returns float32 logits [len(logit_rows), vocab_size]. A frozen
+        """``token_ids``, ``positions`` int64 [rows]; ``parts``, which tile the rows, attend in place of ``ctx`` where
+        the runner can take rows in parts; returns float32 logits [len(logit_rows), vocab_size]. A frozen
         row's logits are those of its hidden state where it was frozen."""
         ...

@@ -19,6 +19,7 @@ from saccade.models.interface import (
     FrozenRows,
     InputRows,
     ModelSpec,
+    RowsPart,
     ScoredRows,
     Segment,
     Stopwatch,
@@ -88,6 +89,7 @@ class HFRunner:
         frozen: FrozenRows | None = None,
         ahead: AheadRows | None = None,
         inputs: InputRows | None = None,
+        parts: Sequence[RowsPart] | None = None,
     ) -> Tensor:
         """See ``interface.Runner.run``. ``segments`` must tile the rows in order; ValueError if they do not."""
         _check_rows(token_ids, positions, segments)
@@ -96,8 +98,11 @@ class HFRunner:
         hidden = self.embed(token_ids.to(device))
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
+        apart = parts is not None and llama is not None
+        if parts is not None and llama is not None:
+            self._run_parts(hidden, rotary, parts, llama)
         delta: Tensor | None = None  # what is still to be added to hidden
-        for index in range(self.spec.layers):
+        for index in range(0 if apart else self.spec.layers):
             if delta is not None and (ahead is not None or frozen is not None or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
             if inputs is not None:
@@ -118,6 +123,34 @@ class HFRunner:
             for first in range(0, len(scored.rows), SCORED_SLICE):
                 scored.visit(first, self.logits(hidden[scored.rows[first : first + SCORED_SLICE].to(device)]))
         return self.logits(hidden[logit_rows.to(device)])
+
+    def _run_parts(self, hidden: Tensor, rotary: RotaryRows, parts: Sequence[RowsPart], llama: LlamaDecoder) -> None:
+        """All layers, in place. While one part's rows are attended, the next layer of the others is computed."""
+        layers = self.spec.layers
+        deltas: list[Tensor | None] = [None] * len(parts)
+        own = [(part, hidden[part.rows], llama.kernels(part.rows.stop - part.rows.start)) for part in parts]
+
+        def begin(number: int, index: int) -> None:
+            part, rows, kernels = own[number]
+            cos, sin = (one[part.rows] for one in rotary.layers[index])
+            q, k, v = kernels.layers[index].project(rows, cos, sin, deltas[number])
+            part.begin(index, q, k, v, llama.attention[index])
+
+        try:
+            for number in range(len(own)):
+                begin(number, 0)
+            for index in range(layers):
+                for number, (part, rows, kernels) in enumerate(own):
+                    deltas[number] = kernels.layers[index].finish(rows, part.end(index, llama.attention[index]))
+                    if index + 1 < layers:
+                        begin(number, index + 1)
+        except BaseException:
+            for part in parts:
+                part.drop()
+            raise
+        for (_, rows, _), delta in zip(own, deltas):
+            if delta is not None:
+                rows.add_(delta)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids`` [rows] -> what the first layer is given, [rows, channels]."""

@@ -269,6 +269,17 @@ class PlannedRows:
         )
         return share
 
+    def foresee(self, layer: int, heads: int, threads: int | None) -> None:
+        """Before the layer's queries, of ``heads`` heads, are there: find what rows that pick single keys know of their
+        candidates by then. The next run of the layer takes it; what it does is the same."""
+        kernels: Any = cpu.kernels()
+        kernels.foresee_step(self._step, max(1, torch.get_num_threads() if threads is None else threads), layer, heads)
+
+    def touched(self, i: int) -> int:
+        """In how many of its blocks row ``i``, which picks single keys, has read keys at the layer that ran last."""
+        count: int = self._step.touched(i)
+        return count
+
     def wanted(self, i: int) -> tuple[int, int]:
         """Of row ``i`` that has a ``home``, at the layer that ran last: how many blocks it reads, and how many of them
         are in no slot. Where there are any it was neither stored nor attended, and goes on once it is run again."""

@@ -144,6 +144,8 @@ def _attend_far(
     there = backend.attend(far)
     tier.compute.attended(view.layer, view.ids_of(split.far), split.parts, time.perf_counter() - began)
     tier.counts.attended_on_host += split.parts
+    tier.counts.bytes_down += q.nbytes
+    tier.counts.bytes_up += there.out.nbytes + there.lse.nbytes
     return there, far
 
 

@@ -31,6 +31,8 @@ _TIERS = {  # a part is one layer's keys and values of a block; since the engine
     "lost": "KV parts that the tier could not give back.",
     "wait_seconds": "Seconds in which attention waited for the tier.",
     "attended_on_host": "KV parts that the CPU attended in host memory.",
+    "bytes_down": "Bytes of queries and new rows that went to the host to be attended there.",
+    "bytes_up": "Bytes of results that came back from there.",
     "slots": "KV parts that memory holds at most.",
     "cells": "KV parts that the tier holds at most.",
     "free_cells": "KV parts that the tier has room for.",

@@ -101,6 +101,24 @@ def test_what_lies_in_host_memory_is_attended_there(folder, expected, compute, u
         nothing_left(llm.pool)
 
 
+@pytest.mark.parametrize("slots", [30, 400])
+def test_lfps_lives_where_host_memory_keeps_the_keys(folder, slots):
+    policies = ["lfps(k=24, blocks=2, least=1)", "lfps(k=20, epsilon=0.05, least=1)", "lfps(k=24, unit=kv_head)"] * 2
+    prompts = [random_ids(180 + 41 * i, seed=i) for i in range(len(policies))]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    settings = {"dtype": "float32", "prefill_chunk": 64}
+    with LLM(folder, kv_memory="64MiB", device="cpu", **settings) as whole:
+        want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
+    options = {"kv_memory": slots * SLOT, "kv_host": "64MiB", "kv_compute": "host"}
+    with LLM(folder, device="cuda", **settings, **options) as llm:
+        done = llm.generate(prompts, params, policy=policies)
+        assert [tokens(one) for one in done] == want
+        for one in done:
+            assert all("cpu" in name for name in one.report["decode"]["backends"])
+            assert min(one.report["tiers"][name] for name in ("attended_on_host", "bytes_down", "bytes_up")) > 0
+        nothing_left(llm.pool)
+
+
 @pytest.mark.parametrize("unit", ["block", "head"])
 @pytest.mark.parametrize(
     "policy", ["quest(budget=64, block_size=16, dense_layers=0)", "psa(epsilon=0.05, block_size=16)", "dense"]

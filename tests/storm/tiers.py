@@ -45,11 +45,12 @@ PHASES: tuple[tuple[float, int, str, bool, str | None, float], ...] = (
     (0.02, 4, "clock", False, None, 0.2),
     (0.1, 16, "fifo", True, None, 0.2),
     (0.3, 16, "lru", True, None, 0.15),
-    (0.1, 16, "clock", True, "block", 0.1),
+    (0.1, 16, "clock", True, "block", 0.05),
     (0.1, 16, "clock", True, "head", 0.1),
     (0.1, 16, "lru", True, "disk", 0.15),
     (0.1, 16, "lru", True, "block auto", 0.05),
     (0.1, 16, "clock", True, "head host", 0.05),
+    (0.05, 16, "lru", True, "block host", 0.05),
 )
 
 

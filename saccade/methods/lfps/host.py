@@ -25,6 +25,12 @@ class HostTables(HostState):
     def __init__(self, opening: Opening, method: LFPS) -> None:
         self._method, self._units = method, opening.states[0].tables.units
         self._first = opening.states[0].tables.first
+        self._everything = method.a is None and method.gate == "off"
+        # Heads that choose together do so by shares of weights, which their sinks have a part in; bypass="mean" reads
+        # none.
+        alone = self._units == opening.spec.heads and not self._everything and method.bypass != "mean"
+        if opening.apart and alone:
+            self.apart = self._first
         self._places = multiples(method.probes)
         self._kept = [(one.mean_key, one.mean_value, one.spread) for one in opening.states]
         self._kept = [tuple(part.float().contiguous() for part in kept) for kept in self._kept]
@@ -56,7 +62,7 @@ class HostTables(HostState):
         keys = length - first
         if keys <= method.budget(keys):
             return None  # everything is read, and learnt from
-        everything = method.a is None and method.gate == "off"
+        everything = self._everything
         return native.ListedKeys(
             units=self._units,
             sinks=first,
@@ -76,6 +82,7 @@ class HostTables(HostState):
             epsilon=method.epsilon,
             decay=method.r,
             bypass=BYPASSES.index(method.bypass),
+            apart=self.apart > 0,
         )
 
     @torch.inference_mode()

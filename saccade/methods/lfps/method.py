@@ -93,6 +93,7 @@ class LFPS(Method):
     paper: ClassVar[str] = "LFPS, sparse decode on CPUs by attention histories"
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     wants_weights: ClassVar[bool] = True
+    follows_kv: ClassVar[bool] = True
 
     k: float = 0.02
     s: int = 32

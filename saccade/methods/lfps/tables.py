@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -68,6 +69,13 @@ class ScoreTables(MethodState):
         if name not in ("vertical", "slash"):
             return tensor.clone()
         return _roomy(tensor.shape, tensor.device).copy_(tensor)
+
+    def to(self, device: torch.device | str) -> Self:
+        """See MethodState."""
+        made = super().to(device)
+        if made.vertical.device != self.vertical.device and made.vertical.device.type == "cpu":
+            made.vertical, made.slash = (self.cloned("vertical", part) for part in (made.vertical, made.slash))
+        return made
 
     def check(self) -> None:
         """SaccadeError unless the parts are contiguous, as kernels take them to be."""

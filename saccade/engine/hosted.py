@@ -1,0 +1,230 @@
+"""Decode rows whose keys, tables, selection and attention are the host's while the device computes everything else
+(LFPS as its paper runs it, section 3; docs/tiers.md).
+
+At each layer the rows' queries, keys and values go down and results with their log-sum-exps come up, nothing else. The
+device keeps each sequence's first keys, attends them meanwhile, and merges. What the CPU can know of a layer before
+its queries are there, the candidates that score tables name, it finds while the device computes them. A step of several
+such rows runs as two sub-batches that take turns: while the CPU attends one, the device computes the other's next
+layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from saccade.engine.host_calls import RequestRows, Setting
+from saccade.engine.host_rows import FixedPlans, JoinedRows
+from saccade.engine.hosted_memory import HostedMemory, first_of, lives_on_host
+from saccade.engine.memory import SequenceMemory
+from saccade.kv.blocks import BlockManager
+from saccade.kv.host import HostTier
+from saccade.kv.tier import LostKV, TierCounts, TierFull
+from saccade.methods.base import Method
+from saccade.methods.policy import Policy
+from saccade.models.interface import LayerAttention
+from saccade.ops import cpu_rows
+from saccade.ops.down import Lane
+from saccade.ops.merge import merge_state
+from saccade.ops.reference import logits
+from saccade.selection.pieces import read_blocks
+
+
+def goes_to_host(pool: BlockManager, policy: Policy) -> bool:
+    """Whether decode rows under ``policy`` leave the device: their method follows its keys, and what lies in host
+    memory is attended there."""
+    tier = None if pool.tiers is None else pool.tiers.tier
+    if not isinstance(tier, HostTier) or tier.compute.mode != "host":
+        return False
+    return policy.decode.follows_kv and cpu_rows.stores(tier.k, "auto")
+
+
+class Hosting:
+    """Moves sequences to the host and back, for the steps of one worker. ``most_parts``: a step of theirs alone is cut
+    into at most so many sub-batches, so that the device computes one while the CPU attends another."""
+
+    def __init__(self, setting: Setting, plans: FixedPlans) -> None:
+        self._setting, self._plans = replace(setting, backend="auto", fa4=False), plans
+        self._lanes: list[Lane] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self.most_parts: int | None = None  # None: by the device
+
+    def gather(self, rows: Sequence[RequestRows], cut: bool) -> list[HostedRows]:
+        """Those of ``rows`` that decode there in this step, in sub-batches where it may be ``cut``. Their sequences
+        live there from now on; the others', if any did, live on the device."""
+        found: list[tuple[RequestRows, HostedMemory]] = []
+        for one in rows:
+            pool = one.memory.kv.pool
+            if not one.decodes or one.drafted or not goes_to_host(pool, one.scheduled.policy):
+                continue
+            try:
+                found.append((one, lives_on_host(one.memory, partial(self._opened, one.method))))
+            except TierFull as error:
+                one.result.note(f"decode: the device served steps: {error}")
+            except LostKV as error:
+                one.failed(0, error)
+        if not found:
+            return []
+        device = found[0][0].memory.kv.pool.storage.device
+        most = self.most_parts or (2 if device.type == "cuda" else 1)
+        cut = cut and len(found) == len(rows) and self._setting.watch.idle
+        some = _halves(found) if cut and most > 1 else [found]
+        while len(self._lanes) < len(some):
+            self._lanes.append(Lane(device))
+        setting = replace(self._setting, threads=self._setting.threads or torch.get_num_threads())
+        return [HostedRows(setting, self._plans, part, lane) for part, lane in zip(some, self._lanes)]
+
+    def parts(self, hosted: Sequence[HostedRows]) -> list[HostedPart]:
+        """Sub-batches, which are all rows of a pass, with a thread that attends them one after the other."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "saccade-hosted")
+        return [HostedPart(one, self._thread) for one in hosted]
+
+    def _opened(self, method: Method, memory: SequenceMemory) -> HostedMemory:
+        return HostedMemory(memory, self._plans.summarized(method))
+
+
+class HostedRows:
+    """The rows ``found`` of one step, with the memories that stand for theirs; ``requests`` says whose they are. A
+    layer of them is :meth:`send`, :meth:`foresee`, :meth:`attend`, :meth:`take`."""
+
+    def __init__(
+        self, setting: Setting, plans: FixedPlans, found: Sequence[tuple[RequestRows, HostedMemory]], lane: Lane
+    ) -> None:
+        self._setting, self._lane = setting, lane
+        self.requests = [rows for rows, _ in found]
+        self._memories = [memory for _, memory in found]
+        self._rows = [
+            RequestRows(rows.scheduled, memory, rows.results, first) for first, (rows, memory) in enumerate(found)
+        ]
+        self._joined = JoinedRows(setting, plans, self._rows, whole=self._whole)
+        self._first: tuple[Tensor, Tensor, Tensor] | None = None  # see first_of
+        self._apart = torch.zeros(len(found), 1, dtype=torch.bool, device="cpu")  # whose first keys the device attends
+        self._near: tuple[Tensor, Tensor] | None = None
+        self._heads = self._down = 0
+        self._result: tuple[Tensor, Tensor | None]
+
+    def send(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
+        """Begin to bring the rows' queries, keys and values down, and launch what the device attends of them."""
+        self._heads, self._down = q.shape[0], self._lane.send(q, k, v)
+        if layer == 0:
+            self._joined.settle_fixed(q.new_empty(q.shape, device="cpu"), spec)
+            counts = [0] * len(self._rows)
+            for number, row in self._joined.fixed:
+                counts[number] = 0 if row.state is None else row.state.apart
+            self._first = first_of(self._memories, counts) if any(counts) else None
+            self._apart = torch.tensor(counts, device="cpu")[:, None] > 0
+        self._near = None if self._first is None else _attend_first(q, *self._first, layer, spec)
+
+    def foresee(self, layer: int) -> None:
+        """Find what is known of the rows' candidates before their queries are here."""
+        if self._joined.fixed:
+            self._joined.planned.foresee(layer, self._heads, self._setting.threads)
+
+    def attend(self, layer: int, spec: LayerAttention) -> None:
+        """Attend on the CPU, once the queries are here."""
+        q, k, v = self._lane.wait()
+        heads, count, width = q.shape
+        out = self._lane.room("out", (count, heads, width), q.dtype)
+        if self._joined.chosen:
+            out.zero_()  # rows that fail leave nothing
+        if spec.sinks is not None:
+            spec = replace(spec, sinks=spec.sinks.cpu())
+        self._joined.run(layer, q, k, v, spec, out.transpose(0, 1))
+        lse, up = None, out.nbytes
+        if self._near is not None:
+            lse = self._lane.room("lse", (count, heads), torch.float32)
+            lse.copy_(self._joined.planned.lse).masked_fill_(~self._apart, 0.0)
+            up += lse.nbytes
+        self._result = out, lse
+        self._count(up)
+
+    def take(self) -> Tensor:
+        """The layer's result on the device: [heads, rows, head_dim]."""
+        here, lse = self._result
+        out = self._lane.up(here)
+        if self._near is not None and lse is not None:
+            out, _ = merge_state(out, self._lane.up(lse), *self._near)
+        return out.transpose(0, 1)
+
+    def _whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """See JoinedRows: with what the device has attended."""
+        if self._near is None:
+            return out, lse
+        near, there = (part.cpu() for part in self._near)
+        whole, lse = merge_state(out.transpose(0, 1), lse, near, there)  # nothing is near of rows that have all here
+        return whole.transpose(0, 1), lse
+
+    def _count(self, up: int) -> None:
+        fixed, each = {number for number, _ in self._joined.fixed}, len(self._rows)
+        for number, (rows, memory) in enumerate(zip(self._rows, self._memories)):
+            hosted, result = memory.hosted_kv, rows.result
+            if number in fixed:
+                parts = self._joined.planned.touched(number)
+            elif result.error is None:
+                parts = int(read_blocks(result.calls[-1].used, hosted.pool.format.block_size).sum())
+            else:
+                parts = 0
+            parts *= hosted.heads
+            down = self._down // each, up // each
+            hosted.attended(parts, *down)
+            result.tiers = result.tiers or TierCounts()
+            result.tiers.add(TierCounts(attended_on_host=parts, bytes_down=down[0], bytes_up=down[1]))
+            result.asked_bytes += parts * hosted.part_bytes
+
+
+class HostedPart:
+    """A sub-batch as the layer loop has it (models.interface.RowsPart), attended on ``thread``."""
+
+    def __init__(self, hosted: HostedRows, thread: ThreadPoolExecutor) -> None:
+        first, last = hosted.requests[0].first, hosted.requests[-1].first + 1
+        self._hosted, self._thread, self.rows = hosted, thread, slice(first, last)
+        self._task: Future[None] | None = None
+
+    def begin(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> None:
+        """See RowsPart."""
+        self._hosted.send(layer, q, k, v, spec)
+        self._task = self._thread.submit(self._attend, layer, spec)
+
+    def end(self, layer: int, spec: LayerAttention) -> Tensor:
+        """See RowsPart."""
+        task, self._task = self._task, None
+        assert task is not None
+        task.result()
+        return self._hosted.take()
+
+    def drop(self) -> None:
+        """See RowsPart."""
+        if self._task is not None:
+            wait([self._task])
+
+    @torch.inference_mode()  # which is each thread's own
+    def _attend(self, layer: int, spec: LayerAttention) -> None:
+        self._hosted.foresee(layer)
+        self._hosted.attend(layer, spec)
+
+
+def _halves(found: list[tuple[RequestRows, HostedMemory]]) -> list[list[tuple[RequestRows, HostedMemory]]]:
+    """Two stretches of rows with about as many keys each; one where there is one row."""
+    ends = list(itertools.accumulate(rows.scheduled.stop for rows, _ in found))
+    cut = min(range(len(ends)), key=lambda at: abs(2 * ends[at] - ends[-1])) + 1
+    cut = min(cut, len(found) - 1)
+    return [found[:cut], found[cut:]] if cut else [found]
+
+
+def _attend_first(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, layer: int, spec: LayerAttention
+) -> tuple[Tensor, Tensor]:
+    """``q`` [heads, rows, head_dim] over each row's first keys (see first_of): fp32 [rows, heads, head_dim], and their
+    log-sum-exps, fp32 [rows, heads]; (0, -inf) for rows that have none here."""
+    own = q.transpose(0, 1).unflatten(1, (k.shape[2], -1))  # [rows, kv_heads, group, head_dim]
+    scores = logits(own.float(), k[layer].float(), spec.scale, spec.softcap) + hidden[:, None, None]
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.softmax(scores, -1).masked_fill_(torch.isneginf(lse)[..., None], 0.0)
+    return (weights @ v[layer].float()).flatten(1, 2), lse.flatten(1, 2)
