@@ -218,14 +218,16 @@ def test_every_run_that_rows_come_from_is_named(made, tmp_path):
             (one.folder / "scores.jsonl").write_text("".join(rows[:5]))
         else:
             environment = {name: stored[name] for name in ("versions", "commit")}
-            stored["continued_with"] = [{**environment, "machine": {"processor": "Tortoise", "cores": 3}}]
+            stored["continued_with"] = [
+                {**environment, "machine": {"processor": "Tortoise", "cores": 3, "gpu": "Hare"}}
+            ]
         file.write_text(json.dumps(stored))
     mixed = says(made)
     assert "5 to 8 samples a length. Rows come from several runs" in mixed
     assert "2 of B: saccade" in mixed
     assert "at abcdef012345 with changes" in mixed
     assert "1 of B: saccade" in mixed
-    assert "Tortoise, 3 cores" in mixed
+    assert "; Hare (Tortoise, 3 cores)" in mixed
     assert f"{len(made) - 2} of B: saccade" in mixed
 
 
@@ -373,5 +375,5 @@ def test_a_search_begins_where_another_board_ended(made, tmp_path):
 @pytest.mark.parametrize("text", ["[]", '{"rows": 3}', '{"rows": [{"lengths": {"x": {}}}]}', "{"])
 def test_a_file_that_is_no_board_is_refused(text, tmp_path):
     (tmp_path / "board.json").write_text(text)
-    with pytest.raises(RequestError, match="board.json"):
+    with pytest.raises(RequestError, match=r"board\.json"):
         settings([tmp_path / "board.json"])
