@@ -1,4 +1,4 @@
-"""What summaries of blocks find of exact top-k's keys: the table of docs/claims-decode.md, LFPS.
+"""What summaries of blocks find of exact top-k's keys: the table of docs/results/claims-decode.md, LFPS.
 
 ``python benchmarks/block_summaries.py [task] [length]`` answers one sample of the suite densely, its question in decode
 steps, and looks at every sixth of them: of the k heaviest keys (128, or 2 % of the context; sinks and the last six left

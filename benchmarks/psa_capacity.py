@@ -8,7 +8,7 @@ times a decoding iteration, as the paper states both, and the median request wai
 in chunks of the size that serves it best. No model runs: an iteration takes what its bytes and operations take on the
 paper's machine (A100 of 40 GB, PCIe 4), by the shares of peak below. ``dense`` keeps whole sequences on the GPU; the
 others keep KV in host memory and admit by what one iteration reads. What they read for 98 % of dense accuracy is
-measured on the reference model (docs/claims-decode.md, protocol A), or as the paper says (``paper``); hits as
+measured on the reference model (docs/results/claims-decode.md, protocol A), or as the paper says (``paper``); hits as
 benchmarks/tier_traces.py finds them.
 """
 

@@ -247,7 +247,7 @@ def main() -> None:
         "--room", type=float, default=2, help="requests of mean length that memory holds, the longest one at least"
     )
     parser.add_argument("--psa", default="psa(epsilon=0.75)")
-    parser.add_argument("--arkvale", help="by default with 1.2 times the keys of psa (docs/claims-decode.md)")
+    parser.add_argument("--arkvale", help="by default with 1.2 times the keys of psa (docs/results/claims-decode.md)")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="processor")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", help="systems, by their first word")

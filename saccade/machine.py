@@ -162,6 +162,13 @@ def total_bytes() -> int:
         return 4 << 30
 
 
+def gpu_name(device: str) -> str | None:
+    """The name of the GPU that ``device`` is, None for a CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
+
+
 def processor() -> str:
     """The processor's name."""
     try:

@@ -16,13 +16,14 @@ from tiny_models import one_thread  # noqa: F401 - a fixture
 
 from saccade.cli.main import main
 from saccade.engine.config import EngineConfig
+from saccade.errors import RequestError
 from saccade.eval.board import grid as grids
 from saccade.eval.board.entries import ENTRIES, EXCLUDED, KINDS
-from saccade.eval.board.kept import joined, keep
+from saccade.eval.board.kept import joined, keep, settings
 from saccade.eval.board.matching import PROBES, SEARCHED, Point, at_equal, distance, nearest
 from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
-from saccade.eval.board.play import Placed, Play, jobs, play, prepare_data
+from saccade.eval.board.play import Placed, Play, _known, jobs, play, prepare_data
 from saccade.eval.board.rows import BY_NAME, equal_bytes, equal_recall, fold
 from saccade.eval.setting import load
 from saccade.methods.registry import AROUND, METHODS, MODIFIERS
@@ -217,14 +218,16 @@ def test_every_run_that_rows_come_from_is_named(made, tmp_path):
             (one.folder / "scores.jsonl").write_text("".join(rows[:5]))
         else:
             environment = {name: stored[name] for name in ("versions", "commit")}
-            stored["continued_with"] = [{**environment, "machine": {"processor": "Tortoise", "cores": 3}}]
+            stored["continued_with"] = [
+                {**environment, "machine": {"processor": "Tortoise", "cores": 3, "gpu": "Hare"}}
+            ]
         file.write_text(json.dumps(stored))
     mixed = says(made)
     assert "5 to 8 samples a length. Rows come from several runs" in mixed
     assert "2 of B: saccade" in mixed
     assert "at abcdef012345 with changes" in mixed
     assert "1 of B: saccade" in mixed
-    assert "Tortoise, 3 cores" in mixed
+    assert "; Hare (Tortoise, 3 cores)" in mixed
     assert f"{len(made) - 2} of B: saccade" in mixed
 
 
@@ -341,3 +344,36 @@ def test_bad_arguments_are_one_line(tmp_path, capsys, words, says):
     assert run("eval", "board", *words, "--out", tmp_path / "out") == 2
     assert re.search(says, capsys.readouterr().err)
     assert not (tmp_path / "out" / "results").exists()
+
+
+def test_a_search_begins_where_another_board_ended(made, tmp_path):
+    """In the same protocol first, in the other one otherwise; what no dial has is left alone."""
+    board = write_board(made, GRID, tmp_path)[1]
+    known = settings([board, board])
+    assert known == {
+        (one.name, one.protocol, one.length, one.budget): one.policy for one in made if one.budget is not None
+    }
+    for job in jobs(grids.FIXED.changed(lengths=[2048]), {2048: board}):
+        if job.entry is None or job.entry.dial is None:
+            continue
+        values = job.entry.dial.values(2048)
+        other = "D" if job.protocol == "B" else "B"
+
+        def at(job=job, values=values, **texts: str) -> int | None:
+            like = {(job.entry.name, letter, 2048, 0.25): text for letter, text in texts.items()}
+            return _known(job.entry, job, 0.25, values, Play(GRID, EngineConfig(), tmp_path, like=like))
+
+        own = job.entry.policy(job.protocol, 0.25, values[3]).text
+        assert at(**{job.protocol: own}) == 3
+        assert at(**{job.protocol: "quest(budget=7)"}) is None
+        if job.entry.serves(other):
+            theirs = job.entry.policy(other, 0.25, values[5]).text
+            assert at(**{other: theirs}) == 5
+            assert at(**{other: theirs, job.protocol: own}) == 3
+
+
+@pytest.mark.parametrize("text", ["[]", '{"rows": 3}', '{"rows": [{"lengths": {"x": {}}}]}', "{"])
+def test_a_file_that_is_no_board_is_refused(text, tmp_path):
+    (tmp_path / "board.json").write_text(text)
+    with pytest.raises(RequestError, match=r"board\.json"):
+        settings([tmp_path / "board.json"])

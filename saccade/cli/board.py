@@ -55,6 +55,10 @@ def board(
     mix: Annotated[
         bool, typer.Option("--mix", help="Continue results that other versions, commits or machines began.")
     ] = False,
+    like: Annotated[
+        list[Path] | None,
+        typer.Option("--like", help="A board.json: each dial is first set as it was there, which saves its search."),
+    ] = None,
     join: Annotated[
         list[Path] | None,
         typer.Option("--join", help="Run nothing: one page of what the boards in these folders finished."),
@@ -93,7 +97,7 @@ def board(
     grid = base.changed(budget, length, protocol, samples, task, recall, method)
     data = play.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
-    what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together)
+    what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together, kept.settings(like or ()))
     todo = play.jobs(grid, data)
 
     def note(text: str) -> None:

@@ -98,7 +98,7 @@ def configuration(data: Path, llm: LLM, model: EngineConfig, setting: Setting) -
             "sha256": _data_hash(data),
             **{key: described.get(key) for key in ("name", "seed", "sources")},
         },
-        **environment(),
+        **environment(str(llm.model.device)),
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from saccade.eval.samples import Turn
@@ -45,20 +47,25 @@ def render(tokenizer: Any, history: Sequence[Exchange], turn: Turn) -> Prompt:
     """
     before, after = turn.split()
     if tokenizer.has_chat_template and turn.meta.get("chat", True):
-        said = [
-            message
-            for exchange in history
-            for message in (
-                {"role": "user", "content": exchange.message},
-                {"role": "assistant", "content": exchange.answer},
-            )
-        ]
-        ids = tokenizer.apply_chat_template([*said, {"role": "user", "content": before + after}])
+        said = [one for exchange in history for one in (("user", exchange.message), ("assistant", exchange.answer))]
+        ids = list(_chat_ids(tokenizer, (*said, ("user", before + after))))
         ids += tokenizer.encode(turn.prefix, add_special_tokens=False) if turn.prefix else []
-        context = tokenizer.apply_chat_template([*said, {"role": "user", "content": before}])
+        context = _chat_ids(tokenizer, (*said, ("user", before)))
     else:
         text = "".join(f"{exchange.message}{exchange.answer}\n" for exchange in history)
-        ids = tokenizer.encode(text + before + after + turn.prefix)
-        context = tokenizer.encode(text + before)
+        ids = list(_text_ids(tokenizer, text + before + after + turn.prefix))
+        context = _text_ids(tokenizer, text + before)
     cut = next((at for at, (one, other) in enumerate(zip(ids, context)) if one != other), min(len(ids), len(context)))
     return Prompt(ids, min(cut, len(ids) - 1), after == turn.question)
+
+
+# A board asks the same samples under hundreds of settings, and a long context takes longer to encode than a GPU takes
+# to answer about it. Four bytes a token are kept: 512 contexts of 16K tokens are 32 MiB, and their texts.
+@lru_cache(512)
+def _chat_ids(tokenizer: Any, messages: tuple[tuple[str, str], ...]) -> array[int]:
+    return array("i", tokenizer.apply_chat_template([{"role": role, "content": said} for role, said in messages]))
+
+
+@lru_cache(512)
+def _text_ids(tokenizer: Any, text: str) -> array[int]:
+    return array("i", tokenizer.encode(text))

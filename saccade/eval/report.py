@@ -15,7 +15,7 @@ import jinja2
 
 from saccade.eval import figures, plots
 from saccade.eval.multiturn.sets import SCORED
-from saccade.eval.results import ENVIRONMENT, MIXED
+from saccade.eval.results import ENVIRONMENT, MIXED, machine_name
 from saccade.eval.summary import Cell, Group, Run, load_groups, position_scores
 from saccade.eval.tables import OVERALL, PER_TASK, Line, to_csv, to_markdown
 from saccade.files import write_text
@@ -178,14 +178,14 @@ def _section(group: Group) -> dict[str, Any]:
 
 def _about(group: Group) -> str:
     config = group.head.config
-    model, versions, machine = config["model"], config["versions"], config["machine"]
+    model, versions = config["model"], config["versions"]
     commit, _, changed = (config["commit"] or "no commit").partition("+")
     commit = commit[:12] + (" with changes" if changed else "")
     return (
         f"{len(group.head.tasks)} tasks at {', '.join(map(str, group.head.lengths))} tokens, "
         f"{len(group.head.rows)} samples; data {config['data']['sha256'][:12]}, "
         f"weights {model['weights_sha256'][:12]}, {model['dtype']}; saccade {versions['saccade']} at {commit}, torch "
-        f"{versions['torch']}, Python {versions['python']}; {machine['processor']}, {machine['cores']} cores."
+        f"{versions['torch']}, Python {versions['python']}; {machine_name(config['machine'])}."
     ) + (f" {SCORED}" if any(task.startswith("mtlb:") for task in group.head.tasks) else "")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from saccade import __version__
 from saccade.errors import RequestError
 from saccade.files import write_text
-from saccade.machine import processor, show_bytes, total_bytes
+from saccade.machine import gpu_name, processor, show_bytes, total_bytes
 
 CONFIG, PREDICTIONS, TIMINGS, SCORES = "config.json", "predictions.jsonl", "timings.jsonl", "scores.jsonl"
 MIXED = "continued_with"  # environments that a folder was continued in, although they differ
@@ -153,10 +153,11 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=1)
-def environment() -> dict[str, Any]:
-    """Versions, git commit of this package if it lies in a checkout, and the machine; as this process began, since that
-    is the code it runs."""
+@lru_cache
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions, git commit of this package if it lies in a checkout, and the machine, with its GPU where the model is
+    on one; as this process began, since that is the code it runs."""
+    gpu = gpu_name(device)
     return {
         "versions": {
             "python": platform.python_version(),
@@ -164,8 +165,17 @@ def environment() -> dict[str, Any]:
             **{name: _version(name) for name in ("torch", "transformers")},
         },
         "commit": _commit(),
-        "machine": {"processor": processor(), "cores": os.cpu_count(), "memory": show_bytes(total_bytes())},
+        "machine": {
+            **{"processor": processor(), "cores": os.cpu_count(), "memory": show_bytes(total_bytes())},
+            **({"gpu": gpu} if gpu else {}),
+        },
     }
+
+
+def machine_name(machine: Mapping[str, Any]) -> str:
+    """What ``environment`` says of a machine, for readers; its GPU first, where a model was on one."""
+    host = f"{machine['processor']}, {machine['cores']} cores"
+    return f"{machine['gpu']} ({host})" if machine.get("gpu") else host
 
 
 def _version(package: str) -> str | None:

@@ -32,6 +32,22 @@ def keep(out: Path, placed: Sequence[Placed], todo: Sequence[Job], grid: Grid, c
     )
 
 
+def settings(files: Sequence[Path]) -> dict[tuple[str, str, int, float], str]:
+    """(name, protocol, length, budget) -> the policy that a board.json of ``files`` has there; the first file that has
+    one counts. RequestError for a file that is no board.json."""
+    found: dict[tuple[str, str, int, float], str] = {}
+    for file in files:
+        board = read_json(file)
+        try:
+            for row in board["rows"]:
+                for length, cell in row["lengths"].items():
+                    if row["budget"] is not None:
+                        found.setdefault((row["method"], row["protocol"], int(length), row["budget"]), cell["policy"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RequestError(f"{file} is not the board.json of saccade eval board: {error!r}") from error
+    return found
+
+
 def joined(folders: Sequence[Path]) -> tuple[list[Placed], Grid, int, str]:
     """(what the boards of ``folders`` placed, the grid they span, how many settings none of them finished, their
     commands). Where two finished the same, the first counts. RequestError for a folder that holds no board."""

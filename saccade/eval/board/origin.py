@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.eval.board.play import Placed
-from saccade.eval.results import ENVIRONMENT, MIXED
+from saccade.eval.results import ENVIRONMENT, MIXED, machine_name
 from saccade.eval.summary import Run
 
 
@@ -55,10 +55,9 @@ def _environments(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _said(environment: dict[str, Any]) -> str:
-    versions, machine = environment["versions"], environment["machine"]
+    versions = environment["versions"]
     commit, _, changed = (environment["commit"] or "no commit").partition("+")
     commit = commit[:12] + (" with changes" if changed else "")
     return (
-        f"saccade {versions['saccade']} at {commit}, torch {versions['torch']}; {machine['processor']}, "
-        f"{machine['cores']} cores"
+        f"saccade {versions['saccade']} at {commit}, torch {versions['torch']}; {machine_name(environment['machine'])}"
     )

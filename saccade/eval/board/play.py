@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from saccade.engine.config import EngineConfig
 from saccade.errors import SaccadeError
 from saccade.eval.board.entries import Entry
-from saccade.eval.board.grid import Grid
+from saccade.eval.board.grid import PROTOCOLS, Grid
 from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
@@ -59,7 +59,8 @@ class Placed:
 @dataclass(frozen=True)
 class Play:
     """What every job needs, as plain data that pickles. ``until``: when no more is begun, on ``monotonic``'s clock.
-    ``together``: samples that a model answers at once."""
+    ``together``: samples that a model answers at once. ``like``: (name, protocol, length, budget) -> the policy that
+    another board has there, with which a search begins."""
 
     grid: Grid
     model: EngineConfig
@@ -68,6 +69,7 @@ class Play:
     limit: int | None = None
     until: float | None = None
     together: int = 1
+    like: Mapping[tuple[str, str, int, float], str] = field(default_factory=dict)
 
     @property
     def late(self) -> bool:
@@ -152,9 +154,11 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
                     seen[at] = _density(run, entry.phase)
                 return seen[at]
 
-            first = entry.dial.first(budget, job.length)
-            if entry.dial.guess is None and seen:
+            first = _known(entry, job, budget, values, play)
+            if first is None and entry.dial.guess is None and seen:
                 first = min(seen, key=lambda at: distance(seen[at], budget))
+            if first is None:
+                first = entry.dial.first(budget, job.length)
             try:
                 found = nearest(len(values), measure, budget, first, entry.dial.step)
                 policy = policies[found.at]
@@ -163,6 +167,17 @@ def _run(llm: LLM, job: Job, play: Play) -> Iterator[Placed]:
                 yield placed(policies[first].text, budget, None, " ".join(str(error).split()))
     except _Late:
         return
+
+
+def _known(entry: Entry, job: Job, budget: float, values: Sequence[str], play: Play) -> int | None:
+    """The number of the setting that another board has for this budget, in this protocol or the other."""
+    for letter in sorted(PROTOCOLS, key=lambda one: one != job.protocol):
+        text = play.like.get((entry.name, letter, job.length, budget))
+        if text is not None and entry.serves(letter):
+            texts = [entry.policy(letter, budget, value).text for value in values]
+            if text in texts:
+                return texts.index(text)
+    return None
 
 
 def _answer(llm: LLM, job: Job, play: Play, policy: Policy, probe: bool = False) -> Path:

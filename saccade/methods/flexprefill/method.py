@@ -5,7 +5,7 @@ gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorith
 * a vertical-slash head reads the columns and the distances of cumulative mass >= gamma, token by token (Alg. 3).
   ``lines="block"`` counts key blocks and groups of ``block_size`` distances instead, for a kernel that reads blocks: to
   hold gamma a few heavy blocks suffice where it takes many single tokens, so rows that nobody looked at lose more
-  (docs/claims-prefill.md). ``lines="auto"`` takes blocks on a GPU, where single lines cost more than they spare
+  (docs/results/claims-prefill.md). ``lines="auto"`` takes blocks on a GPU, where single lines cost more than they spare
   (docs/performance-gpu.md), and tokens elsewhere. A group of distances straddles two block diagonals, and both are
   taken, so the blocks cover the lines;
 * a query-aware head reads the block pairs of cumulative pooled mass >= gamma (Alg. 4), which promises nothing to a

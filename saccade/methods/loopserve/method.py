@@ -12,8 +12,8 @@ where the paper is silent or cannot be run as printed:
 * the sample's size is not given: ``samples`` rows, drawn anew for every layer and chunk from ``seed`` and their place
   alone, the same for all heads of a layer;
 * the chunk's ``last_rows`` are looked at too. alpha is a mean over rows: of 4096 it may lose 20 whole ones, and chance
-  leaves out most of a question's few, the very rows that look for the answer (docs/claims-prefill.md). ``samples=256,
-  last_rows=0`` samples as the paper says;
+  leaves out most of a question's few, the very rows that look for the answer (docs/results/claims-prefill.md).
+  ``samples=256, last_rows=0`` samples as the paper says;
 * a GPU takes lines in rounds (rounds.py): one after another is a chain as long as the list. ``take="line"`` has them
   one by one there too, ``take="round"`` in rounds everywhere;
 * 6.1.4 prints alpha = 0.955, but its own study calls 0.99 to 1 best: the default is 0.995.
