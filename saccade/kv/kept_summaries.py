@@ -47,8 +47,7 @@ class KeptSummaries:
         if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
             if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
-                more = self.filled if self.filled < MANY else self.filled // 8  # what memory has room for is counted
-                self._grow(max(full, self.filled + more, 16), fresh)
+                self._grow(self._ahead(full), fresh)
             self.buffer[self.filled : full] = fresh
             self.filled = full
         return self.buffer[:full]
@@ -59,6 +58,13 @@ class KeptSummaries:
         if blocks > self.buffer.shape[0]:
             self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
         return self.buffer
+
+    def reserve(self, blocks: int) -> bool:
+        """Have room for ``blocks``, of a buffer that there is; whether another one took its place."""
+        if blocks <= self.buffer.shape[0]:
+            return False
+        self._grow(self._ahead(blocks), self.buffer)
+        return True
 
     def extend(self, made: Tensor) -> None:
         """Take over summaries of the blocks that follow those there are."""
@@ -83,6 +89,11 @@ class KeptSummaries:
             other._codes = self._codes.fork()
             other._codes.truncate(filled)
         return other
+
+    def _ahead(self, blocks: int) -> int:
+        """Room to make where there must be some for ``blocks``."""
+        more = self.filled if self.filled < MANY else self.filled // 8  # what memory has room for is counted
+        return max(blocks, self.filled + more, 16)
 
     def _grow(self, blocks: int, like: Tensor) -> None:
         grown = like.new_empty(blocks, *like.shape[1:])

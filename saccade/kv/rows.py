@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +30,14 @@ class RowMover(Protocol):
     def summarize(self, paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
         """Summaries of full blocks ``first .. last - 1`` (see summaries.py), in the keys' dtype; None where torch is to
         make them."""
+
+    def fill_summaries(
+        self, pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+    ) -> bool:
+        """Write the summaries of full blocks ``first .. last - 1`` of all layers to their places in ``out``, each
+        layer's [>= last, parts, kv_heads, head_dim], contiguous. ``pool`` are a storage's two, ``tables`` int32
+        [layers, kv_heads or 1, >= blocks] the slots of a sequence. False, writing nothing, where they are to be made
+        layer by layer."""
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
@@ -77,3 +86,10 @@ def copy_blocks(source: Blocks, which: Tensor, target: Blocks, where: Tensor) ->
 def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
     """See RowMover."""
     return None
+
+
+def fill_summaries(
+    pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+) -> bool:
+    """See RowMover."""
+    return False

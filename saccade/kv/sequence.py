@@ -189,7 +189,8 @@ class SequenceKV:
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        return self._known.full(self._plain_view, kind, block_size, self.length)
+        fill = None if self.pool.absent else self._fill
+        return self._known.full(self._plain_view, kind, block_size, self.length, fill)
 
     def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
         """See SequenceSummaries.codes."""
@@ -374,6 +375,14 @@ class SequenceKV:
 
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
         return self._known.of(self._plain_view, layer, kind, block_size)
+
+    def _fill(self, kind: str, block_size: int, first: int, last: int, out: list[Tensor]) -> bool:
+        """See RowMover.fill_summaries."""
+        storage = self.pool.storage
+        if not storage.k.is_cpu:
+            return False
+        pools = storage.k, storage.v
+        return storage.mover.fill_summaries(pools, self.tables, kind, block_size, first, last, out)
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length
