@@ -17,8 +17,8 @@ namespace saccade {
 namespace {
 
 enum class Kind : int { cuboid = 0, minmax = 1, mean = 2, moments = 3 };
-constexpr int64_t kRun = 16;        // rows that are summed before they join the sum of those before them
-constexpr int64_t kMostRows = 256;  // of a block: with more, torch sums runs of runs
+constexpr int64_t kRun = 16;        // rows that are summed before they join the sum of those before them, as by torch
+constexpr int64_t kMostRows = 256;  // of a block
 
 // Blocks first .. last - 1 of `size` keys, or of values, of every layer, whose tables lie `layer_stride` entries apart.
 struct Summaries {
@@ -29,12 +29,23 @@ struct Summaries {
     int threads;
 };
 
+// The same of plain rows [heads, blocks * size, head_dim]: out [blocks, parts, heads, head_dim].
+struct RowSummaries {
+    Kind kind;
+    Storage storage, out_storage;
+    const void* rows;
+    void* out;
+    int64_t size, blocks, heads, head_dim;
+    int threads;
+};
+
+int64_t parts_of(Kind kind) { return kind == Kind::mean ? 1 : 2; }
+
 struct Job {
     const Summaries& s;
     const Pool& pool;
     const BlockTable& table;
     const std::vector<uintptr_t>& out;
-    int64_t parts() const { return s.kind == Kind::mean ? 1 : 2; }
 };
 
 // The mean over `rows` rows of x [rows, d].
@@ -54,18 +65,9 @@ void widen(const uint16_t* __restrict from, int64_t d, float* __restrict to) {
     for (int64_t c = 0; c < d; ++c) to[c] = from_half(from[c]);
 }
 
-// The rows of one block and KV head at one layer, as fp32.
-void load(const Job& job, int64_t layer, int64_t block, int64_t head, float* x) {
-    const Pool& p = job.pool;
-    const int32_t* table = job.table.table + layer * job.s.layer_stride + head * job.table.table_head_stride;
-    const void* pool = job.s.of_values ? p.v_pool : p.k_pool;
-    for (int64_t i = 0; i < job.s.size; ++i) {
-        const int64_t at = block * job.s.size + i, slot = table[at / p.page];
-        const int64_t from = ((slot * p.kv_heads + head) * p.page + at % p.page) * p.head_dim;
-        float* to = x + i * p.head_dim;
-        if (p.storage == Storage::fp32) std::memcpy(to, static_cast<const float*>(pool) + from, p.head_dim * sizeof *to);
-        else widen(static_cast<const uint16_t*>(pool) + from, p.head_dim, to);
-    }
+void load_row(const void* pool, Storage storage, int64_t from, int64_t d, float* to) {
+    if (storage == Storage::fp32) std::memcpy(to, static_cast<const float*>(pool) + from, d * sizeof *to);
+    else widen(static_cast<const uint16_t*>(pool) + from, d, to);
 }
 
 // As torch has them: not a number where a key is none. Loops without branches, which compilers turn into vectors.
@@ -113,25 +115,51 @@ void summarize(Kind kind, float* x, int64_t rows, int64_t d, float* spare, float
     }
 }
 
+// One block of one KV head, whose row i begins at at(i) of `rows`; part p is written to out + p * stride.
+template <class At>
+void summarize_rows_of(Kind kind, const void* rows, Storage storage, int64_t size, int64_t d, void* out,
+                       Storage out_storage, int64_t first, int64_t stride, const At& at) {
+    auto* x = static_cast<float*>(thread_scratch((size + 4) * d * sizeof(float)));
+    float *spare = x + size * d, *parts = spare + 2 * d;
+    for (int64_t i = 0; i < size; ++i) load_row(rows, storage, at(i), d, x + i * d);
+    summarize(kind, x, size, d, spare, parts);
+    for (int64_t part = 0; part < parts_of(kind); ++part) {
+        const float* from = parts + part * d;
+        const int64_t to = first + part * stride;
+        if (out_storage == Storage::fp32) std::copy(from, from + d, static_cast<float*>(out) + to);
+        else
+            for (int64_t c = 0; c < d; ++c) static_cast<uint16_t*>(out)[to + c] = to_half(from[c]);
+    }
+}
+
 void summarize_block(const Job& job, int64_t index) {
     const Pool& p = job.pool;
     const int64_t blocks = job.s.last - job.s.first, layer = index / blocks, block = job.s.first + index % blocks;
-    const int64_t d = p.head_dim, count = job.parts();
-    auto* x = static_cast<float*>(thread_scratch((job.s.size + 4) * d * sizeof(float)));
-    float *spare = x + job.s.size * d, *parts = spare + 2 * d;
+    const int64_t d = p.head_dim, each = p.kv_heads * d, count = parts_of(job.s.kind);
     for (int64_t head = 0; head < p.kv_heads; ++head) {
-        load(job, layer, block, head, x);
-        summarize(job.s.kind, x, job.s.size, d, spare, parts);
-        for (int64_t part = 0; part < count; ++part) {
-            const int64_t at = ((block * count + part) * p.kv_heads + head) * d;
-            if (job.s.out_storage == Storage::fp32) {
-                std::copy(parts + part * d, parts + (part + 1) * d, reinterpret_cast<float*>(job.out[layer]) + at);
-                continue;
-            }
-            auto* to = reinterpret_cast<uint16_t*>(job.out[layer]) + at;
-            for (int64_t c = 0; c < d; ++c) to[c] = to_half(parts[part * d + c]);
-        }
+        const int32_t* table = job.table.table + layer * job.s.layer_stride + head * job.table.table_head_stride;
+        summarize_rows_of(job.s.kind, job.s.of_values ? p.v_pool : p.k_pool, p.storage, job.s.size, d,
+                          reinterpret_cast<void*>(job.out[layer]), job.s.out_storage, block * count * each + head * d, each,
+                          [&](int64_t i) {
+                              const int64_t key = block * job.s.size + i, slot = table[key / p.page];
+                              return ((slot * p.kv_heads + head) * p.page + key % p.page) * d;
+                          });
     }
+}
+
+void summarize_plain(const RowSummaries& r) {
+    constexpr int64_t kPiece = 1 << 17;  // values
+    nb::gil_scoped_release release;
+    parallel_for(
+        r.blocks * r.heads, worth(r.blocks * r.heads * r.size * r.head_dim, kPiece, r.threads),
+        [](void* context, int64_t index) {
+            const RowSummaries& r = *static_cast<const RowSummaries*>(context);
+            const int64_t head = index / r.blocks, block = index % r.blocks, d = r.head_dim;
+            summarize_rows_of(r.kind, r.rows, r.storage, r.size, d, r.out, r.out_storage,
+                              (block * parts_of(r.kind) * r.heads + head) * d, r.heads * d,
+                              [&](int64_t i) { return ((head * r.blocks + block) * r.size + i) * d; });
+        },
+        const_cast<RowSummaries*>(&r));
 }
 
 // `out`: each layer's summaries [>= last, parts, kv_heads, head_dim].
@@ -165,7 +193,16 @@ void bind_summaries(nb::module_& m) {
          field<&Summaries::size>("size").within(1, kMostRows), field<&Summaries::first>("first"),
          field<&Summaries::last>("last"), field<&Summaries::layers>("layers").at_least(1),
          field<&Summaries::layer_stride>("layer_stride")});
+    bind_struct<RowSummaries>(
+        m, "RowSummaries",
+        {field<&RowSummaries::threads>("threads").at_least(1), field<&RowSummaries::kind>("kind").within(0, 3),
+         field<&RowSummaries::storage>("storage").within(0, 1),
+         field<&RowSummaries::out_storage>("out_storage").within(0, 1),
+         field<&RowSummaries::rows>("rows").or_null(), field<&RowSummaries::out>("out").or_null(),
+         field<&RowSummaries::size>("size").within(1, kMostRows), field<&RowSummaries::blocks>("blocks"),
+         field<&RowSummaries::heads>("heads").at_least(1), field<&RowSummaries::head_dim>("head_dim").at_least(1)});
     m.def("summarize_blocks", &summarize_blocks);
+    m.def("summarize_rows", &summarize_plain);
 }
 
 }  // namespace saccade

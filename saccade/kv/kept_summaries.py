@@ -7,7 +7,7 @@ from torch import Tensor
 
 from saccade.kv.block_codes import KINDS as CODED
 from saccade.kv.block_codes import LEAST_BLOCKS, BlockCodes
-from saccade.kv.summaries import summarize_view
+from saccade.kv.summaries import PARTS, kept_dtype, summarize_view
 from saccade.kv.view import KVView
 
 MANY = 4096  # blocks from which room is made for an eighth as many more, not for twice as many
@@ -59,11 +59,12 @@ class KeptSummaries:
             self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
         return self.buffer
 
-    def reserve(self, blocks: int) -> bool:
-        """Have room for ``blocks``, of a buffer that there is; whether another one took its place."""
-        if blocks <= self.buffer.shape[0]:
+    def reserve(self, blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Have room on the CPU for ``blocks``, of keys of ``dtype``; whether another buffer took its place."""
+        if self.buffer.dim() > 1 and blocks <= self.buffer.shape[0]:
             return False
-        self._grow(self._ahead(blocks), self.buffer)
+        shape = (PARTS[self.kind], kv_heads, head_dim)
+        self._grow(self._ahead(blocks), torch.empty(0, *shape, dtype=kept_dtype(self.kind, dtype), device="cpu"))
         return True
 
     def extend(self, made: Tensor) -> None:

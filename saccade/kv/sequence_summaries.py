@@ -12,7 +12,7 @@ from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.view import KVView
 
 View = Callable[[int], KVView]
-Fill = Callable[[str, int, int, int, list[Tensor]], bool]  # RowMover.fill_summaries of a sequence
+Fill = Callable[[list[KeptSummaries], int], bool]  # up to so many blocks, of layers that have equally many
 
 
 class SequenceSummaries:
@@ -38,19 +38,16 @@ class SequenceSummaries:
 
     def full(self, view: View, kind: str, block_size: int, length: int, fill: Fill | None = None) -> list[Tensor]:
         """Each layer's summaries of the full blocks of ``length`` tokens: [>= blocks, parts, kv_heads, head_dim].
-        ``fill`` makes those that are wanting in all layers at once, if it can."""
+        ``fill`` makes what is wanting in all layers at once, or says that it cannot."""
         kept, full = self._kept(kind, block_size), length // block_size
         if kept[0].buffer.dim() > 1 and min([one.filled for one in kept]) >= full:
             return [one.buffer for one in kept]
-        first = kept[0].filled
-        if fill is not None and first > 0 and all(one.filled == first for one in kept):
-            for one in kept:
-                self.version += one.reserve(full)
-            if fill(kind, block_size, first, full, [one.buffer for one in kept]):
-                for one in kept:
-                    one.filled = full
-        for layer in range(self._layers if kept[0].filled < full or first == 0 else 0):
-            self.of(view, layer, kind, block_size)
+        before = kept[0].buffer
+        if fill is not None and len({one.filled for one in kept}) == 1 and fill(kept, full):
+            self.version += kept[0].buffer is not before
+        else:
+            for layer in range(self._layers):
+                self.of(view, layer, kind, block_size)
         return [one.buffer for one in kept]
 
     def codes(self, kind: str, block_size: int) -> list[BlockCodes]:
