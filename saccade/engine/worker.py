@@ -161,7 +161,8 @@ class Worker:
             ahead=context.ahead_rows(),
             inputs=context.input_rows(),
         ).cpu()  # sampling draws on the CPU
-        likeliest = _likeliest(logits) if [one for one in step.scheduled if one.greedy] else []
+        many = sum(one.greedy for one in step.scheduled) > 1
+        likeliest = _likeliest(logits) if many else []
         done = 0
         for one in step.scheduled:
             rows = one.length if one.all_logits else int(one.wants_logits)
@@ -169,7 +170,7 @@ class Worker:
             if one.together:
                 for at, row in enumerate(own.rows):
                     row.logits = logits[done + at : done + at + 1]
-            elif rows == 1 and own.error is None and one.greedy and one.row is None and likeliest[done] >= 0:
+            elif many and rows == 1 and own.error is None and one.greedy and one.row is None and likeliest[done] >= 0:
                 own.tokens = [likeliest[done]]
             elif rows and own.error is None:
                 own.logits = logits[done : done + rows]
