@@ -114,4 +114,5 @@ NB_MODULE(_kernels, m) {
     saccade::bind_step(m, set);
     saccade::bind_sharing(m);
     saccade::bind_shares(m);
+    saccade::bind_summaries(m);
 }

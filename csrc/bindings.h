@@ -100,5 +100,6 @@ void bind_step(nanobind::module_& m, KernelSetClass& set);       // bindings_ste
 void bind_rows(nanobind::module_& m, KernelSetClass& set);       // bindings_rows.cpp
 void bind_sharing(nanobind::module_& m);                         // sharing.cpp
 void bind_shares(nanobind::module_& m);                          // shares.cpp
+void bind_summaries(nanobind::module_& m);                       // summaries.cpp
 
 }  // namespace saccade

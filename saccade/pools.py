@@ -13,7 +13,8 @@ from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.tier import Tier
 from saccade.machine import available_bytes, folder_and_size, parse_bytes
 from saccade.models.loader import LoadedModel
-from saccade.ops import debug, triton
+from saccade.ops import debug
+from saccade.ops.movers import row_mover
 from saccade.profiling import MemoryProfile, profile
 
 
@@ -41,7 +42,7 @@ def make_pool(
             f"kv_memory={shown(config.kv_memory)} holds {blocks} KV blocks of {per_block} bytes, but {layers} layers "
             f"need one each; give at least {layers * per_block} bytes"
         )
-    storage = KVStorage(layout, blocks, model.device, triton.row_mover(model.device))
+    storage = KVStorage(layout, blocks, model.device, row_mover(model.device))
     apart, compute = config.kv_unit == "head" and spec.kv_heads > 1, config.kv_compute
     tier: Tier
     if config.kv_host is not None and config.kv_disk is not None:

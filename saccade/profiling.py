@@ -23,7 +23,7 @@ from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.machine import available_bytes, parse_bytes, peak_bytes, reset_peak, resident_bytes, show_bytes
 from saccade.methods.policy import Policy
 from saccade.models.loader import LoadedModel
-from saccade.ops import triton
+from saccade.ops.movers import row_mover
 
 SHARE = {"cuda": 0.95, "cpu": 0.8}  # of free memory: the rest is for recorded graphs, and for other processes
 SHORT, ANSWER = 8, 6  # tokens of the prompt and of the answer of requests that only decode
@@ -69,7 +69,7 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
     free = _free(device)
     if device.type == "cpu" and config.kv_host is not None:  # it lies in the same memory
         free -= parse_bytes(config.kv_host, "kv_host")
-    storage = KVStorage(layout, blocks * model.spec.layers, device, triton.row_mover(device))
+    storage = KVStorage(layout, blocks * model.spec.layers, device, row_mover(device))
     storage.k.zero_()  # so that its memory is there before the run
     storage.v.zero_()
     pool = BlockManager(storage, model.spec.layers)

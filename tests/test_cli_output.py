@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from saccade.cli.main import main
+
 LONG = "n" * 300
 
 
@@ -26,16 +28,26 @@ def run(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "command",
+    "args",
     [
-        "saccade generate -m '~nouser/x' hi",
-        f"saccade generate -m {LONG} hi",
-        f"saccade generate -m reference -f {LONG}",
-        "saccade generate -m reference hi --max-tokens 2 > /dev/full",
-        "saccade --version > /dev/full",
+        ["generate", "-m", "~nouser/x", "hi"],
+        ["generate", "-m", LONG, "hi"],
+        ["generate", "-m", "reference", "-f", LONG],
     ],
 )
-def test_what_cannot_be_opened_or_written_is_one_line(command):
+def test_what_cannot_be_opened_is_one_line(args, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    said = capfd.readouterr().err
+    assert ended.value.code == 2, said
+    assert said.startswith("saccade: error: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command", ["saccade generate -m reference hi --max-tokens 2 > /dev/full", "saccade --version > /dev/full"]
+)
+def test_what_cannot_be_written_is_one_line(command):
     done = run(command)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("saccade: error: ")

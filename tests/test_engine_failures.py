@@ -212,17 +212,17 @@ def test_logits_that_are_no_numbers_end_their_request_alone(llm, prompts, solo, 
     """A broken or overflowing model says so; it does not answer."""
     params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=1)
     broken, other = start(llm, prompts[2], params), start(llm, prompts[0])
-    run = llm.engine.worker.run
+    runner = llm.model.runner
+    run, place = runner.run, len(prompts[2]) + 1  # of the row whose token is the third
 
-    def poisoned(step):
-        result = run(step)
-        own = result.requests.get(broken.id)
-        if own is not None and own.logits is not None and len(broken.output_ids) == 2:
-            own.logits = own.logits.clone()
-            own.logits[0, 7] = value
-        return result
+    def poisoned(token_ids, positions, ctx, **options):
+        logits = run(token_ids, positions, ctx, **options)
+        rows = (positions[options["logit_rows"]] == place).nonzero()[:, 0]
+        if len(broken.output_ids) == 2:
+            logits[rows, 7] = value
+        return logits
 
-    monkeypatch.setattr(llm.engine.worker, "run", poisoned)
+    monkeypatch.setattr(runner, "run", poisoned)
     finish(llm.engine)
     assert broken.finish_reason == "error"
     assert "the model's logits are not finite" in broken.error

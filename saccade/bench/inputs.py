@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv import BlockManager, KVFormat, KVStorage, KVView, SequenceKV
-from saccade.ops import triton
+from saccade.ops.movers import row_mover
 from saccade.selection import Blocks, Shape
 
 LARGE_BYTES = 1 << 30  # of one copy of the KV
@@ -86,7 +86,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, copies: int = 1) -> Problem:
     context, head_dim]."""
     kv_heads, context, head_dim = k.shape
     layout = KVFormat(k.dtype, kv_heads, head_dim)
-    storage = KVStorage(layout, copies * layout.blocks(context), k.device, triton.row_mover(k.device))
+    storage = KVStorage(layout, copies * layout.blocks(context), k.device, row_mover(k.device))
     sequence = SequenceKV(BlockManager(storage, copies))
     sequence.reserve(context)
     for copy in range(copies):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from saccade.engine.device_words import ReadCounts, RuleCounts, read_counts
 from saccade.methods.host_state import HostState
 from saccade.selection.plan import DevicePlan, OwnReading, RankedBlocks, Reading
+
+NOTED = 32  # rows whose stopping rules are added up at once
 
 
 @dataclass
@@ -71,6 +74,7 @@ class LateCounts:
         self._state: HostState | None = None
         self._verified: list[tuple[int, str, int]] = []  # rows that were not added up yet
         self._ruled: RuleCounts | None = None
+        self._noted: list[tuple[Tensor, Tensor]] = []  # by rules, not added up yet
         self._read: ReadCounts | None = None
         self._start_anew()
 
@@ -150,12 +154,26 @@ class LateCounts:
             for length in range(start + 1, start + rows + 1):
                 self.add(length, backend)
         self._verified.clear()
+        if self._noted:
+            self._add_noted()
         if self._source is not None:
             fresh = self._source()
             if isinstance(fresh, RuleCounts):
                 self.rule(fresh)
             else:
                 self._read = fresh if self._read is None else self._read.plus(fresh)
+
+    def note_rule(self, keys: Tensor, coverage: Tensor) -> None:
+        """Count what stopping rules let one row do, each [layers, units]: ``keys`` int64 that were read beyond those
+        known for certain, ``coverage`` fp32. Nobody may write to them any more: rows are added up many at a time."""
+        self._noted.append((keys, coverage))
+        if len(self._noted) >= NOTED:
+            self._add_noted()
+
+    def _add_noted(self) -> None:
+        keys, coverage = (torch.stack(part) for part in zip(*self._noted))
+        self._noted.clear()
+        self.rule(RuleCounts(keys.sum(0), coverage.double().sum(0), coverage.amin(0)))
 
     def rule(self, fresh: RuleCounts) -> None:
         """Count what stopping rules let a row do: each [layers, units]."""

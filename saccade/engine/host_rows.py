@@ -18,7 +18,6 @@ from torch import Tensor
 
 from saccade.engine.carried import REGION, Choice, carries
 from saccade.engine.device_counts import LateCounts
-from saccade.engine.device_words import RuleCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
 from saccade.engine.report import ran_dense
 from saccade.kv.block_codes import BlockCodes
@@ -115,8 +114,7 @@ class FixedPlans:
             state.done(rows.scheduled.stop)
             counts.follow(state)
         if ruled is not None and plan.blocks is not None:
-            covered = ruled.coverage.double()
-            counts.rule(RuleCounts(ruled.used * plan.blocks.size, covered, ruled.coverage.clone()))
+            counts.note_rule(ruled.used * plan.blocks.size, ruled.coverage)
         if counts.add(rows.scheduled.stop, backend) and not rows.method.means_dense:
             rows.result.note(ran_dense("decode", plan.method))
         rows.result.late["host", plan.name] = counts

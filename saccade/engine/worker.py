@@ -168,6 +168,8 @@ class Worker:
             inputs=context.input_rows(),
             parts=context.parts(),
         ).cpu()  # sampling draws on the CPU
+        many = sum(one.greedy for one in step.scheduled) > 1
+        likeliest = _likeliest(logits) if many else []
         done = 0
         for one in step.scheduled:
             rows = one.length if one.all_logits else int(one.wants_logits)
@@ -175,9 +177,17 @@ class Worker:
             if one.together:
                 for at, row in enumerate(own.rows):
                     row.logits = logits[done + at : done + at + 1]
+            elif many and rows == 1 and own.error is None and one.greedy and one.row is None and likeliest[done] >= 0:
+                own.tokens = [likeliest[done]]
             elif rows and own.error is None:
                 own.logits = logits[done : done + rows]
             done += rows
+
+
+def _likeliest(logits: Tensor) -> list[int]:
+    """The likeliest token of each row, the lowest of equals; -1 where the greatest logit is no finite number."""
+    tokens = logits.argmax(-1)
+    return tokens.where(logits.amax(-1).isfinite(), -1).tolist()
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:

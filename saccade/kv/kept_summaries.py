@@ -7,7 +7,7 @@ from torch import Tensor
 
 from saccade.kv.block_codes import KINDS as CODED
 from saccade.kv.block_codes import LEAST_BLOCKS, BlockCodes
-from saccade.kv.summaries import summarize_view
+from saccade.kv.summaries import PARTS, kept_dtype, summarize_view
 from saccade.kv.view import KVView
 
 MANY = 4096  # blocks from which room is made for an eighth as many more, not for twice as many
@@ -47,8 +47,7 @@ class KeptSummaries:
         if full > self.filled or self.buffer.dim() == 1:
             fresh = summarize_view(view, self.kind, self.block_size, self.filled, full)
             if full > self.buffer.shape[0] or self.buffer.dim() == 1:  # the first buffer, even for no block, has parts
-                more = self.filled if self.filled < MANY else self.filled // 8  # what memory has room for is counted
-                self._grow(max(full, self.filled + more, 16), fresh)
+                self._grow(self._ahead(full), fresh)
             self.buffer[self.filled : full] = fresh
             self.filled = full
         return self.buffer[:full]
@@ -59,6 +58,14 @@ class KeptSummaries:
         if blocks > self.buffer.shape[0]:
             self._grow(max(blocks, self.buffer.shape[0] + self.buffer.shape[0] // 8), self.buffer)
         return self.buffer
+
+    def reserve(self, blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+        """Have room on the CPU for ``blocks``, of keys of ``dtype``; whether another buffer took its place."""
+        if self.buffer.dim() > 1 and blocks <= self.buffer.shape[0]:
+            return False
+        shape = (PARTS[self.kind], kv_heads, head_dim)
+        self._grow(self._ahead(blocks), torch.empty(0, *shape, dtype=kept_dtype(self.kind, dtype), device="cpu"))
+        return True
 
     def extend(self, made: Tensor) -> None:
         """Take over summaries of the blocks that follow those there are."""
@@ -83,6 +90,11 @@ class KeptSummaries:
             other._codes = self._codes.fork()
             other._codes.truncate(filled)
         return other
+
+    def _ahead(self, blocks: int) -> int:
+        """Room to make where there must be some for ``blocks``."""
+        more = self.filled if self.filled < MANY else self.filled // 8  # what memory has room for is counted
+        return max(blocks, self.filled + more, 16)
 
     def _grow(self, blocks: int, like: Tensor) -> None:
         grown = like.new_empty(blocks, *like.shape[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +30,20 @@ class RowMover(Protocol):
     def summarize(self, paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
         """Summaries of full blocks ``first .. last - 1`` (see summaries.py), in the keys' dtype; None where torch is to
         make them."""
+
+    def summarize_rows(self, rows: Tensor, kind: str, block_size: int) -> Tensor | None:
+        """Summaries of ``rows`` [kv_heads, blocks * block_size, head_dim]: [blocks, parts, kv_heads, head_dim], the
+        bits that :meth:`fill_summaries` gives; None where torch is to make them."""
+
+    def fills(self, pool: Tensor, kind: str, block_size: int) -> bool:
+        """Whether :meth:`fill_summaries` serves keys that lie in ``pool``."""
+
+    def fill_summaries(
+        self, pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+    ) -> None:
+        """Write the summaries of full blocks ``first .. last - 1`` of all layers to their places in ``out``, each
+        layer's [>= last, parts, kv_heads, head_dim], contiguous. ``pool`` are a storage's two, ``tables`` int32
+        [layers, kv_heads or 1, >= blocks] the slots of a sequence."""
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
@@ -77,3 +92,20 @@ def copy_blocks(source: Blocks, which: Tensor, target: Blocks, where: Tensor) ->
 def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
     """See RowMover."""
     return None
+
+
+def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
+    """See RowMover."""
+    return None
+
+
+def fills(pool: Tensor, kind: str, block_size: int) -> bool:
+    """See RowMover."""
+    return False
+
+
+def fill_summaries(
+    pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+) -> None:
+    """See RowMover; torch makes summaries layer by layer."""
+    raise NotImplementedError

@@ -189,7 +189,8 @@ class SequenceKV:
     def summaries(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
-        return self._known.full(self._plain_view, kind, block_size, self.length)
+        fill = None if self.pool.absent else self._fill
+        return self._known.full(self._plain_view, kind, block_size, self.length, fill)
 
     def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks on the host, [blocks, parts, kv_heads, head_dim]; here they are
@@ -382,6 +383,20 @@ class SequenceKV:
 
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
         return self._known.of(self._plain_view, layer, kind, block_size)
+
+    def _fill(self, kept: list[KeptSummaries], full: int) -> bool:
+        """Make summaries of all layers up to block ``full``, where the mover has a kernel for it."""
+        storage, layout, one = self.pool.storage, self._format, kept[0]
+        mover = storage.mover
+        if not storage.k.is_cpu or not mover.fills(storage.k, one.kind, one.block_size):
+            return False
+        for layer in kept:
+            layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
+        pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
+        mover.fill_summaries(pools, self.tables, one.kind, one.block_size, one.filled, full, buffers)
+        for layer in kept:
+            layer.filled = full
+        return True
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length

@@ -12,6 +12,7 @@ from saccade.kv.kept_summaries import KeptSummaries
 from saccade.kv.view import KVView
 
 View = Callable[[int], KVView]
+Fill = Callable[[list[KeptSummaries], int], bool]  # up to so many blocks, of layers that have equally many
 
 
 class SequenceSummaries:
@@ -35,10 +36,16 @@ class SequenceSummaries:
         self.version += summary.buffer is not before
         return summary
 
-    def full(self, view: View, kind: str, block_size: int, length: int) -> list[Tensor]:
-        """Each layer's summaries of the full blocks of ``length`` tokens: [>= blocks, parts, kv_heads, head_dim]."""
-        kept = self._kept(kind, block_size)
-        if kept[0].buffer.dim() == 1 or min([one.filled for one in kept]) < length // block_size:
+    def full(self, view: View, kind: str, block_size: int, length: int, fill: Fill | None = None) -> list[Tensor]:
+        """Each layer's summaries of the full blocks of ``length`` tokens: [>= blocks, parts, kv_heads, head_dim].
+        ``fill`` makes what is wanting in all layers at once, or says that it cannot."""
+        kept, full = self._kept(kind, block_size), length // block_size
+        if kept[0].buffer.dim() > 1 and min([one.filled for one in kept]) >= full:
+            return [one.buffer for one in kept]
+        before = kept[0].buffer
+        if fill is not None and len({one.filled for one in kept}) == 1 and fill(kept, full):
+            self.version += kept[0].buffer is not before
+        else:
             for layer in range(self._layers):
                 self.of(view, layer, kind, block_size)
         return [one.buffer for one in kept]

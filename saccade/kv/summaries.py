@@ -22,9 +22,15 @@ from saccade.errors import SaccadeError
 if TYPE_CHECKING:
     from saccade.kv.view import KVView
 
-KINDS = ("cuboid", "minmax", "mean", "stored_mean", "moments", "mean_value")
+PARTS = {"cuboid": 2, "minmax": 2, "mean": 1, "stored_mean": 1, "moments": 2, "mean_value": 1}
+KINDS = tuple(PARTS)
 FLOAT = ("mean", "mean_value")  # kept in fp32
 TILE_KEYS = 2048  # keys summarized at once: what is made of them stays in a cache
+
+
+def kept_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
+    """What summaries of keys of ``dtype`` are kept in."""
+    return torch.float32 if kind in FLOAT else dtype
 
 
 def summarize(keys: Tensor, kind: str) -> Tensor:
@@ -58,6 +64,10 @@ def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: i
     for start in range(first, max(last, first + 1), step):
         stop = min(start + step, last)
         keys = rows(start * block_size, stop * block_size)  # [G, m * block, d]
+        made = view.mover.summarize_rows(keys, kind, block_size)
+        if made is not None:
+            tiles.append(made)
+            continue
         parts = summarize(keys.unflatten(1, (stop - start, block_size)), kind)  # [parts, G, m, d]
-        tiles.append(parts.permute(2, 0, 1, 3).to(view.dtype if own else torch.float32))
+        tiles.append(parts.permute(2, 0, 1, 3).to(kept_dtype(kind, view.dtype)))
     return torch.cat(tiles).contiguous()

@@ -166,6 +166,11 @@ class KVView:
             return self._summaries(kind, block_size).made[: self.length // block_size]
         return summarize_view(self, kind, block_size, 0, self.length // block_size)
 
+    @property
+    def mover(self) -> RowMover:
+        """Moves and summarizes its rows."""
+        return self._mover
+
     def summarized(self, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
         """Summaries of full blocks ``first .. last - 1``, made where the keys lie; None where torch is to make them."""
         if self._gaps:

@@ -12,10 +12,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
+from saccade.kv.rows import fill_summaries, fills, summarize_rows
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
 
-__all__ = ["copy_blocks", "gather", "launch_copies", "resolve", "store", "summarize", "tiles_of"]
+__all__ = [
+    "copy_blocks",
+    "fill_summaries",
+    "fills",
+    "gather",
+    "launch_copies",
+    "resolve",
+    "store",
+    "summarize",
+    "summarize_rows",
+    "tiles_of",
+]
 
 RESOLVED = 1024  # entries of a block table that a program looks up
 COPIERS = 32  # programs that copy blocks at once: as many as fill a link of 55 GB/s, few beside what computes
