@@ -18,7 +18,7 @@ from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
 from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, StepKinds
 from saccade.engine.device_sampling import choose_tokens
-from saccade.engine.report import LayerStats
+from saccade.engine.phase_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.methods.policy import Policy
 from saccade.models.loader import load_model

@@ -29,7 +29,7 @@ from saccade.engine.device_serving import MOST_ROWS, DeviceServing
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import PlacedRow, StepWatch
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.report import ran_dense
+from saccade.engine.phase_stats import ran_dense
 from saccade.engine.step import RequestResult, StepInput
 from saccade.kv.blocks import BlockManager
 from saccade.kv.offers import Offers

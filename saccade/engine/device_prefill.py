@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from saccade.engine.device_rows import Asked
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.report import ran_dense
+from saccade.engine.phase_stats import ran_dense
 from saccade.engine.states import follow_prefill
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.methods.base import Chunk, Cost, Method

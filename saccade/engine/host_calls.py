@@ -14,7 +14,7 @@ from saccade.engine.carried import Weighed
 from saccade.engine.clock import timed
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall
-from saccade.engine.report import ran_dense, selection_kind
+from saccade.engine.phase_stats import ran_dense, selection_kind
 from saccade.engine.states import follow_prefill, gone_before
 from saccade.engine.step import CallCount, RequestResult, ScheduledRequest
 from saccade.kv.tier import LostKV

@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade.engine.carried import REGION, Choice, carries
 from saccade.engine.device_counts import LateCounts
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
-from saccade.engine.report import ran_dense
+from saccade.engine.phase_stats import ran_dense
 from saccade.kv.block_codes import BlockCodes
 from saccade.methods.base import Method
 from saccade.methods.device_state import Opening
