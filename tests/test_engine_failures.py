@@ -154,6 +154,29 @@ def test_a_pass_that_breaks_is_tried_again_for_each_request_alone(tiny_llama, pr
     assert packed.engine.pool.used_blocks == 0
 
 
+def test_passes_that_always_break_in_company_keep_no_request_from_its_end(tiny_llama, prompts, monkeypatch):
+    """State that may have seen the step is made again from the first token on, in several chunks: longer than a request
+    was left alone, so that it broke in company again, for ever."""
+    packed = make(tiny_llama, exact=False, chunk=8)
+    want = [tokens(packed.generate(ids, GREEDY, policy="h2o(budget=24)")[0]) for ids in prompts[:3]]
+    real, broken = Worker._pass, []
+
+    def only_alone(self, step, result):
+        if len(step) > 1:
+            broken.append(len(step))
+            raise MemoryError("too little memory for two")
+        real(self, step, result)
+
+    monkeypatch.setattr(Worker, "_pass", only_alone)
+    outputs = packed.generate(prompts[:3], GREEDY, policy="h2o(budget=24)")
+    assert [tokens(output) for output in outputs] == want
+    assert 2 <= len(broken) < 40
+    monkeypatch.undo()
+    packed.generate(prompts[:2], GREEDY)
+    assert not packed.engine.worker._alone  # whoever has ended keeps nobody from running ahead
+    assert packed.engine.pool.used_blocks == 0
+
+
 def test_a_step_that_breaks_when_all_its_rows_are_done_is_taken_back_whole(llm, prompts, monkeypatch):
     """infinigen began its state anew from the last chunk alone: what it had seen of the others was gone."""
     real, steps = Worker.run, []

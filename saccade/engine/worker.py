@@ -24,6 +24,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Alone:
+    """Requests whose pass broke in company: after the n-th time each has 2^(n - 1) passes of its own. One that begins
+    anew, since its method's state may have seen the step, so gets beyond where it broke, whatever number of chunks that
+    takes."""
+
+    KEPT = 1024  # requests whose breaks are remembered; those that ended go first
+
+    def __init__(self) -> None:
+        self._left: dict[int, int] = {}  # passes, by request
+        self._breaks: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def broke(self, request: int) -> None:
+        """A pass of several broke."""
+        breaks = self._breaks.pop(request, 0) + 1
+        self._breaks[request] = breaks
+        self._left[request] = 1 << min(breaks - 1, 30)
+        if len(self._breaks) > self.KEPT:
+            del self._breaks[next(iter(self._breaks))]
+
+    def take(self, requests: Sequence[int]) -> set[int]:
+        """Those of a step's ``requests`` that have a pass of their own; whoever is not among them has none left."""
+        alone = {request: left for request in requests if (left := self._left.get(request))}
+        self._left = {request: left - 1 for request, left in alone.items() if left > 1}
+        return set(alone)
+
+
 class Worker:
     """Runs steps of a model for the sequences that it remembers (``memories``, by sequence id).
 
@@ -37,7 +66,7 @@ class Worker:
         self.setting = setting
         self.exact = exact
         self.memories: dict[int, SequenceMemory] = {}
-        self._alone: set[int] = set()  # requests whose pass broke: each is tried once more by itself
+        self._alone = Alone()
         llama = getattr(runner, "llama", None)
         self.host = HostBackend(setting, llama is not None and llama.has_row_kernels)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
@@ -87,8 +116,8 @@ class Worker:
 
     def _parts(self, step: StepInput) -> list[list[int]]:
         """Which requests share a pass."""
-        alone = [[number] for number, one in enumerate(step.scheduled) if self.exact or one.request_id in self._alone]
-        self._alone -= set(step.request_ids)
+        apart = self._alone.take(step.request_ids) if self._alone else ()
+        alone = [[number] for number, one in enumerate(step.scheduled) if self.exact or one.request_id in apart]
         single = {number for (number,) in alone}
         together = [number for number in range(len(step)) if number not in single]
         return [together, *alone] if together else alone
@@ -140,7 +169,7 @@ class Worker:
                     failed.error = f"{one.phase}: {type(error).__name__}: {error}"
             else:
                 result.requests[one.request_id].undone = True
-                self._alone.add(one.request_id)
+                self._alone.broke(one.request_id)
 
     @torch.inference_mode()  # planning makes summaries, too
     def _pass(self, step: StepInput, result: StepResult) -> None:
