@@ -113,7 +113,7 @@ def _table(parts: Sequence[Part], tile: int, device: torch.device) -> tuple[Tens
     work.sort()
     for _, at, row in work:
         numbers += [at, row]
-    return torch.tensor(numbers, dtype=torch.int64).to(device), len(work), kept
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device), len(work), kept
 
 
 @triton.jit(do_not_specialize=["count", "parts", "window", "sinks"])
