@@ -13,6 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from saccade.methods.cis import triton_one_launch
+from saccade.methods.cis.triton_row_words import WORDS
 from saccade.methods.loopserve import triton_round_steps, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
@@ -59,6 +61,10 @@ OTHERS = {
     fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
     fp8._gated: {**FP8, "both": "*bf16"},
     fp8._heads: {**FP8, "attended": "*bf16"},
+    triton_one_launch._choose: {
+        **dict.fromkeys(("tables", "lengths", "counts", "indices", "bounds"), "*i32"),
+        **dict.fromkeys(("reals", "cones", "scored", "searches"), "*fp64"), "searching": "*i8", "arrived": "*i64",
+    },
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
         **dict.fromkeys(("epsilons", "part_out", "part_lse"), "*fp32"), "epsilon": "fp32",
@@ -147,6 +153,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         ),
     ]  # fmt: skip
     decoding = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "PER_PAD": 16, "EARLY": True}
+    sharing = {**decoding, **WORDS, "SPAN": 1024, "LATE": True}
+    found += [
+        (
+            triton_one_launch._choose,
+            {**sharing, "KV_HEADS": kv_heads, "HELD": held, "KEYS": 128 if warps == 16 else 64},
+            {"num_warps": warps, "num_stages": 3, "maxnreg": 128},
+        )
+        for kv_heads, held, warps in ((32, 4096, 8), (32, 16384, 16), (8, 0, 4))
+    ]
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,
         **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},

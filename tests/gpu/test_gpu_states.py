@@ -10,6 +10,7 @@ from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.methods.cis import triton_one_launch
 
 LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 CIS, LFPS, LOOP = (
@@ -71,6 +72,20 @@ def test_tokens_and_what_was_read_equal_those_of_the_cpu(engines, policy):
     prompts = [random_ids(length, seed=length) for length in (40, 300, 431)]
     for left, right in zip(*(engine.generate(prompts, LONG, policy=policy) for engine in engines)):
         same(left, right)
+
+
+def test_sharing_where_no_program_holds_a_list(engines, monkeypatch):
+    """What longer contexts take: the choice and the anchors by launches of their own."""
+    monkeypatch.setattr(triton_one_launch, "HELD", 1)
+    kinds_of = engines[1].engine.worker.device.kinds
+    kinds_of.clear()
+    try:
+        for policy in (f"{CIS})", f"{CIS}, follow=none, r=2)+psaw(start_layer=1, block_size=1, sinks=3, local=8)"):
+            prompts = [random_ids(length, seed=length) for length in (40, 300, 431)]
+            for left, right in zip(*(engine.generate(prompts, LONG, policy=policy) for engine in engines)):
+                same(left, right)
+    finally:
+        kinds_of.clear()
 
 
 def test_all_side_by_side_with_rows_that_come_and_go(engines):

@@ -64,22 +64,34 @@ class SharedKeys(OwnReading):
         return Known("tokens", 0, place, searchable=True, chooses=True)
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.cis import triton_recorded as kernels
+        from saccade.methods.cis import triton_one_launch, triton_recorded
         from saccade.methods.cis.triton_keeping import keep
-        from saccade.ops.triton.batched_lists import new_lists
+        from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_keys
         from saccade.ops.triton.batched_weights import weigh_lists
+        from saccade.ops.triton.decode import KeyLists
 
         units = self.units
-        found = kernels.resemble(rows, units)
-        scores = score_keys(rows, units, found.hidden, found.searching)
         counts, indices = new_lists(rows, units, self.room or rows.pages.longest)
-        lists = kernels.lists_of(rows, units, found, scores, counts, indices)
+        lists = KeyLists(None, counts, indices, units, 1, indices.shape[1])
+        if units == rows.heads:
+            chosen = triton_one_launch.choose(rows, counts, indices)
+            if not chosen.done:
+                choose_keys(chosen.scores, chosen.bounds, rows.pages.lengths, counts, indices, chosen.searching)
+            out, lse = rows.attend(lists)
+            if not chosen.done:
+                where = chosen.searching, chosen.bounds, counts, indices
+                keep(rows, units, *where, torch.empty(indices.shape, device=indices.device), chosen.scores)
+            return LayerRead(out, lse, lists, None, chosen.scored, chosen.searches)
+        found = triton_recorded.resemble(rows, units)
+        scores = score_keys(rows, units, found.hidden, found.searching)
+        triton_recorded.lists_of(rows, units, found, scores, counts, indices)
         out, lse = rows.attend(lists)
         weights = torch.empty(indices.shape, dtype=torch.float32, device=indices.device)
         weigh_lists(rows, lists, lse, weights, active=found.searching)
-        return LayerRead(out, lse, lists, None, *keep(rows, units, found, counts, indices, weights))
+        where = found.searching, found.bounds, counts, indices
+        return LayerRead(out, lse, lists, None, *keep(rows, units, *where, weights))
 
 
 class RecordedAnchors(DeviceState):

@@ -1,4 +1,5 @@
-"""CIS in recorded steps: what searchers will share, marked a bit a key and listed. Means what sharing.py means."""
+"""CIS in recorded steps: what searchers will share, marked a bit a key and listed. Means what sharing.py means.
+triton_one_launch.py does it for lists that one program holds."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.cis.triton_recorded import Resembled
 from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched
@@ -15,10 +15,19 @@ from saccade.ops.triton.radix_select import least_taken, taken_of
 
 
 def keep(
-    rows: LayerRows, units: int, found: Resembled, counts: Tensor, indices: Tensor, weights: Tensor
+    rows: LayerRows,
+    units: int,
+    searching: Tensor,
+    bounds: Tensor,
+    counts: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Make the searchers anchors, by what they read and its ``weights`` float32 [rows * units, room]. Gives float64
-    [rows], keys scored a query head in the mean, and query heads that searched."""
+    """Make the units that are ``searching`` (int8 [rows * units]) anchors, by what they read within the ``bounds`` of
+    the choice and its ``weights`` float32 [rows * units, room]. With ``scores`` float32 [rows, units, n] of all keys,
+    which order what was read as weights do, ``weights`` are what they are put into. Gives float64 [rows], keys scored a
+    query head in the mean, and query heads that searched."""
     device = rows.q.device
     tallied = torch.empty(2, rows.count, dtype=torch.float64, device=device)
     marks = torch.empty(rows.count * units, triton.cdiv(rows.pages.longest, 32), dtype=torch.int32, device=device)
@@ -26,11 +35,12 @@ def keep(
         rows.words,
         rows.reals,
         rows.pages.lengths,
-        found.searching,
-        found.bounds,
+        searching,
+        bounds,
         counts,
         indices,
         weights,
+        weights if scores is None else scores,
         marks,
         *tallied,
         rows.words.stride(0),
@@ -38,7 +48,9 @@ def keep(
         indices.shape[1],
         weights.stride(0),
         marks.shape[1],
+        0 if scores is None else scores.shape[2],
         **WORDS,
+        SCORED=scores is not None,
         HEADS=rows.heads,
         UNITS=units,
         UNITS_PAD=triton.next_power_of_2(units),
@@ -67,7 +79,7 @@ def _count_bits(words):
 
 
 @triton.jit(
-    do_not_specialize=["word_row", "real_row", "room", "weight_row", "width"],
+    do_not_specialize=["word_row", "real_row", "room", "weight_row", "width", "score_row"],
     do_not_specialize_on_alignment=[
         "words",
         "reals",
@@ -80,13 +92,14 @@ def _count_bits(words):
     ],
 )
 def _keep(
-    words, reals, lengths, searching, bounds, counts, indices, weights, marks, scored, searches, word_row, real_row,
-    room, weight_row, width,
+    words, reals, lengths, searching, bounds, counts, indices, weights, scores, marks, scored, searches, word_row,
+    real_row, room, weight_row, width, score_row,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    HEADS: tl.constexpr, UNITS: tl.constexpr, UNITS_PAD: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
+    SCORED: tl.constexpr, HEADS: tl.constexpr, UNITS: tl.constexpr, UNITS_PAD: tl.constexpr, SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Mark the keys between sinks and window that were read, and the neighbours of the heaviest, a bit each, and list
     the marks."""
@@ -125,6 +138,11 @@ def _keep(
             key = tl.load(read + start + at, mask=start + at < count, other=2147483647)
             begins += tl.sum((key < sinks).to(tl.int32), 0)
             ends += tl.sum((key < end).to(tl.int32), 0)
+            if SCORED:
+                listed = start + at < count
+                score = tl.load(scores + entry.to(tl.int64) * score_row + key, mask=listed, other=0.0)
+                tl.store(line + start + at, score, mask=listed)
+        tl.debug_barrier()  # others have put scores there
         wanted = tl.minimum(best, ends - begins)
         bound = tl.full([], 0, tl.uint32)
         spare = wanted

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.cis.triton_row_words import WORDS, budget_at, place_of
+from saccade.methods.cis.triton_row_words import WORDS
+from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_at
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_lists import put_best
@@ -19,7 +20,6 @@ from saccade.ops.triton.batched_rows import LayerRows, hidden_at
 from saccade.ops.triton.best_parts import BOUNDS
 from saccade.ops.triton.best_parts import WORDS as BEST_WORDS
 from saccade.ops.triton.common import begin, launched, pad
-from saccade.ops.triton.decode import KeyLists
 
 
 class Resembled(NamedTuple):
@@ -67,11 +67,9 @@ def resemble(rows: LayerRows, units: int) -> Resembled:
     return found
 
 
-def lists_of(
-    rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor
-) -> KeyLists:
-    """What every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others what
-    they share."""
+def lists_of(rows: LayerRows, units: int, found: Resembled, scores: Tensor, counts: Tensor, indices: Tensor) -> None:
+    """List what every unit reads: searchers the best by ``scores``, as batched_lists.choose_keys says, and the others
+    what they share."""
     best = find_best(scores, found.bounds, found.searching)
     _lists[(best.parts, units, rows.count)](
         rows.words,
@@ -95,7 +93,6 @@ def lists_of(
         maxnreg=64,
         **launched(rows.q.device),
     )
-    return KeyLists(None, counts, indices, units, 1, indices.shape[1])
 
 
 @triton.jit(
@@ -120,35 +117,17 @@ def _resemble(
     if length > 0:
         own = words + row.to(tl.int64) * word_row
         reals += row.to(tl.int64) * real_row
-        sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
-        local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
-        k = budget_at(own, reals, length, W_K)
-        at = place_of(own, length, W_TURN, W_STEPS, W_POS)
+        chooses, at, first, last, take = searchable_at(
+            own, reals, length, low, high, W_TURN, W_STEPS, W_POS, W_K, W_SINKS, W_LOCAL
+        )
+        if chooses:
+            found = resembled(
+                q_ptr + row.to(tl.int64) * q_row, own, at, tl.load(reals).to(tl.float32), unit, unit >= 0, q_head,
+                W_DIR, W_HAS, UNITS, HEAD, EACH, WIDTH,
+            )  # fmt: skip
+            search = (found < 0).to(tl.int32)
         has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
         positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
-        if length.to(tl.int64) > sinks.to(tl.int64) + k + local:
-            CHANNELS: tl.constexpr = HEAD * EACH
-            directions = tl.load(own + W_DIR).to(tl.pointer_type(tl.float32))
-            channel = tl.arange(0, WIDTH)
-            real = channel < CHANNELS
-            head = unit * EACH + channel // HEAD
-            q = tl.load(
-                q_ptr + row.to(tl.int64) * q_row + head.to(tl.int64) * q_head + channel % HEAD, mask=real, other=0.0
-            ).to(tl.float32)
-            direction = q / tl.maximum(tl.sqrt(tl.sum(q * q, 0)), 1e-38)
-            tl.store(directions + (at * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=real)
-            tau = tl.load(reals).to(tl.float32)
-            found = tl.full([], -1, tl.int32)
-            for number in tl.range(0, at):
-                place = number * UNITS + unit
-                other = tl.load(directions + place.to(tl.int64) * CHANNELS + channel, mask=real, other=0.0)
-                alike = (tl.sum(direction * other, 0) > tau) & (tl.load(has + place) != 0)
-                found = tl.where(alike, number, found)
-            search = (found < 0).to(tl.int32)
-            first, take = sinks, k
-            last = length - local
-            if high > 0:
-                first, last = tl.minimum(sinks, low), tl.maximum(last, high)
         tl.store(has + at * UNITS + unit, search.to(tl.int8))
         tl.store(positions + at, length.to(tl.int64) - 1)
     tl.store(searching + entry, search.to(tl.int8))
@@ -160,20 +139,6 @@ def _resemble(
     tl.store(bounds + row * 5 + 4, take)
     tl.store(hidden + row * 2, low)
     tl.store(hidden + row * 2 + 1, high)
-
-
-@triton.jit
-def _listed_at(keys, count, key):
-    """Whether each ``key`` is among the first ``count`` of ``keys``, which rise."""
-    left = tl.zeros(key.shape, tl.int32)
-    size = tl.zeros(key.shape, tl.int32) + count
-    for _ in tl.range(0, 32):
-        half = size // 2
-        middle = tl.load(keys + left + half, mask=size > 0, other=0)
-        right = (size > 0) & (middle < key)
-        left = tl.where(right, left + half + 1, left)
-        size = tl.where(right, size - half - 1, half)
-    return (left < count) & (tl.load(keys + left, mask=left < count, other=0) == key)
 
 
 @triton.jit(
@@ -207,60 +172,10 @@ def _lists(
             scores, bounds, lengths, known, taken, counts, indices, score_row, score_unit, room, UNITS, PARTS,
             KNOWN_WORDS, SPAN,
         )  # fmt: skip
-    elif part == 0:  # what is shared is listed by one program
-        length, found = tl.load(lengths + row), tl.load(whose + entry)
-        first, last = tl.load(bounds + row * 5), tl.load(bounds + row * 5 + 1)
-        low, high = tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3)
-        out = indices + entry.to(tl.int64) * room
-        at = tl.arange(0, SPAN)
-        placed = 0
-        for start in tl.range(0, first, SPAN):  # everything, where the row reads everything
-            key = start + at
-            seen = (key < first) & ((key < low) | (key >= high))
-            tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
-            placed += tl.sum(seen.to(tl.int32), 0)
-        if found >= 0:
-            own = words + row.to(tl.int64) * word_row
-            local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
-            sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
-            capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
-            position = tl.load(tl.load(own + W_AT).to(tl.pointer_type(tl.int64)) + found).to(tl.int32)
-            place = (found * UNITS + unit).to(tl.int64)
-            size = tl.load(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place)
-            keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
-            for start in tl.range(0, size, SPAN):
-                key = tl.load(keys + start + at, mask=start + at < size, other=0)
-                seen = (start + at < size) & ((key < low) | (key >= high))
-                tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
-                placed += tl.sum(seen.to(tl.int32), 0)
-            end = length - local  # of what is not forced
-            left = tl.where(tl.load(own + W_GAP) != 0, position + 1 - local, end)  # keys that were local then
-            for start in tl.range(left, end, SPAN):
-                key = start + at
-                seen = (key < end) & ((key < low) | (key >= high))
-                tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
-                placed += tl.sum(seen.to(tl.int32), 0)
-            follow = tl.minimum(tl.load(own + W_FOLLOW), length.to(tl.int64)).to(tl.int32)
-            if follow >= 0:
-                moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
-                steps = length - 1 - position
-                wide = 2 * follow + 1
-                for start in tl.range(0, most.to(tl.int32) * wide, SPAN):
-                    number = (start + at) // wide
-                    inside = number < most
-                    best = tl.load(moving + number, mask=inside, other=2147483647)
-                    before = tl.load(moving + number - 1, mask=inside & (number > 0), other=-2147483647)
-                    inside = inside & (best != 2147483647)
-                    best = tl.where(inside, best, 0)
-                    away = steps + (start + at) % wide - follow
-                    key = best + away
-                    seen = inside & (key >= sinks) & (key < end) & ((key < low) | (key >= high))
-                    # Not what the best key before this one brings, nor what is listed already.
-                    seen = seen & ((number == 0) | (key - steps - follow > before))
-                    seen = seen & ((key < left) | (key >= end))
-                    seen = seen & (_listed_at(keys, size, tl.where(seen, key, 0)) == 0)
-                    tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
-                    placed += tl.sum(seen.to(tl.int32), 0)
-        for start in tl.range(last, length, SPAN):
-            tl.store(out + placed + start - last + at, start + at, mask=start + at < length)
-        tl.store(counts + entry, placed + length - last)
+    else:
+        put_shared(
+            part, tl.num_programs(0), words + row.to(tl.int64) * word_row, indices + entry.to(tl.int64) * room,
+            counts + entry, tl.load(lengths + row), tl.load(whose + entry), unit, tl.load(bounds + row * 5),
+            tl.load(bounds + row * 5 + 1), tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3), W_SINKS,
+            W_LOCAL, W_FOLLOW, W_GAP, W_COUNTS, W_KEYS, W_AT, W_MOVING, W_CAP, W_MOST, UNITS, SPAN,
+        )  # fmt: skip

@@ -26,9 +26,10 @@ class Stretches(Protocol):
 
 class LayerRead(NamedTuple):
     """``out`` [rows, heads, head_dim] and ``lse`` float32 [rows, heads] of what was read, ``lists``. Where
-    ``everything`` (bool [rows]) is given, its rows read all keys and their lists are empty. Float [rows]: ``scored``,
-    keys whose logits were computed to choose, per query head; ``searches``, query heads that looked for keys anew;
-    ``estimated``, stand-ins for keys that were scored beside those that the reading's cost knows of."""
+    ``everything`` (bool [rows]) is given, its rows read all keys and their lists are empty. Float [rows], or [rows, m]
+    to be added up: ``scored``, keys whose logits were computed to choose, per query head; ``searches``, query heads
+    that looked for keys anew; ``estimated``, stand-ins for keys that were scored beside those that the reading's cost
+    knows of."""
 
     out: Tensor
     lse: Tensor
@@ -110,7 +111,7 @@ def tally(reads: Sequence[LayerRead], lengths: Tensor, heads: int) -> Tensor:
     for at, name in ((heads, "scored"), (heads + 1, "searches"), (heads + 2, "estimated")):
         parts = [part for read in reads if (part := getattr(read, name)) is not None]
         if parts:
-            done[..., at] = torch.stack(parts)
+            done[..., at] = torch.stack(parts).view(layers, rows, -1).sum(2)
     return done
 
 

@@ -1,0 +1,184 @@
+"""CIS in recorded steps: whom a unit's query resembles, and the list of what it then shares. Parts of kernels
+(triton_recorded.py, triton_one_launch.py); means what sharing.py means."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from saccade.methods.cis.triton_row_words import budget_at, place_of
+from saccade.ops.triton.common import also
+
+ANCHORS: tl.constexpr = tl.constexpr(16)  # compared in one go
+WAYS: tl.constexpr = tl.constexpr(128)  # entries of a list that a search looks at in one go
+NONE: tl.constexpr = tl.constexpr(2147483647)  # behind every position
+
+
+@triton.jit
+def searchable_at(
+    own, reals, length, low, high,
+    W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
+    W_LOCAL: tl.constexpr,
+):  # fmt: skip
+    """Of a row that is no padding: whether there is something to choose; the row's step of its block; and the bounds
+    of a choice, as ops.triton.batched_lists.choose_keys takes them: the first key that is none of the first ones, the
+    first of the last ones, and how many between them are taken."""
+    sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
+    local = tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)
+    k = budget_at(own, reals, length, W_K)
+    at = place_of(own, length, W_TURN, W_STEPS, W_POS)
+    chooses = length.to(tl.int64) > sinks.to(tl.int64) + k + local
+    first, last = length, length
+    if chooses:
+        first, last = sinks, length - local
+        if high > 0:
+            first, last = tl.minimum(sinks, low), tl.maximum(last, high)
+    return chooses, at, first, last, tl.where(chooses, k, 0)
+
+
+@triton.jit
+def resembled(
+    q, own, at, tau, unit, writes, q_head,
+    W_DIR: tl.constexpr, W_HAS: tl.constexpr, UNITS: tl.constexpr, HEAD: tl.constexpr, EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The latest anchor before step ``at`` of its block that a unit's query (its row's at ``q``) resembles, -1 where
+    there is none. Who ``writes`` notes the query's direction."""
+    CHANNELS: tl.constexpr = HEAD * EACH
+    directions = tl.load(own + W_DIR).to(tl.pointer_type(tl.float32))
+    has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
+    channel = tl.arange(0, WIDTH)
+    real = channel < CHANNELS
+    head = unit * EACH + channel // HEAD
+    asked = tl.load(q + head.to(tl.int64) * q_head + channel % HEAD, mask=real, other=0.0).to(tl.float32)
+    direction = asked / tl.maximum(tl.sqrt(tl.sum(asked * asked, 0)), 1e-38)
+    tl.store(directions + (at * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=also(real, writes))
+    found = tl.full([], -1, tl.int32)
+    for start in tl.range(0, at, ANCHORS):
+        number = start + tl.arange(0, ANCHORS)
+        earlier = number < at
+        place = (number * UNITS + unit).to(tl.int64)
+        other = tl.load(
+            directions + place[:, None] * CHANNELS + channel[None, :],
+            mask=earlier[:, None] & real[None, :],
+            other=0.0,
+        )
+        alike = earlier & (tl.load(has + place, mask=earlier, other=0) != 0)
+        alike = alike & (tl.sum(direction[None, :] * other, 1) > tau)
+        found = tl.maximum(found, tl.max(tl.where(alike, number, -1), 0))
+    return found
+
+
+@triton.jit
+def _below(keys, count, bound):
+    """How many of the first ``count`` of ``keys``, which rise, lie below ``bound``: every so many-th first, then those
+    between two of them."""
+    hop = tl.maximum(tl.cdiv(count, WAYS), 1)
+    number = tl.arange(0, WAYS) * hop
+    few = tl.load(keys + number, mask=number < count, other=2147483647)
+    start = (tl.sum(((number < count) & (few < bound)).to(tl.int32), 0) - 1) * hop + 1
+    stop = tl.minimum(start + hop - 1, count)
+    below = tl.maximum(start, 0)
+    if start > 0:
+        for begin in tl.range(start, stop, WAYS):
+            number = begin + tl.arange(0, WAYS)
+            key = tl.load(keys + number, mask=number < stop, other=2147483647)
+            below += tl.sum(((number < stop) & (key < bound)).to(tl.int32), 0)
+    return below
+
+
+@triton.jit
+def _listed_at(keys, count, key):
+    """Whether each ``key`` is among the first ``count`` of ``keys``, which rise."""
+    left = tl.zeros(key.shape, tl.int32)
+    size = tl.zeros(key.shape, tl.int32) + count
+    rest = count
+    while rest > 0:  # sizes halve alike
+        half = size // 2
+        middle = tl.load(keys + left + half, mask=size > 0, other=0)
+        right = (size > 0) & (middle < key)
+        left = tl.where(right, left + half + 1, left)
+        size = tl.where(right, size - half - 1, half)
+        rest = rest // 2
+    return (left < count) & (tl.load(keys + left, mask=left < count, other=0) == key)
+
+
+@triton.jit
+def _hidden_of(start, stop, low, high):
+    """How many of the keys ``start .. stop - 1`` lie between ``low`` and ``high``."""
+    return tl.maximum(tl.minimum(stop, high) - tl.maximum(start, low), 0)
+
+
+@triton.jit
+def put_shared(
+    part, parts, own, out, counted, length, found, unit, first, last, low, high,
+    W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr, W_COUNTS: tl.constexpr,
+    W_KEYS: tl.constexpr, W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
+    UNITS: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Write the list of a unit that shares anchor ``found``, or below 0 reads what ``first`` and ``last`` leave, to
+    ``out``, by ``parts`` programs, and its length to ``counted``. Stretches of known lengths come first, each without
+    its keys from ``low`` to ``high``: the first keys; what the anchor shares; the keys that were local then; the last
+    ones. What has moved along with the best keys follows."""
+    at = tl.arange(0, SPAN)
+    from_first = first - _hidden_of(0, first, low, high)
+    size, skipped, at_skip, from_gap, left = 0, 0, 0, 0, 0
+    keys = out
+    position = 0
+    end = length
+    place = tl.full([], 0, tl.int64)
+    if found >= 0:
+        end = length - tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)  # of what is not forced
+        place = (found * UNITS + unit).to(tl.int64)
+        position = tl.load(tl.load(own + W_AT).to(tl.pointer_type(tl.int64)) + found).to(tl.int32)
+        size = tl.load(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place)
+        keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * tl.load(own + W_CAP)
+        left = tl.where(tl.load(own + W_GAP) != 0, position + 1 - (length - end), end)  # keys that were local then
+        if high > low:
+            at_skip = _below(keys, size, low)
+            skipped = _below(keys, size, high) - at_skip
+        from_gap = tl.maximum(end - left, 0)
+        from_gap -= tl.minimum(_hidden_of(left, end, low, high), from_gap)
+    shared = size - skipped
+    straight = from_first + shared + from_gap + length - last
+    for start in tl.range(part * SPAN, straight, parts * SPAN):
+        number = start + at
+        key = number + tl.where(number >= low, high - low, 0)
+        number -= from_first
+        taken = (number >= 0) & (number < shared)
+        listed = tl.load(keys + number + tl.where(number >= at_skip, skipped, 0), mask=taken, other=0)
+        key = tl.where(number >= 0, listed, key)
+        number -= shared
+        gone = left + number
+        gone += tl.where(gone >= low, _hidden_of(left, end, low, high), 0)
+        key = tl.where(number >= 0, gone, key)
+        number -= from_gap
+        key = tl.where(number >= 0, last + number, key)
+        tl.store(out + start + at, key, mask=start + at < straight)
+    if part == 0:
+        placed = straight
+        if found >= 0:
+            sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
+            follow = tl.minimum(tl.load(own + W_FOLLOW), length.to(tl.int64)).to(tl.int32)
+            if follow >= 0:
+                most = tl.load(own + W_MOST)
+                moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
+                steps = length - 1 - position
+                wide = 2 * follow + 1
+                for start in tl.range(0, most.to(tl.int32) * wide, SPAN):
+                    number = (start + at) // wide
+                    inside = number < most
+                    best = tl.load(moving + number, mask=inside, other=2147483647)
+                    before = tl.load(moving + number - 1, mask=inside & (number > 0), other=-2147483647)
+                    inside = inside & (best != 2147483647)
+                    best = tl.where(inside, best, 0)
+                    away = steps + (start + at) % wide - follow
+                    key = best + away
+                    seen = inside & (key >= sinks) & (key < end) & ((key < low) | (key >= high))
+                    # Not what the best key before this one brings, nor what is listed already.
+                    seen = seen & ((number == 0) | (key - steps - follow > before))
+                    seen = seen & ((key < left) | (key >= end))
+                    seen = seen & (_listed_at(keys, size, tl.where(seen, key, 0)) == 0)
+                    tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
+                    placed += tl.sum(seen.to(tl.int32), 0)
+        tl.store(counted, placed)
