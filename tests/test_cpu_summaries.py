@@ -9,7 +9,7 @@ from saccade.kv.format import KVFormat
 from saccade.kv.sequence import SequenceKV
 from saccade.kv.storage import KVStorage
 from saccade.kv.summaries import KINDS, summarize_view
-from saccade.ops import cpu
+from saccade.ops import cpu, cpu_pages
 from saccade.ops.movers import row_mover
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
@@ -85,8 +85,8 @@ def test_keys_that_are_no_finite_numbers(kind):
 def test_one_call_serves_all_layers_and_what_was_cut_off_is_made_anew(monkeypatch):
     _, kv = kvs = sequences(torch.bfloat16, 2, 32, 16)
     append(kvs, 70, 1)
-    calls, real = [], kv.pool.storage.mover.fill_summaries
-    monkeypatch.setattr(kv.pool.storage.mover, "fill_summaries", lambda *a: calls.append(a[4:6]) or real(*a))
+    calls, real = [], cpu_pages.fill_summaries
+    monkeypatch.setattr(cpu_pages, "fill_summaries", lambda *a: calls.append(a[4:6]) or real(*a))
     version = kv.version
     kv.summaries("minmax", 16)
     assert kv.version > version
@@ -106,6 +106,6 @@ def test_a_block_in_no_slot_is_an_error():
     tables[2, 0, 1] = -1
     storage, out = kv.pool.storage, [torch.empty(2, 1, 1, 16) for _ in range(LAYERS)]
     with pytest.raises(ValueError, match="block 1 is in no slot"):
-        storage.mover.fill_summaries((storage.k, storage.v), tables, "mean", 16, 0, 2, out)
+        cpu_pages.fill_summaries((storage.k, storage.v), tables, "mean", 16, 0, 2, out)
     with pytest.raises(ValueError, match="block table"):
-        storage.mover.fill_summaries((storage.k, storage.v), kv.tables[:, :, :1], "mean", 16, 0, 2, out)
+        cpu_pages.fill_summaries((storage.k, storage.v), kv.tables[:, :, :1], "mean", 16, 0, 2, out)

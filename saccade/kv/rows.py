@@ -13,6 +13,15 @@ from saccade.kv.paged import Paged
 Blocks = tuple[Tensor, Tensor]  # keys and values
 
 
+class Filler(Protocol):
+    def __call__(
+        self, pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
+    ) -> None:
+        """Write the summaries of full blocks ``first .. last - 1`` of all layers to their places in ``out``, each
+        layer's [>= last, parts, kv_heads, head_dim], contiguous. ``pool`` are a storage's two, ``tables`` int32
+        [layers, kv_heads or 1, >= blocks] the slots of a sequence."""
+
+
 class RowMover(Protocol):
     """Copies rows between plain tensors and slots that are resident: this module, or one with kernels for a device."""
 
@@ -33,17 +42,11 @@ class RowMover(Protocol):
 
     def summarize_rows(self, rows: Tensor, kind: str, block_size: int) -> Tensor | None:
         """Summaries of ``rows`` [kv_heads, blocks * block_size, head_dim]: [blocks, parts, kv_heads, head_dim], the
-        bits that :meth:`fill_summaries` gives; None where torch is to make them."""
+        bits that a :class:`Filler` gives; None where torch is to make them."""
 
-    def fills(self, pool: Tensor, kind: str, block_size: int) -> bool:
-        """Whether :meth:`fill_summaries` serves keys that lie in ``pool``."""
-
-    def fill_summaries(
-        self, pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
-    ) -> None:
-        """Write the summaries of full blocks ``first .. last - 1`` of all layers to their places in ``out``, each
-        layer's [>= last, parts, kv_heads, head_dim], contiguous. ``pool`` are a storage's two, ``tables`` int32
-        [layers, kv_heads or 1, >= blocks] the slots of a sequence."""
+    def filler(self, pool: Tensor, kind: str, block_size: int) -> Filler | None:
+        """What makes such summaries of keys that lie in ``pool``, of all layers at once; None where torch is to make
+        them, layer by layer."""
 
 
 def store(paged: Paged, start: int, k: Tensor, v: Tensor) -> None:
@@ -99,13 +102,6 @@ def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
     return None
 
 
-def fills(pool: Tensor, kind: str, block_size: int) -> bool:
+def filler(pool: Tensor, kind: str, block_size: int) -> None:
     """See RowMover."""
-    return False
-
-
-def fill_summaries(
-    pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
-) -> None:
-    """See RowMover; torch makes summaries layer by layer."""
-    raise NotImplementedError
+    return None

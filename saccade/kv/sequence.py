@@ -387,13 +387,13 @@ class SequenceKV:
     def _fill(self, kept: list[KeptSummaries], full: int) -> bool:
         """Make summaries of all layers up to block ``full``, where the mover has a kernel for it."""
         storage, layout, one = self.pool.storage, self._format, kept[0]
-        mover = storage.mover
-        if not storage.k.is_cpu or not mover.fills(storage.k, one.kind, one.block_size):
+        fill = storage.mover.filler(storage.k, one.kind, one.block_size) if storage.k.is_cpu else None
+        if fill is None:
             return False
         for layer in kept:
             layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
         pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
-        mover.fill_summaries(pools, self.tables, one.kind, one.block_size, one.filled, full, buffers)
+        fill(pools, self.tables, one.kind, one.block_size, one.filled, full, buffers)
         for layer in kept:
             layer.filled = full
         return True

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saccade.kv.rows import Blocks, copy_blocks, gather, store, summarize
+from saccade.kv.rows import Blocks, Filler, copy_blocks, gather, store, summarize
 from saccade.kv.summaries import PARTS, kept_dtype
 from saccade.ops.cpu_structs import STORAGE, native, pool_of
 
-__all__ = ["copy_blocks", "fill_summaries", "fills", "gather", "store", "summarize", "summarize_rows"]
+__all__ = ["copy_blocks", "filler", "gather", "store", "summarize", "summarize_rows"]
 
 KINDS = {"cuboid": 0, "minmax": 1, "mean": 2, "stored_mean": 2, "mean_value": 2, "moments": 3}
 LONGEST = 256  # keys of a block
@@ -20,7 +20,7 @@ LONGEST = 256  # keys of a block
 
 def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
     """See RowMover."""
-    if not rows.is_cpu or not fills(rows, kind, block_size):
+    if not rows.is_cpu or filler(rows, kind, block_size) is None:
         return None
     rows = rows.contiguous()
     heads, count, head_dim = rows.shape
@@ -43,15 +43,15 @@ def summarize_rows(rows: Tensor, kind: str, block_size: int) -> Tensor | None:
     return made
 
 
-def fills(pool: Tensor, kind: str, block_size: int) -> bool:
+def filler(pool: Tensor, kind: str, block_size: int) -> Filler | None:
     """See RowMover."""
-    return kind in KINDS and block_size <= LONGEST and pool.dtype in STORAGE
+    return fill_summaries if kind in KINDS and block_size <= LONGEST and pool.dtype in STORAGE else None
 
 
 def fill_summaries(
     pool: Blocks, tables: Tensor, kind: str, block_size: int, first: int, last: int, out: Sequence[Tensor]
 ) -> None:
-    """See RowMover. ValueError where a block is in no slot."""
+    """See kv.rows.Filler. ValueError where a block is in no slot."""
     k, v = pool
     layers, heads, blocks = tables.shape
     layer_stride, head_stride, _ = tables.stride()

@@ -12,14 +12,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saccade.kv.paged import Paged
-from saccade.kv.rows import fill_summaries, fills, summarize_rows
+from saccade.kv.rows import filler, summarize_rows
 from saccade.ops.triton.block_summaries import summarize
 from saccade.ops.triton.common import pad
 
 __all__ = [
     "copy_blocks",
-    "fill_summaries",
-    "fills",
+    "filler",
     "gather",
     "launch_copies",
     "resolve",
