@@ -2,7 +2,7 @@
 
     python benchmarks/lossless.py [--model random|random-8b:LAYERS|reference] [--contexts 8192,32768] [--batch 1]
         [--tokens 64] [--warm 16] [--drafts "psa(epsilon=0.3);quest(dense_layers=0)"] [--lengths 0] [--replay 0.7,0.9]
-        [--recorded 1,3,7,15] [--threads N]
+        [--recorded 1,3,7,15] [--dense-tokens 64] [--threads N]
 
 ``random`` is a 125M Llama and ``random-8b:LAYERS`` one of 8B shape, both with random weights and made-up keys;
 ``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted, their time is printed apart;
@@ -54,6 +54,7 @@ def measure(
     known: dict[int, list[int]] | None = None,
     chance: float | None = None,
     warm: int = 16,
+    now: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, int, list[Request], Passes]:
     """Seconds and tokens after the warm-up, the requests, and the worker's passes, with what was ``replayed``."""
     engine = llm.engine
@@ -75,10 +76,10 @@ def measure(
         gc.freeze()  # as the server does once: a collection walks over all prompts, for as long as a round takes
         before = sum(len(request.sequence.tokens) - request.output_start for request in requests)
         made.counted = True
-        began = time.perf_counter()
+        began = now()
         while not any(request.finished for request in requests):  # fewer requests would be another batch
             engine.step()
-        seconds = time.perf_counter() - began
+        seconds = now() - began
         made.counted = False
         done = sum(len(request.sequence.tokens) - request.output_start for request in requests)
         for request in requests:
@@ -129,11 +130,11 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
         prompts = [prompt(context, vocab, seed) for seed in range(chosen.batch)]
         fills = [filling(llm, prompts[0], chosen.model)] * chosen.batch
     on_gpu = llm.model.runner.device.type == "cuda"
-    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
+    seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.dense_tokens, warm=chosen.warm)
     if on_gpu:  # its first steps have compiled and recorded
-        seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
+        seconds, made, answered, passes = measure(llm, prompts, fills, "dense", chosen.dense_tokens, warm=chosen.warm)
     dense = made / seconds
-    beyond = [0] * (2 * MOST)
+    beyond = [0] * (2 * MOST + max(0, chosen.tokens - chosen.dense_tokens))
     known = {number: [*prompts[number], *one.final_ids, *beyond] for number, one in enumerate(answered)}
     recorded: dict[str, dict[int, float]] = {}  # seconds of verifications, by draft and its length
     if chosen.replay is not None and on_gpu:
@@ -182,7 +183,7 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
                     f"off: {said[0]['off']}",
                 )
                 print("; ".join(parts), flush=True)
-    seconds, made, _, passes = measure(llm, prompts, fills, "dense", chosen.tokens, warm=chosen.warm)
+    seconds, made, _, passes = measure(llm, prompts, fills, "dense", chosen.dense_tokens, warm=chosen.warm)
     again = made / seconds
     print(f"  dense again: {1000 * chosen.batch / again:.2f} ms/step, {again / dense:.3f} of the first", flush=True)
 
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="8192,32768")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dense-tokens", type=int, help="of the measurements of dense decode; as --tokens by default")
     parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--drafts", default="psa(epsilon=0.3);quest(dense_layers=0)")
     parser.add_argument("--lengths", default="0")
@@ -202,6 +204,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     chosen = parser.parse_args()
+    chosen.dense_tokens = chosen.tokens if chosen.dense_tokens is None else chosen.dense_tokens
+    if chosen.dense_tokens < chosen.tokens and chosen.replay is None:
+        parser.error("answers are compared with dense decode's: --dense-tokens less than --tokens goes with --replay")
     torch.set_num_threads(chosen.threads)
     contexts = [int(one) for one in chosen.contexts.split(",")]
     longest = max(contexts) + chosen.tokens + 1024

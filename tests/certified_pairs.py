@@ -1,7 +1,10 @@
 """The promise of certified attention, held to account: (head, step) pairs of made and of recorded queries, each with
 whether its error left the bound. ``make certify`` runs 10,000 of them; the suite a few hundred.
 
-    python tests/certified_pairs.py [PAIRS] [--epsilon 0.1] [--delta 0.1] [--length 4096]
+    python tests/certified_pairs.py [PAIRS] [--epsilon 0.1] [--delta 0.1] [--length 4096] [--law certificate|normal]
+
+``--law normal`` puts the same test to samples whose size follows the normal law, which promises nothing where few keys
+have most of the weight: it only says in which families the rate is kept.
 """
 
 from __future__ import annotations
@@ -144,10 +147,11 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=0.1)
     parser.add_argument("--delta", type=float, default=0.1)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--law", choices=("certificate", "normal"), default="certificate")
     given = parser.parse_args()
     each = -(-given.pairs // (len(MADE) + 1))
     rng, counts = torch.Generator().manual_seed(0), {}
-    settings = {"epsilon": given.epsilon, "delta": given.delta, "certify": True}
+    settings = {"epsilon": given.epsilon, "delta": given.delta, "certify": given.law == "certificate"}
     for name, made in MADE.items():
         counts[name] = Count()
         while counts[name].pairs < each:
@@ -160,14 +164,14 @@ def main() -> None:
             seed += 1
             if counts["recorded"].pairs < each:
                 check(VAttention(**settings, seed=seed), pair, counts["recorded"], scale)
-    print(f"epsilon {given.epsilon}, delta {given.delta}, {given.length} keys")
+    print(f"epsilon {given.epsilon}, delta {given.delta}, {given.length} keys, {given.law}")
     for name, one in counts.items():
         kinds = ", ".join(f"{kind} {heads}" for kind, heads in sorted(one.kinds.items()) if heads)
         print(
             f"{name:12} {one.pairs} pairs, {one.broken} broken, worst error {one.worst:.3f}, values read "
             f"{100 * one.read / one.pairs:.1f} % ({kinds}): {'holds' if one.holds(given.delta) else 'FAILS'}"
         )
-    if not all(one.holds(given.delta) for one in counts.values()):
+    if given.law == "certificate" and not all(one.holds(given.delta) for one in counts.values()):
         raise SystemExit("the promise does not hold")
 
 

@@ -127,7 +127,8 @@ def drawn(seed):
 
 
 def test_short_answers_bear_little_of_what_is_tried():
-    """The first answer of an engine that knows nothing, and many after it, whose first draft steps take long."""
+    """The first answer of an engine that knows nothing, and many after it, whose first draft steps take long: these
+    are taken once the answers so far outweigh what they may lose, so that drafts that gain come into use."""
     over = {}
     for seed in range(60):
         share, draft, verify, chance, opening = drawn(seed)
@@ -135,15 +136,15 @@ def test_short_answers_bear_little_of_what_is_tried():
             given = {"opening": opening, "weights": 10**8 * share, "keys": 10**8 * (1 - share), "rare": 0.0}
             lost = drive(draft, verify, chance, "one", seed, tokens, answer=answer, **given)[0] - 1.0
             over.setdefault((answer, tokens), []).append(lost)
+    assert sum(lost < -0.1 for lost in over[64, 1024]) > 3
     for case, lost in over.items():
-        assert max(lost) < (0.07 if case == (64, 64) else 0.035), (case, max(lost))
-    assert sum(lost > 0.03 for lost in over[64, 64]) < 10
+        assert max(lost) < 0.03, (case, max(lost))
 
 
 def test_what_was_learnt_serves_the_next_answers():
     """A draft that gains does so in answers of 32 tokens each; where the first draft step of each answer takes longer
     than these can gain, none is taken any more."""
-    assert drive(0.15, (1.05, 0.01), 0.95, "one", 3, tokens=640, answer=32)[0] < 0.6
+    assert drive(0.15, (1.05, 0.01), 0.95, "one", 3, tokens=1280, answer=32)[0] < 0.6
     time, pacing = drive(0.15, (1.05, 0.01), 0.95, "one", 3, tokens=640, answer=32, opening=20.0)
     assert time < 1.06
     assert pacing.opening(Kind.of("psa", [4000]), 4000, 10**8) > 15

@@ -12,7 +12,7 @@ from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import device_ahead, device_attention, device_prepare, device_rows
+from saccade.engine import copied, device_attention, device_prepare, device_rows
 from saccade.engine.device_ahead import Ahead
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy
@@ -255,14 +255,14 @@ def test_a_launch_that_fails_takes_back_its_step_alone(engines, asked, monkeypat
 def test_logits_that_are_not_finite_end_their_request(engines, monkeypatch):
     prompts = [random_ids(20, seed=8), random_ids(21, seed=9)]
     expected = tokens(engines[0].generate(prompts[1], greedy(5))[0])
-    real = device_ahead.Copied.wait
+    real = copied.Copied.wait
     turns = []
 
     def wait(self):
         turns.append(real(self))
         return [-1, turns[-1][1]] if len(turns) == 2 else turns[-1]
 
-    monkeypatch.setattr(device_ahead.Copied, "wait", wait)
+    monkeypatch.setattr(copied.Copied, "wait", wait)
     broken, whole = engines[1].generate(prompts, greedy(5))
     assert "finite" in broken.error
     assert whole.error is None

@@ -19,9 +19,9 @@ LENGTHS = [1, 40, 333]
 PLACES = [(0, 2, 1, 0), (1, 0, 0, 0), (1, 1, 1, 7), (1, 2, 0, 100), (0, 1, 0, 4000), (1, 2, 1, 1)]
 
 
-@pytest.mark.parametrize("table_rows", [1, 2])
-@pytest.mark.parametrize(("dtype", "width", "heads", "softcap"), [
-    (torch.float32, 48, 6, None), (torch.float16, 32, 2, 3.0),
+@pytest.mark.parametrize(("dtype", "width", "heads", "softcap", "table_rows"), [
+    (torch.float32, 48, 6, None, 2), (torch.float16, 32, 2, 3.0, 1), (torch.float16, 32, 10, None, 2),
+    (torch.float16, 16, 18, None, 1),  # too many heads a group for the parts of weights to share a product
 ])  # fmt: skip
 def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads, softcap, table_rows):
     """Layers, rows of several lengths, windows, tables for each KV head; what no row owns is NaN. The interpreter

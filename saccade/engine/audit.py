@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.engine.copied import Copied
 from saccade.engine.estimates import CONFIDENCE, Mean, Share, departures
 from saccade.engine.params import SamplingParams
 from saccade.errors import SaccadeError
@@ -68,6 +69,7 @@ class Audit:
     controlled: Any = None  # what says where a target's dial stands
     _waiting: list[tuple[Tensor, bool]] = field(default_factory=list)
     _held: int = 0  # observations that wait
+    _coming: tuple[Copied, list[bool]] | None = None  # those on their way from a device
     _window: tuple[int, int, int] | None = None  # the steps drawn for last
     _drawn: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # in them
 
@@ -115,15 +117,29 @@ class Audit:
         self._waiting.append((values, whole))
         self._held += len(values)
         if not values.is_cuda or self._held >= WAITING:
-            self.settle()
+            self._send()
+        if not values.is_cuda:
+            self._count()
 
     def settle(self) -> None:
         """Count what still lies on a device."""
-        if not self._waiting:
-            return
+        if self._waiting:
+            self._send()
+        self._count()
+
+    def _send(self) -> None:
+        """Have what waits brought to the host, and count what came before: nothing waits for steps that still run."""
+        self._count()
         waiting, self._waiting, self._held = self._waiting, [], 0
         whole = [whole for values, whole in waiting for _ in range(len(values))]
-        for (mass, error, scaled), knows in zip(torch.cat([values for values, _ in waiting]).tolist(), whole):
+        self._coming = Copied(torch.cat([values for values, _ in waiting])), whole
+
+    def _count(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        copied, whole = coming
+        for (mass, error, scaled), knows in zip(copied.wait(), whole):
             if math.isnan(error + scaled) or (knows and math.isnan(mass)):  # of numbers that are not finite
                 self.left_out += 1
                 continue

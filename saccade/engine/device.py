@@ -16,7 +16,8 @@ from torch import Tensor
 
 from saccade.engine import device_prefill as prefill
 from saccade.engine.attention import Watch
-from saccade.engine.device_ahead import Ahead, Copied, Launched, may_follow
+from saccade.engine.copied import Copied
+from saccade.engine.device_ahead import Ahead, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
 from saccade.engine.device_graphs import SHORTEST, GraphStats, Key, StepKind, StepKinds

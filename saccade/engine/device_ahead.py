@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from saccade.engine.device_graphs import Key, StepKind
@@ -83,26 +81,6 @@ def may_follow(placed: Sequence[PlacedRow | None], longest: int) -> bool:
         if row.kv.pool.absent or one.stop + 1 > longest or row.kv.missing_blocks(one.stop + 1):
             return False
     return True
-
-
-class Copied:
-    """A copy of ``tokens`` int64 [rows], or of other numbers, on its way to the host."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._here = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._here.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._here = tokens.clone()
-
-    def wait(self) -> list[Any]:
-        """The tokens, once they are here; what was launched behind them may still run."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._here.tolist()
 
 
 def _slot(kv: SequenceKV, place: int) -> int:

@@ -10,7 +10,8 @@ and values, a draft step the weights and some of the keys. Where these promise l
 A request that stops drafting stays so until its context has doubled, so it stops and begins again a few times at most.
 Estimates may be wrong, and near the break-even they are slow: ledgers of each draft and of each request bound what is
 lost whatever they say; where one is used up, plain steps fill it again. A request's first draft step may take long, as
-it makes the summaries of all blocks: it is taken where the tokens that may still come pay for it.
+it makes the summaries of all blocks: it is taken where the tokens that may still come pay for it, and of a draft that
+is not known to gain where it is little beside these or the tokens of all requests so far.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from saccade.engine.stakes import HORIZON, SURE, Chance, Ledger, forecast, share_of_step
+from saccade.engine.stakes import HORIZON, SURE, TRY, Chance, Ledger, forecast, share_of_step
 from saccade.engine.step_times import PLAIN, Kind, Times, best_length, best_shared, tokens_of_round, typical
 from saccade.methods.verified import MOST
 
@@ -201,7 +202,10 @@ class Pace:
             )
             return False
         risk = self._risk(self.length(kind), times) if times.known else TRIAL * share_of_step(self.pacing.weights, keys)
-        self._horizon = HORIZON * self._confidence(times, keys)
+        sure = self._confidence(times, keys)
+        self._horizon = HORIZON * sure
+        if sure < SURE and not self._may_open(length, opening + risk, left):
+            return False
         for ledger in self._ledgers:
             if not ledger.allows(risk, self._horizon):
                 room = ledger.room(self._horizon)
@@ -211,9 +215,27 @@ class Pace:
         self.off = None
         return True
 
+    def _may_open(self, length: int, risk: float, left: float) -> bool:
+        """Whether a first draft step of unknown worth may be taken: what it may lose, ``risk`` plain steps, is to be
+        little of the ``left`` tokens, or of all tokens so far that might have been drafted."""
+        if self.opened:
+            return True
+        tokens = risk / TRY
+        worth = self.pacing.ledger(self.draft).worth
+        if tokens <= max(left, worth):
+            return True
+        most = max(left, worth)
+        self.off = f"a first round may lose the time of {risk:.1f} plain steps, too much of {most:.0f} tokens"
+        self._until = length + max(1.0, tokens - worth)
+        return False
+
     def rests(self, length: int) -> bool:
         """Whether nothing will be drafted after ``length`` tokens, whatever is measured until then."""
         return not self.fixed and self.off is not None and length < self._until
+
+    def rested(self) -> None:
+        """A plain step while it :meth:`rests`."""
+        self.ledger.worth += 1.0
 
     def end(self) -> None:
         """Draft no more: what the draft knew is gone."""

@@ -65,6 +65,8 @@ class SparseDrafts:
         """``batch`` as scheduled, with drafted rows where that pays. Their blocks are reserved."""
         self._account()
         self._step = None
+        if self._all_rest(batch):
+            return batch
         able = [number for number, (request, rows) in enumerate(batch) if self._serves(request, rows)]
         if not able:
             return batch
@@ -94,6 +96,25 @@ class SparseDrafts:
             for at, (request, rows) in enumerate(batch)
         ]
 
+    def _all_rest(self, batch: Batch) -> bool:
+        """Whether nobody will draft for a while yet: then a step is a plain one in what the host does for it, too.
+        Only the ledgers hear of it, which such steps fill again."""
+        resting: list[Speculation] = []
+        for request, rows in batch:
+            speculation = request.speculation
+            if speculation is None:
+                if rows.phase == "decode" and isinstance(rows.policy.decode, Verified):
+                    return False
+            elif not speculation.pace.rests(rows.stop) or request.sequence.memory.has_state:
+                return False
+            elif rows.phase == "decode":
+                resting.append(speculation)
+        for speculation in resting:
+            speculation.pace.rested()
+        for draft in {speculation.pace.draft for speculation in resting}:
+            self.pacing.ledger(draft).worth += 1.0
+        return True
+
     def _seen(self, batch: Batch, first: int) -> Timed:
         """The step as far as it is known before anything is drafted; ``first`` in it is verified."""
         decoding = [(request, rows) for request, rows in batch if rows.phase == "decode"]
@@ -119,18 +140,20 @@ class SparseDrafts:
     def timed(self, batch: Batch, seconds: float, result: StepResult) -> None:
         """The step took so long, drafting aside; its ``result`` says whether it was compiled or recorded meanwhile, and
         what its rows saw."""
-        drafts = [len(rows.drafts) for request, rows in batch if request.speculation is not None]
         for request, rows in batch:
-            if request.speculation is not None and rows.phase == "decode":
-                request.speculation.weighed = result.requests[request.id].weighed
-                stats = request.speculation.stats
+            speculation = request.speculation
+            if speculation is not None and rows.phase == "decode":
+                speculation.weighed = result.requests[request.id].weighed
+                stats = speculation.stats
                 if rows.drafts:
                     stats.verify_seconds += seconds
                 else:
-                    stats.plain_steps, stats.plain_seconds = stats.plain_steps + 1, stats.plain_seconds + seconds
+                    stats.plain_steps += 1
+                    stats.plain_seconds += seconds
         step = self._step
         if step is None or not step.alone or result.fresh:
             return
+        drafts = [len(rows.drafts) for request, rows in batch if request.speculation is not None]
         step.seconds, step.drafts = seconds, sum(drafts) / max(1, len(drafts))
         times = self.pacing.times(step.kind)
         packed = sum(rows.length for _, rows in batch)

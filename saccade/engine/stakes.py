@@ -13,6 +13,7 @@ HOPE = 0.95  # the chance that a token stays, in the forecast by bytes
 SHARE = 0.1  # of the keys that a draft step reads, likewise
 FORGET = 0.99  # of each earlier count, by test
 SPEND = 0.015  # of the time of plain steps that drafts may lose in all
+TRY = 0.02  # of the time of a request's tokens, or of all so far, that a first round of a draft not known may lose
 HORIZON = 86  # tokens whose share of that may be lost at once
 SURE = 6  # times as many, where all that was measured speaks for the draft
 KEEP = 4  # times that, of what was gained before

@@ -19,6 +19,7 @@ PLACES = [(0, 2, 1, 0), (1, 0, 0, 0), (1, 1, 1, 7), (1, 2, 0, 4096), (0, 1, 0, 9
 
 @pytest.mark.parametrize(("dtype", "width", "heads", "softcap"), [
     (torch.bfloat16, 128, 8, None), (torch.float32, 64, 6, 4.0), (torch.bfloat16, 80, 2, None),
+    (torch.bfloat16, 128, 24, 20.0), (torch.float16, 128, 14, None),
 ])  # fmt: skip
 def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads, softcap):
     """Within 1e-3, which torch's own float32 needs: what bfloat16 weights would lose is ten times that."""

@@ -3,7 +3,8 @@ one step in two launches, read where queries, results and keys lie.
 
 A program reads one share of a place's keys, as decode does (``decode.py``); a second kernel merges the shares and
 compares. Products of 16-bit queries and keys are exact, all else is float32: a weight is multiplied with 16-bit values
-in three parts, which add up to it. The sum of weight times norm of value is added up with the output.
+in three parts, which add up to it. A tensor core multiplies 16 rows at once, and most groups have few: the parts are
+rows of one product then. The sum of weight times norm of value is added up with the output.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor
 from saccade.ops.triton.common import LOG2E, begin, cap_logits, launched, pad, pool_rows, precision, processors
 from saccade.ops.triton.decode import Pages, even_splits
 
-KEYS = 32  # of a tile
+KEYS = 64  # of a tile, where a head has few bytes
 STAGES = 3  # tiles on their way
-RESIDENT = 4  # programs on a processor
+RESIDENT = 3  # programs on a processor
+WARPS = 4  # of a program
+STACKED = 8  # heads of a group at most, whose weights' parts are rows of one product
 MOST_SPLITS = 128  # of a place's keys
 MERGED = 1 << 13  # numbers of shares that are merged at once
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -53,19 +56,24 @@ def compare(
     device, rows, all_rows = places.device, given.addresses.shape[1], pages.tables.shape[1]
     count, kv_heads, head_dim = len(places), pages.k.shape[1], pages.k.shape[3]
     group, halves = given.heads // kv_heads, given.dtype.itemsize == 2
+    small = halves and head_dim <= 128
+    keys = KEYS if small else KEYS // 2
     splits = even_splits(
-        count, RESIDENT * processors(device), max(1, min(-(-pages.longest // (3 * KEYS)), MOST_SPLITS))
+        count, RESIDENT * processors(device), max(1, min(-(-pages.longest // (3 * keys)), MOST_SPLITS))
     )
     parts = torch.empty(count, splits, group, head_dim + 2, dtype=torch.float32, device=device)
     found = torch.empty(count, 3, dtype=torch.float32, device=device)
+    own = pad(group, 1)
+    stacked = halves and own <= STACKED
     sizes = {"GROUP": group, "D": head_dim, "D_PAD": pad(head_dim), "TYPE": TYPES[given.dtype]}
     _parts[(splits, count)](
         places, given.addresses, pages.k, pages.v, pages.tables, pages.lengths, parts, rows, all_rows,
-        *pages.tables.shape[2:], scale * LOG2E, softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=KEYS,
-        GROUP_PAD=pad(group), CAPPED=softcap is not None, PRECISION=precision(given.dtype), HALVES=halves, num_warps=4,
-        num_stages=STAGES if halves and head_dim <= 128 else 2, **sizes,
+        *pages.tables.shape[2:], scale * LOG2E, softcap or 0.0, KV_HEADS=kv_heads, PAGE=pages.k.shape[2], KEYS=keys,
+        OWN=own, GROUP_PAD=max(pad(group), 4 * own if stacked else 0), CAPPED=softcap is not None,
+        PRECISION=precision(given.dtype), HALVES=halves, STACKED=stacked, num_warps=WARPS,
+        num_stages=STAGES if small else 2, **sizes,
     )  # fmt: skip
-    own, at_once = pad(group, 1), max(1, MERGED // pad(group, 1) // pad(head_dim))
+    at_once = max(1, MERGED // own // pad(head_dim))
     _compare[(count,)](
         places, given.addresses, parts, found, rows, splits, GROUP_PAD=own, SPLITS=at_once, TINY=TINY, num_warps=4,
         **launched(device), **sizes,
@@ -76,10 +84,11 @@ def compare(
 @triton.jit(do_not_specialize=["rows", "all_rows", "table_rows", "blocks"])
 def _parts(
     places, given, k_pool, v_pool, tables, lengths, parts, rows, all_rows, table_rows, blocks, scale_log2, softcap,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, TYPE: tl.constexpr,
-    HALVES: tl.constexpr,
+    GROUP: tl.constexpr, OWN: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    TYPE: tl.constexpr, HALVES: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
+    """``OWN`` rows, of which ``GROUP`` are heads; where ``STACKED``, as many again for each part of a weight."""
     split, place = tl.program_id(0), tl.program_id(1)
     splits = tl.num_programs(0)
     layer, row = tl.load(places + place * 4), tl.load(places + place * 4 + 1)
@@ -89,7 +98,8 @@ def _parts(
     table = (
         tables + ((layer.to(tl.int64) * all_rows + row) * table_rows + tl.where(table_rows > 1, kv_head, 0)) * blocks
     )
-    member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
+    line, channel = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
+    member, part = line % OWN, line // OWN
     inside = (member[:, None] < GROUP) & (channel[None, :] < D)
     entry = given + (layer.to(tl.int64) * rows + row) * 6
     asked = tl.load(entry).to(tl.pointer_type(TYPE)) + (kv_head * GROUP + member)[:, None] * tl.load(entry + 1)
@@ -121,19 +131,32 @@ def _parts(
         acc = acc * shrink[:, None]
         if HALVES:
             rest = p * 32768.0  # float16 has no small numbers, and none beyond 65504
-            for _ in tl.static_range(3):
-                part = rest.to(v.dtype)
-                acc = tl.dot(part, v, acc)
-                rest -= part.to(tl.float32)
+            own = tl.zeros([GROUP_PAD, KEYS], v.dtype)
+            for turn in tl.static_range(3):
+                cut = rest.to(v.dtype)
+                rest -= cut.to(tl.float32)
+                if STACKED:
+                    own = tl.where(part[:, None] == turn, cut, own)
+                else:
+                    acc = tl.dot(cut, v, acc)
+            if STACKED:
+                acc = tl.dot(own, v, acc)
         else:
             acc = tl.dot(p, v, acc, input_precision="tf32x3")
         top = higher
     if HALVES:
         acc = acc / 32768.0
     total = tl.where(weight == 0.0, 1.0, weight)
+    acc = acc / total[:, None]
     to = parts + ((place.to(tl.int64) * splits + split) * GROUP + member) * (D + 2)
-    mine = member < GROUP
-    tl.store(to[:, None] + channel[None, :], acc / total[:, None], mask=inside)
+    mine = (member < GROUP) & (part == 0)
+    if STACKED:
+        acc = tl.sum(tl.reshape(acc, [GROUP_PAD // OWN, OWN, D_PAD]), 0)
+        head = tl.arange(0, OWN)
+        out = parts + ((place.to(tl.int64) * splits + split) * GROUP + head)[:, None] * (D + 2) + channel[None, :]
+        tl.store(out, acc, mask=(head[:, None] < GROUP) & (channel[None, :] < D))
+    else:
+        tl.store(to[:, None] + channel[None, :], acc, mask=inside & (part[:, None] == 0))
     tl.store(to + D, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)), mask=mine)
     tl.store(to + D + 1, scaled / total, mask=mine)
 
