@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from tiny_models import make_checkpoint, random_ids
 ENGINE = "ServeReplica:saccade:engine"
 ROLES = {ENGINE: "engines", "ServeReplica:saccade": "ingress", "ProxyActor": "proxy"}
 TRIES = 8
+LINES = 40  # that are told of a server that does not start
 
 
 @dataclass
@@ -148,6 +149,18 @@ async def load(url: str, given: argparse.Namespace) -> tuple[Run, float]:
     return run, time.perf_counter() - began
 
 
+def address(server: subprocess.Popen[str]) -> str:
+    """Where a server answers, once it does. SystemExit with what it said where it ends before."""
+    assert server.stderr is not None
+    said: deque[str] = deque(maxlen=LINES)
+    for line in server.stderr:
+        if line.startswith('{"message": "serving"'):
+            found: str = json.loads(line)["address"]
+            return found
+        said.append(line)
+    sys.exit(f"the server ended with {server.wait()} before it served; its last words:\n{''.join(said)}")
+
+
 def measure(replicas: int, folder: str, given: argparse.Namespace) -> Run:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -159,8 +172,7 @@ def measure(replicas: int, folder: str, given: argparse.Namespace) -> Run:
         [*command, "--threads", "1", "--log-level", "error"], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        assert server.stderr is not None
-        url = next(json.loads(line)["address"] for line in server.stderr if line.startswith('{"message": "serving"'))
+        url = address(server)
         up = time.perf_counter() - began
         before = seconds_by_role()
         run, seconds = asyncio.run(load(url, given))

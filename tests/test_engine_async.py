@@ -11,6 +11,7 @@ from engine_helpers import GREEDY, make
 from tiny_models import EOS, VOCAB, random_ids
 
 from saccade import SamplingParams
+from saccade.engine import inbox
 from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest
 from saccade.errors import RequestError
@@ -131,3 +132,37 @@ def test_a_constraint_that_fails_or_forbids_all_costs_its_own_request(tiny_llama
         failed, fine = asyncio.run(gathered(llm, asked))
         assert said in failed[-1].outcome.error
         assert fine[-1].outcome.finish_reason == "length"
+
+
+def test_requests_on_their_way_are_waited_for_by_an_engine_with_nothing_to_do(llm, prompts, monkeypatch):
+    """Not by one that is at work, nor for longer than a step takes, nor where no more are said to come."""
+    loop, real, steps = llm.loop._loop, llm.engine.step, []
+
+    def step():
+        steps.append(len(llm.engine.scheduler.waiting))
+        return real()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    monkeypatch.setattr(inbox, "EACH_COMING", 60.0)
+    monkeypatch.setattr(inbox, "MOST_GATHERED", 60.0)
+    monkeypatch.setattr(loop, "gathers", True)
+
+    async def ask(*coming: int) -> int:
+        steps.clear()
+        outputs = []
+        for number, left in enumerate(coming):  # each is let in before the next one is written
+            outputs.append(await llm.loop.submit(messages(prompts[number], GREEDY, 1), left))
+        for one in outputs:
+            while not one.finished:
+                await one.take()
+        return steps[0]
+
+    loop.firsts.append(60.0)
+    assert asyncio.run(ask(2, 1, 0)) == 3
+    assert asyncio.run(ask(0)) == 1
+    monkeypatch.setattr(inbox, "EACH_COMING", 0.01)
+    assert asyncio.run(ask(3)) == 1  # who was to come has not
+    monkeypatch.setattr(inbox, "EACH_COMING", 60.0)
+    loop.firsts.clear()
+    assert asyncio.run(ask(3)) == 1  # no step was seen yet: nobody waits for one
+    assert loop.firsts

@@ -288,6 +288,30 @@ def test_the_command_answers_and_ends_in_order():
     assert '"path": "/v1/completions", "status": 200' in rest
 
 
+def test_the_engine_is_told_how_many_more_requests_are_on_their_way(server, monkeypatch):
+    """Those that are all here and not with the engine yet; refused ones count for none in the end."""
+    engine, told = server.serving.engine, []
+    real = engine.submit
+
+    async def submit(asked, coming=0):
+        told.append(coming)
+        return await real(asked, coming)
+
+    monkeypatch.setattr(engine, "submit", submit)
+    prompts = [random_ids(9, seed=number) for number in range(3)]
+    bodies = [{**GREEDY, "prompt": prompt, "max_tokens": 2} for prompt in prompts]
+
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asked = [client.post("/v1/completions", json=one) for one in [*bodies, {"prompt": [1], "n": 99}]]
+            return [one.status_code for one in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask()) == [200, 200, 200, 400]
+    assert len(told) == 3
+    assert all(0 <= count <= 3 for count in told)
+    assert server.serving.admission.coming == 0
+
+
 def test_answers_are_the_librarys_while_many_ask(server):
     """Every policy at once, more requests than run at once, some of whom leave."""
     from concurrent.futures import ThreadPoolExecutor

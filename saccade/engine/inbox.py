@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ from saccade.engine.stream import Stream
 from saccade.errors import SaccadeError
 
 logger = logging.getLogger(__name__)
+MOST_GATHERED = 0.05  # seconds that the first of several requests waits for the others, at most
+EACH_COMING = 0.002  # seconds until the next of those that are on their way, at most, for each of them
+FIRSTS = 16  # steps whose times say how long it may wait
 
 Message = (
     AddRequest
@@ -52,10 +56,12 @@ Message = (
 @dataclass
 class Letter:
     """Messages for the loop, all acted on between the same two steps, and the promise of an answer. ``streams``: where
-    the outputs of added requests go. ``threads``: torch's setting where the letter was written, a thread's own."""
+    the outputs of added requests go. ``coming``: requests that whoever wrote it is about to write of, too. ``threads``:
+    torch's setting where the letter was written, a thread's own."""
 
     messages: Sequence[Message] = ()
     streams: Sequence[Stream] = ()
+    coming: int = 0
     reply: Future[Any] = field(default_factory=Future)
     threads: int = field(default_factory=torch.get_num_threads)
 
@@ -101,6 +107,10 @@ class Loop:
     closed: bool = False
     why_closed: str = CLOSED
     delivered: list[Callable[[], None]] = field(default_factory=list)
+    gathers: bool = False  # a GPU takes hardly longer for several short prompts than for one
+    firsts: deque[float] = field(default_factory=lambda: deque(maxlen=FIRSTS))  # seconds of steps after new requests
+    _new: bool = False  # whether requests were added since the last step
+    _coming: int = 0  # by the last letter with requests
 
     def __post_init__(self) -> None:
         _loops.add(self)
@@ -140,6 +150,22 @@ class Loop:
             self._tell()
         return True
 
+    def gather(self) -> bool:
+        """Before the first step of an engine that had nothing to do: read the letters of requests that are on their way
+        as well, if it ``gathers``. Nobody waits longer than a step after new requests took of late, and none where no
+        more are coming. False as :meth:`read_all`."""
+        end = time.perf_counter() + min(MOST_GATHERED, max(self.firsts, default=0.0))
+        while self._coming and self.live and self.gathers:
+            now = time.perf_counter()
+            try:
+                letter = self.inbox.get(timeout=max(0.0, min(end - now, self._coming * EACH_COMING)))
+            except Empty:
+                break
+            if not self.read_all(letter):
+                return False
+        self._coming = 0
+        return True
+
     def _tell(self) -> None:
         """Call those who wait for what is with the streams by now."""
         for call in self.delivered:
@@ -161,6 +187,8 @@ class Loop:
             letter.reply.set_exception(error)
             return
         self.live.update({request.id: (request, stream) for request, stream in zip(added, letter.streams)})
+        if added:
+            self._new, self._coming = True, letter.coming
         letter.reply.set_result(answer)
 
     def _act(self, message: Message, added: list[Request]) -> Any:
@@ -198,12 +226,15 @@ class Loop:
 
     def step(self) -> None:
         """One engine step, and its outputs to whoever reads them."""
-        engine = self.engine
+        engine, began, new = self.engine, time.perf_counter(), self._new
+        self._new = False
         try:
             outputs = engine.step()
         except BaseException as error:  # nothing that is one request's own: all that run give up, the loop goes on
             logger.exception("an engine step failed")
             outputs = engine.abandon(f"the engine's step failed: {type(error).__name__}: {error}")
+        if new:
+            self.firsts.append(time.perf_counter() - began)
         for output in outputs:
             known = self.live.get(output.request_id)
             if known is not None:
@@ -250,7 +281,7 @@ def _work(loop: Loop) -> None:
         if engine is None:
             loop.end()
             return
-        if not loop.read_all(letter):
+        if not loop.read_all(letter) or not loop.gather():
             return
         del letter
         while loop.live or loop.held:

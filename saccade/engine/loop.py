@@ -70,7 +70,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, max_waiting: int = 1024) -> None:
         self.engine = engine
-        self._loop = Loop(weakref.ref(engine), max_waiting)
+        self._loop = Loop(weakref.ref(engine), max_waiting, gathers=engine.worker.device is not None)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, self._loop.inbox.put, STOP)
@@ -96,21 +96,22 @@ class AsyncEngine:
             if not finished:
                 self.cancel([stream.request_id])
 
-    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
+    async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
         """:meth:`add` for asyncio: while the queue is full this waits without blocking the event loop. Cancelling the
-        task until then leaves nothing behind; afterwards ``AsyncOutputs.close`` ends what runs."""
+        task until then leaves nothing behind; afterwards ``AsyncOutputs.close`` ends what runs. ``coming``: so many
+        more requests follow at once; an engine with nothing to do waits for them (``Loop.gather``)."""
         outputs = AsyncOutputs([message.request_id for message in messages], self.cancel_soon)
         try:
-            await asyncio.wrap_future(self._send(Letter(messages, outputs.streams)))
+            await asyncio.wrap_future(self._send(Letter(messages, outputs.streams, coming)))
         except asyncio.CancelledError:
             outputs.close()
             raise
         return outputs
 
-    def post(self, messages: Sequence[AddRequest], streams: Sequence[Stream]) -> Future[None]:
+    def post(self, messages: Sequence[AddRequest], streams: Sequence[Stream], coming: int = 0) -> Future[None]:
         """:meth:`add` without waiting, for streams of the caller's own. The future can be cancelled until the requests
-        are let in; it fails with what :meth:`add` raises."""
-        return self._send(Letter(messages, streams))
+        are let in; it fails with what :meth:`add` raises. ``coming`` as for :meth:`submit`."""
+        return self._send(Letter(messages, streams, coming))
 
     async def stream(self, message: AddRequest) -> AsyncIterator[StepOutput]:
         """Queue a request and give its outputs until it has ended. Leaving early, or cancelling the task, cancels it.

@@ -21,6 +21,7 @@ class Caller:
     span: Any = None  # OpenTelemetry's, where a server has it
     costs: dict[str, Any] = field(default_factory=dict)  # of its samples that have ended, for the log
     route: str = ""
+    coming: bool = False  # see Admission.coming
 
     @property
     def name(self) -> str:
@@ -37,12 +38,16 @@ class _Use:
 
 
 class Admission:
-    """Counts samples from their admission until they have ended. It lives on the event loop's thread alone."""
+    """Counts samples from their admission until they have ended. It lives on the event loop's thread alone.
+
+    ``coming``: requests that are all here and will be handed to the engine, or answered, in a moment.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.samples = 0
         self.draining = False
+        self.coming = 0
         self._uses: dict[str, _Use] = {}
 
     def count(self, caller: Caller) -> None:
@@ -57,6 +62,16 @@ class Admission:
             why = f"the key {key.name} may send {key.requests_per_minute} requests a minute"
             raise _limited(why, times[0] + 60 - now)
         times.append(now)
+
+    def comes(self, caller: Caller) -> None:
+        """The whole request is here."""
+        caller.coming = True
+        self.coming += 1
+
+    def came(self, caller: Caller) -> None:
+        """The engine is about to have it, or it has been answered. Twice does nothing."""
+        self.coming -= caller.coming
+        caller.coming = False
 
     def enter(self, caller: Caller, samples: int) -> None:
         """Let ``samples`` in, or raise: 429 with the seconds after which to try again, 503 while the server ends, 400

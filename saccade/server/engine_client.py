@@ -94,9 +94,9 @@ class EngineProcess(asyncio.Protocol):
         if (known := self._checked[text]) is not None:
             raise type(known)(str(known))
 
-    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
+    async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
         outputs = AsyncOutputs([one.request_id for one in messages], self._cancel, threads=False)
-        frame = wire.Add(0, [wire.request(one) for one in messages])
+        frame = wire.Add(0, [wire.request(one) for one in messages], coming)
         for message, stream in zip(messages, outputs.streams):
             self._asked[message.request_id] = stream, message.prompt, outputs
         try:

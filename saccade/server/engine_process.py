@@ -117,7 +117,7 @@ class EngineServer:
             if isinstance(frame, wire.Add):
                 messages = [wire.add_request(one, self._compile) for one in frame.requests]
                 outlets = [Outlet(one.request_id, self.collected) for one in messages]
-                self._answer(frame.call, future := loop.post(messages, outlets))
+                self._answer(frame.call, future := loop.post(messages, outlets, frame.coming))
                 if not future.done():
                     self._added[frame.call] = future, outlets
             elif isinstance(frame, wire.Withdraw):

@@ -63,9 +63,9 @@ class EngineFace(Protocol):
         """PolicyError, or another SaccadeError, for a policy that the model cannot run."""
         ...
 
-    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
-        """Queue requests, all of them before the same step, or none. See AsyncEngine.submit. EngineLost, here or where
-        outputs are taken, once the engine has ended by itself."""
+    async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
+        """Queue requests, all of them before the same step, or none. See AsyncEngine.submit, also for ``coming``.
+        EngineLost, here or where outputs are taken, once the engine has ended by itself."""
         ...
 
     async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
@@ -150,8 +150,8 @@ class LocalEngine:
     async def check_policy(self, policy: Policy) -> None:
         self.llm.engine.checks.policy(policy)
 
-    async def submit(self, messages: Sequence[AddRequest]) -> AsyncOutputs:
-        return await self.llm.loop.submit(messages)
+    async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
+        return await self.llm.loop.submit(messages, coming)
 
     async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
         return await asyncio.wrap_future(self._named.open(name, owner, held))

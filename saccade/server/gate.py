@@ -57,7 +57,10 @@ class Gate:
             caller.key = self._admit(scope, headers)
             if scope["method"] == "POST":
                 self.serving.admission.count(caller)
-            await self.app(scope, await self._body(scope, headers, receive), reply)
+            receive = await self._body(scope, headers, receive)
+            if scope["method"] == "POST":
+                self.serving.admission.comes(caller)
+            await self.app(scope, receive, reply)
         except ClientDisconnect:
             status = status or 499
         except ApiError as error:
@@ -67,6 +70,7 @@ class Gate:
             if not status:
                 await refuse(reply, ApiError(500, "the server failed to answer", "internal_error"))
         finally:
+            self.serving.admission.came(caller)
             route = getattr(scope.get("route"), "path", "none")
             self.serving.answered(caller, (scope["method"], scope["path"], route), status, began)
 

@@ -19,6 +19,8 @@ from saccade.server.errors import ApiError, bad_request, from_saccade
 from saccade.server.serving import Serving
 from saccade.server.sessions import Held
 
+TURNS = 5  # of the event loop, in which connections that wait are seen, and their requests read
+
 Piece = tuple[int, StepOutput]  # a choice's number, and what is new of it
 
 
@@ -88,7 +90,11 @@ class Generation:
             if limits:
                 limit, status = min(limits)
                 self._timer = asyncio.get_running_loop().call_later(limit, self._expire, limit, status)
-            self._outputs = await serving.engine.submit(messages)
+            if not serving.engine.statistics().running:
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+            serving.admission.came(self.caller)
+            self._outputs = await serving.engine.submit(messages, serving.admission.coming)
             serving.running.add(self)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):  # the client left while the engine had not let it in

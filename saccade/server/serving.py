@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 from saccade.engine.messages import RequestOutcome
@@ -26,6 +27,7 @@ from saccade.server.tracing import Tracing
 _SHORT = 4096  # characters that are turned into tokens on the event loop, in far less than a millisecond
 
 T = TypeVar("T")
+_parsed = lru_cache(1024)(Policy.parse)  # most clients ask for one of a few
 
 
 class Running(Protocol):
@@ -140,7 +142,8 @@ class Serving:
         if asked is None:
             return self.about.policy
         try:
-            policy = Policy.parse(asked)
+            short = isinstance(asked, str) and len(asked) <= 256
+            policy = _parsed(asked) if short else Policy.parse(asked)
             await self.engine.check_policy(policy)
         except EngineLost as error:
             raise from_saccade(error) from error

@@ -53,7 +53,10 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Add(Frame, tag="add"):
+    """``coming``: requests that follow at once."""
+
     requests: list[Request] = []
+    coming: int = 0
 
 
 class Withdraw(Frame, tag="withdraw"):
