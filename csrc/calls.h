@@ -97,6 +97,24 @@ struct LineSums {
     float *columns, *slashes;
 };
 
+// Softmax weights of the last `rows` rows, at most block_size of them, summed by block of keys and by group of block_size
+// distances (line_groups.h): fp32 [heads, k_blocks] each, written whole. block_size divides kStep.
+struct LineGroups {
+    Attention attention;
+    int64_t rows, block_size, k_blocks;
+    float *columns, *slashes;
+};
+
+// The softmax of each query block's mean query over the mean keys `pooled`, fp32 [kv_heads, k_blocks, head_dim], up to
+// its own block, without a cap: fp32 [count, q_blocks, k_blocks], of query heads heads[count].
+struct PooledShares {
+    Attention attention;
+    const float* pooled;
+    int64_t block_size, q_blocks, k_blocks, count;
+    const int32_t* heads;
+    float* shares;
+};
+
 // Greedy covers of a few rows' weights (line_cover.h): where the rows stand, the share to recover, and int32 [heads,
 // k_len] twice with int64 [heads, 2] for how many lines there are.
 struct RowCovers {

@@ -10,6 +10,7 @@
 #include "group_truth.h"
 #include "label_keys.h"
 #include "line_cover.h"
+#include "line_groups.h"
 #include "prefill.h"
 #include "probes.h"
 #include "progressive.h"
@@ -45,6 +46,16 @@ void group_truth(const GroupTruth& c) {
 void line_sums(const LineSums& s) {
     if (s.attention.storage == Storage::bf16) line_sums_typed<HalfMath, uint16_t>(s);
     else line_sums_typed<Fp32Math, float>(s);
+}
+
+void line_groups(const LineGroups& s) {
+    if (s.attention.storage == Storage::bf16) line_groups_typed<HalfMath, uint16_t>(s);
+    else line_groups_typed<Fp32Math, float>(s);
+}
+
+void pooled_shares(const PooledShares& s) {
+    if (s.attention.storage == Storage::bf16) pooled_shares_typed<uint16_t>(s);
+    else pooled_shares_typed<float>(s);
 }
 
 void cover_rows(const RowCovers& s) {

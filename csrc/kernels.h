@@ -15,6 +15,8 @@ struct KernelSet {
     void (*few_rows)(const FewRows&);
     void (*group_truth)(const GroupTruth&);
     void (*line_sums)(const LineSums&);
+    void (*line_groups)(const LineGroups&);
+    void (*pooled_shares)(const PooledShares&);
     void (*cover_rows)(const RowCovers&);
     double (*cover)(const CoverCall&);  // what was recovered
     void (*antidiagonals)(const Antidiagonals&);

@@ -6,6 +6,7 @@
 #include "few_rows.h"
 #include "gather.h"
 #include "line_cover.h"
+#include "line_groups.h"
 #include "prefill.h"
 #include "progressive.h"
 #include "row_shares.h"
@@ -33,6 +34,11 @@ void few_rows(const FewRows& f) {
 void line_sums(const LineSums& s) {
     if (serves(s.attention)) line_sums_typed<TileMath, uint16_t>(s);
     else avx512_bf16_kernels.line_sums(s);
+}
+
+void line_groups(const LineGroups& s) {
+    if (serves(s.attention)) line_groups_typed<TileMath, uint16_t>(s);
+    else avx512_bf16_kernels.line_groups(s);
 }
 
 void cover_rows(const RowCovers& s) {
@@ -98,6 +104,7 @@ const KernelSet& amx_bf16_kernels() {
         made.name = "amx_bf16";
         made.prefill = prefill;
         made.line_sums = line_sums;
+        made.line_groups = line_groups;
         made.cover_rows = cover_rows;
         made.antidiagonals = antidiagonals;
         made.row_shares = row_shares;

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "bindings.h"
+#include "shares.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -29,33 +30,8 @@ uint64_t entry(float value, uint32_t place) {
 }
 
 void share_row(const Shares& call, int64_t row) {
-    const float* mass = call.mass + row * call.n;
-    double* out = call.out + row * call.n;
-    auto* from = static_cast<uint64_t*>(thread_scratch(2 * call.n * sizeof(uint64_t)));
-    uint64_t* to = from + call.n;
-    for (int64_t i = 0; i < call.n; ++i) from[i] = entry(mass[i], static_cast<uint32_t>(i));
-    for (int shift = 32; shift < 64; shift += kDigit) {
-        constexpr int kBins = 1 << kDigit;
-        int64_t start[kBins] = {};
-        for (int64_t i = 0; i < call.n; ++i) ++start[from[i] >> shift & (kBins - 1)];
-        int64_t before = 0;
-        for (int64_t& bin : start) {
-            const int64_t count = bin;
-            bin = before;
-            before += count;
-        }
-        for (int64_t i = 0; i < call.n; ++i) to[start[from[i] >> shift & (kBins - 1)]++] = from[i];
-        std::swap(from, to);
-    }
-    double total = 0;
-    for (int64_t i = 0; i < call.n; ++i) total += mass[static_cast<uint32_t>(from[i])];
-    const bool fair = std::isfinite(total) && total > 0;
-    double before = 0;
-    for (int64_t i = 0; i < call.n; ++i) {
-        const auto place = static_cast<uint32_t>(from[i]);
-        out[place] = fair ? before : 0;
-        before += mass[place] / total;
-    }
+    auto* scratch = static_cast<uint64_t*>(thread_scratch(2 * call.n * sizeof(uint64_t)));
+    needed_row(call.mass + row * call.n, call.n, call.out + row * call.n, scratch);
 }
 
 void needed_shares(const Shares& call) {
@@ -67,6 +43,33 @@ void needed_shares(const Shares& call) {
 }
 
 }  // namespace
+
+void needed_row(const float* mass, int64_t n, double* out, uint64_t* scratch) {
+    uint64_t *from = scratch, *to = scratch + n;
+    for (int64_t i = 0; i < n; ++i) from[i] = entry(mass[i], static_cast<uint32_t>(i));
+    for (int shift = 32; shift < 64; shift += kDigit) {
+        constexpr int kBins = 1 << kDigit;
+        int64_t start[kBins] = {};
+        for (int64_t i = 0; i < n; ++i) ++start[from[i] >> shift & (kBins - 1)];
+        int64_t before = 0;
+        for (int64_t& bin : start) {
+            const int64_t count = bin;
+            bin = before;
+            before += count;
+        }
+        for (int64_t i = 0; i < n; ++i) to[start[from[i] >> shift & (kBins - 1)]++] = from[i];
+        std::swap(from, to);
+    }
+    double total = 0;
+    for (int64_t i = 0; i < n; ++i) total += mass[static_cast<uint32_t>(from[i])];
+    const bool fair = std::isfinite(total) && total > 0;
+    double before = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const auto place = static_cast<uint32_t>(from[i]);
+        out[place] = fair ? before : 0;
+        before += mass[place] / total;
+    }
+}
 
 void bind_shares(nb::module_& m) {
     bind_struct<Shares>(m, "Shares",

@@ -28,10 +28,11 @@ from torch.nn.functional import pad
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, require_choice, require_number, require_whole
+from saccade.methods.flexprefill.cpu import select_blocks as select_on_cpu
 from saccade.methods.flexprefill.device import select_blocks, select_lines
 from saccade.methods.flexprefill.modes import reference_blocks, token_lines, up_to_middle
 from saccade.methods.tails import BlockMethod
-from saccade.ops import triton
+from saccade.ops import cpu, triton
 from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
 from saccade.selection import Blocks, Dense, Lines, Mixed, Selection, Shape
 
@@ -114,6 +115,8 @@ class FlexPrefill(BlockMethod):
         elsewhere = "middle" in (self.pattern_rows, self.index_rows)
         if chunk.q.is_cuda and not elsewhere and triton.serves_scores(chunk.q, chunk.kv) is None:
             return (select_blocks if by_block else select_lines)(self, chunk)
+        if by_block and cpu.serves(chunk.q, chunk.kv) is None:
+            return select_on_cpu(self, chunk)
         pooled = mean_keys(chunk.kv, size)
         wheres = (self.pattern_rows, self.index_rows)
         looked = {"last": chunk, "middle": up_to_middle(chunk, size)} if elsewhere else {"last": chunk}
