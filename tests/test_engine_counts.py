@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
+from saccade.engine.choosing import LEFT, likeliest
 from saccade.engine.device_counts import NOTED, LateCounts
-from saccade.engine.worker import _likeliest
 from saccade.methods import parse_method
 
 
@@ -30,5 +30,6 @@ def test_rules_are_counted_whenever_somebody_asks():
 
 def test_the_likeliest_of_each_row():
     logits = torch.tensor([[1.0, 3.0, 3.0], [math.nan, 9.0, 1.0], [-math.inf, 2.0, -1.0], [0.0, math.inf, 1.0]])
-    assert _likeliest(logits) == [1, -1, 1, -1]  # the lowest of equals; none where the greatest is no finite number
-    assert _likeliest(logits[:0]) == []
+    # The lowest of equals; none where the greatest is no finite number.
+    assert likeliest(logits).tolist() == [1, LEFT, 1, LEFT]
+    assert likeliest(logits[:0]).tolist() == []

@@ -14,10 +14,10 @@ from tiny_models import make_checkpoint
 
 from saccade.engine import device_attention
 from saccade.engine.attention import Watch
+from saccade.engine.choosing import choose_tokens
 from saccade.engine.clock import Clock
 from saccade.engine.device import DeviceBackend
 from saccade.engine.device_graphs import COVERED, MOST_GRAPHS, MOST_NEW, StepKinds
-from saccade.engine.device_sampling import choose_tokens
 from saccade.engine.phase_stats import LayerStats
 from saccade.engine.row_sampling import RowSampling
 from saccade.methods.policy import Policy

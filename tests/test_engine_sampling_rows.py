@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import SamplingParams
-from saccade.engine.device_sampling import LEFT, choose_tokens
+from saccade.engine.choosing import LEFT, choose_tokens
 from saccade.engine.row_sampling import TokenCounts
 from saccade.engine.sampler import Sampler, top_logprobs
 from saccade.engine.steering import Steering

@@ -13,6 +13,8 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine import device_attention, device_prefill
 from saccade.engine.device import DeviceBackend
+from saccade.engine.step import ScheduledRequest
+from saccade.methods.policy import Policy
 
 FEW = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 SHARED = random_ids(32, seed=1)
@@ -210,3 +212,16 @@ def test_exact_rows_do_not_hang_on_the_batch(folder, steps):
     for prompt, one in zip(asked(3, 18), together):
         alone = made.generate(prompt, params)[0]
         assert alone.outputs[0].logprobs == one.outputs[0].logprobs
+
+
+def test_which_chunks_share_a_step():
+    """As many pieces as keep a GPU busy; fewer where a method keeps their queries, never with the others."""
+
+    def chunk(number, rows, policy):
+        return ScheduledRequest(number, number, 64, 64 + rows, "prefill", Policy.parse(policy), 0, 64 + rows, 64 + rows)
+
+    plain = {number: chunk(number, 32, "dense") for number in range(33)}
+    learned = {number: chunk(number, 128, "dense+loopserve") for number in range(40, 45)}
+    found = device_prefill.parts({**learned, **plain})
+    assert found == [[*range(32)], [32], [40, 41], [42, 43], [44]]
+    assert device_prefill.parts({}) == []

@@ -237,7 +237,7 @@ class DeviceBackend(DeviceServing):
         taps, asks, prefills = key[3] and not key[4], key[3] and key[4], key[4]
         each, rows = groups[0].each, groups[-1].first + groups[-1].rows
         if asks:
-            buffers.asked_for(self.runner.spec, prefill.MOST_PIECES * EACH)
+            buffers.asked_for(self.runner.spec, prefill.MOST_LEARNED * EACH)
         kind = self.kinds.of(key, groups)
 
         def forward() -> None:

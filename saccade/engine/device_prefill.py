@@ -8,7 +8,7 @@ layer, from queries that the step has left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from saccade.engine.device_rows import Asked
 from saccade.engine.memory import SequenceMemory
@@ -21,7 +21,8 @@ from saccade.selection import Dense, Shape
 
 EACH = 16  # tokens of a row
 MOST_TOKENS = 128  # of a chunk; more of them keep a GPU busy by themselves
-MOST_PIECES = 16  # rows of a step
+MOST_PIECES = 64  # rows of a step: the products of so many tokens keep a GPU busy
+MOST_LEARNED = 16  # of one whose queries are kept in all layers for methods that learn from them
 
 
 def why_not(one: ScheduledRequest, memory: SequenceMemory) -> str | None:
@@ -50,16 +51,21 @@ def pieces(one: ScheduledRequest) -> list[ScheduledRequest]:
     ]
 
 
-def parts(which: Sequence[int], sizes: Mapping[int, int]) -> list[list[int]]:
-    """The requests ``which``, of ``sizes`` pieces, in as many steps as they need."""
+def parts(scheduled: Mapping[int, ScheduledRequest]) -> list[list[int]]:
+    """The requests ``scheduled``, by number, in as many steps as they need; those that a method learns from in steps of
+    their own."""
     found: list[list[int]] = []
-    room = 0
-    for number in which:
-        if sizes[number] > room:
-            found.append([])
-            room = MOST_PIECES
-        found[-1].append(number)
-        room -= sizes[number]
+    for most, learned in ((MOST_PIECES, False), (MOST_LEARNED, True)):
+        room = 0
+        for number, one in scheduled.items():
+            if learns(one) != learned:
+                continue
+            size = len(pieces(one))
+            if size > room:
+                found.append([])
+                room = most
+            found[-1].append(number)
+            room -= size
     return found
 
 

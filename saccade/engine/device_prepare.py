@@ -25,6 +25,7 @@ from saccade.ops.triton.common import clear_kept, pad
 
 logger = logging.getLogger(__name__)
 MOST = 60  # kinds that are recorded ahead, of the MOST_GRAPHS that are kept: up to 16,384 keys with 64 rows
+PIECES = 64, 32, 16, 4, 1  # of short chunks, together, for which steps are recorded ahead; others take the next one
 MOST_TABLES = 1 << 28  # bytes of block tables whose room is made at once: recordings are lost where it grows
 
 Kind = Callable[[BlockManager, Key, tuple[Group, ...], RowBuffers], tuple[StepKind, Callable[[], None]]]
@@ -73,11 +74,11 @@ class Preparing:
             pieces = None  # the host computes them, or the method learns from them
         keys = SHORTEST
         while keys <= longest:
-            for form, rows in ((decode.plan, most), (pieces, MOST_PIECES)):
-                while rows and form is not None:
-                    number = plans.forms.index(form.form)
-                    yield ((number, rows),), keys, False, False, form is pieces
-                    rows //= 2
+            halves = [most >> turn for turn in range(most.bit_length())]
+            for form, sizes in ((decode.plan, halves), (pieces, [one for one in PIECES if one <= MOST_PIECES])):
+                for rows in sizes if form is not None else ():
+                    assert form is not None
+                    yield ((plans.forms.index(form.form), rows),), keys, False, False, form is pieces
             keys *= 2
 
     @torch.inference_mode()

@@ -81,16 +81,16 @@ class DeviceServing:
     ) -> list[list[int]]:
         """The requests ``which`` in as many steps as they need, those of ``before`` in steps of their own before all
         others, and those that are ``verifying`` drafts, or ``prefilling``, in steps of their own."""
-        sizes = {number: len(prefill.pieces(one)) for number, one in (prefilling or {}).items()}
-        early, several, last = set(before), set(verifying), [one for one in which if one in sizes]
-        which = [one for one in which if one not in sizes]
+        last = {number: one for number, one in (prefilling or {}).items() if number in which}
+        early, several = set(before), set(verifying)
+        which = [one for one in which if one not in last]
         kinds = (
             [one for one in which if one in early],
             [one for one in which if one not in early and one not in several],
             [one for one in which if one in several],
         )
         found = [kind[at : at + MOST_ROWS] for kind in kinds for at in range(0, len(kind), MOST_ROWS)]
-        return found + prefill.parts(last, sizes)
+        return found + prefill.parts(last)
 
     def before(self, step: StepInput, which: Sequence[int], memories: Mapping[int, SequenceMemory]) -> list[int]:
         """Those of the served requests ``which`` whose blocks must all stay resident while those of others may not."""

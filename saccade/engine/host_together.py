@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from saccade.ops.triton.prefill_together import Part
 
 
-SHORT = 0  # rows up to which a chunk of a prefill waits for others: none, until a GPU has shown what that gains
+SHORT = 1024  # rows up to which a chunk of a prefill waits for others; more of them keep a GPU busy by themselves
 
 
 @dataclass

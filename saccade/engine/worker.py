@@ -13,6 +13,7 @@ from torch import Tensor
 from saccade.engine.host import HostBackend
 from saccade.engine.host_calls import Setting
 from saccade.engine.memory import SequenceMemory
+from saccade.engine.pass_tokens import take_logits
 from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult, results_of
 from saccade.models.interface import Runner, ScoredRows, Segment
@@ -196,27 +197,8 @@ class Worker:
             ahead=context.ahead_rows(),
             inputs=context.input_rows(),
             parts=context.parts(),
-        ).cpu()  # sampling draws on the CPU
-        many = sum(one.greedy for one in step.scheduled) > 1
-        likeliest = _likeliest(logits) if many else []
-        done = 0
-        for one in step.scheduled:
-            rows = one.length if one.all_logits else int(one.wants_logits)
-            own = results_of(result.requests, one)[0]
-            if one.together:
-                for at, row in enumerate(own.rows):
-                    row.logits = logits[done + at : done + at + 1]
-            elif many and rows == 1 and own.error is None and one.greedy and one.row is None and likeliest[done] >= 0:
-                own.tokens = [likeliest[done]]
-            elif rows and own.error is None:
-                own.logits = logits[done : done + rows]
-            done += rows
-
-
-def _likeliest(logits: Tensor) -> list[int]:
-    """The likeliest token of each row, the lowest of equals; -1 where the greatest logit is no finite number."""
-    tokens = logits.argmax(-1)
-    return tokens.where(logits.amax(-1).isfinite(), -1).tolist()
+        )
+        take_logits(step, result, logits, there=logits.is_cuda)
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:

@@ -1,7 +1,7 @@
 """The greedy cover in rounds: many lines at once, each nearly as good as the best one.
 
 One line after another is a chain of as many steps as there are lines, which no device can shorten. A round takes every
-line whose new weight per new cell is at least three quarters of the best line's, as threshold greedy for covers does,
+line whose new weight per new cell is at least half of the best line's, as threshold greedy for covers does,
 but no more than the goal may still ask for: in the order of ``LADDER`` shares of the best, and within such a share by
 number, columns first. What a round recovers is counted cell by cell, so that the share of the sampled rows is kept as
 surely as line by line. Weights are whole numbers of 2**-40: sums do not hang on their order, and every device chooses
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 UNIT = 2.0**40
-LADDER = 8  # shares of the best from 1 to 3/4, among which the goal may end a round
+LADDER, STEPS = 8, 16  # the first steps of so many from the best to 0, among which the goal may end a round
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -62,7 +62,7 @@ def _round(worth: Array, gains: Array, lacking: float) -> list[Array]:
 
 def _floor(best: float, step: int) -> float:
     """What a line's worth must reach at a step of the ladder; at step 0 none does."""
-    return np.inf if step == 0 else float(best * (1.0 - step / (4 * LADDER)))
+    return np.inf if step == 0 else float(best * (1.0 - step / STEPS))
 
 
 def _take(units: Array, positions: Array, gains: Array, kind: int, lines: Array) -> int:

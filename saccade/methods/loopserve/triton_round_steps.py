@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.loopserve.rounds import LADDER, UNIT
+from saccade.methods.loopserve.rounds import LADDER, STEPS, UNIT
 from saccade.ops.triton.common import pad
 
 CHUNK = 2048  # lines of a program
 TAKERS = 16  # programs that take a head's lines
+COUNTED = 4096, 8  # lines that a program counts at once, and its warps
 
 
 def launch_rounds(
@@ -29,14 +30,14 @@ def launch_rounds(
     chunks, rows, kind = triton.cdiv(n, CHUNK), pad(m), heads * n
     best = torch.empty(heads, 2 * chunks, dtype=torch.float64, device=weights.device)
     sums = torch.empty(heads, 2 * chunks, LADDER, dtype=torch.int64, device=weights.device)
-    wide = {"CHUNK": CHUNK, "PARTS": pad(2 * chunks, 1), "LADDER": LADDER, "num_warps": 4}
+    wide = {"CHUNK": CHUNK, "PARTS": pad(2 * chunks, 1), "LADDER": LADDER, "STEPS": STEPS, "num_warps": 4}
     for _ in range(rounds):
         for turn in (0, 1):
             _take_lines[(TAKERS, heads)](
                 weights, positions, gains, marks, fresh, state, kind, m, n,
                 KIND=turn, ROWS=rows, LINES=max(1, 4096 // rows), UNIT=UNIT, num_warps=8,
             )  # fmt: skip
-        _count_lines[(2, heads)](marks, upto, state, kind, n, SPAN=min(4096, pad(n)), num_warps=8)
+        _count_lines[(2, heads)](marks, upto, state, kind, n, SPAN=min(COUNTED[0], pad(n)), num_warps=COUNTED[1])
         grid = (chunks, heads, 2)
         _weigh_lines[grid](gains, marks, upto, worth, best, state, goals, kind, n, first, CHUNK=CHUNK, num_warps=4)
         _sum_ladder[grid](gains, worth, best, sums, state, goals, kind, n, **wide)
@@ -147,7 +148,7 @@ def _best_of(best, head, chunks, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["kind_stride", "n"])
 def _sum_ladder(
     gains, worth, best, sums, state, goals, kind_stride, n,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, LADDER: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, LADDER: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The chunk's summed gain of lines at or above each step of the ladder."""
     head, kind, chunks = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(0)
@@ -157,16 +158,16 @@ def _sum_ladder(
         own = kind * kind_stride + head * n
         number = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
         found = tl.load(worth + own + number, mask=number < n, other=-2.0)
-        gain = tl.load(gains + own + number, mask=found >= top * 0.75, other=0)
+        gain = tl.load(gains + own + number, mask=found >= top * (1.0 - LADDER / STEPS), other=0)
         to = sums + (head * 2 * chunks + kind * chunks + tl.program_id(0)) * LADDER
         for step in tl.static_range(1, LADDER + 1):
-            tl.store(to + step - 1, tl.sum(tl.where(found >= top * (1.0 - step / (4 * LADDER)), gain, 0), 0))
+            tl.store(to + step - 1, tl.sum(tl.where(found >= top * (1.0 - step / STEPS), gain, 0), 0))
 
 
 @triton.jit(do_not_specialize=["kind_stride", "n"])
 def _decide_lines(
     gains, worth, best, sums, fresh, state, goals, kind_stride, n,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, LADDER: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, LADDER: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """List the chunk's lines that the next round takes, in any order: lines of a kind share no cell."""
     head, kind, chunks = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(0)
@@ -181,8 +182,8 @@ def _decide_lines(
         total = tl.sum(each, 0)
         short = tl.sum((total.to(tl.float64) < lacking).to(tl.int32), 0)  # steps that do not hold what is lacking
         whole = short == LADDER  # the whole ladder then
-        floor = top * (1.0 - (short + 1).to(tl.float64) / (4 * LADDER))
-        above = tl.where(short == 0, float("inf"), top * (1.0 - short.to(tl.float64) / (4 * LADDER)))
+        floor = top * (1.0 - (short + 1).to(tl.float64) / STEPS)
+        above = tl.where(short == 0, float("inf"), top * (1.0 - short.to(tl.float64) / STEPS))
         floor = tl.where(whole, above, floor)
         # What lies above the step, and between it and the one before in the chunks ahead.
         upper = tl.where(step[None, :] == short - 1, each, 0)

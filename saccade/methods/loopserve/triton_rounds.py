@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.loopserve.rounds import LADDER, UNIT
+from saccade.methods.loopserve.rounds import LADDER, STEPS, UNIT
 from saccade.methods.loopserve.triton_round_steps import count_below, launch_rounds, take
 from saccade.ops.layout import flat, written
 from saccade.ops.triton.common import pad
@@ -46,7 +46,8 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tenso
     rows = pad(m)
     _rounds[(heads,)](
         weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, state, heads * n, m, n, first,
-        ROWS=rows, LINES=max(1, 4096 // rows), SPAN=4096 if n > 2048 else 1024, LADDER=LADDER, UNIT=UNIT,
+        ROWS=rows, LINES=max(1, 4096 // rows), SPAN=4096 if n > 2048 else 1024, LADDER=LADDER, STEPS=STEPS,
+        UNIT=UNIT,
         num_warps=16 if n > 2048 else 4,
     )  # fmt: skip
     return marks
@@ -123,7 +124,8 @@ def _decide(gains, worth, fresh, n, above, floor, ahead, lacking, SPAN: tl.const
 @triton.jit(do_not_specialize=["kind_stride", "m", "n", "first"])
 def _rounds(
     weights, positions, gains, marks, upto, worth, fresh, spoilt, goals, state, kind_stride, m, n, first,
-    ROWS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr, LADDER: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr, LADDER: tl.constexpr, STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     weights += head * m * n
@@ -162,7 +164,7 @@ def _rounds(
                 )
                 tl.debug_barrier()
                 lacking = goal - recovered.to(tl.float64)
-                floor = best * 0.75
+                floor = best * (1.0 - LADDER / STEPS)
                 above = floor  # the whole ladder, unless it holds more than is lacking
                 ahead = tl.zeros([], tl.int64)
                 reach = _reaching(gains, worth, floor, n, SPAN)
@@ -175,7 +177,7 @@ def _rounds(
                         step += 1
                         above = floor
                         ahead = reach
-                        floor = best * (1.0 - step.to(tl.float64) / (4 * LADDER))
+                        floor = best * (1.0 - step.to(tl.float64) / STEPS)
                         reach = _reaching(gains, worth, floor, n, SPAN)
                         reach += _reaching(gains + kind_stride, worth + kind_stride, floor, n, SPAN)
                 columns, ahead = _decide(gains, worth, fresh, n, above, floor, ahead, lacking, SPAN)

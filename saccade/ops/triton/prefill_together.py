@@ -17,6 +17,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
+from saccade.machine import sent
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, pad, precision
 from saccade.ops.triton.few_rows import pays
@@ -113,7 +114,7 @@ def _table(parts: Sequence[Part], tile: int, device: torch.device) -> tuple[Tens
     work.sort()
     for _, at, row in work:
         numbers += [at, row]
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device), len(work), kept
+    return sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device), len(work), kept
 
 
 @triton.jit(do_not_specialize=["count", "parts", "window", "sinks"])
