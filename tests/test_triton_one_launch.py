@@ -1,5 +1,6 @@
-"""CIS's recorded choice in one launch, with attention and without, against sharing.py, step by step, under Triton's interpreter: rows of unequal
-lengths, pools with odd strides before them, keys that tie, padding and rows too short to choose."""
+"""CIS's recorded choice in one launch, with attention and without, against sharing.py, step by step, under Triton's
+interpreter: rows of unequal lengths, pools with odd strides before them, keys that tie, padding and rows too short to
+choose."""
 
 from __future__ import annotations
 

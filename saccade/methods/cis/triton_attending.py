@@ -35,8 +35,8 @@ def attend_piece(
     TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of queries ``q`` [PER_PAD, D_PAD] over entries ``begins .. ends - 1`` and ``more .. upto - 1`` of the
-    list at ``ids``: values weighed and divided by their sum, and its base-2 logarithm. As ops.triton.decode reads: where
-    the next keys lie is looked up while a tile is on its way."""
+    list at ``ids``: values weighed and divided by their sum, and its base-2 logarithm. Read as in ops.triton.decode:
+    where the next keys lie is looked up while a tile is on its way."""
     channel = tl.arange(0, D_PAD)
     plain = tl.cdiv(ends - begins, TILE)
     tiles = plain + tl.cdiv(upto - more, TILE)

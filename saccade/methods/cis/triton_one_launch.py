@@ -44,6 +44,7 @@ REGISTERS = 128
 WAIT = 2  # for the kernel before, which stores the step's keys: 0 at once, 1 for the first result, 2 for the first key
 TILE = 8  # keys a warp that attention reads in one go
 MOST = 128  # programs a KV head
+WIDE = 2048  # scores from which on a program has eight warps
 
 
 class Chosen(NamedTuple):
@@ -85,7 +86,7 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor, attends: bool = Fal
     per = heads // kv_heads
     held = pad(width, 64)
     done = per * held <= HELD
-    warps = 16 if done and held > 8192 else 8 if done and held > 2048 else 4
+    warps = 16 if done and held > 8192 else 8 if done and held > WIDE else 4
     keys = 128 if warps == 16 else 64
     programs = max(1, RESIDENT * 4 // warps * processors_of(device) // (kv_heads * count))
     parts = min(programs, triton.cdiv(width, keys), MOST)
@@ -163,7 +164,8 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor, attends: bool = Fal
 )  # fmt: skip
 def _choose(
     q_ptr, k_pool, v_pool, tables, words, reals, cones, lengths, counts, indices, searching, bounds, scores, scored,
-    searches, arrived, part_out, part_lse, out, lse, q_row, q_head, table_stride, table_head, word_row, real_row, cone_row, room, width, scale_log2, softcap,
+    searches, arrived, part_out, part_lse, out, lse, q_row, q_head, table_stride, table_head, word_row, real_row,
+    cone_row, room, width, scale_log2, softcap,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,

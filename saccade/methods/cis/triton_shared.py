@@ -118,10 +118,10 @@ def put_shared(
     UNITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Write the list of a unit that shares anchor ``found``, or below 0 reads what ``first`` and ``last`` leave, to
-    ``out``, by ``parts`` programs, each a piece of it. Stretches of known lengths come first, each without its keys from
-    ``low`` to ``high``: the first keys; what the anchor shares; the keys that were local then; the last ones. What has
-    moved along with the best keys follows, by the first program. Gives where this one's piece begins and ends, where the
-    stretches end, and where the list ends, which the first program alone knows."""
+    ``out``, by ``parts`` programs, each a piece of it. Stretches of known lengths come first, each without its keys
+    from ``low`` to ``high``: the first keys; what the anchor shares; the keys that were local then; the last ones. What
+    has moved along with the best keys follows, by the first program. Gives where this one's piece begins and ends,
+    where the stretches end, and where the list ends, which the first program alone knows."""
     at = tl.arange(0, SPAN)
     from_first = first - _hidden_of(0, first, low, high)
     size, skipped, at_skip, from_gap, left = 0, 0, 0, 0, 0

@@ -1,5 +1,5 @@
-"""CIS in recorded steps: what a head reads and will share, chosen by one program that holds its scores. Part of a kernel
-(triton_one_launch.py); means what sharing.py means."""
+"""CIS in recorded steps: what a head reads and will share, chosen by one program that holds its scores. Part of a
+kernel (triton_one_launch.py); means what sharing.py means."""
 
 from __future__ import annotations
 

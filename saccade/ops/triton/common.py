@@ -62,8 +62,8 @@ def kept_zeros(device: torch.device, count: int, name: str = "words") -> Tensor:
 
 
 def kept_room(device: torch.device, count: int, name: str) -> Tensor:
-    """At least ``count`` int64 of anything, with what else :func:`kept_zeros` says: what a kernel writes there before it
-    waits for the one before it, no other kernel reads."""
+    """At least ``count`` int64 of anything, with what else :func:`kept_zeros` says: what a kernel writes there before
+    it waits for the one before it, no other kernel reads."""
     return kept_zeros(device, count, name)
 
 
