@@ -64,6 +64,7 @@ OTHERS = {
     triton_one_launch._choose: {
         **dict.fromkeys(("tables", "lengths", "counts", "indices", "bounds"), "*i32"),
         **dict.fromkeys(("reals", "cones", "scored", "searches"), "*fp64"), "searching": "*i8", "arrived": "*i64",
+        **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
     },
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
@@ -153,14 +154,14 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         ),
     ]  # fmt: skip
     decoding = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "PER_PAD": 16, "EARLY": True}
-    sharing = {**decoding, **WORDS, "SPAN": 1024, "LATE": True}
+    sharing = {**decoding, **WORDS, "SPAN": 1024, "WAIT": 2}
     found += [
         (
             triton_one_launch._choose,
-            {**sharing, "KV_HEADS": kv_heads, "HELD": held, "KEYS": 128 if warps == 16 else 64},
+            {**sharing, "KV_HEADS": kv_heads, "HELD": held, "KEYS": 128 if warps == 16 else 64, "TILE": tile},
             {"num_warps": warps, "num_stages": 3, "maxnreg": 128},
         )
-        for kv_heads, held, warps in ((32, 4096, 8), (32, 16384, 16), (8, 0, 4))
+        for kv_heads, held, warps, tile in ((32, 4096, 8, 64), (8, 1024, 4, 32), (32, 16384, 16, 0), (8, 0, 4, 0))
     ]
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,

@@ -1,5 +1,6 @@
-"""CIS's recorded choice in one launch against sharing.py, step by step, under Triton's interpreter: rows of unequal
-lengths, pools with odd strides before them, keys that tie, padding and rows too short to choose."""
+"""CIS's recorded choice in one launch, with attention and without, against sharing.py, step by step, under Triton's
+interpreter: rows of unequal lengths, pools with odd strides before them, keys that tie, padding and rows too short to
+choose."""
 
 from __future__ import annotations
 
@@ -110,26 +111,44 @@ class Step:
         ]
         return lists, int(searching.sum())
 
+    def attention(self, row: int, step: int, wanted: list[set[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over what each head reads, in float64."""
+        view = self.views[row].upto(START[row] + step + 1)
+        outs, logs = [], []
+        for head, keys in enumerate(wanted):
+            which = torch.tensor(sorted(keys))
+            kv_head = head // (self.heads // self.kv_heads)
+            k, v = (part[kv_head][which].double() for part in (view.keys(), view.values()))
+            logits = k @ self.query(step)[row, head].double() * DIM**-0.5
+            outs.append(logits.softmax(0) @ v)
+            logs.append(logits.logsumexp(0))
+        return torch.stack(outs), torch.stack(logs)
+
 
 @pytest.mark.parametrize(
-    ("held", "heads", "kv_heads", "options", "hides"),
+    ("how", "heads", "kv_heads", "options", "hides"),
     [
-        (True, 4, 4, {}, 0.0),
-        (False, 2, 2, {"r": 2, "m": 7}, 0.0),
-        (True, 3, 1, {"cover_gap": False, "s": 2}, 0.4),
-        (False, 3, 1, {"cover_gap": False, "s": 2}, 0.4),
-        (True, 2, 2, {"follow": None, "m": 99}, 0.3),
+        ("attends", 4, 4, {}, 0.0),
+        ("listed", 2, 2, {"r": 2, "m": 7}, 0.0),
+        ("attends", 3, 1, {"cover_gap": False, "s": 2}, 0.4),
+        ("listed", 3, 1, {"cover_gap": False, "s": 2}, 0.4),
+        ("held", 2, 2, {"follow": None, "m": 99}, 0.3),
+        ("attends", 2, 1, {"follow": None, "m": 99}, 0.3),
     ],
 )
-def test_reads_and_keeps_what_sharing_says(monkeypatch, held, heads, kv_heads, options, hides):
+def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, options, hides):
+    held, attends = how != "listed", how == "attends"
     monkeypatch.setattr(triton_one_launch, "HELD", 1 << 14 if held else 1)
+    monkeypatch.setattr(triton_one_launch, "RESIDENT", 24 if kv_heads == 1 else 4)  # pieces of lists also for groups
     method = CIS(k=24, sinks=3, local=6, tau=0.7, **options)
     steps = Step(method, heads, kv_heads, hides)
     both = 0
     for step in range(min(STEPS, method.s)):
         rows = steps.rows(step)
-        counts, indices = new_lists(rows, heads, rows.pages.longest)
-        chosen = triton_one_launch.choose(rows, counts, indices)
+        assert triton_one_launch.fuses(rows) == held
+        width = rows.pages.longest
+        counts, indices = triton_one_launch.kept_lists(rows, width) if attends else new_lists(rows, heads, width)
+        chosen = triton_one_launch.choose(rows, counts, indices, attends)
         assert chosen.done == held
         if not held:
             choose_keys(chosen.scores, chosen.bounds, rows.pages.lengths, counts, indices, chosen.searching)
@@ -139,8 +158,13 @@ def test_reads_and_keeps_what_sharing_says(monkeypatch, held, heads, kv_heads, o
             lists = [indices[entry, : counts[entry]].tolist() for entry in range(row * heads, (row + 1) * heads)]
             if not start:
                 assert lists == [[]] * heads
+                assert not attends or not chosen.out[row].any()
                 continue
             wanted, searches = steps.expected(row, step)
+            if attends:
+                out, lse = steps.attention(row, step, wanted)
+                assert torch.allclose(chosen.out[row].double(), out, atol=1e-5)
+                assert torch.allclose(chosen.lse[row].double(), lse, atol=1e-5)
             assert [set(one) for one in lists] == wanted
             assert [len(one) for one in lists] == [len(one) for one in wanted]
             assert chosen.searches[row].sum() == searches
@@ -153,4 +177,4 @@ def test_reads_and_keeps_what_sharing_says(monkeypatch, held, heads, kv_heads, o
                 assert torch.equal(own.keys[step, head, :size], reference.keys[step, head, :size])
                 assert torch.equal(own.moving[step, head], reference.moving[step, head])
     assert both == 3
-    assert not arrivals(torch.device("cpu"), 8)[:8].any()
+    assert not arrivals(torch.device("cpu"), 32)[:32].any()

@@ -72,10 +72,17 @@ class SharedKeys(OwnReading):
         from saccade.ops.triton.batched_weights import weigh_lists
         from saccade.ops.triton.decode import KeyLists
 
-        units = self.units
-        counts, indices = new_lists(rows, units, self.room or rows.pages.longest)
+        units, room = self.units, self.room or rows.pages.longest
+        # Who watches wants lists that stay, and to time attention by itself.
+        fused = units == rows.heads and rows.watch is None and triton_one_launch.fuses(rows)
+        counts, indices = triton_one_launch.kept_lists(rows, room) if fused else new_lists(rows, units, room)
         lists = KeyLists(None, counts, indices, units, 1, indices.shape[1])
         if units == rows.heads:
+            if fused:
+                chosen = triton_one_launch.choose(rows, counts, indices, attends=True)
+                assert chosen.out is not None
+                assert chosen.lse is not None
+                return LayerRead(chosen.out, chosen.lse, lists, None, chosen.scored, chosen.searches)
             chosen = triton_one_launch.choose(rows, counts, indices)
             if not chosen.done:
                 choose_keys(chosen.scores, chosen.bounds, rows.pages.lengths, counts, indices, chosen.searching)

@@ -1,10 +1,12 @@
-"""CIS in recorded steps, where every query head has keys of its own: all that comes before attention in one launch.
+"""CIS in recorded steps, where every query head has keys of its own: all in one launch, or all that comes before
+attention.
 
 Every program finds for itself which heads of its KV head resemble an earlier step's. Lists of those are copied by all
 of them. If others are left, they score the KV head's keys. Up to ``HELD`` keys the last program to end then chooses by
 the scores, for each such head, what it reads and what it will share, so that a step needs nothing after attention: the
-best of what is read are known by their scores. Longer lists are for ops.triton.batched_lists.choose_keys, and
-triton_keeping.py afterwards. Means what sharing.py means.
+best of what is read are known by their scores. Up to ``FUSED`` keys programs also read what they have listed: who wrote
+a piece of a shared list attends to it, and who chose for a head attends alone. Longer lists are for
+ops.triton.batched_lists.choose_keys, and triton_keeping.py afterwards. Means what sharing.py means.
 """
 
 from __future__ import annotations
@@ -16,24 +18,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.cis.triton_row_words import WORDS, budget_at
+from saccade.methods.cis.triton_attending import attend_piece, merge_pieces, put_result, queries_at
+from saccade.methods.cis.triton_row_words import WORDS
 from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_at
+from saccade.methods.cis.triton_taking import take_best
 from saccade.ops.triton.batched_rows import LayerRows, hidden_at
 from saccade.ops.triton.best_parts import BOUNDS
-from saccade.ops.triton.common import LOG2E, also, arrivals, begin, cap_logits, launched, pad, pool_rows, precision
+from saccade.ops.triton.common import (
+    LOG2E,
+    arrivals,
+    begin,
+    cap_logits,
+    kept_room,
+    launched,
+    pad,
+    pool_rows,
+    precision,
+)
 from saccade.ops.triton.common import processors as processors_of
-from saccade.ops.triton.radix_select import least_held, ordered_bits
 
 HELD = 1 << 14  # scores of a program's heads that one program holds and chooses from
+FUSED = 1 << 13  # of these scores where attention is in the same launch
 RESIDENT = 4  # programs of four warps that share a processor
 REGISTERS = 128
-LATE = True  # wait for the kernel before only when its keys are needed
+WAIT = 2  # for the kernel before, which stores the step's keys: 0 at once, 1 for the first result, 2 for the first key
+TILE = 8  # keys a warp that attention reads in one go
+MOST = 128  # programs a KV head
+WIDE = 2048  # scores from which on a program has eight warps
 
 
 class Chosen(NamedTuple):
     """int8 [rows * heads] who is ``searching``; ``bounds`` int32 [rows, BOUNDS] as choose_keys takes them; ``scores``
     float32 [rows, heads, n]; float64 [rows, kv_heads], to be added up: keys ``scored`` a query head in the mean, and
-    query heads that searched. ``done``: lists and anchors are written; else those of who searches are not."""
+    query heads that searched. ``done``: lists and anchors are written; else those of who searches are not. ``out`` and
+    ``lse``: attention over the lists, where it was asked for and short enough."""
 
     searching: Tensor
     bounds: Tensor
@@ -41,20 +59,37 @@ class Chosen(NamedTuple):
     scored: Tensor
     searches: Tensor
     done: bool
+    out: Tensor | None = None
+    lse: Tensor | None = None
 
 
-def choose(rows: LayerRows, counts: Tensor, indices: Tensor) -> Chosen:
-    """What every head reads, to ``counts`` int32 [rows * heads] and ``indices`` int32 [rows * heads, room]."""
+def fuses(rows: LayerRows) -> bool:
+    """Whether :func:`choose` can attend to these rows, too."""
+    return rows.heads // rows.kv_heads * pad(rows.pages.longest, 64) <= min(FUSED, HELD)
+
+
+def kept_lists(rows: LayerRows, room: int) -> tuple[Tensor, Tensor]:
+    """As batched_lists.new_lists gives for all query heads, but the next layer writes over the keys: as attention in
+    the same launch wants them."""
+    device, entries = rows.q.device, rows.count * rows.heads
+    room = min(room, rows.pages.longest)
+    kept = kept_room(device, (entries * room + 1) // 2, "cis").view(torch.int32)
+    return torch.empty(entries, dtype=torch.int32, device=device), kept[: entries * room].view(entries, room)
+
+
+def choose(rows: LayerRows, counts: Tensor, indices: Tensor, attends: bool = False) -> Chosen:
+    """What every head reads, to ``counts`` int32 [rows * heads] and ``indices`` int32 [rows * heads, room], and if it
+    ``attends`` attention over that."""
     q = rows.q if rows.q.stride(-1) == 1 else rows.q.contiguous()
     count, heads, head_dim = q.shape
     kv_heads, width, device = rows.kv_heads, rows.pages.longest, q.device
     per = heads // kv_heads
     held = pad(width, 64)
     done = per * held <= HELD
-    warps = 16 if done and held > 8192 else 8 if done and held > 2048 else 4
+    warps = 16 if done and held > 8192 else 8 if done and held > WIDE else 4
     keys = 128 if warps == 16 else 64
     programs = max(1, RESIDENT * 4 // warps * processors_of(device) // (kv_heads * count))
-    parts = min(programs, triton.cdiv(width, keys), 128)
+    parts = min(programs, triton.cdiv(width, keys), MOST)
     scored, searches = torch.empty(2, count, kv_heads, dtype=torch.float64, device=device)
     chosen = Chosen(
         torch.empty(count * heads, dtype=torch.int8, device=device),
@@ -64,9 +99,17 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor) -> Chosen:
         searches,
         done,
     )
+    out = lse = part_out = part_lse = chosen.scores  # unused pointers must still be pointers
+    if attends:
+        out = torch.empty(q.shape, dtype=q.dtype, device=device)
+        lse = torch.empty(count, heads, dtype=torch.float32, device=device)
+        part_out = torch.empty(count * heads, parts, head_dim, dtype=torch.float32, device=device)
+        part_lse = torch.empty(count * heads, parts, dtype=torch.float32, device=device)
+        chosen = chosen._replace(out=out, lse=lse)
     _choose[(parts, kv_heads, count)](
         q,
         rows.pages.k,
+        rows.pages.v,
         rows.pages.tables,
         rows.words,
         rows.reals,
@@ -75,7 +118,11 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor) -> Chosen:
         counts,
         indices,
         *chosen[:5],
-        arrivals(device, count * kv_heads),
+        arrivals(device, count * (kv_heads + heads)),
+        part_out,
+        part_lse,
+        out,
+        lse,
         q.stride(0),
         q.stride(1),
         *rows.pages.table_strides,
@@ -95,10 +142,11 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor) -> Chosen:
         PAGE=rows.pages.k.shape[2],
         KEYS=keys,
         HELD=held if done else 0,
-        SPAN=1024,
+        SPAN=256 if attends else 1024,
+        TILE=TILE * warps if attends else 0,
         CAPPED=rows.softcap is not None,
         PRECISION=precision(q.dtype),
-        LATE=LATE,
+        WAIT=WAIT if attends else min(WAIT, 1),  # others' lists lie where the kernel before may still read
         num_warps=warps,
         num_stages=3,
         maxnreg=REGISTERS,
@@ -111,23 +159,24 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor) -> Chosen:
     do_not_specialize=["table_stride", "table_head", "word_row", "real_row", "cone_row", "room", "width"],
     do_not_specialize_on_alignment=[
         "tables", "words", "reals", "cones", "lengths", "counts", "indices", "searching", "bounds", "scored",
-        "searches", "arrived",
+        "searches", "arrived", "part_lse", "lse",
     ],
 )  # fmt: skip
 def _choose(
-    q_ptr, k_pool, tables, words, reals, cones, lengths, counts, indices, searching, bounds, scores, scored, searches,
-    arrived, q_row, q_head, table_stride, table_head, word_row, real_row, cone_row, room, width, scale_log2, softcap,
+    q_ptr, k_pool, v_pool, tables, words, reals, cones, lengths, counts, indices, searching, bounds, scores, scored,
+    searches, arrived, part_out, part_lse, out, lse, q_row, q_head, table_stride, table_head, word_row, real_row,
+    cone_row, room, width, scale_log2, softcap,
     W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl.constexpr, W_K: tl.constexpr, W_SINKS: tl.constexpr,
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr, LATE: tl.constexpr, EARLY: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # The kernel before this one stores the step's keys. Queries and the rows' words come from before it, and it has
-    # waited for those.
-    if not LATE:
+    # waited for those. What is written before this one waits must be nobody else's: a row's state, lists in kept room.
+    if WAIT == 0:
         begin(EARLY)
     PER: tl.constexpr = HEADS // KV_HEADS
     part, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -154,10 +203,47 @@ def _choose(
                     q_ptr, own, at, tau, kv_head * PER + number, part == 0, q_head, W_DIR, W_HAS, HEADS, D, 1, D_PAD
                 )
                 whose = tl.where(member == number, found, whose)
-    if LATE:
+    if WAIT == 1:
         begin(EARLY)
     asked = mine & (whose == -1)
     some = tl.sum(asked.to(tl.int32), 0)
+    table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
+    if TILE > 0:
+        q = queries_at(q_ptr, head, mine, q_head, D, D_PAD)
+    for number in tl.range(0, PER):
+        found = tl.sum(tl.where(member == number, whose, 0), 0)
+        unit = kv_head * PER + number
+        entry = (row * HEADS + unit).to(tl.int64)
+        # Several heads have a share of the programs each, where there are as many.
+        turn, turns = part, parts
+        if PER > 1:  # noqa: SIM102 (with one head the rest must not be compiled)
+            if parts >= PER:
+                turn, turns = part // PER, tl.where(part % PER == number, parts // PER, 0)
+        if (found != -1) & (turn < turns):
+            ids = indices + entry * room
+            begins, ends, straight, placed = put_shared(
+                turn, turns, own, ids, length, found, unit, first, last, low, high, W_SINKS, W_LOCAL, W_FOLLOW, W_GAP,
+                W_COUNTS, W_KEYS, W_AT, W_MOVING, W_CAP, W_MOST, HEADS, SPAN,
+            )  # fmt: skip
+            if WAIT == 2:
+                begin(EARLY)
+            if turn == 0:
+                tl.store(counts + entry, placed)
+            if TILE > 0:
+                tl.debug_barrier()  # other threads' entries
+                acc, log = attend_piece(
+                    q, k_pool, v_pool, table, ids, begins, ends, straight, placed, length, kv_head, scale_log2, softcap,
+                    KV_HEADS, D, D_PAD, PAGE, PER_PAD, TILE, CAPPED, PRECISION,
+                )  # fmt: skip
+                if turns == 1:
+                    put_result(acc, log, member == number, out + entry * D, lse + entry, D, D_PAD)
+                else:
+                    merge_pieces(
+                        acc, log, member == number, turn, turns, part_out + entry * parts * D, part_lse + entry * parts,
+                        arrived + tl.num_programs(2) * KV_HEADS + entry, out + entry * D, lse + entry, D, D_PAD,
+                    )  # fmt: skip
+    if WAIT == 2:
+        begin(EARLY)
     if part == 0:
         tl.store(searching + row * HEADS + head, asked.to(tl.int8), mask=mine)
         tl.store(scored + row * KV_HEADS + kv_head, some.to(tl.float64) * length / HEADS)
@@ -172,25 +258,10 @@ def _choose(
             positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
             tl.store(has + at * HEADS + head, asked.to(tl.int8), mask=mine)
             tl.store(positions + at, length.to(tl.int64) - 1)
-    for number in tl.static_range(PER):
-        found = tl.sum(tl.where(member == number, whose, 0), 0)
-        entry = row * HEADS + kv_head * PER + number
-        # Several heads have a share of the programs each, where there are as many.
-        turn, turns = part, parts
-        if PER > 1:  # noqa: SIM102 (with one head the rest must not be compiled)
-            if parts >= PER:
-                turn, turns = part // PER, tl.where(part % PER == number, parts // PER, 0)
-        if (found != -1) & (turn < turns):
-            put_shared(
-                turn, turns, own, indices + entry.to(tl.int64) * room, counts + entry, length, found,
-                kv_head * PER + number, first, last, low, high, W_SINKS, W_LOCAL, W_FOLLOW, W_GAP, W_COUNTS, W_KEYS,
-                W_AT, W_MOVING, W_CAP, W_MOST, HEADS, SPAN,
-            )  # fmt: skip
     if some > 0:
         _score(
-            q_ptr, k_pool, tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head,
-            scores + (row * HEADS + head).to(tl.int64)[:, None] * width, head, mine, length, kv_head, q_head,
-            scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, CAPPED, PRECISION,
+            q_ptr, k_pool, table, scores + (row * HEADS + head).to(tl.int64)[:, None] * width, head, mine, length,
+            kv_head, q_head, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, KEYS, CAPPED, PRECISION,
         )  # fmt: skip
         if HELD > 0:
             tl.debug_barrier()  # all threads' stores come before the arrival that one of them announces
@@ -201,11 +272,19 @@ def _choose(
                     if tl.sum(tl.where(asked & (member == which), 1, 0), 0) > 0:
                         unit = kv_head * PER + which
                         line = (row * HEADS + unit).to(tl.int64)
-                        _take(
+                        placed = take_best(
                             own, reals, scores + line * width, indices + line * room, counts + line, length, at, unit,
                             first, last, low, high, take, width, W_K, W_SINKS, W_LOCAL, W_REACH, W_BEST, W_COUNTS,
                             W_KEYS, W_MOVING, W_CAP, W_MOST, HEADS, HELD,
                         )  # fmt: skip
+                        if TILE > 0:
+                            tl.debug_barrier()
+                            acc, log = attend_piece(
+                                q, k_pool, v_pool, table, indices + line * room, 0, placed, placed, placed, length,
+                                kv_head, scale_log2, softcap, KV_HEADS, D, D_PAD, PAGE, PER_PAD, TILE, CAPPED,
+                                PRECISION,
+                            )  # fmt: skip
+                            put_result(acc, log, member == which, out + line * D, lse + line, D, D_PAD)
                 tl.store(place, tl.full([], 0, tl.int64))
 
 
@@ -219,11 +298,7 @@ def _score(
     on their way, as decode.py does."""
     part, parts = tl.program_id(0), tl.num_programs(0)
     channel = tl.arange(0, D_PAD)
-    q = tl.load(
-        q_ptr + head.to(tl.int64)[:, None] * q_head + channel[None, :],
-        mask=mine[:, None] & (channel[None, :] < D),
-        other=0.0,
-    )
+    q = queries_at(q_ptr, head, mine, q_head, D, D_PAD)
     number = part * KEYS + tl.arange(0, KEYS)
     place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
     for _ in tl.range(part, tl.cdiv(length, KEYS), parts):
@@ -234,68 +309,3 @@ def _score(
         place = pool_rows(table, number, number < length, kv_head, KV_HEADS, PAGE)
         found = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
         tl.store(out + here[None, :], found, mask=mine[:, None] & (here < length)[None, :])
-
-
-@triton.jit
-def _best_of(order, among, wanted):
-    """The ``wanted`` highest of the entries ``among`` those that ``order``, ties to the lower."""
-    some = tl.sum(among.to(tl.int32), 0)
-    bound, spare = tl.full([], 0, tl.uint32), some
-    if (wanted > 0) & (wanted < some):
-        bound, spare = least_held(tl.where(among, order, 0), wanted)
-    level = among & (order == bound)
-    best = (among & (order > bound)) | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
-    return also(best, wanted > 0)
-
-
-@triton.jit
-def _take(
-    own, reals, line, out, counted, length, at, unit, first, last, low, high, take, width,
-    W_K: tl.constexpr, W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr,
-    W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    UNITS: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """List what one head reads, by its scores at ``line``, and what its anchor shares: the keys that are read between
-    sinks and window, and the neighbours of the best of them. A head's weights order keys as its scores do."""
-    key = tl.arange(0, HELD)
-    seen = (key < low) | (key >= high)
-    free = (key >= first) & (key < last) & seen
-    order = ordered_bits(tl.load(line + key, mask=free, other=0.0) + 0.0)
-    taken = _best_of(order, free, take)
-    tl.store(out + key, key, mask=key < first)
-    tl.store(out + first + tl.cumsum(taken.to(tl.int32), 0) - 1, key, mask=taken)
-    placed = first + tl.sum(taken.to(tl.int32), 0)
-    tl.store(out + placed + key - last, key, mask=(key >= last) & (key < length))
-    tl.store(counted, placed + length - last)
-
-    sinks = tl.load(own + W_SINKS).to(tl.int32)
-    end = length - tl.load(own + W_LOCAL).to(tl.int32)
-    best = tl.load(own + W_BEST)
-    best = tl.where(best < 0, (budget_at(own, reals, length, W_K) // 3).to(tl.int64), best)
-    reach = tl.minimum(tl.load(own + W_REACH), end.to(tl.int64)).to(tl.int32)
-    middle = taken & (key >= sinks) & (key < end)
-    heavy = _best_of(order, middle, tl.minimum(best, length.to(tl.int64)).to(tl.int32))
-    capacity, most = tl.load(own + W_CAP), tl.load(own + W_MOST)
-    place = (at * UNITS + unit).to(tl.int64)
-    moving = tl.load(own + W_MOVING).to(tl.pointer_type(tl.int32)) + place * most
-    number = tl.cumsum(heavy.to(tl.int32), 0) - 1
-    tl.store(moving + number, key, mask=heavy & (number < most))
-    tl.store(moving + key, tl.full([HELD], 2147483647, tl.int32), mask=(key >= tl.max(number, 0) + 1) & (key < most))
-    # A key's neighbours are other threads': the scores have been read, and give their place to marks.
-    tl.debug_barrier()
-    tl.store(line + key, heavy.to(tl.float32), mask=key < width)
-    tl.debug_barrier()
-    shared = middle
-    between = (key >= sinks) & (key < end) & seen
-    for away in tl.range(1, reach + 1):
-        near = tl.load(line + key - away, mask=between & (key >= away), other=0.0)
-        near += tl.load(line + key + away, mask=between & (key + away < width), other=0.0)
-        shared = shared | (near > 0.0)
-    shared = shared & between
-    keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * capacity
-    number = tl.cumsum(shared.to(tl.int32), 0) - 1
-    tl.store(keys + number, key, mask=shared & (number < capacity))
-    tl.store(
-        tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place,
-        tl.minimum(tl.sum(shared.to(tl.int32), 0), capacity.to(tl.int32)),
-    )

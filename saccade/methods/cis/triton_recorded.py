@@ -173,9 +173,11 @@ def _lists(
             KNOWN_WORDS, SPAN,
         )  # fmt: skip
     else:
-        put_shared(
+        _begins, _ends, _straight, placed = put_shared(
             part, tl.num_programs(0), words + row.to(tl.int64) * word_row, indices + entry.to(tl.int64) * room,
-            counts + entry, tl.load(lengths + row), tl.load(whose + entry), unit, tl.load(bounds + row * 5),
+            tl.load(lengths + row), tl.load(whose + entry), unit, tl.load(bounds + row * 5),
             tl.load(bounds + row * 5 + 1), tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3), W_SINKS,
             W_LOCAL, W_FOLLOW, W_GAP, W_COUNTS, W_KEYS, W_AT, W_MOVING, W_CAP, W_MOST, UNITS, SPAN,
         )  # fmt: skip
+        if part == 0:
+            tl.store(counts + entry, placed)

@@ -10,6 +10,7 @@ from saccade.methods.cis.triton_row_words import budget_at, place_of
 from saccade.ops.triton.common import also
 
 ANCHORS: tl.constexpr = tl.constexpr(16)  # compared in one go
+PIECE: tl.constexpr = tl.constexpr(32)  # entries of a list that no two programs share
 WAYS: tl.constexpr = tl.constexpr(128)  # entries of a list that a search looks at in one go
 NONE: tl.constexpr = tl.constexpr(2147483647)  # behind every position
 
@@ -111,15 +112,16 @@ def _hidden_of(start, stop, low, high):
 
 @triton.jit
 def put_shared(
-    part, parts, own, out, counted, length, found, unit, first, last, low, high,
+    part, parts, own, out, length, found, unit, first, last, low, high,
     W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr, W_COUNTS: tl.constexpr,
     W_KEYS: tl.constexpr, W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
     UNITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Write the list of a unit that shares anchor ``found``, or below 0 reads what ``first`` and ``last`` leave, to
-    ``out``, by ``parts`` programs, and its length to ``counted``. Stretches of known lengths come first, each without
-    its keys from ``low`` to ``high``: the first keys; what the anchor shares; the keys that were local then; the last
-    ones. What has moved along with the best keys follows."""
+    ``out``, by ``parts`` programs, each a piece of it. Stretches of known lengths come first, each without its keys
+    from ``low`` to ``high``: the first keys; what the anchor shares; the keys that were local then; the last ones. What
+    has moved along with the best keys follows, by the first program. Gives where this one's piece begins and ends,
+    where the stretches end, and where the list ends, which the first program alone knows."""
     at = tl.arange(0, SPAN)
     from_first = first - _hidden_of(0, first, low, high)
     size, skipped, at_skip, from_gap, left = 0, 0, 0, 0, 0
@@ -141,7 +143,10 @@ def put_shared(
         from_gap -= tl.minimum(_hidden_of(left, end, low, high), from_gap)
     shared = size - skipped
     straight = from_first + shared + from_gap + length - last
-    for start in tl.range(part * SPAN, straight, parts * SPAN):
+    each = tl.cdiv(tl.cdiv(straight, parts), PIECE) * PIECE
+    begins = tl.minimum(part * each, straight)
+    ends = tl.minimum(begins + each, straight)
+    for start in tl.range(begins, ends, SPAN):
         number = start + at
         key = number + tl.where(number >= low, high - low, 0)
         number -= from_first
@@ -154,9 +159,9 @@ def put_shared(
         key = tl.where(number >= 0, gone, key)
         number -= from_gap
         key = tl.where(number >= 0, last + number, key)
-        tl.store(out + start + at, key, mask=start + at < straight)
-    if part == 0:
-        placed = straight
+        tl.store(out + start + at, key, mask=start + at < ends)
+    placed = straight
+    if part == 0:  # noqa: SIM102 (scalars are not joined by `and` in a kernel)
         if found >= 0:
             sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
             follow = tl.minimum(tl.load(own + W_FOLLOW), length.to(tl.int64)).to(tl.int32)
@@ -181,4 +186,4 @@ def put_shared(
                     seen = seen & (_listed_at(keys, size, tl.where(seen, key, 0)) == 0)
                     tl.store(out + placed + tl.cumsum(seen.to(tl.int32), 0) - 1, key, mask=seen)
                     placed += tl.sum(seen.to(tl.int32), 0)
-        tl.store(counted, placed)
+    return begins, ends, straight, placed

@@ -61,6 +61,12 @@ def kept_zeros(device: torch.device, count: int, name: str = "words") -> Tensor:
     return held
 
 
+def kept_room(device: torch.device, count: int, name: str) -> Tensor:
+    """At least ``count`` int64 of anything, with what else :func:`kept_zeros` says: what a kernel writes there before
+    it waits for the one before it, no other kernel reads."""
+    return kept_zeros(device, count, name)
+
+
 def clear_kept(device: torch.device) -> None:
     """Set what :func:`kept_zeros` gave out for ``device`` to zero, where kernels that would have done so did not
     run."""
