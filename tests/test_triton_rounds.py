@@ -74,12 +74,15 @@ def test_many_programs_choose_as_one_does(m, n, first, share, rounds, monkeypatc
 def test_rounds_read_little_more_than_line_by_line():
     heads, positions = made(60, 700, 0)
     shape = Shape.suffix(1, 1, 700, 700)
+    read = []
     for weights in heads:
         one = cover_lines(weights.clone(), positions, 0, 0.9)
         greedy = Lines.from_lists(shape, [one.columns], [one.distances]).unit_pairs()
         found = cover_rounds(weights.numpy(), positions.numpy(), 0, 0.9)
         columns, distances = (torch.from_numpy(part) for part in found)
-        assert Lines.from_lists(shape, [columns], [distances]).unit_pairs() <= 1.25 * greedy
+        read.append((Lines.from_lists(shape, [columns], [distances]).unit_pairs().item(), greedy.item()))
+    assert sum(rounds for rounds, _ in read) <= 1.1 * sum(greedy for _, greedy in read)
+    assert all(rounds <= 1.4 * greedy for rounds, greedy in read)  # most where no line is better than another
 
 
 def test_a_share_of_all_ends_with_all_that_holds_weight():

@@ -44,7 +44,7 @@ REGISTERS = 128
 WAIT = 2  # for the kernel before, which stores the step's keys: 0 at once, 1 for the first result, 2 for the first key
 TILE = 8  # keys a warp that attention reads in one go
 MOST = 128  # programs a KV head
-WIDE = 2048  # scores from which on a program has eight warps
+WIDE = 2048  # scores above which a program may have eight warps; up to which one program a KV head is enough
 
 
 class Chosen(NamedTuple):
@@ -86,9 +86,13 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor, attends: bool = Fal
     per = heads // kv_heads
     held = pad(width, 64)
     done = per * held <= HELD
-    warps = 16 if done and held > 8192 else 8 if done and held > WIDE else 4
+    units, processors = kv_heads * count, processors_of(device)
+    # Eight warps choose sooner, where as many programs of eight as there are units still run at once.
+    warps = 16 if done and held > 8192 else 8 if done and held > WIDE and units <= RESIDENT // 2 * processors else 4
     keys = 128 if warps == 16 else 64
-    programs = max(1, RESIDENT * 4 // warps * processors_of(device) // (kv_heads * count))
+    programs = max(1, RESIDENT * 4 // warps * processors // units)
+    if done and held <= WIDE and units >= processors:
+        programs = 1  # the processors are busy, and pieces of so short a list cost more to merge than they save
     parts = min(programs, triton.cdiv(width, keys), MOST)
     scored, searches = torch.empty(2, count, kv_heads, dtype=torch.float64, device=device)
     chosen = Chosen(

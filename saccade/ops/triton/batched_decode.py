@@ -18,14 +18,10 @@ from torch import Tensor
 
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.block_summaries import parts
-from saccade.ops.triton.common import also, begin, launched, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import least_held, ordered_bits
 from saccade.selection.plan import BestBlocks, RankedBlocks
-
-BITS, WARPS = 2, 16  # that a search for a list's bound finds at a time; of a program that searches a long list
-SCORERS = 2  # programs that share a processor where each scores several tiles; 0: each scores one
-MANY, FEW = (64, 4, 3), (32, 4, 4)  # blocks of a tile, warps, stages: for many blocks, and fewer
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,8 @@ def score_blocks(
     kv_heads = pages.k.shape[1]
     blocks = -(-pages.longest // choice.size)
     scores = torch.empty(batch, choice.units, blocks, dtype=torch.float32, device=q.device)
-    tile, warps, stages = tiles or (MANY if batch * choice.units * blocks >= 64 * 1024 else FEW)
-    programs = triton.cdiv(blocks, tile)
-    if SCORERS:
-        programs = min(programs, max(1, SCORERS * processors(q.device) // (batch * choice.units)))
-    _score[(programs, choice.units, batch)](
+    tile, warps, stages = tiles or ((64, 4, 3) if batch * choice.units * blocks >= 64 * 1024 else (32, 4, 4))
+    _score[(triton.cdiv(blocks, tile), choice.units, batch)](
         q,
         pages.lengths,
         summaries.pointers,
@@ -152,8 +145,7 @@ def choose_best(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, 
         LAST=choice.last,
         TAKES=choice.take > 0,
         WIDTH=width,
-        BITS=BITS,
-        num_warps=4 if width <= 1024 else WARPS,
+        num_warps=4 if width <= 1024 else 8,
         **launched(scores.device),
     )
     return KeyLists(None, counts, indices, units, choice.size, longest)
@@ -224,43 +216,39 @@ def _score(
     stop = tl.cdiv(length, SIZE) - LAST
     if AFTER_FULL:
         stop = length // SIZE - LAST
-    out = scores + (row * UNITS + unit).to(tl.int64) * blocks
-    base = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
-    channel = tl.arange(0, D_PAD)
-    member = tl.arange(0, G_PAD)
-    q_ptr += row.to(tl.int64) * q_row
-    asked = (member < GROUP)[:, None] & (channel[None, :] < D)
-    tiles = 0
-    if length > 0:
-        tiles = tl.maximum(tl.cdiv(stop, TILE), 0)
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    total = tl.zeros([TILE, G_PAD], tl.float32)
-    # One loop over tiles and their KV heads, so that the next tile is on its way while one is weighed.
-    for turn in tl.range(0, tl.cdiv(tl.maximum(tiles - program, 0), programs) * PER, num_stages=STAGES):
-        block = (program + turn // PER * programs) * TILE + tl.arange(0, TILE)
-        kv_head = unit * PER + turn % PER
-        wanted = (block >= FIRST) & (block < stop)
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    wanted = (block >= FIRST) & (block < stop)
+    out = scores + (row * UNITS + unit).to(tl.int64) * blocks + block
+    if (tl.program_id(0) * TILE < stop) & (length > 0):
+        base = tl.multiple_of(tl.load(pointers + row).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
+        channel = tl.arange(0, D_PAD)
+        member = tl.arange(0, G_PAD)
         there = wanted[:, None] & (channel[None, :] < D)
-        q = tl.load(q_ptr + (kv_head * GROUP + member)[:, None] * q_head + channel[None, :], mask=asked, other=0.0)
-        at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
-        high = tl.load(at, mask=there, other=0.0)
-        low = tl.load(at + KV_HEADS * D, mask=there, other=0.0)
-        above, below = tl.maximum(q, 0.0).to(q.dtype), tl.minimum(q, 0.0).to(q.dtype)
-        total = tl.where(turn % PER == 0, 0.0, total)
-        total = tl.dot(high, tl.trans(above), total, input_precision=PRECISION)
-        total = tl.dot(low, tl.trans(below), total, input_precision=PRECISION)
-        mean = tl.where(wanted, tl.sum(total, 1) / (GROUP * PER), float("-inf"))
-        tl.store(out + block, mean, mask=also(block < blocks, (program * 0 + turn) % PER == PER - 1))
-    for tile in tl.range(tiles + program, tl.cdiv(blocks, TILE), programs):
-        block = tile * TILE + tl.arange(0, TILE)
-        tl.store(out + block, tl.full([TILE], float("-inf"), tl.float32), mask=block < blocks)
+        total = tl.zeros([TILE, G_PAD], tl.float32)
+        for kv_head in tl.range(unit * PER, unit * PER + PER, num_stages=STAGES):
+            q = tl.load(
+                q_ptr + row.to(tl.int64) * q_row + (kv_head * GROUP + member)[:, None] * q_head + channel[None, :],
+                mask=(member < GROUP)[:, None] & (channel[None, :] < D),
+                other=0.0,
+            )
+            at = base + (block[:, None].to(tl.int64) * 2 * KV_HEADS + kv_head) * D + channel[None, :]
+            high = tl.load(at, mask=there, other=0.0)
+            low = tl.load(at + KV_HEADS * D, mask=there, other=0.0)
+            above, below = tl.maximum(q, 0.0).to(q.dtype), tl.minimum(q, 0.0).to(q.dtype)
+            total = tl.dot(high, tl.trans(above), total, input_precision=PRECISION)
+            total = tl.dot(low, tl.trans(below), total, input_precision=PRECISION)
+        mean = tl.sum(total, 1) / (GROUP * PER)
+        tl.store(out, tl.where(wanted, mean, float("-inf")), mask=block < blocks)
+    else:
+        tl.store(out, tl.full([TILE], float("-inf"), tl.float32), mask=block < blocks)
 
 
 @triton.jit(do_not_specialize=["blocks", "longest"], do_not_specialize_on_alignment=["lengths", "takes", "denses"])
 def _choose_best(
     scores, lengths, takes, denses, counts, indices, blocks, longest,
     UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TAKES: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
@@ -279,7 +267,7 @@ def _choose_best(
             score = tl.load(scores + entry.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
             order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
             free = score > float("-inf")
-            bound, spare = least_held(tl.where(free, order, 0), take, BITS)
+            bound, spare = least_held(tl.where(free, order, 0), take)
             over = free & (order > bound)
             level = free & (order == bound)
             taken = taken | over | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))

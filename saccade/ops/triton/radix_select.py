@@ -15,10 +15,10 @@ def ordered_bits(value):
 
 
 @triton.jit
-def least_held(order, wanted, BITS: tl.constexpr = 2):
-    """Of fewer than 2^21 scores that one program holds, as ``ordered_bits`` and 0 for what is none: the bits of the
-    least among the ``wanted`` highest (at least one), and how many that equal it are among those. ``BITS`` (1 or 2) at
-    a time, until a bound parts as many from the others; those that all scores share are known at once."""
+def least_held(order, wanted):
+    """Of scores that one program holds, as ``ordered_bits`` and 0 for what is none: the bits of the least among the
+    ``wanted`` highest (at least one), and how many that equal it are among those. Bit by bit, until a bound parts as
+    many from the others; those that all scores share are known at once."""
     most = tl.max(order, 0)
     differ = most ^ tl.min(tl.where(order > 0, order, most), 0)
     bit = tl.full([], 2147483648, tl.uint32)
@@ -29,25 +29,10 @@ def least_held(order, wanted, BITS: tl.constexpr = 2):
     reached = wanted + 1
     while (bit != 0) & (reached != wanted):
         higher = bound | bit
-        if BITS == 1:
-            count = tl.sum((order >= higher).to(tl.int32), 0)
-            bound = tl.where(count >= wanted, higher, bound)
-            reached = tl.where(count >= wanted, count, reached)
-            bit = bit >> 1
-        else:  # three counts in one sum, for a sum waits for all warps
-            lower, highest = bound | (bit >> 1), higher | (bit >> 1)
-            counts = tl.sum(
-                (order >= lower).to(tl.int64)
-                + ((order >= higher).to(tl.int64) << 21)
-                + ((order >= highest).to(tl.int64) << 42),
-                0,
-            )
-            for at in tl.static_range(3):
-                count = ((counts >> (21 * at)) & 0x1FFFFF).to(tl.int32)
-                rival = lower if at == 0 else higher if at == 1 else highest
-                bound = tl.where(count >= wanted, rival, bound)
-                reached = tl.where(count >= wanted, count, reached)
-            bit = bit >> 2
+        count = tl.sum((order >= higher).to(tl.int32), 0)
+        bound = tl.where(count >= wanted, higher, bound)
+        reached = tl.where(count >= wanted, count, reached)
+        bit = bit >> 1
     bound = tl.min(tl.where(order >= bound, order, tl.full([], 4294967295, tl.uint32)), 0)
     return bound, wanted - tl.sum((order > bound).to(tl.int32), 0)
 
