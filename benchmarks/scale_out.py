@@ -1,6 +1,7 @@
 """Replicas on Ray Serve under load: throughput, what sessions find cached, and what a killed replica costs.
 
-    python benchmarks/scale_out.py [--replicas 1,2,4] [--sessions 16] [--turns 4] [--tokens 40] [--kill]
+    python benchmarks/scale_out.py [--replicas 1,2,4] [--sessions 16] [--turns 4] [--tokens 40] [--ingresses 1]
+        [--kill]
 
 Starts ``saccade serve --ray`` with a tiny random Llama for each number of replicas, and has that many clients hold
 conversations of several turns, each turn streamed and of some hundred new tokens. All of them join one Ray, which this
@@ -167,6 +168,7 @@ def measure(replicas: int, folder: str, given: argparse.Namespace) -> Run:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "saccade", "serve", folder, "--ray", "--port", str(port), "--one-process"]
     command += ["--replicas", str(replicas), "--replica-cpus", str(given.cpus), "--kv-memory", "64MiB"]
+    command += ["--ingresses", str(given.ingresses)]
     began = time.perf_counter()
     server = subprocess.Popen(
         [*command, "--threads", "1", "--log-level", "error"], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -199,6 +201,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--cpus", type=float, default=0.25, help="of each replica, as Ray counts them")
+    parser.add_argument("--ingresses", type=int, default=1)
     parser.add_argument("--kill", action="store_true")
     given = parser.parse_args()
     print(
@@ -207,7 +210,7 @@ def main() -> None:
         flush=True,
     )
     counts = [int(count) for count in given.replicas.split(",")]
-    needed = math.ceil(max(counts) * given.cpus) + 1  # the ingress takes a tenth
+    needed = math.ceil(max(counts) * given.cpus) + given.ingresses  # an ingress takes a tenth
     ray.init(num_cpus=max(needed, os.cpu_count() or 1), include_dashboard=False, logging_level="error")
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     try:

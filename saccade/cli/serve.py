@@ -95,6 +95,7 @@ def serve(
     ] = None,
     replica_gpus: Annotated[float, typer.Option(help="With --ray: GPUs of each; 0.5 lets two share one.")] = 0.0,
     replica_cpus: Annotated[float, typer.Option(help="With --ray: CPUs of each.")] = 1.0,
+    ingresses: Annotated[int, typer.Option(help="With --ray: processes that hand requests to replicas.")] = 1,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write requests to the log whole.")] = False,
     *,
@@ -171,7 +172,7 @@ def serve(
             from saccade.server import ray_app
         except ImportError as error:
             raise SaccadeError(f"--ray needs Ray Serve ({error}): pip install 'saccade-llm[ray]'") from None
-        fleet = ray_app.FleetConfig(replicas, max_replicas, replica_gpus, replica_cpus)
+        fleet = ray_app.FleetConfig(replicas, max_replicas, replica_gpus, replica_cpus, ingresses)
         ray_app.run(config, settings, fleet, not engine_process, log_level)
         return
     events = None if kv_events is None else {"endpoint": kv_events, "replay": kv_events_replay}
