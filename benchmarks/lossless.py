@@ -2,12 +2,13 @@
 
     python benchmarks/lossless.py [--model random|random-8b:LAYERS|reference] [--contexts 8192,32768] [--batch 1]
         [--tokens 64] [--warm 16] [--drafts "psa(epsilon=0.3);quest(dense_layers=0)"] [--lengths 0] [--replay 0.7,0.9]
-        [--recorded 1,3,7,15] [--dense-tokens 64] [--threads N]
+        [--recorded 1,3,7,15] [--dense-tokens 64] [--before 0] [--threads N]
 
 ``random`` is a 125M Llama and ``random-8b:LAYERS`` one of 8B shape, both with random weights and made-up keys;
 ``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted, their time is printed apart;
-with ``--warm 1`` what it costs to find out what drafts are worth is counted. ``--lengths``: tokens drafted a round, 0
-for as many as pay. With ``--replay`` the draft's steps run as they are, and each token that they give is replaced by
+with ``--warm 1`` what it costs to find out what drafts are worth is counted. ``--before``: tokens that the engine has
+made before; one that has made none decodes until its tokens can bear what a first round may lose. ``--lengths``: tokens
+drafted a round, 0 for as many as pay. With ``--replay`` the draft's steps run as they are, and each token that they give is replaced by
 dense decode's or by another one, so that of every 50 tokens put to the test exactly that share stays, in an order drawn
 for each request: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and
 verifications alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything
@@ -152,7 +153,9 @@ def bench(llm: LLM, chosen: argparse.Namespace, context: int) -> None:
         for length in chosen.lengths.split(","):
             for chance in [None] if chosen.replay is None else [float(one) for one in chosen.replay.split(",")]:
                 policy = f"lossless(draft={draft}, tokens={length}{'' if chance is None else ', lookup=0'})"
-                llm.engine.sparse_drafts.pacing.forget()
+                pacing = llm.engine.sparse_drafts.pacing
+                pacing.forget()
+                pacing.ledger(Policy.parse(draft).decode.text).worth = chosen.before
                 seconds, made, requests, passes = measure(
                     llm, prompts, fills, policy, chosen.tokens, known, chance, chosen.warm
                 )
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dense-tokens", type=int, help="of the measurements of dense decode; as --tokens by default")
+    parser.add_argument("--before", type=float, default=0.0)
     parser.add_argument("--warm", type=int, default=16)
     parser.add_argument("--drafts", default="psa(epsilon=0.3);quest(dense_layers=0)")
     parser.add_argument("--lengths", default="0")

@@ -30,7 +30,7 @@ from saccade.methods.verified import MOST
 LEAST = 1.03  # times the speed of plain steps: less is no gain
 PROMISE = 1.15  # likewise, by bytes alone, which are all in the draft's favour
 TRIAL = 1  # tokens drafted before times are known
-OPENING = 4.0  # times a plain step's reading of its keys that their summaries may take on a host
+OPENING = 4.0, 8.0  # times a plain step's reading of its keys that a first draft step may take, on a host and a device
 PAYS = 4.0  # times what a request's first draft step costs more than others, that its rounds must be thought to gain
 DOUBT = 1.5  # standard deviations of the chance, to the draft's favour, before it is given up
 EVIDENCE = 8.0  # tests from which on the measured chance decides
@@ -113,13 +113,13 @@ class Pacing:
         """A draft step took so long, the first of requests of ``tokens`` tokens together."""
         _latest(self._openings, draft, partial(deque, maxlen=3)).append(seconds / max(1, tokens))
 
-    def opening(self, kind: Kind, tokens: int, keys: int) -> float:
+    def opening(self, kind: Kind, tokens: int, keys: int, light: bool = False) -> float:
         """How many plain steps a request's first draft step takes beyond another, after ``tokens`` tokens; ``keys``
-        bytes are read by a plain step. Before any was seen: ``OPENING`` times what it takes to read them, but for a
-        device, which makes summaries as fast as it reads."""
+        bytes are read by a plain step. Before any was seen: ``OPENING`` times what it takes to read them, for their
+        summaries and, on a device, steps to be recorded; nothing of that for a ``light`` draft."""
         times = self.times(kind)
         if kind.draft not in self._openings or not times.plain:
-            return (1.0 if self.padded else OPENING) * keys / max(1, self.weights + keys)
+            return 0.0 if light else OPENING[self.padded] * keys / max(1, self.weights + keys)
         return self.opening_seconds(kind, tokens) / typical(times.plain)
 
     def opening_seconds(self, kind: Kind, tokens: int) -> float:
@@ -155,10 +155,11 @@ def _latest(known: OrderedDict[Key, Value], key: Key, make: Callable[[], Value])
 
 class Pace:
     """One request's drafting. ``fixed``: so many tokens, always; 0: as the measurements say. ``most``: tokens of the
-    answer at most. ``off``: why nothing is drafted any more, or for a while, None while something is."""
+    answer at most. ``light``: the draft's first step takes no longer than others. ``off``: why nothing is drafted any
+    more, or for a while, None while something is."""
 
-    def __init__(self, pacing: Pacing, draft: str, fixed: int, most: float = math.inf) -> None:
-        self.pacing, self.draft, self.fixed, self.most = pacing, draft, fixed, most
+    def __init__(self, pacing: Pacing, draft: str, fixed: int, most: float = math.inf, light: bool = False) -> None:
+        self.pacing, self.draft, self.fixed, self.most, self.light = pacing, draft, fixed, most, light
         self.chance, self.found = Chance(), Chance()  # of the draft's tokens, of those looked up
         self.ledger = Ledger(most=most)
         self.opened = False  # whether its first draft step has run
@@ -193,7 +194,7 @@ class Pace:
                     "steps at best",
                 )
                 return False
-        opening = 0.0 if self.opened else self.pacing.opening(kind, length, keys)
+        opening = 0.0 if self.opened else self.pacing.opening(kind, length, keys, self.light)
         self._began = length if self._began is None else self._began
         left = self.most - (length - self._began)
         if left * (1.0 - 1.0 / speed) < PAYS * opening:

@@ -70,7 +70,7 @@ class Speculation:
         most: float = math.inf,
     ) -> None:
         self.method = method
-        self.pace = Pace(pacing, method.draft.text, method.tokens, most)
+        self.pace = Pace(pacing, method.draft.text, method.tokens, most, method.draft.begins_at_once)
         self.lookup = Lookup(method.lookup)
         self.sampler = sampler.drafting()
         # A seed promises an answer: it keeps its own draws, which no draft may change. So do all where a device chooses

@@ -149,6 +149,7 @@ class Method(PolicyPart):
     wants_weights: ClassVar[bool] = False  # whether `observe` is to be given the attention weights of a step
     evicts: ClassVar[bool] = False  # whether its state is an Evicting one
     watches: ClassVar[bool] = False  # whether `watch` is to be called in prefill
+    begins_at_once: ClassVar[bool] = False  # whether a request's first step builds nothing from the keys before
     dial: ClassVar[Dial | None] = None  # what makes it read more
     follows_kv: ClassVar[bool] = False  # whether its state and its decode rows go where host memory keeps the keys
     host_only: ClassVar[str | None] = None  # why recorded steps on a GPU do not decode by it; None where they do

@@ -19,6 +19,7 @@ class Streaming(Method):
     name: ClassVar[str] = "streaming"
     paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
     phases: ClassVar[tuple[str, ...]] = ("prefill", "decode")
+    begins_at_once: ClassVar[bool] = True
     dial: ClassVar[Dial | None] = Dial("window", "keys")
 
     sinks: int = 4
