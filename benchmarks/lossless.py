@@ -8,11 +8,11 @@
 ``reference`` answers the suite's tasks. The first ``--warm`` tokens are not counted, their time is printed apart;
 with ``--warm 1`` what it costs to find out what drafts are worth is counted. ``--before``: tokens that the engine has
 made before; one that has made none decodes until its tokens can bear what a first round may lose. ``--lengths``: tokens
-drafted a round, 0 for as many as pay. With ``--replay`` the draft's steps run as they are, and each token that they give is replaced by
-dense decode's or by another one, so that of every 50 tokens put to the test exactly that share stays, in an order drawn
-for each request: what speed such an acceptance would have. ``ideal`` is the tokens over the draft steps and
-verifications alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it, everything
-counted. ``best`` is what rounds of the best fixed length would give at these times and the asked acceptance.
+drafted a round, 0 for as many as pay. With ``--replay`` the draft's steps run as they are, and each token that they
+give is replaced by dense decode's or by another one, so that of every 50 tokens put to the test exactly that share
+stays, in an order drawn for each request: what speed such an acceptance would have. ``ideal`` is the tokens over the
+draft steps and verifications alone, each at the median of its time in the run; ``of ideal`` is what was achieved of it,
+everything counted. ``best`` is what rounds of the best fixed length would give at these times and the asked acceptance.
 Before any measurement on a GPU dense decode and rounds of ``--recorded`` drafts run for a while, so that all kernels
 are compiled and recorded. Dense decode is measured before and after the others. A step that fails, or in which a
 request of the batch has no row, ends the benchmark.

@@ -1,0 +1,55 @@
+"""Time to first token with FlashAttention-4's kernels and FP8 products over own dense in bfloat16, in one run.
+
+    python benchmarks/gpu/first_tokens.py [--lengths 32768,131072] [--repeats 3] [--fp8-dense]
+
+A random Llama of 8B shape, as in ``endtoend.py``; needs ``saccade-llm[fa4]``. Each row is the median of ``--repeats``
+prompts after one that warms up; own dense has no warm-up of its own beyond the first prompt of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import endtoend
+import torch
+
+SPARSE = "flexprefill(lines=block, max_budget=8192)"
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="32768,131072")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fp8-dense", action="store_true", help="dense with FP8 products, too")
+    given = parser.parse_args()
+    lengths = [int(length) for length in given.lengths.split(",")]
+    torch.manual_seed(0)
+    endtoend.FA4 = False
+    bench = endtoend.Bench("first_tokens")
+    bench.room(max(lengths) + 64)
+    bench.warm_up("dense")
+    own = {length: timed(bench, length, "dense", given.repeats) for length in lengths}
+    for length, seconds in own.items():
+        print(f"{length} own dense, bfloat16: {seconds:.3f} s", flush=True)
+    endtoend.FA4 = True
+    for quantize in (None, "fp8"):
+        bench.serve(quantize)
+        for policy in (SPARSE, *(["dense"] if quantize and given.fp8_dense else [])):
+            for length in lengths:
+                bench.first_token(length, policy, None)
+                seconds = timed(bench, length, policy, given.repeats)
+                print(
+                    f"{length} {policy}, FlashAttention-4, {quantize or 'bfloat16'}: {seconds:.3f} s, "
+                    f"{own[length] / seconds:.2f} x own dense",
+                    flush=True,
+                )
+
+
+def timed(bench: endtoend.Bench, length: int, policy: str, repeats: int) -> float:
+    return statistics.median(bench.first_token(length, policy, None) for _ in range(repeats))
+
+
+if __name__ == "__main__":
+    main()
