@@ -8,8 +8,8 @@ A pair is one batch of answers by dense decode and one by ``lossless``, all toke
 was tried meanwhile; which of them comes first alternates. ``first``: an engine that has measured nothing yet, forgotten
 before each pair; ``later``: one that keeps what the pairs before showed. Printed are the speed over dense, the median
 of the pairs and the slowest, and the rounds of the last. ``--replay``: the share of drafted tokens that stays, as in
-``lossless.py``; not for a GPU, where plain steps whose token is replaced are launched ahead in vain. ``--clock cpu`` counts the processor time of all threads, which other work on a machine does not
-lengthen much.
+``lossless.py``; not for a GPU, where plain steps whose token is replaced are launched ahead in vain. ``--clock cpu``
+counts the processor time of all threads, which other work on a machine does not lengthen much.
 """
 
 from __future__ import annotations
