@@ -13,7 +13,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import SamplingParams
 from saccade.engine.acceptance import Proposal, decided, propose
-from saccade.engine.lookup import Lookup
+from saccade.engine.lookup import STRETCH, Lookup
 from saccade.engine.pacing import LEAST, Pace, Pacing, forecast
 from saccade.engine.step_times import Kind, Times, best_length, tokens_of_round
 from saccade.kv.view import KVView
@@ -100,6 +100,24 @@ def test_look_ups_find_the_last_place_and_survive_cuts():
         assert lookup.after(tokens, 5) == want
     assert Lookup(0).after([1, 1, 1, 1]) == []
     assert Lookup(3).after([1, 1, 1]) == []
+
+
+def test_a_look_up_takes_in_a_long_prompt_piece_by_piece_and_then_finds_all_of_it():
+    rng = random.Random(4)
+    tokens = [rng.randrange(1 << 31) for _ in range(70_000)]  # more than are compared together
+    lookup, found, calls = Lookup(3), [], 0
+    for place in (69_000, 40_000, 66_000, 5):
+        tokens += tokens[place : place + 3]
+        calls += 1
+        found = lookup.after(tokens, 4)
+        while calls < len(tokens) // STRETCH + 1:  # what a call takes in is bounded
+            assert found == []
+            assert lookup._known == calls * STRETCH
+            calls += 1
+            found = lookup.after(tokens, 4)
+        assert found == tokens[place + 3 : place + 7]
+        tokens.append(rng.randrange(1 << 31))
+    assert lookup.after([*tokens, 1, 2, 3], 4) == []
 
 
 def test_expected_tokens_are_the_sum_of_chances():
