@@ -37,12 +37,12 @@ from saccade.selection.pieces import read_blocks
 
 
 def goes_to_host(pool: BlockManager, policy: Policy) -> bool:
-    """Whether decode rows under ``policy`` leave the device: their method follows its keys, and what lies in host
-    memory is attended there."""
+    """Whether decode rows under ``policy`` leave the device: their method follows its keys, or all do, and what lies in
+    host memory is attended there."""
     tier = None if pool.tiers is None else pool.tiers.tier
     if not isinstance(tier, HostTier) or tier.compute.mode != "host":
         return False
-    return policy.decode.follows_kv and cpu_rows.stores(tier.k, "auto")
+    return (policy.decode.follows_kv or tier.compute.lodges_all) and cpu_rows.stores(tier.k, "auto")
 
 
 class Hosting:
