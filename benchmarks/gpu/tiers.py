@@ -89,7 +89,8 @@ class Tiered(Bench):
         self.profiled, self.timed = profiled, timed or profiled
         self.layout = KVFormat(self.spec.dtype, self.spec.kv_heads, self.spec.head_dim)
         self.rows = Results(self.part)
-        self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+        self.rows.facts = {"device": name, **self.results.facts}
 
     def pool_of(
         self,
