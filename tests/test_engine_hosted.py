@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_helpers import GREEDY, tokens
+from engine_helpers import EVERY, GREEDY, tokens
 from helpers import generator
 from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
@@ -287,6 +287,19 @@ def test_all_methods_may_live_there(folder, whole, monkeypatch, parts):
             for name in ("keys_attended", "keys_scored", "keys_estimated"):
                 assert one.report["decode"][name] == other.report["decode"][name]
         assert blocks["dense"] == LAYERS * sum(-(-(len(prompts[0]) + step) // 32) for step in range(1, 12))
+        nothing_left(llm.pool)
+
+
+def test_every_method_may_live_there_by_head(folder, whole):
+    policies = [one.text for one in EVERY]
+    prompts = [random_ids(180 + 23 * i % 160, seed=i) for i in range(len(policies))]
+    want = whole.generate(prompts, GREEDY, policy=policies)
+    with hosting(folder, 60, exact=False, kv_unit="head") as llm:
+        llm.pool.tiers.tier.compute.lodges_all = True
+        done = llm.generate(prompts, GREEDY, policy=policies)
+        assert {policy: one.error for policy, one in zip(policies, done) if one.error is not None} == {}
+        assert dict(zip(policies, map(tokens, done))) == dict(zip(policies, map(tokens, want)))
+        assert min(one.report["tiers"]["attended_on_host"] for one in done) > 0
         nothing_left(llm.pool)
 
 
