@@ -231,11 +231,11 @@ class DecodeStep {
             },
             &work);
     }
-    // Blocks in which a row of lists read at the layer that ran last.
+    // Blocks in which a row read at the layer that ran last.
     int64_t touched(int64_t number) {
         Row& row = at(number);
-        if (row.worked != Kind::lists) throw std::invalid_argument("the row has read no lists");
-        return row.working<Listing>(Kind::lists).touched();
+        if (!row.work) throw std::invalid_argument("the row has read nothing");
+        return row.work->touched();
     }
 
     // Every layer reads what it shares, or retrieves.

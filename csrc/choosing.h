@@ -81,6 +81,14 @@ class Choosing : public RowWork {
         phases.end(Phases::reading);
     }
 
+    int64_t touched() override {
+        marks.assign((length_ + a_.page - 1) / a_.page, 0);
+        const int32_t* read = choice.microbatch ? reached.data() : lists.data();
+        for (int64_t i = 0; i < offsets[choice.units]; ++i)
+            each_page_of(read[i], [&](int64_t page) { marks[page] = 1; });
+        return std::count(marks.begin(), marks.end(), 1);
+    }
+
     // The two halves of run() without a rule; the row's call may be another one in between, over the same keys.
     void choose(const KernelSet& set, int threads) {
         a_.threads = threads;
@@ -121,14 +129,17 @@ class Choosing : public RowWork {
     // Ranked blocks that a rule read, of the unit that read most.
     int64_t most() const { return *std::max_element(from.used, from.used + choice.units); }
 
+    // Every block of the pool that holds keys of a block that is chosen from.
+    template <class Visit>
+    void each_page_of(int64_t block, const Visit& visit) const {
+        const int64_t page = a_.page, begin = block * choice.size, end = std::min(begin + choice.size, length_);
+        for (int64_t p = begin / page; p * page < end; ++p) visit(p);
+    }
+
     // Every block of the pool that holds keys of what was chosen, some of them more than once.
     template <class Visit>
     void each_page(const Visit& visit) const {
-        const int64_t size = choice.size, page = a_.page;
-        const auto pages_of = [&](int64_t block) {
-            const int64_t begin = block * size, end = std::min(begin + size, length_);
-            for (int64_t p = begin / page; p * page < end; ++p) visit(p);
-        };
+        const auto pages_of = [&](int64_t block) { each_page_of(block, visit); };
         if (choice.microbatch) {
             for (int64_t b = 0; b < first; ++b) pages_of(b);
             for (int64_t b = 0; b < ends; ++b) pages_of(stop + b);
@@ -238,6 +249,7 @@ class Choosing : public RowWork {
     int64_t listed_ = 0;                    // of them, for each unit, under a rule that begins with a few
     std::vector<int32_t> lists, order, reached, joined;
     std::vector<int64_t> offsets;
+    std::vector<uint8_t> marks;
 };
 
 }  // namespace saccade

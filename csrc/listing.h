@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -58,31 +57,7 @@ class Listing : public RowWork {
         foreseen_of_ = l_.tables.vertical;
     }
 
-    // Blocks of `page` keys in which the row read at the layer that ran last, each once.
-    int64_t touched() {
-        const int64_t blocks = (length_ + a_.page - 1) / a_.page, lists = static_cast<int64_t>(read_.size()) - 1;
-        std::unique_ptr<std::atomic<uint8_t>[]> marks(new std::atomic<uint8_t>[blocks]());
-        struct Marking {
-            const Listing* own;
-            std::atomic<uint8_t>* marks;
-        } job{this, marks.get()};
-        parallel_for(
-            lists, worth(read_[lists], 16384, a_.threads),
-            [](void* context, int64_t list) {
-                const Marking& m = *static_cast<const Marking*>(context);
-                const int32_t* keys = m.own->chosen_.get();
-                int64_t last = -1;
-                for (int64_t i = m.own->read_[list]; i < m.own->read_[list + 1]; ++i) {
-                    const int64_t block = keys[i] / m.own->a_.page;
-                    if (block != last) m.marks[block].store(1, std::memory_order_relaxed);
-                    last = block;
-                }
-            },
-            &job);
-        int64_t count = 0;
-        for (int64_t b = 0; b < blocks; ++b) count += marks[b].load(std::memory_order_relaxed);
-        return count;
-    }
+    int64_t touched() override { return blocks_of(read_, chosen_.get()); }
 
     void run(const KernelSet& set, int threads) override {
         a_.threads = threads;

@@ -64,6 +64,7 @@ class Resolving : public RowWork {
         else if (ruled_) *home_.reach = std::max(kLeast, choosing_.most() + choosing_.most() / 4);
     }
 
+    int64_t touched() override { return wanted_; }
     int64_t wanted() const { return wanted_; }    // blocks that the layer reads
     int64_t missing() const { return missing_; }  // of which so many have no slot, and nothing was read
 

@@ -2,10 +2,13 @@
 // may learn. One row's kernels put together, with room that the next layer uses again.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
+#include <vector>
 
 #include "bindings.h"
+#include "threads.h"
 
 namespace saccade {
 
@@ -39,6 +42,8 @@ class RowWork {
   public:
     virtual ~RowWork() = default;
     virtual void run(const KernelSet& set, int threads) = 0;
+    // Blocks of `page` keys in which the row read at the layer that ran last, each once.
+    virtual int64_t touched() = 0;
 
     Phases phases;
 
@@ -86,6 +91,35 @@ class RowWork {
         return r;
     }
 
+    // Blocks of `page` keys in which the keys of lists lie, each once: those of list i are `keys` ends[i] .. ends[i + 1] - 1.
+    int64_t blocks_of(const std::vector<int64_t>& ends, const int32_t* keys) const {
+        const int64_t blocks = (length_ + a_.page - 1) / a_.page, lists = static_cast<int64_t>(ends.size()) - 1;
+        std::unique_ptr<std::atomic<uint8_t>[]> marks(new std::atomic<uint8_t>[blocks]());
+        struct Marking {
+            const std::vector<int64_t>& ends;
+            const int32_t* keys;
+            std::atomic<uint8_t>* marks;
+            uint32_t page;
+        } job{ends, keys, marks.get(), static_cast<uint32_t>(a_.page)};
+        parallel_for(
+            lists, worth(ends[lists], 16384, a_.threads),
+            [](void* context, int64_t list) {
+                const Marking& m = *static_cast<const Marking*>(context);
+                uint32_t start = 1u << 31;  // of the block that was marked last: few keys need a division
+                for (int64_t i = m.ends[list]; i < m.ends[list + 1]; ++i) {
+                    const auto key = static_cast<uint32_t>(m.keys[i]);
+                    if (key - start < m.page) continue;
+                    const uint32_t block = key / m.page;
+                    m.marks[block].store(1, std::memory_order_relaxed);
+                    start = block * m.page;
+                }
+            },
+            &job);
+        int64_t count = 0;
+        for (int64_t b = 0; b < blocks; ++b) count += marks[b].load(std::memory_order_relaxed);
+        return count;
+    }
+
     // Room that nothing is written to costs nothing.
     template <class T>
     struct Room {
@@ -120,6 +154,13 @@ class Reading : public RowWork {
         set.decode(a_);
         phases.end(Phases::reading);
     }
+    int64_t touched() override {
+        const auto blocks = [&](int64_t keys) { return (keys + a_.page - 1) / a_.page; };
+        const int64_t seen = a_.q_start + 1;
+        if (length_ == seen) return blocks(seen);
+        const int64_t window = (seen - a_.window) / a_.page, sinks = blocks(a_.sinks);
+        return blocks(seen) - window + (sinks < window ? sinks : window);
+    }
     int64_t keys() const { return length_; }
 };
 
@@ -130,6 +171,7 @@ class ReadingFew : public RowWork {
     void begin(const Attention& attention, float* peaks, int64_t region, int64_t regions) {
         f_ = {attention, true, peaks, region, regions};
     }
+    int64_t touched() override { return (f_.attention.q_start + f_.attention.q_len - 1) / f_.attention.page + 1; }
     void run(const KernelSet& set, int threads) override {
         f_.attention.threads = threads;
         set.few_rows(f_);

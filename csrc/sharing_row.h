@@ -53,6 +53,8 @@ class Sharing : public RowWork {
         if (cut_ && l_.window[1] > a_.q_start) throw std::invalid_argument("a window hides the row's own key");
     }
 
+    int64_t touched() override { return blocks_of(read_, chosen_.get()); }
+
     void run(const KernelSet& set, int threads) override {
         a_.threads = threads;
         share();

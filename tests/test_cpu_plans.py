@@ -25,8 +25,9 @@ from saccade.methods.device_state import Opening
 from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
+from saccade.methods.topk import TopK
 from saccade.ops import Call, cpu, cpu_plans, run
-from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, Residence
+from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Residence
 from saccade.ops.cpu_structs import native
 from saccade.selection.pieces import read_blocks
 
@@ -131,13 +132,14 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
                 codes = kv.summary_codes(blocks.summary, blocks.size) if sparse else ()
             rows.append(PlannedRow(i, lengths[i] - 1, kv.tables, readings, summaries, codes))
         planned = PlannedRows(rows, every[0].pool.storage.k, every[0].pool.storage.v)
-        got = []
+        got, touched = [], []
         for layer in range(LAYERS):
             for kv, own in zip(every, keys):
                 kv.append(layer, *own[layer, :, :, -1:])
             out = torch.full((len(lengths), HEADS, DIM), float("nan"), dtype=dtype)
             planned.attend(layer, q[layer], out, 0.2, 9.0, threads)
             got.append(out)
+            touched.append([planned.touched(at) for at in range(len(rows))])
         for at, i in enumerate(order):
             for layer in range(LAYERS):
                 query = Query.of(
@@ -146,12 +148,34 @@ def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table
                 selection = method.select_decode(query, None)
                 ran = run(Call(query.q, query.kv, selection, 0.2, 9.0, threads), "cpu")
                 assert torch.equal(got[layer][i], ran.out[:, 0])
+                assert touched[layer][at] == int(read_blocks(ran.used, 32).sum())
                 if ran.coverage is not None:
                     ruled = planned.ruled(at)
                     assert torch.equal(ruled.coverage[layer], ran.coverage)
                     sure = plan.layers[layer].cost(lengths[i]).keys
                     pairs = ran.used.pairs().view(ruled.used.shape[1], -1)[:, 0]
                     assert (ruled.used[layer] * plan.blocks.size + sure).tolist() == pairs.tolist()
+
+
+@pytest.mark.parametrize(("threads", "best"), [(1, 20), (3, 20), (3, 4000)])
+def test_blocks_that_lists_touch_are_counted_once(threads, best):
+    """Of few keys in many blocks, and of so many that several threads mark the same ones."""
+    length, forced = int(torch.randint(5000, 9000, (1,))), {"sinks": 1, "local": 40}
+    (kv,), (keys,), q = sequences([length], torch.float32, 1)
+    tally = torch.zeros(HEADS + 3, dtype=torch.float64)
+    listed = native.ListedKeys(units=HEADS, best=best, **forced), [native.ListedLayer(tally=tally.data_ptr())] * LAYERS
+    planned = PlannedRows(
+        [PlannedRow(0, length - 1, kv.tables, Listed(*listed, 0))], kv.pool.storage.k, kv.pool.storage.v
+    )
+    with pytest.raises(ValueError, match="the row has read nothing"):
+        planned.touched(0)
+    method = TopK(k=best + 41, unit="q_head", **forced)
+    for layer in range(LAYERS):
+        planned.run(layer, q[layer], *keys[layer, :, :, -1:], torch.empty(1, HEADS, DIM), 0.2, None, threads)
+        kv.append(layer, *keys[layer, :, :, -1:])
+        query = Query.of(q[layer], kv.view(layer), layer=layer, layers=LAYERS, scale=0.2)
+        used = run(Call(query.q, query.kv, method.select_decode(query, None), 0.2, None, 1)).used
+        assert planned.touched(0) == int(read_blocks(used, 32).sum())
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.9999])

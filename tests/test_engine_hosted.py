@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_helpers import GREEDY, tokens
+from engine_helpers import EVERY, GREEDY, tokens
 from helpers import generator
 from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
@@ -251,8 +251,56 @@ def test_who_goes_to_the_host(folder):
     with hosting(folder, 20) as llm:
         assert goes_to_host(llm.pool, Policy.parse(LFPS))
         assert not goes_to_host(llm.pool, Policy.parse("quest"))
+        llm.pool.tiers.tier.compute.lodges_all = True
+        assert goes_to_host(llm.pool, Policy.parse("quest"))
     with hosting(folder, 20, kv_compute="auto") as llm:
         assert not goes_to_host(llm.pool, Policy.parse(LFPS))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_methods_may_live_there(folder, whole, monkeypatch, parts):
+    """By plans, by lists and layer by layer: answers are the same, and what the CPU reads is counted."""
+    policies = [
+        "dense",
+        "quest(budget=48, block_size=8, dense_layers=1)",
+        "topk(k=16, unit=q_head)",
+        "topk(k=16)",
+        "psa(epsilon=0.5)",
+        "streaming(window=40)",
+        "cis",
+        LFPS,
+    ]
+    prompts = [random_ids(150 + 23 * i, seed=60 + i) for i in range(len(policies))]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = whole.generate(prompts, params, policy=policies)
+    with hosting(folder, 40, exact=False) as llm:
+        if parts > 1:
+            in_parts(llm, monkeypatch)
+        llm.pool.tiers.tier.compute.lodges_all = True
+        done = llm.generate(prompts, params, policy=policies)
+        assert {policy: one.error for policy, one in zip(policies, done) if one.error is not None} == {}
+        assert dict(zip(policies, map(tokens, done))) == dict(zip(policies, map(tokens, want)))
+        blocks = {}
+        for policy, prompt, one, other in zip(policies, prompts, done, want):
+            blocks[policy] = one.report["tiers"]["attended_on_host"]
+            assert 0 < blocks[policy] <= 11 * LAYERS * -(-(len(prompt) + 12) // 32)
+            for name in ("keys_attended", "keys_scored", "keys_estimated"):
+                assert one.report["decode"][name] == other.report["decode"][name]
+        assert blocks["dense"] == LAYERS * sum(-(-(len(prompts[0]) + step) // 32) for step in range(1, 12))
+        nothing_left(llm.pool)
+
+
+def test_every_method_may_live_there_by_head(folder, whole):
+    policies = [one.text for one in EVERY]
+    prompts = [random_ids(180 + 23 * i % 160, seed=i) for i in range(len(policies))]
+    want = whole.generate(prompts, GREEDY, policy=policies)
+    with hosting(folder, 60, exact=False, kv_unit="head") as llm:
+        llm.pool.tiers.tier.compute.lodges_all = True
+        done = llm.generate(prompts, GREEDY, policy=policies)
+        assert {policy: one.error for policy, one in zip(policies, done) if one.error is not None} == {}
+        assert dict(zip(policies, map(tokens, done))) == dict(zip(policies, map(tokens, want)))
+        assert min(one.report["tiers"]["attended_on_host"] for one in done) > 0
+        nothing_left(llm.pool)
 
 
 def test_candidates_are_found_before_the_query_is_there(folder, monkeypatch):

@@ -137,6 +137,7 @@ class Bench:
     def __init__(self, part: str = "endtoend", built: tuple[Any, ModelSpec] | None = None) -> None:
         self.results = Results(part)
         self.model, self.spec = built or build("cuda")
+        self.device = next(self.model.parameters()).device
         self.pool: BlockManager | None = None
         self.serve(None)
         self.limits = measured_limits()

@@ -41,8 +41,9 @@ from saccade.engine.request import Request
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.compute import MODES
 from saccade.kv.host import HostTier
-from saccade.models.interface import LayerAttention, Segment
-from saccade.ops import attend, triton
+from saccade.models.interface import LayerAttention, ModelSpec, Segment
+from saccade.ops import attend
+from saccade.ops.movers import row_mover
 from saccade.ops.triton import common
 
 LAYOUT = KVFormat(torch.bfloat16, 8, 128)
@@ -57,13 +58,14 @@ class Filling:
 
     def __init__(self, kv: SequenceKV, past: int, summaries: Sequence[tuple[str, int]]) -> None:
         self.kv, self.past, self.summaries = kv, past, summaries
-        self.generator = torch.Generator("cuda").manual_seed(past)
+        self.layout, self.device = kv.pool.format, kv.pool.storage.device
+        self.generator = torch.Generator(self.device).manual_seed(past)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         for start in range(0, self.past, PIECE):
-            with torch.device("cuda"):
-                made = plant(q, min(PIECE, self.past - start), LAYOUT.kv_heads, spec.scale, self.generator)
-            past_k, past_v = (part.to(LAYOUT.dtype) for part in made)
+            with torch.device(self.device):
+                made = plant(q, min(PIECE, self.past - start), self.layout.kv_heads, spec.scale, self.generator)
+            past_k, past_v = (part.to(self.layout.dtype) for part in made)
             self.kv.append(layer, past_k, past_v)
             for kind, size in self.summaries:
                 self.kv.view(layer).summary(kind, size)  # while they are at hand
@@ -78,14 +80,17 @@ class Filling:
 class Tiered(Bench):
     """Steps of the 8B shape over a pool with a host tier."""
 
+    part = "tiers"  # what results are called
     computed = 1  # rows of a context that run as any prefill's, so that methods begin with them
     summaries: Sequence[tuple[str, int]] = (("minmax", LAYOUT.block_size),)
 
-    def __init__(self, profiled: bool = False, timed: bool = False) -> None:
-        super().__init__()
+    def __init__(self, profiled: bool = False, timed: bool = False, built: tuple[Any, ModelSpec] | None = None) -> None:
+        super().__init__(built=built)
         self.profiled, self.timed = profiled, timed or profiled
-        self.rows = Results("tiers")
-        self.rows.facts = {"device": torch.cuda.get_device_name(), **self.results.facts}
+        self.layout = KVFormat(self.spec.dtype, self.spec.kv_heads, self.spec.head_dim)
+        self.rows = Results(self.part)
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+        self.rows.facts = {"device": name, **self.results.facts}
 
     def pool_of(
         self,
@@ -102,7 +107,7 @@ class Tiered(Bench):
         self.worker.memories.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        storage = KVStorage(LAYOUT, slots, "cuda", triton.row_mover(torch.device("cuda")))
+        storage = KVStorage(self.layout, slots, self.device, row_mover(self.device))
         began = time.perf_counter()
         apart = unit == "head"
         tier = None if host_bytes is None else HostTier(host_bytes, storage, apart, compute)

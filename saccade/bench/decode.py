@@ -199,11 +199,11 @@ def opened(method: Method, problem: Problem, view: KVView, rows: Tensor, planted
     state = method.begin(Chunk.of(rows[:, : TAIL // 2], view))
     if planted:
         assert isinstance(method, LFPS)
-        state.tables = _planted(state.tables, problem.shape.k_len - method.sinks, planted, seed)
+        state.tables = planted_tables(state.tables, problem.shape.k_len - method.sinks, planted, seed)
     return state
 
 
-def _planted(tables: ScoreTables, n: int, share: float, seed: int) -> ScoreTables:
+def planted_tables(tables: ScoreTables, n: int, share: float, seed: int) -> ScoreTables:
     """Tables of lines, half vertical and half slash, ``RUN`` keys wide, at random places: ``share`` of ``n`` keys."""
     rng = torch.Generator().manual_seed(seed)
     filled = torch.zeros(2, tables.units, n)

@@ -37,12 +37,12 @@ from saccade.selection.pieces import read_blocks
 
 
 def goes_to_host(pool: BlockManager, policy: Policy) -> bool:
-    """Whether decode rows under ``policy`` leave the device: their method follows its keys, and what lies in host
-    memory is attended there."""
+    """Whether decode rows under ``policy`` leave the device: their method follows its keys, or all do, and what lies in
+    host memory is attended there."""
     tier = None if pool.tiers is None else pool.tiers.tier
     if not isinstance(tier, HostTier) or tier.compute.mode != "host":
         return False
-    return policy.decode.follows_kv and cpu_rows.stores(tier.k, "auto")
+    return (policy.decode.follows_kv or tier.compute.lodges_all) and cpu_rows.stores(tier.k, "auto")
 
 
 class Hosting:
@@ -104,7 +104,7 @@ class HostedRows:
             RequestRows(rows.scheduled, memory, rows.results, first) for first, (rows, memory) in enumerate(found)
         ]
         self._joined = JoinedRows(setting, plans, self._rows, whole=self._whole)
-        self._first: tuple[Tensor, Tensor, Tensor] | None = None  # see first_of
+        self._first: tuple[Tensor, Tensor, Tensor | None] | None = None  # see first_of
         self._apart = torch.zeros(len(found), 1, dtype=torch.bool, device="cpu")  # whose first keys the device attends
         self._near: tuple[Tensor, Tensor] | None = None
         self._heads = self._down = 0
@@ -174,8 +174,10 @@ class HostedRows:
             parts *= hosted.heads
             down = self._down // each, up // each
             hosted.attended(parts, *down)
-            result.tiers = result.tiers or TierCounts()
-            result.tiers.add(TierCounts(attended_on_host=parts, bytes_down=down[0], bytes_up=down[1]))
+            tiers = result.tiers = result.tiers or TierCounts()
+            tiers.attended_on_host += parts
+            tiers.bytes_down += down[0]
+            tiers.bytes_up += down[1]
             result.asked_bytes += parts * hosted.part_bytes
 
 
@@ -219,12 +221,15 @@ def _halves(found: list[tuple[RequestRows, HostedMemory]]) -> list[list[tuple[Re
 
 
 def _attend_first(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, layer: int, spec: LayerAttention
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, layer: int, spec: LayerAttention
 ) -> tuple[Tensor, Tensor]:
     """``q`` [heads, rows, head_dim] over each row's first keys (see first_of): fp32 [rows, heads, head_dim], and their
     log-sum-exps, fp32 [rows, heads]; (0, -inf) for rows that have none here."""
     own = q.transpose(0, 1).unflatten(1, (k.shape[2], -1))  # [rows, kv_heads, group, head_dim]
-    scores = logits(own.float(), k[layer].float(), spec.scale, spec.softcap) + hidden[:, None, None]
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.softmax(scores, -1).masked_fill_(torch.isneginf(lse)[..., None], 0.0)
-    return (weights @ v[layer].float()).flatten(1, 2), lse.flatten(1, 2)
+    scores = logits(own.float(), k[layer], spec.scale, spec.softcap)
+    if hidden is not None:
+        scores += hidden[:, None, None]
+    lse, weights = torch.logsumexp(scores, -1), torch.softmax(scores, -1)
+    if hidden is not None:
+        weights.masked_fill_(torch.isneginf(lse)[..., None], 0.0)
+    return (weights @ v[layer]).flatten(1, 2), lse.flatten(1, 2)

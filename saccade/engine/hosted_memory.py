@@ -75,13 +75,20 @@ def lives_on_host(memory: SequenceMemory, opened: Opened) -> HostedMemory:
     return held
 
 
-def first_of(memories: Sequence[HostedMemory], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the device attends of some sequences, the first ``counts`` keys of each: keys and values [layers, rows,
-    kv_heads, greatest count, head_dim], and fp32 [rows, greatest count]: 0 for each of them, -inf behind."""
+def first_of(memories: Sequence[HostedMemory], counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the device attends of some sequences, the first ``counts`` keys of each: keys and values fp32 [layers, rows,
+    kv_heads, greatest count, head_dim], and fp32 [rows, greatest count]: 0 for each of them, -inf behind; None where
+    all have as many."""
     most = max(counts)
     held = [memory.first_keys(count) if count else None for memory, count in zip(memories, counts)]
+    if min(counts) == most:
+        k, v = (torch.stack([one[part] for one in held if one is not None], 1).float() for part in (0, 1))
+        return k, v, None
     some = next(one for one in held if one is not None)
-    k, v = (part.new_zeros(part.shape[0], len(held), part.shape[1], most, part.shape[3]) for part in some)
+    k, v = (
+        part.new_zeros(part.shape[0], len(held), part.shape[1], most, part.shape[3], dtype=torch.float32)
+        for part in some
+    )
     hidden = torch.full((len(held), most), -torch.inf, device="cpu")
     for row, one in enumerate(held):
         if one is not None:

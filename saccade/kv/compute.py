@@ -17,7 +17,10 @@ class Compute:
     1988, "Competitive snoopy caching"): a part is attended on the CPU until that has taken as long as its fetch would
     have, and fetched then; what would be driven out before it is read again is never fetched where the CPU is faster.
     So a step takes at most twice what the best choice in hindsight takes. Both are measured in seconds a part, on
-    ``attended`` and ``fetched`` calls."""
+    ``attended`` and ``fetched`` calls. ``lodges_all``: under ``host`` every method's decode rows, not only those that
+    follow their keys, run on the CPU over sequences that live there, so that methods can be compared there."""
+
+    lodges_all = False
 
     def __init__(self, mode: str) -> None:
         self.mode = mode

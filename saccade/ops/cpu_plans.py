@@ -276,7 +276,7 @@ class PlannedRows:
         kernels.foresee_step(self._step, max(1, torch.get_num_threads() if threads is None else threads), layer, heads)
 
     def touched(self, i: int) -> int:
-        """In how many of its blocks row ``i``, which picks single keys, has read keys at the layer that ran last."""
+        """In how many of its blocks row ``i``, which has no stopping rule, has read keys at the layer that ran last."""
         count: int = self._step.touched(i)
         return count
 

@@ -147,3 +147,23 @@ def test_while_the_device_suffices_steps_are_those_without_a_tier(folder, expect
         done = llm.generate(PROMPTS[:6], GREEDY, policy=POLICIES[:6])
         assert [tokens(one) for one in done] == expected[:6]
         assert not any(vars(llm.pool.tiers.counts).values())
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_method_may_live_in_host_memory(folder, parts):
+    """Compute.lodges_all, as benchmarks/gpu/hosted.py has it."""
+    policies = ["dense", "quest(budget=64, dense_layers=0)", "topk(k=20, unit=q_head)", "lfps(k=24, blocks=2, least=1)"]
+    prompts = [random_ids(180 + 41 * i, seed=i) for i in range(len(policies))]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    settings = {"dtype": "float32", "prefill_chunk": 64, "exact": False}
+    with LLM(folder, kv_memory="64MiB", device="cpu", **settings) as whole:
+        want = [tokens(one) for one in whole.generate(prompts, params, policy=policies)]
+    with LLM(folder, device="cuda", kv_memory=60 * SLOT, kv_host="64MiB", kv_compute="host", **settings) as llm:
+        llm.pool.tiers.tier.compute.lodges_all = True
+        llm.engine.worker.host._hosting.most_parts = parts
+        done = llm.generate(prompts, params, policy=policies)
+        assert [tokens(one) for one in done] == want
+        for one in done:
+            assert all("cpu" in name for name in one.report["decode"]["backends"])
+            assert min(one.report["tiers"][name] for name in ("attended_on_host", "bytes_down", "bytes_up")) > 0
+        nothing_left(llm.pool)
