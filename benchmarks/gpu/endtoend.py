@@ -181,10 +181,11 @@ class Bench:
         request.begin(sequence, max_length=LONGEST)
         return request
 
-    def step(self, requests: list[Request], chunk: int = CHUNK) -> dict[int, RequestResult]:
-        """The next rows of all, as the engine runs them."""
+    def step(self, requests: list[Request], chunk: int = CHUNK, goes_on: bool = False) -> dict[int, RequestResult]:
+        """The next rows of all, as the engine runs them; where it ``goes_on`` the step after it may be launched
+        already."""
         batch = [(request, next_rows(request, chunk)) for request in requests]
-        result = self.worker.run(step_input(batch))
+        result = self.worker.run(step_input(batch), goes_on=goes_on)
         for request, rows in batch:
             own = result.requests[request.id]
             if own.error is not None:
@@ -241,12 +242,14 @@ class Bench:
                 sequence.extend([7], "decode", request.policy)
             yield requests
         finally:
+            if self.worker.device is not None:
+                self.worker.device.forget_ahead()
             for request in requests:
                 request.sequence.memory.drop()
                 self.worker.memories.pop(request.sequence.id, None)
 
-    def decode_step(self, requests: list[Request]) -> None:
-        found = self.step(requests)
+    def decode_step(self, requests: list[Request], goes_on: bool = False) -> None:
+        found = self.step(requests, goes_on=goes_on)
         for request in requests:
             own = found[request.id]
             token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
@@ -255,11 +258,16 @@ class Bench:
     def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
         """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
         with self.begun(tokens, batch, policy, STEPS + 8) as requests:
-            step = partial(self.decode_step, requests)
+            step = partial(self.decode_step, requests, goes_on=not PROFILED)  # as an engine with these requests alone
             for _ in range(4):  # compiles, records, and replays twice
                 step()
             before = requests[0].report.as_dict()["decode"]
-            steps = [seconds(step) for _ in range(STEPS)]
+            steps, began = [], time.perf_counter()
+            for _ in range(STEPS):  # from one step's tokens to the next one's
+                step()
+                steps.append(time.perf_counter() - began)
+                began += steps[-1]
+            torch.cuda.synchronize()
             taken = statistics.median(steps)
             report = requests[0].report.as_dict()
             if PROFILED:
