@@ -14,6 +14,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.drafting import MOST
 from saccade.engine.request import Request
+from saccade.kv.saved import save_kv
 from saccade.methods import state as states_of
 from saccade.methods.policy import Policy
 
@@ -69,7 +70,7 @@ def run(llm: LLM, session: int, ids: list[int], policy: Policy, params=PARAMS, d
         assert memory.history.lengths == []
         assert memory.kv.length == sequence.computed
         if request.output_ids:
-            kept.append((sequence.computed, (memory.kv.save().tensors, states_of.save(memory.states))))
+            kept.append((sequence.computed, (save_kv(memory.kv).tensors, states_of.save(memory.states))))
     return Run(request, steps, kept)
 
 

@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.lookup import Lookup
+from saccade.kv.saved import save_kv
 from saccade.methods.policy import Policy
 
 DRAFTS = (
@@ -110,7 +111,7 @@ def test_two_turns_leave_what_a_fresh_replay_leaves(any_llm, draft):
             if name.startswith("summary/0/"):  # the replay drafts nothing, so nobody has asked for them
                 kv.summaries(*(int(part) if part.isdigit() else part for part in name.split("/")[2:]))
         assert again.kept[-1][0] == computed
-        assert same(kept, (kv.save().tensors, again.kept[-1][1][1]))
+        assert same(kept, (save_kv(kv).tensors, again.kept[-1][1][1]))
         engine.forget_session(session)
 
 

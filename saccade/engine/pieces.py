@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.engine.saved import SavedSession, begin_restore, finish_restore, save_sequence, under
 from saccade.errors import RequestError, SaccadeError
-from saccade.kv.saved import SavedKV
+from saccade.kv.saved import SavedKV, append_rows, copy_rows
 
 if TYPE_CHECKING:
     from saccade.engine.core import Engine
@@ -116,7 +116,7 @@ def _copy(sequence: Sequence | None, piece: CopyRows) -> dict[str, Tensor] | Non
     if sequence is None or sequence.memory.kv.stood.get(piece.mark, 0) < piece.stop:
         return None
     try:
-        return sequence.memory.kv.rows(piece.start, piece.stop)
+        return copy_rows(sequence.memory.kv, piece.start, piece.stop)
     except SaccadeError:  # a block that is not resident, mostly
         return None
 
@@ -128,7 +128,7 @@ def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
     try:
         if piece.start == 0 and kv.pool.free_blocks >= kv.missing_blocks(sequence.reached):
             kv.reserve(sequence.reached)  # at once: the block table grows in steps of its whole length
-        kv.append_rows(piece.tensors)
+        append_rows(kv, piece.tensors)
     except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
         return error
     sequence.computed = kv.length
@@ -144,7 +144,7 @@ def _finish(engine: Engine, sequence: Sequence, piece: FinishRestore) -> tuple[i
             SavedKV({}, stored).check(kv.pool.format, kv.layers)
             if stored["sealed"] != kv.length:
                 raise SaccadeError("others needed its blocks while it was restored")
-            kv.append_rows(under("kv", saved.tensors))
+            append_rows(kv, under("kv", saved.tensors))
         except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
             lost = error
     finish_restore(sequence, saved, engine.config.prefill_chunk, lost)
