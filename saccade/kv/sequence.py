@@ -9,8 +9,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.blocks import BlockManager
-from saccade.kv.hold import Hold
-from saccade.kv.kept_summaries import KeptSummaries
+from saccade.kv.kept_summaries import KeptSummaries, fill_all
 from saccade.kv.paged import Paged
 from saccade.kv.sequence_summaries import SequenceSummaries
 from saccade.kv.table import BlockTable
@@ -214,23 +213,6 @@ class SequenceKV:
         """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
         self.known.written(kind, block_size, self._lengths)
 
-    def hold_all(self) -> list[Hold]:
-        """Bring in every part, and keep them until all of these are released; rows that follow may be written. Raises
-        what Tiers.fetch raises, holding nothing."""
-        tiers, holds = self.pool.tiers, list[Hold]()
-        assert tiers is not None
-        try:
-            for layer in range(self.layers):
-                holds.append(tiers.fetch(layer, self._table.numbers))
-            for hold in holds:
-                hold.wait()
-        except BaseException:
-            for hold in holds:
-                hold.release()
-            raise
-        tiers.opened(slice(None), self._table.numbers[self.length // self._size :])
-        return holds
-
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
         if self.pool.absent and self.pool.tiers is not None:
@@ -329,18 +311,8 @@ class SequenceKV:
         return self.known.of(self._plain_view, layer, kind, block_size)
 
     def _fill(self, kept: list[KeptSummaries], full: int) -> bool:
-        """Make summaries of all layers up to block ``full``, where the mover has a kernel for it."""
-        storage, layout, one = self.pool.storage, self._format, kept[0]
-        fill = storage.mover.filler(storage.k, one.kind, one.block_size) if storage.k.is_cpu else None
-        if fill is None:
-            return False
-        for layer in kept:
-            layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
-        pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
-        fill(pools, self.tables, one.kind, one.block_size, one.filled, full, buffers)
-        for layer in kept:
-            layer.filled = full
-        return True
+        storage = self.pool.storage
+        return storage.k.is_cpu and fill_all(kept, full, storage, self.tables)
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length
