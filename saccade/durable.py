@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +22,7 @@ from saccade.engine.loop import AsyncEngine
 from saccade.engine.pieces import BeginRestore, Captured, CaptureSession, FinishRestore
 from saccade.errors import RequestError, SaccadeError, shown
 from saccade.groups import Groups
+from saccade.save_queue import SaveQueue
 from saccade.segments import SEGMENT_TOKENS, Segment, Segments
 from saccade.session_heads import Head, Own, decode_head, encode_head, group_of
 from saccade.shared_store import SharedFileStore
@@ -78,12 +80,11 @@ class DurableSessions:
         self._lock = threading.RLock()
         self._kept: dict[str, Kept] = {}
         self._open: dict[str, int] = {}  # the engine's session of a group
-        self._pending: dict[str, Future[None]] = {}  # the last save of a group
         self._known: dict[str, int] = {}  # when the turn was stored, by any process, that the open session stands at
         self._groups = Groups(store, limit, lambda group: self._kept.pop(group, None))
         self.counts = self._groups.counts
         self.segments = Segments(store, self._groups, loop, segment)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="saccade-sessions")
+        self._saves = SaveQueue("saccade-sessions")  # by group
 
     @property
     def limit(self) -> int | None:
@@ -102,8 +103,7 @@ class DurableSessions:
     def has(self, name: str, owner: str = "") -> bool:
         """Whether there is a session of that name; it may still turn out to be damaged."""
         group = group_of(owner, name)
-        with self._lock:
-            return group in self._pending or self.store.exists(self._groups.head(group))
+        return self._saves.pending(group) is not None or self.store.exists(self._groups.head(group))
 
     def superseded(self, name: str, owner: str = "") -> bool:
         """Whether another process has stored that session since this one has read or stored it, so that what it keeps
@@ -111,10 +111,10 @@ class DurableSessions:
         group = group_of(owner, name)
         if not isinstance(self.store, SharedFileStore):
             return False
+        if self._saves.pending(group) is not None:  # a turn of this process, which is about to be the last
+            return False
         with self._lock:
             known = self._known.get(group)
-            if group in self._pending:  # a turn of this process, which is about to be the last
-                return False
         last = self.store.last_written(self._groups.head(group))
         return last is not None and (known is None or last > known)
 
@@ -126,8 +126,8 @@ class DurableSessions:
     def leave(self, number: int, name: str, owner: str = "") -> None:
         """Drop the engine's session ``number`` as soon as it is saved, without waiting."""
         group = group_of(owner, name)
+        pending = self._saves.pending(group)
         with self._lock:
-            pending = self._pending.get(group)
             if self._open.get(group) == number:
                 del self._open[group]
                 self._known.pop(group, None)
@@ -138,7 +138,7 @@ class DurableSessions:
 
     def wait(self, name: str, owner: str = "") -> None:
         """Wait until the last turn of that session is saved."""
-        self._wait(group_of(owner, name))
+        self._saves.wait(group_of(owner, name))
 
     def save_soon(
         self, number: int, name: str, data: dict[str, Any], tensors: dict[str, Tensor], owner: str = ""
@@ -154,12 +154,7 @@ class DurableSessions:
         own = Own(group, name, owner, data, tensors)
         with self._lock:
             self._open[group] = number
-            saving = self._pending[group] = Future()
-        try:
-            self._writer.submit(self._save, saving, number, captured, own)
-        except RuntimeError:  # closed
-            self._done(group, saving)
-        return saving
+        return self._saves.submit(group, partial(self._save, number, captured, own))
 
     def restore(self, name: str, owner: str = "", recompute: bool = False) -> Restored | None:
         """The session of that name as a new one of the engine; None where there is none. RequestError that says why
@@ -169,7 +164,7 @@ class DurableSessions:
         with self._lock:
             if self._open.get(group) in self._loop.engine.sessions:
                 raise RequestError(f"the session {shown(name)} is open already; close() it first")
-        self._wait(group)
+        self._saves.wait(group)
         with self._groups.in_use(group):
             try:
                 return self._restore(group, f"the session {shown(name)}", recompute)
@@ -180,7 +175,7 @@ class DurableSessions:
     def forget(self, name: str, owner: str = "") -> bool:
         """Remove what is stored under a name; False where there is nothing."""
         group = group_of(owner, name)
-        self._wait(group)
+        self._saves.wait(group)
         removed = self._groups.remove(group)
         if isinstance(self.store, SharedFileStore):
             removed |= self.store.forget(self._groups.head(group))
@@ -204,18 +199,11 @@ class DurableSessions:
 
     def flush(self) -> None:
         """Wait until what was to be saved is saved."""
-        while True:
-            with self._lock:
-                pending = list(self._pending.values())
-            if not pending:
-                return
-            for one in pending:
-                one.result()
+        self._saves.flush()
 
     def close(self) -> None:
         """Finish what is to be saved and give the store back."""
-        self.flush()
-        self._writer.shutdown()
+        self._saves.close()
         self.segments.close()
         self.store.close()
 
@@ -227,27 +215,15 @@ class DurableSessions:
 
     # Saving, on the writer's thread
 
-    def _save(
-        self,
-        saving: Future[None],
-        number: int,
-        captured: Future[Captured],
-        own: Own,
-    ) -> None:
-        group = own.group
+    def _save(self, number: int, captured: Future[Captured], own: Own) -> None:
         try:
-            with self._lock:
-                superseded = self._pending.get(group) is not saving
-            if not superseded:  # a later turn's save has all that this one has
-                with self._groups.in_use(group):
-                    self._write(number, captured.result(), own)
-                self.counts["saves"] += 1
+            with self._groups.in_use(own.group):
+                self._write(number, captured.result(), own)
+            self.counts["saves"] += 1
         except Exception as error:  # the session itself goes on
             self.counts["failed"] += 1
             self.last_error = f"the session {shown(own.name)} was not saved: {error}"
             logger.warning("%s", self.last_error)
-        finally:
-            self._done(group, saving)
 
     def _write(self, number: int, captured: Captured, own: Own) -> None:
         group, saved = own.group, captured.saved
@@ -313,15 +289,3 @@ class DurableSessions:
         with self._lock:
             if stored is not None and group in self._open:
                 self._known[group] = stored
-
-    def _wait(self, group: str) -> None:
-        with self._lock:
-            pending = self._pending.get(group)
-        if pending is not None:
-            pending.result()
-
-    def _done(self, group: str, saving: Future[None]) -> None:
-        with self._lock:
-            if self._pending.get(group) is saving:
-                del self._pending[group]
-        saving.set_result(None)
