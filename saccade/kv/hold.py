@@ -49,7 +49,7 @@ class Hold:
         """Let the parts go again, those that never came among them."""
         with suppress(LostKV):
             self.wait()
-        self._tiers._unpin(self._layer, self._blocks)
+        self._tiers.pins.remove(self._layer, self._blocks)
         self._blocks = self._blocks[:0]
 
     def __enter__(self) -> Hold:
