@@ -280,7 +280,7 @@ def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 
         shape["max_position_embeddings"] = max(positions, shape["max_position_embeddings"])
         with torch.device("cuda" if name == "random-8b" and torch.cuda.is_available() else "cpu"):  # drawn sooner
             return save_random_llama(folder, dtype, **shape)
-    from saccade.llm import checkpoint_folder
+    from saccade.models.folders import checkpoint_folder
 
     return checkpoint_folder(model)
 
