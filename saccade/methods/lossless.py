@@ -20,7 +20,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_number, require_whole
+from saccade.methods.base import Chunk, Evicting, Method, Query
+from saccade.methods.options import require, require_number, require_whole
 from saccade.methods.psa import PSA
 from saccade.methods.verified import MOST, UNLEARNT, Drafted, Verified, bare
 from saccade.ops import Call, run

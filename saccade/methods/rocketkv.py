@@ -23,9 +23,10 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk, Query, require, require_whole
+from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import Kept, SnapKV
+from saccade.methods.options import require, require_whole
 from saccade.ops.scores import top_places
 from saccade.selection import Selection, Tokens
 from saccade.selection.csr import offsets_of_lists

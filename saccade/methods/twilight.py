@@ -12,17 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from saccade.methods.base import (
-    Chunk,
-    Method,
-    Query,
-    budget_keys,
-    require_budget,
-    require_choice,
-    require_number,
-    require_whole,
-)
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.labels import Labels
+from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.methods.pages import page_choice, top_pages
 from saccade.ops.scores import needed_shares
 from saccade.selection import Dense, Selection, Tokens
