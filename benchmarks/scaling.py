@@ -31,7 +31,8 @@ from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.models.interface import ModelSpec
 from saccade.ops import Call, run
-from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings, serves
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows
+from saccade.ops.cpu_readings import Readings, serves
 from saccade.selection import Dense
 from saccade.selection.plan import OwnReading, Summarized
 

@@ -28,6 +28,7 @@ from saccade import LLM, SamplingParams
 from saccade.bench.cli import model_folder
 from saccade.bench.ttft import prompt
 from saccade.engine.sequence import Span
+from saccade.kv.saved import append_rows
 from saccade.machine import show_bytes
 from saccade.session import Session
 
@@ -40,7 +41,7 @@ def fill(session: Session, tokens: list[int]) -> None:
         count = min(8192, len(tokens) - done)
         shape = (spec.layers, spec.kv_heads, count, spec.head_dim)
         rows = {name: torch.randn(shape, generator=generator).to(spec.dtype) for name in "kv"}
-        kv.append_rows(rows)
+        append_rows(kv, rows)
         done += count
     sequence.tokens = list(tokens)
     sequence.spans = [Span(0, len(tokens), "prefill", session.policy)]

@@ -8,11 +8,11 @@ killed leaves the session as it was after one of its turns. Nothing is used that
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -20,16 +20,15 @@ from torch import Tensor
 
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.pieces import BeginRestore, Captured, CaptureSession, FinishRestore
-from saccade.engine.saved import SavedSession
 from saccade.errors import RequestError, SaccadeError, shown
 from saccade.groups import Groups
-from saccade.records import Record, decode_record, encode_record
+from saccade.save_queue import SaveQueue
 from saccade.segments import SEGMENT_TOKENS, Segment, Segments
+from saccade.session_heads import Head, Own, decode_head, encode_head, group_of
 from saccade.shared_store import SharedFileStore
 from saccade.stores import BlockStore
 
 logger = logging.getLogger(__name__)
-HEAD = "saccade session head"
 
 
 @dataclass
@@ -81,12 +80,11 @@ class DurableSessions:
         self._lock = threading.RLock()
         self._kept: dict[str, Kept] = {}
         self._open: dict[str, int] = {}  # the engine's session of a group
-        self._pending: dict[str, Future[None]] = {}  # the last save of a group
         self._known: dict[str, int] = {}  # when the turn was stored, by any process, that the open session stands at
         self._groups = Groups(store, limit, lambda group: self._kept.pop(group, None))
         self.counts = self._groups.counts
         self.segments = Segments(store, self._groups, loop, segment)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="saccade-sessions")
+        self._saves = SaveQueue("saccade-sessions")  # by group
 
     @property
     def limit(self) -> int | None:
@@ -104,33 +102,32 @@ class DurableSessions:
 
     def has(self, name: str, owner: str = "") -> bool:
         """Whether there is a session of that name; it may still turn out to be damaged."""
-        group = _group(owner, name)
-        with self._lock:
-            return group in self._pending or self.store.exists(self._groups.head(group))
+        group = group_of(owner, name)
+        return self._saves.pending(group) is not None or self.store.exists(self._groups.head(group))
 
     def superseded(self, name: str, owner: str = "") -> bool:
         """Whether another process has stored that session since this one has read or stored it, so that what it keeps
         in memory is an earlier turn. Looks into the folders of all processes."""
-        group = _group(owner, name)
+        group = group_of(owner, name)
         if not isinstance(self.store, SharedFileStore):
+            return False
+        if self._saves.pending(group) is not None:  # a turn of this process, which is about to be the last
             return False
         with self._lock:
             known = self._known.get(group)
-            if group in self._pending:  # a turn of this process, which is about to be the last
-                return False
         last = self.store.last_written(self._groups.head(group))
         return last is not None and (known is None or last > known)
 
     def opened(self, number: int, name: str, owner: str = "") -> None:
         """The engine's session ``number`` is the one of that name from now on."""
         with self._lock:
-            self._open[_group(owner, name)] = number
+            self._open[group_of(owner, name)] = number
 
     def leave(self, number: int, name: str, owner: str = "") -> None:
         """Drop the engine's session ``number`` as soon as it is saved, without waiting."""
-        group = _group(owner, name)
+        group = group_of(owner, name)
+        pending = self._saves.pending(group)
         with self._lock:
-            pending = self._pending.get(group)
             if self._open.get(group) == number:
                 del self._open[group]
                 self._known.pop(group, None)
@@ -141,38 +138,33 @@ class DurableSessions:
 
     def wait(self, name: str, owner: str = "") -> None:
         """Wait until the last turn of that session is saved."""
-        self._wait(_group(owner, name))
+        self._saves.wait(group_of(owner, name))
 
     def save_soon(
         self, number: int, name: str, data: dict[str, Any], tensors: dict[str, Tensor], owner: str = ""
     ) -> Future[None]:
         """Save the engine's session ``number`` as it is now, between two turns, in the background. What fails is
         counted, and told to the log; the next save tries again."""
-        group = _group(owner, name)
+        group = group_of(owner, name)
         captured: Future[Captured] = Future()
         try:
             captured = self._loop.piece(CaptureSession(number, self.segments.size))
         except SaccadeError as error:  # closed
             captured.set_exception(error)
-        about = {"group": group, "name": name, "owner": owner, "own": data}
+        own = Own(group, name, owner, data, tensors)
         with self._lock:
             self._open[group] = number
-            saving = self._pending[group] = Future()
-        try:
-            self._writer.submit(self._save, saving, number, captured, about, tensors)
-        except RuntimeError:  # closed
-            self._done(group, saving)
-        return saving
+        return self._saves.submit(group, partial(self._save, number, captured, own))
 
     def restore(self, name: str, owner: str = "", recompute: bool = False) -> Restored | None:
         """The session of that name as a new one of the engine; None where there is none. RequestError that says why
         where what is stored cannot be used: of another model, say, unless ``recompute`` takes over what was said alone.
         Keys and values that are damaged are computed again by the next turn, and ``note`` says which."""
-        group = _group(owner, name)
+        group = group_of(owner, name)
         with self._lock:
             if self._open.get(group) in self._loop.engine.sessions:
                 raise RequestError(f"the session {shown(name)} is open already; close() it first")
-        self._wait(group)
+        self._saves.wait(group)
         with self._groups.in_use(group):
             try:
                 return self._restore(group, f"the session {shown(name)}", recompute)
@@ -182,8 +174,8 @@ class DurableSessions:
 
     def forget(self, name: str, owner: str = "") -> bool:
         """Remove what is stored under a name; False where there is nothing."""
-        group = _group(owner, name)
-        self._wait(group)
+        group = group_of(owner, name)
+        self._saves.wait(group)
         removed = self._groups.remove(group)
         if isinstance(self.store, SharedFileStore):
             removed |= self.store.forget(self._groups.head(group))
@@ -198,8 +190,8 @@ class DurableSessions:
                 content = self.store.get(self._groups.head(group))
                 if content is None:
                     raise RequestError("its head is missing")
-                data = decode_record(content, HEAD, group).data
-                owner, name, tokens = data["owner"], data["name"], data["engine"]["tokens"]
+                head = decode_head(content, group)
+                owner, name, tokens = head.own.owner, head.own.name, head.saved.data["tokens"]
             except SaccadeError as error:
                 why = str(error)
             listed.append(Listed(owner, name, tokens, size, used, why))
@@ -207,18 +199,11 @@ class DurableSessions:
 
     def flush(self) -> None:
         """Wait until what was to be saved is saved."""
-        while True:
-            with self._lock:
-                pending = list(self._pending.values())
-            if not pending:
-                return
-            for one in pending:
-                one.result()
+        self._saves.flush()
 
     def close(self) -> None:
         """Finish what is to be saved and give the store back."""
-        self.flush()
-        self._writer.shutdown()
+        self._saves.close()
         self.segments.close()
         self.store.close()
 
@@ -230,44 +215,30 @@ class DurableSessions:
 
     # Saving, on the writer's thread
 
-    def _save(
-        self,
-        saving: Future[None],
-        number: int,
-        captured: Future[Captured],
-        about: dict[str, Any],
-        tensors: dict[str, Tensor],
-    ) -> None:
-        group = about["group"]
+    def _save(self, number: int, captured: Future[Captured], own: Own) -> None:
         try:
-            with self._lock:
-                superseded = self._pending.get(group) is not saving
-            if not superseded:  # a later turn's save has all that this one has
-                with self._groups.in_use(group):
-                    self._write(number, captured.result(), about, tensors)
-                self.counts["saves"] += 1
+            with self._groups.in_use(own.group):
+                self._write(number, captured.result(), own)
+            self.counts["saves"] += 1
         except Exception as error:  # the session itself goes on
             self.counts["failed"] += 1
-            self.last_error = f"the session {shown(about['name'])} was not saved: {error}"
+            self.last_error = f"the session {shown(own.name)} was not saved: {error}"
             logger.warning("%s", self.last_error)
-        finally:
-            self._done(group, saving)
 
-    def _write(self, number: int, captured: Captured, about: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        group, saved = about["group"], captured.saved
+    def _write(self, number: int, captured: Captured, own: Own) -> None:
+        group, saved = own.group, captured.saved
         kept = self._kept.get(group)
         segments: list[Segment] = []
         if kept is not None:
             stood = captured.stood.get(kept.mark, 0)
             segments = [one for one in kept.segments if one.stop <= stood]
         segments = self.segments.copy(group, number, captured, segments)
-        own = {f"own/{key}": tensor for key, tensor in tensors.items()}
-        if not self._groups.put(self._groups.head(group), _head(about, saved, segments, saved.tensors | own)):
+        if not self._groups.put(self._groups.head(group), encode_head(Head(own, saved, segments))):
             # What was said is kept in any case, and as many of the segments as there is room for.
-            said = {"tokens": saved.tensors["tokens"]} | own
             while segments and self._groups.over(group, [one.key for one in segments]) > 0:
                 segments.pop()
-            self._groups.put(self._groups.head(group), _head(about, saved, segments, said), anyhow=True)
+            said = encode_head(Head(own, saved, segments), said_alone=True)
+            self._groups.put(self._groups.head(group), said, anyhow=True)
         if isinstance(self.store, SharedFileStore):
             self._stands(group, self.store.written(self._groups.head(group)))
         self._kept[group] = Kept(segments, captured.mark)
@@ -282,22 +253,17 @@ class DurableSessions:
         if content is None:
             return None
         self.counts["bytes_read"] += len(content)
-        head = decode_record(content, HEAD, called)
-        data = head.data
-        if data["group"] != group:
+        head = decode_head(content, called)
+        if head.own.group != group:
             raise RequestError(
-                f"{called} cannot be used: another session's record, {shown(data['name'])}, is in its place"
+                f"{called} cannot be used: another session's record, {shown(head.own.name)}, is in its place"
             )
-        own = {key.removeprefix("own/"): part for key, part in head.tensors.items() if key.startswith("own/")}
-        parts = {key: part for key, part in head.tensors.items() if not key.startswith("own/")}
-        damaged = [name for name in head.damaged if not name.startswith("own/")]
-        saved = SavedSession(data["engine"], parts)
+        saved, damaged = head.saved, head.damaged
         number = self._loop.piece(BeginRestore(saved, damaged, recompute)).result()
         note: str | None = self._loop.engine.sessions[number].note
         try:
             if saved.data["kv"] is not None and not recompute:
-                wanted = [Segment(*one) for one in data["segments"]]
-                loaded, lost = self.segments.load(number, wanted, saved)
+                loaded, lost = self.segments.load(number, head.segments, saved)
                 if lost is None and damaged:
                     lost = f"damaged: {', '.join(damaged)}"
                 mark, note = self._loop.piece(FinishRestore(number, saved, lost)).result()
@@ -314,7 +280,7 @@ class DurableSessions:
         self.counts["restores"] += 1
         self.counts["tokens_restored"] += computed
         self.counts["tokens_recomputed"] += saved.data["tokens"] - computed if note else 0
-        return Restored(number, note, data["own"], own)
+        return Restored(number, note, head.own.data, head.own.tensors)
 
     # Both
 
@@ -323,25 +289,3 @@ class DurableSessions:
         with self._lock:
             if stored is not None and group in self._open:
                 self._known[group] = stored
-
-    def _wait(self, group: str) -> None:
-        with self._lock:
-            pending = self._pending.get(group)
-        if pending is not None:
-            pending.result()
-
-    def _done(self, group: str, saving: Future[None]) -> None:
-        with self._lock:
-            if self._pending.get(group) is saving:
-                del self._pending[group]
-        saving.set_result(None)
-
-
-def _head(about: dict[str, Any], saved: SavedSession, segments: list[Segment], tensors: dict[str, Tensor]) -> bytes:
-    listed = [[one.key, one.start, one.stop, one.seal] for one in segments]
-    return encode_record(Record(HEAD, about | {"engine": saved.data, "segments": listed}, tensors))
-
-
-def _group(owner: str, name: str) -> str:
-    """What a session's records lie under, whatever its name looks like."""
-    return "s" + hashlib.blake2b(f"{owner}\0{name}".encode(), digest_size=16).hexdigest()

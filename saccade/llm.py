@@ -15,11 +15,12 @@ from saccade.engine.core import Engine, new_request_id
 from saccade.engine.loop import AsyncEngine
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
-from saccade.errors import ModelError, RequestError, SaccadeError, shown, whole_number
+from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.kv import BlockManager
 from saccade.machine import folder_and_size, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.models.checkpoint import sampling_defaults
+from saccade.models.folders import checkpoint_folder
 from saccade.models.loader import checked_device, load_model
 from saccade.ops import cpu, fa4, triton
 from saccade.outputs import RequestOutput, finished, request_output, warn_of_failures
@@ -275,24 +276,6 @@ def _session_store(config: EngineConfig) -> tuple[BlockStore | None, int | None]
             except RequestError as error:
                 warnings.warn(f"sessions of this process do not survive it: {error}", stacklevel=3)
     return None, None
-
-
-def checkpoint_folder(model: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model given by name (one that is built in, or of a hub) or by path."""
-    from saccade.models import hub, reference
-
-    if isinstance(model, (str, Path)) and str(model) in reference.NAMES:
-        return reference.checkpoint(str(model))
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ModelError(
-            f"model={shown(model)} is no model; give a checkpoint folder, a hub name such as Qwen/Qwen3-8B, or one of: "
-            f"{', '.join(reference.NAMES)}"
-        )
-    if hub.is_name(model):
-        return hub.fetch(str(model), revision)
-    if revision is not None:
-        raise ModelError(f"revision={shown(revision)} is for models of a hub, but {str(model)!r} is not one")
-    return Path(model)  # whoever opens it expands a ~user, or says that there is none
 
 
 def _model_length(wanted: int | None, most: int) -> int:

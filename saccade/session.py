@@ -41,7 +41,7 @@ class Session:
         self.name = name  # under which it survives
         self.messages: list[dict[str, Any]] = []
         self.note: str | None = None  # what is to be said of a restored one
-        self._open(llm.engine.open_session())
+        self._open(llm.engine.sessions.open())
 
     @classmethod
     def restored(cls, llm: LLM, path: Path, policy: Policy | None, recompute: bool) -> Session:
@@ -231,7 +231,7 @@ class Session:
             raise RequestError(f"n={params.n}: a session continues one answer; use n=1")
         chosen = self.policy if policy is None else Policy.parse(policy)
         if not self._finalizer.alive:
-            self._open(self.llm.engine.open_session())
+            self._open(self.llm.engine.sessions.open())
         ids = self.llm.encode(prompt, first=not self.sequence.tokens)
         return AddRequest(new_request_id(), ids, params, chosen, self.id, keep, whole, decoded)
 

@@ -26,8 +26,9 @@ from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
-from saccade.ops import Call, cpu, cpu_plans, run
-from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Residence
+from saccade.ops import Call, cpu, cpu_readings, run
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Residence
+from saccade.ops.cpu_readings import Listed, Readings
 from saccade.ops.cpu_structs import native
 from saccade.selection.pieces import read_blocks
 
@@ -116,7 +117,7 @@ def sequences(lengths, dtype, rows: int):
 def test_rows_get_to_the_last_bit_what_their_methods_select(method, dtype, table_rows, monkeypatch):
     lengths = lengths_of(method)
     plan = method.device_plan(Spec)
-    assert all(cpu_plans.serves(one, KV_HEADS) is None for one in plan.layers)
+    assert all(cpu_readings.serves(one, KV_HEADS) is None for one in plan.layers)
     order = torch.randperm(len(lengths)).tolist()
     for threads, isa in ((1, None), (3, None), (50, cpu.supported_isas()[-1])):
         cpu.set_isa(isa)
@@ -317,7 +318,7 @@ def test_what_is_not_served_says_so():
         (replace(best, last=0, dense_upto=2048), "no summary yet"),
         (replace(best, units=3), "3"),
     ):
-        assert why in cpu_plans.serves(reading, KV_HEADS)
+        assert why in cpu_readings.serves(reading, KV_HEADS)
 
 
 def test_a_row_without_enough_blocks_or_summaries_is_refused():

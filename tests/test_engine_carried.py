@@ -23,7 +23,8 @@ from saccade.methods.psa import PSA
 from saccade.methods.quest import Quest
 from saccade.ops import Call, cpu, run
 from saccade.ops.block_scores import ranked_blocks
-from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Readings
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows
+from saccade.ops.cpu_readings import Readings
 from saccade.selection import Blocks
 from saccade.selection.plan import Everything
 

@@ -14,6 +14,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.engine.drafting import MOST
 from saccade.engine.request import Request
+from saccade.kv.saved import save_kv
 from saccade.methods import state as states_of
 from saccade.methods.policy import Policy
 
@@ -69,7 +70,7 @@ def run(llm: LLM, session: int, ids: list[int], policy: Policy, params=PARAMS, d
         assert memory.history.lengths == []
         assert memory.kv.length == sequence.computed
         if request.output_ids:
-            kept.append((sequence.computed, (memory.kv.save().tensors, states_of.save(memory.states))))
+            kept.append((sequence.computed, (save_kv(memory.kv).tensors, states_of.save(memory.states))))
     return Run(request, steps, kept)
 
 
@@ -93,17 +94,17 @@ def alike(tensors: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 def test_drafts_change_nothing(any_llm, policy):
     """Two turns. After the steps in which rows were rejected, everything is as in the run without drafts."""
     engine = any_llm.engine
-    session = engine.open_session()
+    session = engine.sessions.open()
     plain = [run(any_llm, session, ids, policy) for ids in (IDS, NEXT)]
     tokens = list(engine.sessions[session].tokens)
-    engine.forget_session(session)
+    engine.sessions.forget(session)
     replay = dict(plain[0].kept)
     for kind in DRAFTERS:
         with drafting(any_llm, kind([tokens])):
-            session = engine.open_session()
+            session = engine.sessions.open()
             drafted = [run(any_llm, session, ids, policy) for ids in (IDS, NEXT)]
             assert engine.sessions[session].tokens == tokens
-            engine.forget_session(session)
+            engine.sessions.forget(session)
         assert engine.pool.used_blocks == 0
         for ours, theirs in zip(drafted, plain):
             assert ours.answer == theirs.answer
@@ -121,20 +122,20 @@ def test_drafts_change_nothing(any_llm, policy):
 def test_state_after_rejections_is_that_of_a_fresh_replay(any_llm, policy):
     """The accepted tokens as a prompt whose answer part is decoded row by row."""
     engine = any_llm.engine
-    session = engine.open_session()
+    session = engine.sessions.open()
     run(any_llm, session, IDS, policy)
     tokens = list(engine.sessions[session].tokens)
-    engine.forget_session(session)
+    engine.sessions.forget(session)
     with drafting(any_llm, Erring([tokens])):
-        session = engine.open_session()
+        session = engine.sessions.open()
         drafted = run(any_llm, session, IDS, policy)
-        engine.forget_session(session)
+        engine.sessions.forget(session)
     assert drafted.request.report.accepted_tokens < drafted.request.report.drafted_tokens
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     for computed, kept in drafted.kept[1::2]:
-        session = engine.open_session()
+        session = engine.sessions.open()
         again = run(any_llm, session, tokens[:computed], policy, one_token, decoded=computed - len(IDS))
-        engine.forget_session(session)
+        engine.sessions.forget(session)
         assert again.kept[-1][0] == computed
         assert same(kept, again.kept[-1][1])
 
@@ -142,13 +143,13 @@ def test_state_after_rejections_is_that_of_a_fresh_replay(any_llm, policy):
 def test_a_perfect_drafter_saves_steps(llm):
     """230 tokens are 4 chunks, of which the last gives the first token; then up to 17 come at once."""
     long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    session = llm.engine.open_session()
+    session = llm.engine.sessions.open()
     plain = run(llm, session, IDS, Policy(), long)
-    llm.engine.forget_session(session)
+    llm.engine.sessions.forget(session)
     with drafting(llm, Perfect([[*IDS, *plain.request.final_ids]])) as drafter:
-        session = llm.engine.open_session()
+        session = llm.engine.sessions.open()
         drafted = run(llm, session, IDS, Policy(), long)
-        llm.engine.forget_session(session)
+        llm.engine.sessions.forget(session)
     assert plain.steps == 4 + 59
     assert drafted.steps == 4 + 4
     assert drafter.asked == [MOST, MOST, MOST, 59 - 3 * (MOST + 1) - 1]

@@ -263,7 +263,7 @@ def test_a_lone_drafted_pass_that_breaks_is_tried_without_drafts(tiny_llama, tex
 @pytest.mark.parametrize("steps", [5, 6])
 def test_cancelling_leaves_others_and_the_session_as_they_were(llm, text, steps):
     """A turn that is cancelled between steps with drafts."""
-    session = llm.engine.open_session()
+    session = llm.engine.sessions.open()
     sequence = llm.engine.sessions[session]
     first = llm.engine.add(IDS, GREEDY, Policy.parse("h2o(budget=48)"), sequence)
     finish(llm.engine)
@@ -271,9 +271,9 @@ def test_cancelling_leaves_others_and_the_session_as_they_were(llm, text, steps)
     again = llm.engine.add(after, LONG, Policy.parse("h2o(budget=48)"), sequence)
     finish(llm.engine)
     known, want = list(sequence.tokens), list(again.final_ids)
-    llm.engine.forget_session(session)
+    llm.engine.sessions.forget(session)
     with drafting(llm, Erring([known, text])):
-        session = llm.engine.open_session()
+        session = llm.engine.sessions.open()
         sequence = llm.engine.sessions[session]
         llm.engine.add(IDS, GREEDY, first.policy, sequence)
         finish(llm.engine)
@@ -287,7 +287,7 @@ def test_cancelling_leaves_others_and_the_session_as_they_were(llm, text, steps)
         assert sequence.tokens == before
         again = llm.engine.add(after, LONG, first.policy, sequence)
         finish(llm.engine)
-        llm.engine.forget_session(session)
+        llm.engine.sessions.forget(session)
     assert again.final_ids == want
     assert beside.final_ids == text[len(IDS) :]
     assert llm.pool.used_blocks == 0

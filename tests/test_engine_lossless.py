@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.lookup import Lookup
+from saccade.kv.saved import save_kv
 from saccade.methods.policy import Policy
 
 DRAFTS = (
@@ -91,10 +92,10 @@ def test_two_turns_leave_what_a_fresh_replay_leaves(any_llm, draft):
     engine, policy, plain = any_llm.engine, Policy.parse(lossless(draft)), Policy.parse("dense")
     runs = {}
     for name, chosen in (("ours", policy), ("theirs", plain)):
-        session = engine.open_session()
+        session = engine.sessions.open()
         runs[name] = [run(any_llm, session, ids, chosen, LONG) for ids in (IDS, NEXT)]
         sequence = list(engine.sessions[session].tokens)
-        engine.forget_session(session)
+        engine.sessions.forget(session)
     ours, theirs = runs["ours"], runs["theirs"]
     assert [one.request.final_ids for one in ours] == [one.request.final_ids for one in theirs]
     assert ours[0].steps < theirs[0].steps or ours[0].request.report.accepted_tokens == 0
@@ -103,15 +104,15 @@ def test_two_turns_leave_what_a_fresh_replay_leaves(any_llm, draft):
         return
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     for computed, kept in ours[0].kept[1::5]:
-        session = engine.open_session()
+        session = engine.sessions.open()
         again = run(any_llm, session, sequence[:computed], policy, one_token, decoded=computed - len(IDS))
         kv = engine.sessions[session].memory.kv
         for name in kept[0]:
             if name.startswith("summary/0/"):  # the replay drafts nothing, so nobody has asked for them
                 kv.summaries(*(int(part) if part.isdigit() else part for part in name.split("/")[2:]))
         assert again.kept[-1][0] == computed
-        assert same(kept, (kv.save().tensors, again.kept[-1][1][1]))
-        engine.forget_session(session)
+        assert same(kept, (save_kv(kv).tensors, again.kept[-1][1][1]))
+        engine.sessions.forget(session)
 
 
 def test_a_prefill_policy_stays_as_given(any_llm, prompts):

@@ -14,7 +14,9 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import SamplingParams
 from saccade.engine.acceptance import Proposal, decided, propose
 from saccade.engine.lookup import STRETCH, Lookup
-from saccade.engine.pacing import LEAST, Pace, Pacing, forecast
+from saccade.engine.pace import LEAST, Pace
+from saccade.engine.pacing import Pacing
+from saccade.engine.stakes import forecast
 from saccade.engine.step_times import Kind, Times, best_length, tokens_of_round
 from saccade.kv.view import KVView
 from saccade.methods.policy import Policy

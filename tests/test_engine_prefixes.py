@@ -140,18 +140,18 @@ def test_a_session_whose_turns_name_unequal_salts_shares_nothing(sharing):
         finish(sharing.engine)
         return request.report.cached_tokens
 
-    alike, torn = (sharing.engine.sessions[sharing.engine.open_session()] for _ in range(2))
+    alike, torn = (sharing.engine.sessions[sharing.engine.sessions.open()] for _ in range(2))
     asked("a", session=alike)
     asked("a", question(1), alike)
     assert asked("a") == len(DOCUMENT) + 64  # whole blocks of what the session holds
-    sharing.engine.forget(alike)
+    sharing.engine.sessions.forget(alike.id)
     sharing.reset_prefix_cache()
     asked("a", session=torn)
     asked("b", question(1), torn)
     assert [asked("a"), asked("b"), asked("")] == [0, 0, 0]
     sharing.reset_prefix_cache()
     assert asked("a", question(2), torn) == len(torn.tokens) - 70 - 2 - 10 - 1  # it goes on by itself
-    sharing.engine.forget(torn)
+    sharing.engine.sessions.forget(torn.id)
     assert len(sharing.engine.prefixes) == 0
     assert sharing.pool.used_blocks == 0
 
@@ -160,7 +160,7 @@ def test_what_is_kept_for_others_is_counted_apart(sharing):
     sharing.generate(DOCUMENT + question(0), GREEDY, policy="dense")
     prefixes = sharing.engine.prefixes
     assert prefixes.kept_slots == sharing.pool.used_blocks > 0
-    session = sharing.engine.sessions[sharing.engine.open_session()]
+    session = sharing.engine.sessions[sharing.engine.sessions.open()]
     sharing.engine.add(DOCUMENT + question(1), GREEDY, Policy(), session)
     finish(sharing.engine)
     assert prefixes.kept_slots == sharing.pool.used_blocks - session.memory.kv.blocks > 0
@@ -168,7 +168,7 @@ def test_what_is_kept_for_others_is_counted_apart(sharing):
     assert report["sessions"] is None
     assert report["prefixes"]["kept_bytes"] == prefixes.kept_slots * sharing.pool.format.block_bytes
     assert report["prefixes"]["hit_rate"] == len(DOCUMENT) / (2 * len(DOCUMENT) + 70 + 71)
-    sharing.engine.forget(session)
+    sharing.engine.sessions.forget(session.id)
     sharing.reset_prefix_cache()
 
 

@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from saccade.engine.pacing import Pace, Pacing, shared_length
+from saccade.engine.pace import Pace, shared_length
+from saccade.engine.pacing import Pacing
 from saccade.engine.step_times import Kind, tokens_of_round
 from saccade.methods.verified import MOST
 

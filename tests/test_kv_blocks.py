@@ -10,6 +10,7 @@ from kv_helpers import check_blocks, poisoned_pool
 
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import KVView, SequenceKV
+from saccade.kv.saved import save_kv
 
 G, D, LAYERS, SIZE = 2, 16, 3, 16
 
@@ -173,7 +174,7 @@ def test_a_block_that_leaves_and_comes_back_is_found_again(heads_apart):
     with pytest.raises(SaccadeError, match="not resident"):
         kv.view(1).head_keys(1, 50)
     with pytest.raises(SaccadeError, match="not resident"):
-        kv.save()
+        save_kv(kv)
     with pytest.raises(SaccadeError, match="cannot be evicted"):
         pool.evict(1, [block], head)
     assert (kv.slot_mapping(16, 32)[1, -1] == -1).all()

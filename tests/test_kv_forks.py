@@ -11,7 +11,7 @@ from kv_helpers import check_blocks, poisoned_pool
 from saccade.errors import CapacityError, SaccadeError
 from saccade.kv import KVFormat, KVStorage, SequenceKV
 from saccade.kv.blocks import BlockManager
-from saccade.kv.saved import SavedKV
+from saccade.kv.saved import SavedKV, load_kv, move_kv, save_kv
 from saccade.kv.summaries import KINDS
 
 G, D, LAYERS, SIZE = 2, 16, 2, 16
@@ -186,7 +186,7 @@ def test_nothing_is_forked_or_saved_within_a_step():
     with pytest.raises(SaccadeError, match=r"forked within a step: its layers have \[5, 0\] tokens"):
         kv.fork()
     with pytest.raises(SaccadeError, match="saved within a step"):
-        kv.save()
+        save_kv(kv)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -215,7 +215,7 @@ def test_any_history_of_forks_equals_plain_tensors(seed, heads_apart):
             elif action == "fork":
                 alive.append((kv.fork(), k, v))
             elif action == "load":
-                alive.append((SequenceKV.load(pool, kv.save()), k, v))
+                alive.append((load_kv(pool, save_kv(kv)), k, v))
             else:
                 kv.free()
                 del alive[index]
@@ -243,14 +243,14 @@ def test_what_is_saved_is_loaded_anywhere(size, heads_apart):
     kv = SequenceKV(pool)
     append(kv, k, v)
     made = kv.view(1).summary("moments", 16).clone()
-    saved = kv.save()
+    saved = save_kv(kv)
     assert saved.metadata == {
         "version": 1, "layers": LAYERS, "kv_heads": G, "head_dim": D, "dtype": "float32", "length": 50
     }  # fmt: skip
     assert sorted(saved.tensors) == ["k", "summary/1/moments/16", "v"]
     target = pool_of(40, size, heads_apart=heads_apart)
     for into in (pool, target):
-        loaded = SequenceKV.load(into, saved)
+        loaded = load_kv(into, saved)
         assert torch.equal(loaded.view(1).summary("moments", 16), made)
         same(loaded, k, v)
         check_blocks(into, [kv, loaded] if into is pool else [loaded])
@@ -263,12 +263,12 @@ def test_a_sequence_moves_to_another_pool():
     pool, target, (k, v) = pool_of(40), pool_of(40, 32), rows_of(13, 37)
     kv = SequenceKV(pool)
     append(kv, k, v)
-    moved = kv.to(target)
+    moved = move_kv(kv, target)
     assert (pool.used_blocks, kv.length) == (0, 0)
     same(moved, k, v)
     small = pool_of(4)
     with pytest.raises(CapacityError, match="6 KV blocks wanted but 4 of 4 are free"):
-        moved.to(small)
+        move_kv(moved, small)
     same(moved, k, v)
     assert small.used_blocks == 0
 
@@ -276,9 +276,9 @@ def test_a_sequence_moves_to_another_pool():
 def test_kv_of_another_layout_is_refused():
     kv, (k, v) = SequenceKV(pool_of(40)), rows_of(14, 20)
     append(kv, k, v)
-    saved = kv.save()
+    saved = save_kv(kv)
     other = BlockManager(KVStorage(KVFormat(torch.bfloat16, G, D), 40), LAYERS)
     with pytest.raises(SaccadeError, match="saved KV has dtype='float32', but this storage has 'bfloat16'"):
-        SequenceKV.load(other, saved)
+        load_kv(other, saved)
     with pytest.raises(SaccadeError, match="saved KV has version=7, but this storage has 1"):
-        SequenceKV.load(pool_of(40), SavedKV(saved.tensors, saved.metadata | {"version": 7}))
+        load_kv(pool_of(40), SavedKV(saved.tensors, saved.metadata | {"version": 7}))

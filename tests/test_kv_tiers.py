@@ -19,6 +19,7 @@ from saccade.kv.disk import DiskTier
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.replacement import POLICIES, Replacement
+from saccade.kv.saved import load_kv, save_kv
 from saccade.kv.tier import LostKV, Part, TierError, TierFull
 from saccade.kv.tiers import Tiers
 from saccade.machine import folder_and_size
@@ -120,7 +121,7 @@ def test_forks_cuts_and_copies_of_what_is_not_resident(tmp_path, host):
         fork.append(layer, k[:, :20], v[:, :20])
     assert torch.equal(fork.view(0).keys(100), k[:, :20])
     assert torch.equal(one.view(0).keys(0, 245), rows(300, 0)[0][:, :245])
-    loaded = SequenceKV.load(pool, one.save())
+    loaded = load_kv(pool, save_kv(one))
     assert torch.equal(loaded.view(1).keys(245), k[:, 245:])
     for kv in (one, fork, loaded):
         kv.free()

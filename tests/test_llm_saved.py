@@ -170,7 +170,7 @@ def test_a_context_without_room_is_computed_when_there_is(llm, tiny_llama, tmp_p
     for _ in range(3):
         small.engine.step()
     saved = read_record(tmp_path / "talk", "saccade session")
-    number, note = small.engine.restore_session(
+    number, note = small.engine.sessions.restore(
         saved_module.SavedSession(saved.data["engine"], saved.tensors), saved.damaged, False
     )
     assert "no room" in note

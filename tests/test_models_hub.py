@@ -15,8 +15,8 @@ import pytest
 from tiny_models import make_checkpoint
 
 from saccade.errors import ModelError
-from saccade.llm import checkpoint_folder
 from saccade.models import hub
+from saccade.models.folders import checkpoint_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOS = ("tiny/llama", "tiny/torch-only", "tiny/recurrent")

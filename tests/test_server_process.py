@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from engine_helpers import BLOCK_BYTES, make
@@ -19,10 +19,9 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, MapOrder, RequestMetrics, RequestOutcome, StepOutput, TokenLogprob
 from saccade.errors import CapacityError, EngineLost, ModelError
 from saccade.methods.policy import Policy
-from saccade.server import wire
+from saccade.server import wire, wire_forms
 from saccade.server.engine_client import EngineProcess
 from saccade.server.engines import about_llm
-from saccade.server.wire import Written
 
 LONG = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
 PSA = "flexprefill+psa(epsilon=0.9)"
@@ -107,6 +106,16 @@ def test_a_client_that_goes_away_ends_its_request_there(server):
     assert "num_requests_running" in server.client.get("/metrics").text
 
 
+@dataclass(frozen=True)
+class Written:
+    """A constraint that is its text."""
+
+    source: str
+
+    def begin(self):
+        raise AssertionError("no engine takes it")
+
+
 def test_messages_come_back_as_they_were(tiny_llama):
     params = SamplingParams(
         max_tokens=5, stop=["\ud800a", "b"], bad_words=["c"], stop_token_ids=[2**80, 7], logit_bias={"3": 1.5}, seed=9
@@ -115,11 +124,11 @@ def test_messages_come_back_as_they_were(tiny_llama):
         7, [1, 2, 3], params, Policy.parse(PSA), 4, 2, True, 1, 6, Written("grammar"), cache_salt="key\0\udfff"
     )
     frames = wire.Frames()
-    sent = wire.framed(wire.Add(3, [wire.request(message)])) + wire.framed(wire.Cancel(0, [1, 2]))
+    sent = wire.framed(wire.Add(3, [wire_forms.request(message)])) + wire.framed(wire.Cancel(0, [1, 2]))
     got = [wire.to_engine(content) for byte in sent for content in frames.feed(bytes([byte]))]
     assert isinstance(got[0], wire.Add)
     assert got[0].call == 3
-    back = wire.add_request(got[0].requests[0], Written)
+    back = wire_forms.add_request(got[0].requests[0], Written)
     assert back == replace(message, params=replace(params, stop_token_ids=(7,)))
     assert got[1] == wire.Cancel(0, [1, 2])
 
@@ -128,18 +137,18 @@ def test_messages_come_back_as_they_were(tiny_llama):
     times = RequestMetrics(1.0, first_token_time=2.0)
     outcome = RequestOutcome([2, 3], "text", [5], "stop", report, None, -0.5, entries, [None, *entries], 7, "b", times)
     output = StepOutput(7, "text", [5], 3, 3, outcome, entries)
-    (content,) = wire.Frames().feed(wire.framed(wire.Outputs(0, [wire.output(output)])))
+    (content,) = wire.Frames().feed(wire.framed(wire.Outputs(0, [wire_forms.output(output)])))
     read = wire.from_engine(content)
     assert isinstance(read, wire.Outputs)
-    assert wire.step_output(read.outputs[0], [1, 2, 3]) == output
+    assert wire_forms.step_output(read.outputs[0], [1, 2, 3]) == output
     assert outcome.prompt == [2, 3]
 
     for error_ in (CapacityError("full"), EngineLost("gone")):
-        assert repr(wire.raised(wire.told(error_))) == repr(error_)
-    assert str(wire.raised(wire.told(KeyError("x")))) == "KeyError: 'x'"
+        assert repr(wire_forms.raised(wire_forms.told(error_))) == repr(error_)
+    assert str(wire_forms.raised(wire_forms.told(KeyError("x")))) == "KeyError: 'x'"
     with make(tiny_llama) as llm:
         about = about_llm(llm)
-    assert wire.about_of(json.loads(json.dumps(wire.about_dict(about), default=vars))) == about
+    assert wire_forms.about_of(json.loads(json.dumps(wire_forms.about_dict(about), default=vars))) == about
 
 
 def test_an_engine_is_asked_without_a_server(tiny_llama):

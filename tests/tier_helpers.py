@@ -75,9 +75,9 @@ def nothing_left(pool: BlockManager) -> None:
     """Nobody holds a block, a slot, a cell or a pin any more."""
     assert pool.used_blocks == pool.absent == 0
     for row, tiers in enumerate(pool.tiers.each if pool.rows > 1 else [pool.tiers]):
-        assert tiers.withheld == tiers._charged == tiers._pinned == tiers._stored == tiers._losses == 0
+        assert tiers.withheld == tiers._charged == tiers.pins.held == tiers._stored == tiers._losses == 0
         assert pool.free_in(row) == pool.storage.num_blocks - 1
         assert tiers.tier.free_cells == tiers.tier.cells
         assert not tiers._cell.any()
-        assert not tiers._pins.any()
+        assert not tiers.pins.counts.any()
         assert not tiers._lost.any()

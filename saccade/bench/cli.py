@@ -87,7 +87,6 @@ def ops(
 ) -> None:
     """Attention operators: one row per method, context and density, with the machine's limits measured in the same
     run."""
-    import torch
 
     from saccade.bench import limits as machine_limits
     from saccade.bench.decode import TAIL
@@ -96,7 +95,7 @@ def ops(
     from saccade.ops.attend import BACKENDS
 
     options.choice("suite", suite, ("prefill", "decode"))
-    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    chosen = options.storage(dtype)
     options.choice("backend", backend, BACKENDS)
     options.choice("clock", clock, tuple(CLOCKS))
     options.choice("block_size", block_size, (64, 128))
@@ -112,7 +111,7 @@ def ops(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+        dtype=chosen,
         threads=threads,
         densities=[options.density(part) for part in options.parts(densities, ",")],
         methods=[options.method_text(text, suite) for text in options.parts(wanted, ";")],
@@ -153,13 +152,11 @@ def ttft(
     """Time to first token, end to end: dense, transformers and methods, and where the time goes."""
     import tempfile
 
-    import torch
-
     from saccade.bench.timing import CLOCKS, torch_threads
     from saccade.bench.ttft import TRANSFORMERS, Settings, compare, policy_at, run
     from saccade.bench.ttft_table import markdown, print_ttft
 
-    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    chosen = options.storage(dtype)
     options.choice("clock", clock, tuple(CLOCKS))
     check_threads(threads)
     options.at_least("repeats", repeats, 1)
@@ -170,7 +167,6 @@ def ttft(
     for text in wanted:
         if text != TRANSFORMERS:
             policy_at(text, max(lengths))
-    chosen = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
         path = model_folder(model, Path(folder), chosen)
@@ -207,8 +203,6 @@ def generate(
     """Tokens per second of decode, end to end: dense, transformers and methods, and where a step's time goes."""
     import tempfile
 
-    import torch
-
     from saccade.bench import limits as machine_limits
     from saccade.bench.generate import Settings, compare, run
     from saccade.bench.generate_table import markdown, print_generate
@@ -216,7 +210,7 @@ def generate(
     from saccade.bench.ttft import TRANSFORMERS
     from saccade.methods import Policy
 
-    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    chosen = options.storage(dtype)
     options.choice("clock", clock, tuple(CLOCKS))
     check_threads(threads)
     options.at_least("tokens", tokens, 1)
@@ -227,7 +221,6 @@ def generate(
     for text in wanted:
         if text != TRANSFORMERS:
             Policy.parse(text)
-    chosen = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
         limits = machine_limits.measure(chosen, threads, clock)
@@ -280,7 +273,7 @@ def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 
         shape["max_position_embeddings"] = max(positions, shape["max_position_embeddings"])
         with torch.device("cuda" if name == "random-8b" and torch.cuda.is_available() else "cpu"):  # drawn sooner
             return save_random_llama(folder, dtype, **shape)
-    from saccade.llm import checkpoint_folder
+    from saccade.models.folders import checkpoint_folder
 
     return checkpoint_folder(model)
 

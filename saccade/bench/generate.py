@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from saccade.bench.generate_kv import TAIL, SyntheticKV, synthesize
+from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS
 from saccade.bench.ttft import PARTS, TRANSFORMERS, linear_timed, prompt
 from saccade.engine.clock import Clock, timing
@@ -27,7 +28,7 @@ WARM = 2  # decode steps before the first that counts
 
 
 @dataclass
-class Row:
+class Row(Measured):
     """One measurement of ``tokens`` decode steps after a context of ``context`` tokens. ``tokens_per_s`` is over all of
     them (methods that search in some steps and reuse in others have unlike steps), ``ms_per_token`` the median step.
     ``*_ms`` is where the mean step spent its time: attention over selected keys, choosing them, products with weight
@@ -56,9 +57,6 @@ class Row:
     backends: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     output: list[int] = field(default_factory=list)  # the tokens, the one that the prefill ended with first
-
-    def as_dict(self) -> dict[str, Any]:
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

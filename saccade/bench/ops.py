@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from saccade.bench import baselines
 from saccade.bench.inputs import Problem, make, random_blocks
+from saccade.bench.measured import Measured
 from saccade.bench.timing import median_ms
 from saccade.methods import Chunk, Method, Query, parse_method
 from saccade.ops import Call, Result
@@ -19,7 +20,7 @@ DECODE_BLOCK = 32
 
 
 @dataclass
-class Row:
+class Row(Measured):
     """One measurement. Times are medians in milliseconds. ``ms`` is the whole method, ``selection_ms`` the deciding
     part of it; ``limit_ms`` is the time of its FLOPs at the measured matrix rate (prefill) or of its bytes of keys and
     values at the measured read bandwidth (decode), whichever is larger. ``torch_sdpa_ms`` is
@@ -50,9 +51,6 @@ class Row:
     selection_percent_of_dense: float  # selection time against own dense
     percent_of_gemm: float
     time_over_density: float  # attention time / (density x own dense): what sparsity costs per unit of work left
-
-    def as_dict(self) -> dict[str, object]:
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from saccade.errors import SaccadeError
+
+if TYPE_CHECKING:
+    import torch
 
 LONGEST = 1 << 22  # tokens of a context
 
@@ -28,6 +31,14 @@ MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the
 def choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise SaccadeError(f"{name}={value} is unknown; known: {', '.join(map(str, allowed))}")
+
+
+def storage(name: str) -> torch.dtype:
+    """The dtype that a ``Storage`` names."""
+    import torch
+
+    choice("dtype", name, ("bfloat16", "float32"))
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def at_least(name: str, value: int, least: int) -> None:

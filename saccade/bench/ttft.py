@@ -8,13 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS, ENOUGH_SECONDS
 from saccade.engine.clock import Clock, timing
 from saccade.engine.params import SamplingParams
@@ -30,7 +31,7 @@ PARTS = ("attention", "selection", "linear")  # what is timed apart; "linear" is
 
 
 @dataclass
-class Row:
+class Row(Measured):
     """One measurement; ``seconds`` is the median of ``repeats`` runs from token ids to the first token. ``*_s`` is
     where the median run spent them: attention over selected keys, choosing them, products with weight matrices, and
     the rest (norms, rotations, activations, storing keys, Python). transformers' attention counts as rest."""
@@ -53,9 +54,6 @@ class Row:
     x_transformers: float | None = None
     backends: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

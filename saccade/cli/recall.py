@@ -88,7 +88,7 @@ def recall(
     from saccade.models.loader import checked_device
 
     options.choice("phase", phase, ("prefill", "decode"))
-    options.choice("dtype", dtype, ("bfloat16", "float32"))
+    stored = options.storage(dtype)
     options.choice("clock", clock, tuple(CLOCKS))
     for name, value in (("rows", rows), ("repeats", repeats)):
         options.at_least(name, value, 1)
@@ -105,7 +105,7 @@ def recall(
     on = str(checked_device(best_device() if device == "auto" else device))
     settings = Settings(phase, rows, repeats, threads, times, mean, clock)
     if given is None:
-        inputs = _families(family, sizes, heads, kv_heads, head_dim, _dtype(dtype), on, seed)
+        inputs = _families(family, sizes, heads, kv_heads, head_dim, stored, on, seed)
     else:
         inputs = _captured(given, task, prompt_file, layers, sizes, dtype, on, threads)
     found = []
@@ -122,12 +122,6 @@ def recall(
     if markdown_file is not None:
         write_text(markdown_file, markdown(found, equal, mean, worst))
     print_recall(found, equal, mean, worst)
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _families(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,9 @@ from saccade.engine.messages import AddRequest, MapOrder, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
-from saccade.engine.saved import SavedSession, fingerprint, restore_sequence, save_sequence
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
+from saccade.engine.sessions import Sessions
 from saccade.engine.settling import Settling
 from saccade.engine.sparse_drafts import SparseDrafts
 from saccade.engine.steering import Constraint, Steering
@@ -91,15 +90,9 @@ class Engine:
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
-        self.sessions: dict[int, Sequence] = {}
+        self.sessions = Sessions(model, pool, config.prefill_chunk, self.settling)
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
-
-    def new_sequence(self) -> Sequence:
-        """A sequence that this engine's worker remembers until it is dropped."""
-        sequence = Sequence(self.pool, self.model.runner.rope_regime)
-        self.worker.memories[sequence.id] = sequence.memory
-        return sequence
 
     def prepare(self, policy: Policy, seconds: float) -> Prepared | None:
         """Record a GPU's steps of requests under ``policy`` before there are any, for at most so many ``seconds``;
@@ -111,37 +104,6 @@ class Engine:
             return None
         requests = 1 if self.worker.exact else self.config.max_requests
         return device.prepare(self.pool, policy, requests, self.max_model_len, seconds)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the model: sessions of another one are refused."""
-        return fingerprint(self.model.runner.model)
-
-    def save_session(self, session: int) -> SavedSession:
-        """A copy of a session between two turns. RequestError where there is none, or while a turn runs."""
-        sequence = self.sessions.get(session)
-        if sequence is None:
-            raise RequestError(f"there is no session {session}; it was closed")
-        return save_sequence(sequence, self.fingerprint, self.config.prefill_chunk)
-
-    def restore_session(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
-        """A new session of what was saved: its id, and what is to be said. See engine.saved.restore_sequence."""
-        sequence = self.new_sequence()
-        try:
-            note = restore_sequence(sequence, saved, self.fingerprint, self.config.prefill_chunk, damaged, recompute)
-        except BaseException:
-            sequence.memory.drop()
-            self.worker.memories.pop(sequence.id, None)
-            raise
-        self.sessions[sequence.id] = sequence
-        self.scheduler.park(sequence)
-        return sequence.id, note
-
-    def open_session(self) -> int:
-        """A new session's id."""
-        sequence = self.new_sequence()
-        self.sessions[sequence.id] = sequence
-        return sequence.id
 
     def receive(self, message: AddRequest, shares: Request | None = None) -> Request:
         """Queue a request as a message asks for it; with ``shares``, to go on from the prompt of that request. Raises
@@ -162,9 +124,7 @@ class Engine:
             raise RequestError(
                 "a selection map shows a whole prompt, which a session computes in parts; ask without one"
             )
-        sequence = self.sessions.get(message.session)
-        if sequence is None:
-            raise RequestError(f"there is no session {message.session}; it was closed")
+        sequence = self.sessions.require(message.session)
         prompt, keep, decoded = message.prompt, message.keep, message.decoded
         if message.whole:
             most = len(prompt) - 1 if keep is None else min(keep, len(prompt) - 1)
@@ -233,7 +193,7 @@ class Engine:
             regime = self.model.runner.rope_regime
             if regime(len(sequence.tokens) + len(prompt)) != regime(max(1, sequence.reached)):
                 sequence.restart()  # stored keys carry other rotary factors than the longer sequence needs
-        request.begin(sequence if sequence is not None else self.new_sequence(), self.max_model_len, decoded)
+        request.begin(sequence if sequence is not None else self.sessions.new_sequence(), self.max_model_len, decoded)
         self.auditing.begin(request, control)
         request.keep_kv = sequence is not None
         request.dropped = dropped
@@ -261,30 +221,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """End a request now. A session goes back to where it stood before the turn; other requests are unaffected."""
-        if not request.finished:
-            self.settling.finish(request, "cancelled")
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop a session's sequence and give its blocks back; a turn that still runs is cancelled."""
-        if sequence.turn is not None:
-            self.cancel(sequence.turn)
-        self.scheduler.idle.pop(id(sequence), None)
-        if self.prefixes is not None:
-            self.prefixes.leave(sequence, keep=True)
-        sequence.truncate(0)
-        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
-        sequence.turn_start = None
-        self.sessions.pop(sequence.id, None)
-        self.worker.memories.pop(sequence.id, None)
-
-    def forget_session(self, session: int) -> Request | None:
-        """:meth:`forget` by id; returns the turn that it cancelled. Nothing happens where there is no such session."""
-        sequence = self.sessions.get(session)
-        if sequence is None:
-            return None
-        turn = sequence.turn
-        self.forget(sequence)
-        return turn
+        self.settling.cancel(request)
 
     def abandon(self, error: str) -> list[StepOutput]:
         """End all requests that run with ``error``; where none runs, those that wait, or it would fail for ever."""

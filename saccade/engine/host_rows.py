@@ -26,8 +26,9 @@ from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
 from saccade.methods.verified import Verified
 from saccade.models.interface import LayerAttention
-from saccade.ops import Result, cpu, cpu_plans, cpu_rows
-from saccade.ops.cpu_plans import Listed, PlannedRow, PlannedRows, Readings, Ruled, Shared
+from saccade.ops import Result, cpu, cpu_readings, cpu_rows
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Ruled
+from saccade.ops.cpu_readings import Listed, Readings, Shared
 from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, RankedBlocks, Summarized
 
 PLANS = 4096  # of methods used last
@@ -164,7 +165,7 @@ class FixedPlans:
             return None
         if len(set(plan.layers)) == 1 and isinstance(plan.layers[0], OwnReading):
             return Prepared(plan, None)
-        if any(cpu_plans.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
+        if any(cpu_readings.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
             return None
         return Prepared(plan, Readings(plan.layers))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from saccade.engine.host_calls import RequestRows
-from saccade.kv.hold import Hold
+from saccade.kv.hold import Hold, hold_all
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts, TierError
 from saccade.kv.tiers import LEAST_SLOTS
@@ -34,7 +34,7 @@ class HeldRows:
             if one.drafted or kv.blocks > pool.tiers.room - spare:
                 continue
             try:
-                self._holds += kv.hold_all()
+                self._holds += hold_all(kv)
             except TierError:  # it meets the same alone, and says so
                 continue
             finally:

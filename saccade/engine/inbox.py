@@ -197,9 +197,9 @@ class Loop:
             shared = next((one for one in added if one.id == message.shares), None)
             added.append(engine.receive(message, shared))
         elif isinstance(message, OpenSession):
-            return engine.open_session()
+            return engine.sessions.open()
         elif isinstance(message, ForgetSession):
-            turn = engine.forget_session(message.session)
+            turn = engine.sessions.forget(message.session)
             if turn is not None:
                 self._ended(turn.id)
         elif isinstance(message, ClearPrefixes):
@@ -208,11 +208,11 @@ class Loop:
         elif isinstance(message, ReportRunning):
             return engine.running_reports(message.most)
         elif isinstance(message, SaveSession):
-            return engine.save_session(message.session)
+            return engine.sessions.save(message.session)
         elif isinstance(message, RestoreSession):
-            return engine.restore_session(message.saved, message.damaged, message.recompute)
+            return engine.sessions.restore(message.saved, message.damaged, message.recompute)
         elif isinstance(message, Piece):
-            return act(engine, message)
+            return act(engine.sessions, message)
         elif message.request_id in self.live:
             engine.cancel(self.live[message.request_id][0])
             self._ended(message.request_id)

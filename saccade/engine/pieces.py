@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from saccade.engine.saved import SavedSession, begin_restore, finish_restore, save_sequence, under
-from saccade.errors import RequestError, SaccadeError
-from saccade.kv.saved import SavedKV
+from saccade.errors import SaccadeError
+from saccade.kv.saved import SavedKV, append_rows, copy_rows
 
 if TYPE_CHECKING:
-    from saccade.engine.core import Engine
     from saccade.engine.sequence import Sequence
+    from saccade.engine.sessions import Sessions
 
 _marks = count(1)
 
@@ -80,35 +80,27 @@ class Captured:
 Piece = CaptureSession | CopyRows | BeginRestore | LoadRows | FinishRestore
 
 
-def act(engine: Engine, piece: Piece) -> Any:
+def act(sessions: Sessions, piece: Piece) -> Any:
     """Do what a message asks for, between two steps."""
     if isinstance(piece, BeginRestore):
-        return _begin(engine, piece)
-    sequence = engine.sessions.get(piece.session)
+        return _begin(sessions, piece)
     if isinstance(piece, CopyRows):
-        return _copy(sequence, piece)
-    if sequence is None:
-        raise RequestError(f"there is no session {piece.session}; it was closed")
+        return _copy(sessions.get(piece.session), piece)
+    sequence = sessions.require(piece.session)
     if isinstance(piece, CaptureSession):
         kv = sequence.memory.kv
-        saved = save_sequence(sequence, engine.fingerprint, engine.config.prefill_chunk, piece.segment)
+        saved = save_sequence(sequence, sessions.fingerprint, sessions.chunk, piece.segment)
         stood, mark = dict(kv.stood), next(_marks)
         kv.mark(mark)
         return Captured(saved, mark, stood)
     if isinstance(piece, LoadRows):
         return _load(sequence, piece)
-    return _finish(engine, sequence, piece)
+    return _finish(sessions.chunk, sequence, piece)
 
 
-def _begin(engine: Engine, piece: BeginRestore) -> int:
-    sequence, chunk = engine.new_sequence(), engine.config.prefill_chunk
-    try:
-        begin_restore(sequence, piece.saved, engine.fingerprint, chunk, piece.damaged, piece.recompute)
-    except BaseException:
-        engine.worker.memories.pop(sequence.id, None)
-        raise
-    engine.sessions[sequence.id] = sequence
-    engine.scheduler.park(sequence)  # whoever needs its blocks meanwhile gets them
+def _begin(sessions: Sessions, piece: BeginRestore) -> int:
+    with sessions.coming_back() as sequence:
+        begin_restore(sequence, piece.saved, sessions.fingerprint, sessions.chunk, piece.damaged, piece.recompute)
     return sequence.id
 
 
@@ -116,7 +108,7 @@ def _copy(sequence: Sequence | None, piece: CopyRows) -> dict[str, Tensor] | Non
     if sequence is None or sequence.memory.kv.stood.get(piece.mark, 0) < piece.stop:
         return None
     try:
-        return sequence.memory.kv.rows(piece.start, piece.stop)
+        return copy_rows(sequence.memory.kv, piece.start, piece.stop)
     except SaccadeError:  # a block that is not resident, mostly
         return None
 
@@ -128,14 +120,14 @@ def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
     try:
         if piece.start == 0 and kv.pool.free_blocks >= kv.missing_blocks(sequence.reached):
             kv.reserve(sequence.reached)  # at once: the block table grows in steps of its whole length
-        kv.append_rows(piece.tensors)
+        append_rows(kv, piece.tensors)
     except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
         return error
     sequence.computed = kv.length
     return None
 
 
-def _finish(engine: Engine, sequence: Sequence, piece: FinishRestore) -> tuple[int, str | None]:
+def _finish(chunk: int, sequence: Sequence, piece: FinishRestore) -> tuple[int, str | None]:
     saved, kv = piece.saved, sequence.memory.kv
     lost: Exception | None = None if piece.lost is None else SaccadeError(piece.lost)
     stored = saved.data["kv"]
@@ -144,10 +136,10 @@ def _finish(engine: Engine, sequence: Sequence, piece: FinishRestore) -> tuple[i
             SavedKV({}, stored).check(kv.pool.format, kv.layers)
             if stored["sealed"] != kv.length:
                 raise SaccadeError("others needed its blocks while it was restored")
-            kv.append_rows(under("kv", saved.tensors))
+            append_rows(kv, under("kv", saved.tensors))
         except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
             lost = error
-    finish_restore(sequence, saved, engine.config.prefill_chunk, lost)
+    finish_restore(sequence, saved, chunk, lost)
     mark = next(_marks)
     kv.mark(mark)
     return mark, sequence.note

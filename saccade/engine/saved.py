@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from saccade.engine.sequence import Sequence, Span, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError
-from saccade.kv.saved import SavedKV, described
-from saccade.kv.sequence import SequenceKV
+from saccade.kv.saved import SavedKV, copy_rows, described, load_kv, save_kv
 from saccade.kv.tier import LostKV
 from saccade.methods import state as states
 from saccade.methods.policy import Policy
@@ -79,7 +78,7 @@ def save_sequence(sequence: Sequence, model: str, chunk: int, segment: int | Non
     if sequence.computed:
         try:
             if segment is None:
-                saved = memory.kv.save()
+                saved = save_kv(memory.kv)
                 data["kv"] = saved.metadata
                 tensors |= {f"kv/{name}": tensor.cpu() for name, tensor in saved.tensors.items()}
             else:
@@ -90,7 +89,7 @@ def save_sequence(sequence: Sequence, model: str, chunk: int, segment: int | Non
                     "sealed": sealed,
                     "segment": segment,
                 }
-                tensors |= {f"kv/{name}": tensor for name, tensor in memory.kv.rows(sealed, length).items()}
+                tensors |= {f"kv/{name}": tensor for name, tensor in copy_rows(memory.kv, sealed, length).items()}
         except LostKV:  # whoever has it back computes it again
             sequence.drop_kv()
             return save_sequence(sequence, model, chunk, segment)
@@ -116,7 +115,7 @@ def restore_sequence(
     if not any(name.startswith("kv/") for name in damaged):
         pool, parts = sequence.memory.kv.pool, under("kv", saved.tensors)
         try:
-            sequence.memory.kv = SequenceKV.load(pool, SavedKV(parts, saved.data["kv"]))
+            sequence.memory.kv = load_kv(pool, SavedKV(parts, saved.data["kv"]))
         except (SaccadeError, KeyError, ValueError, TypeError) as error:
             lost = error
     return finish_restore(sequence, saved, chunk, lost)

@@ -29,6 +29,11 @@ class Settling:
             self.finish(request, "error")
         return self._last(request, StepOutput(request.id))
 
+    def cancel(self, request: Request) -> None:
+        """End a request now. A session goes back to where it stood before the turn; other requests are unaffected."""
+        if not request.finished:
+            self.finish(request, "cancelled")
+
     def starved(self, request: Request) -> StepOutput:
         """A request that the scheduler ended because the pool is full, when what it has is its answer, or because its
         blocks could not be had."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from saccade.engine.draft_rounds import Round, speculation_of
 from saccade.engine.drafting import has_one_row, room
-from saccade.engine.pacing import Pacing, shared_length
+from saccade.engine.pace import shared_length
+from saccade.engine.pacing import Pacing
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.speculation import Speculation

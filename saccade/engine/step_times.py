@@ -1,4 +1,4 @@
-"""What steps of an engine took of late, and what rounds of drafts would make of it (``engine/pacing.py`` decides)."""
+"""What steps of an engine took of late, and what rounds of drafts would make of it (``engine/pace.py`` decides)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from saccade.eval.predict import Setting, answer
 from saccade.eval.render import Prompt, render
 from saccade.eval.samples import Sample
 from saccade.llm import LLM
-from saccade.methods.base import Method, Query, require_whole
+from saccade.methods.base import Method, Query
+from saccade.methods.options import require_whole
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.selection import Dense, Selection, Tokens
 

@@ -17,12 +17,13 @@ from saccade.eval.score import Metric, score_folder
 from saccade.eval.setting import Setting, sparse_in
 from saccade.eval.sources import Given, Loader, find_tasks
 from saccade.eval.summary import Group, Run
-from saccade.llm import LLM, checkpoint_folder
+from saccade.llm import LLM
 from saccade.methods.dense import DenseMethod
 from saccade.methods.policy import Policy
 from saccade.methods.random_choice import RandomChoice
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
+from saccade.models.folders import checkpoint_folder
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
 

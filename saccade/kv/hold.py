@@ -10,6 +10,7 @@ import numpy as np
 from saccade.kv.tier import LostKV
 
 if TYPE_CHECKING:
+    from saccade.kv.sequence import SequenceKV
     from saccade.kv.tiers import Tiers
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +49,7 @@ class Hold:
         """Let the parts go again, those that never came among them."""
         with suppress(LostKV):
             self.wait()
-        self._tiers._unpin(self._layer, self._blocks)
+        self._tiers.pins.remove(self._layer, self._blocks)
         self._blocks = self._blocks[:0]
 
     def __enter__(self) -> Hold:
@@ -77,3 +78,21 @@ class JointHold(Hold):
         for hold in self._holds:
             hold.release()
         self._holds = []
+
+
+def hold_all(kv: SequenceKV) -> list[Hold]:
+    """Bring in every part of a sequence whose pool has tiers, and keep them until all of these are released; rows that
+    follow may be written. Raises what Tiers.fetch raises, holding nothing."""
+    tiers, blocks, holds = kv.pool.tiers, kv.block_table.numpy(), list[Hold]()
+    assert tiers is not None
+    try:
+        for layer in range(kv.layers):
+            holds.append(tiers.fetch(layer, blocks))
+        for hold in holds:
+            hold.wait()
+    except BaseException:
+        for hold in holds:
+            hold.release()
+        raise
+    tiers.opened(slice(None), blocks[kv.length // kv.pool.format.block_size :])
+    return holds

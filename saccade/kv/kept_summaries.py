@@ -7,6 +7,7 @@ from torch import Tensor
 
 from saccade.kv.block_codes import KINDS as CODED
 from saccade.kv.block_codes import LEAST_BLOCKS, BlockCodes
+from saccade.kv.storage import KVStorage
 from saccade.kv.summaries import PARTS, kept_dtype, summarize_view
 from saccade.kv.view import KVView
 
@@ -101,3 +102,20 @@ class KeptSummaries:
         if self.filled:
             grown[: self.filled] = self.made
         self.buffer = grown
+
+
+def fill_all(kept: list[KeptSummaries], full: int, storage: KVStorage, tables: Tensor) -> bool:
+    """Make what layers lack of their summaries up to block ``full``, all in one call: of keys that lie in ``storage``,
+    on the host, where ``tables`` int32 [layers, kv_heads or 1, >= full] says. False, changing nothing, where its mover
+    has no kernel for that."""
+    one, layout = kept[0], storage.format
+    fill = storage.mover.filler(storage.k, one.kind, one.block_size)
+    if fill is None:
+        return False
+    for layer in kept:
+        layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
+    pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
+    fill(pools, tables, one.kind, one.block_size, one.filled, full, buffers)
+    for layer in kept:
+        layer.filled = full
+    return True

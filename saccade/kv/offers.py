@@ -264,7 +264,7 @@ class Listed:
         none."""
         tiers, pool = self.tiers, self.tiers.pool
         free = pool.free_list(tiers.row)[:count]
-        spare = min(count - len(free), tiers.slots - pool.free_in(tiers.row) - tiers._pinned)
+        spare = min(count - len(free), tiers.slots - pool.free_in(tiers.row) - tiers.pins.held)
         layers, blocks = tiers._victims(max(0, spare))
         fresh = np.nonzero(tiers._cell[layers, blocks] == 0)[0][: min(MOST_FRESH, tiers.tier.free_cells)]
         if len(fresh):

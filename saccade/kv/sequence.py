@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.kv.blocks import BlockManager
-from saccade.kv.hold import Hold
-from saccade.kv.kept_summaries import KeptSummaries
+from saccade.kv.kept_summaries import KeptSummaries, fill_all
 from saccade.kv.paged import Paged
-from saccade.kv.saved import SavedKV, described
 from saccade.kv.sequence_summaries import SequenceSummaries
 from saccade.kv.table import BlockTable
 from saccade.kv.tiered import TieredView
@@ -27,7 +23,7 @@ class SequenceKV:
     """Holds logical blocks of ``pool``. Rows are appended layer by layer; nothing stored ever moves.
 
     Blocks may be shared with other sequences; one that is, is copied before it is written to. ``version`` grows when
-    tables, or rows that no kernel stored, or buffers of summaries change.
+    tables, or rows that no kernel stored, or buffers of summaries change. ``known``: the summaries of its blocks.
     """
 
     def __init__(self, pool: BlockManager) -> None:
@@ -38,14 +34,14 @@ class SequenceKV:
         self._size = pool.format.block_size
         self._table = BlockTable(pool, self.id)
         self._lengths = [0] * pool.layers
-        self._known = SequenceSummaries(pool.layers)
+        self.known = SequenceSummaries(pool.layers)
         self.stood: dict[int, int] = {}  # by mark: the tokens stored then that were never cut off since
         self._hints: dict[int, int] = {}  # of tiered views
         self._charged = 0  # bytes of summaries that the pool's tiers know of
 
     @property
     def version(self) -> int:
-        return self._version + self._table.version + self._known.version
+        return self._version + self._table.version + self.known.version
 
     @property
     def layers(self) -> int:
@@ -153,7 +149,7 @@ class SequenceKV:
     def written(self, layer: int, start: int, stop: int) -> None:
         """Rows ``start .. stop - 1`` of a layer, which count as stored, have been."""
         if self.pool.tiers is not None and self.pool.absent:
-            self._known.grown(self._plain_view, layer, start, stop)
+            self.known.grown(self._plain_view, layer, start, stop)
         self._sealed(range(layer, layer + 1), start, stop)
 
     def place(self, layer: int) -> tuple[int, int]:
@@ -190,49 +186,32 @@ class SequenceKV:
         """Each layer's summaries of the blocks that are full in all layers: [>= full blocks, parts, kv_heads,
         head_dim]."""
         fill = None if self.pool.absent else self._fill
-        return self._known.full(self._plain_view, kind, block_size, self.length, fill)
+        return self.known.full(self._plain_view, kind, block_size, self.length, fill)
 
     def hand_over(self, kind: str, block_size: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks on the host, [blocks, parts, kv_heads, head_dim]; here they are
         forgotten."""
         made = [one[: self.length // block_size].cpu() for one in self.summaries(kind, block_size)]
-        self._known.forget(kind, block_size)
+        self.known.forget(kind, block_size)
         self._charge()
         return made
 
     def summary_codes(self, kind: str, block_size: int) -> list[BlockCodes]:
         """See SequenceSummaries.codes."""
-        return self._known.codes(kind, block_size)
+        return self.known.codes(kind, block_size)
 
     def summary_buffers(self, kind: str, block_size: int, blocks: int) -> list[Tensor]:
         """Each layer's summaries of its full blocks, brought up to date, with room for ``blocks``: [>= blocks,
         parts, kv_heads, head_dim]. What lies beyond the full blocks is not filled."""
-        return self._known.buffers(self._plain_view, kind, block_size, self.length, blocks)
+        return self.known.buffers(self._plain_view, kind, block_size, self.length, blocks)
 
     def summarized_blocks(self, kind: str, block_size: int) -> int:
         """How many blocks have a summary in every layer; -1 where there is no room for any."""
-        return self._known.made(kind, block_size)
+        return self.known.made(kind, block_size)
 
     def summarized(self, kind: str, block_size: int) -> None:
         """Take the summaries of all full blocks for written: a kernel did so in ``summary_buffers``."""
-        self._known.written(kind, block_size, self._lengths)
-
-    def hold_all(self) -> list[Hold]:
-        """Bring in every part, and keep them until all of these are released; rows that follow may be written. Raises
-        what Tiers.fetch raises, holding nothing."""
-        tiers, holds = self.pool.tiers, list[Hold]()
-        assert tiers is not None
-        try:
-            for layer in range(self.layers):
-                holds.append(tiers.fetch(layer, self._table.numbers))
-            for hold in holds:
-                hold.wait()
-        except BaseException:
-            for hold in holds:
-                hold.release()
-            raise
-        tiers.opened(slice(None), self._table.numbers[self.length // self._size :])
-        return holds
+        self.known.written(kind, block_size, self._lengths)
 
     def view(self, layer: int) -> KVView:
         """What ops and methods see of one layer."""
@@ -252,12 +231,12 @@ class SequenceKV:
         self._lengths = [min(own, length) for own in self._lengths]
         if not holds:
             self._table.cut(-(-length // self._size))
-        self._known.truncate(length)
+        self.known.truncate(length)
 
     def free(self) -> None:
         """Let go of every block, and of what is known of them."""
         self.truncate(0)
-        self._known.clear()
+        self.known.clear()
         self._charge()
 
     def keep(self) -> None:
@@ -268,7 +247,7 @@ class SequenceKV:
         """A second sequence with the same tokens, or the first ``length`` of them: full blocks are shared, a partial
         last one and the summaries are copied. Raises CapacityError, taking nothing, when there is no room for the copy;
         SaccadeError for more tokens than there are, and within a step, when layers are of unequal length."""
-        stored = self._between_steps("forked")
+        stored = self.between_steps("forked")
         length = stored if length is None else length
         if not 0 <= length <= stored:
             raise SaccadeError(f"{length} tokens cannot be shared: {stored} are stored")
@@ -282,72 +261,19 @@ class SequenceKV:
         self.pool.share(ids[:full], other.id)
         other._lengths = [length] * self.layers
         other._table.extend(ids[:full] + last)
-        self._known.copy_to(other._known, length)
+        self.known.copy_to(other.known, length)
         other._charge()
         return other
 
-    def save(self) -> SavedKV:
-        """All that is stored, as copies on the storage's device. SaccadeError within a step, or where a block is not
-        resident."""
-        length = self._between_steps("saved")
-        views = [self._plain_view(layer) for layer in range(self.layers)]
-        tensors = {
-            "k": torch.stack([view.keys() for view in views]),
-            "v": torch.stack([view.values() for view in views]),
-        }
-        return SavedKV(tensors | self._known.save(), described(self._format, self.layers) | {"length": length})
-
     def mark(self, number: int) -> None:
         """Note from now on in ``stood[number]`` how much of what is stored stays as it is. The last marks are kept."""
-        self.stood[number] = self._between_steps("marked")
+        self.stood[number] = self.between_steps("marked")
         while len(self.stood) > MARKS:
             del self.stood[min(self.stood)]
 
-    def rows(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Tokens ``start .. stop - 1`` as copies on the host: ``k`` and ``v`` [layers, kv_heads, stop - start,
-        head_dim], and under ``summary/<kind>/<block size>`` what is known of the full blocks that lie there [layers,
-        blocks, parts, kv_heads, head_dim]."""
-        views = [self._plain_view(layer) for layer in range(self.layers)]
-        tensors = {
-            "k": torch.stack([view.keys(start, stop) for view in views]).cpu(),
-            "v": torch.stack([view.values(start, stop) for view in views]).cpu(),
-        }
-        return tensors | self._known.rows(start, stop)
-
-    def append_rows(self, tensors: Mapping[str, Tensor]) -> None:
-        """Append what ``rows`` gave of the tokens that follow. CapacityError, changing nothing, where the pool is
-        short; SaccadeError for rows of another shape."""
-        start, (k, v) = self.length, (tensors["k"], tensors["v"])
-        expected = (self.layers, self._format.kv_heads, k.shape[2], self._format.head_dim)
-        if not k.shape == v.shape == expected:
-            raise SaccadeError(f"stored rows have the shape {list(k.shape)}, not {list(expected)}")
-        self.reserve(start + k.shape[2])
-        device = self.pool.storage.device
-        for layer in range(self.layers):
-            self.append(layer, k[layer].to(device), v[layer].to(device))
-        self._known.append_rows(tensors, start, device)
-
-    @classmethod
-    def load(cls, pool: BlockManager, saved: SavedKV) -> SequenceKV:
-        """A sequence of ``pool`` with what was saved. Raises SaccadeError where it does not fit the pool's format or
-        layers, CapacityError, taking nothing, where the pool is short."""
-        saved.check(pool.format, pool.layers)
-        own = cls(pool)
-        own.reserve(saved.metadata["length"])
-        device = pool.storage.device
-        for layer, (k, v) in enumerate(zip(saved.tensors["k"], saved.tensors["v"])):
-            own.append(layer, k.to(device), v.to(device))
-        own._known.load(saved.tensors, device)
-        return own
-
-    def to(self, pool: BlockManager) -> SequenceKV:
-        """This sequence in another pool, on its device; here it is freed. Errors as for ``load``, this sequence then
-        being as before."""
-        other = SequenceKV.load(pool, self.save())
-        self.free()
-        return other
-
-    def _between_steps(self, done: str) -> int:
+    def between_steps(self, done: str) -> int:
+        """Tokens stored. SaccadeError, naming what cannot be ``done``, within a step, when layers are of unequal
+        length."""
         if len(set(self._lengths)) > 1:
             raise SaccadeError(f"KV cannot be {done} within a step: its layers have {self._lengths} tokens")
         return self.length
@@ -377,26 +303,16 @@ class SequenceKV:
     def _charge(self) -> None:
         """Have summaries counted where memory is bounded."""
         if self.pool.tiers is not None:
-            now = self._known.nbytes
+            now = self.known.nbytes
             self.pool.tiers.charge(now - self._charged)
             self._charged = now
 
     def _summaries_of(self, layer: int, kind: str, block_size: int) -> KeptSummaries:
-        return self._known.of(self._plain_view, layer, kind, block_size)
+        return self.known.of(self._plain_view, layer, kind, block_size)
 
     def _fill(self, kept: list[KeptSummaries], full: int) -> bool:
-        """Make summaries of all layers up to block ``full``, where the mover has a kernel for it."""
-        storage, layout, one = self.pool.storage, self._format, kept[0]
-        fill = storage.mover.filler(storage.k, one.kind, one.block_size) if storage.k.is_cpu else None
-        if fill is None:
-            return False
-        for layer in kept:
-            layer.reserve(full, layout.kv_heads, layout.head_dim, layout.dtype)
-        pools, buffers = (storage.k, storage.v), [layer.buffer for layer in kept]
-        fill(pools, self.tables, one.kind, one.block_size, one.filled, full, buffers)
-        for layer in kept:
-            layer.filled = full
-        return True
+        storage = self.pool.storage
+        return storage.k.is_cpu and fill_all(kept, full, storage, self.tables)
 
     def _plain_view(self, layer: int, length: int | None = None) -> KVView:
         length = self._lengths[layer] if length is None else length

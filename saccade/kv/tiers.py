@@ -17,6 +17,7 @@ from saccade.kv.hold import Hold
 from saccade.kv.host_disk import HostAndDisk
 from saccade.kv.lodging import RECLAIMED, Lodging
 from saccade.kv.offers import Offers
+from saccade.kv.pins import Pins
 from saccade.kv.replacement import Replacement
 from saccade.kv.tier import LostKV, Openings, Tier, TierError, TierFull
 
@@ -45,9 +46,7 @@ class Tiers(Lodging):
     ) -> None:
         super().__init__(pool, tier, row, debug)
         self.policy = policy
-        self._pins = np.zeros_like(self._cell, dtype=np.int16)
-        self._pinned = 0  # parts
-        self._pinned_in = [0] * pool.layers  # the same, by layer
+        self.pins = Pins(*self._cell.shape)
         self._openings = Openings()
         self._charged = 0  # bytes beside the slots that their memory is to hold
         self._withheld: list[int] = []
@@ -87,12 +86,12 @@ class Tiers(Lodging):
     def room(self) -> int:
         """Parts that one call may hold beside those that are held already, as many of each layer."""
         if self.pool.layers_apart:
-            return self.pool.layers * (self.share - max(self._pinned_in))
-        return self.slots - self._pinned
+            return self.pool.layers * (self.share - max(self.pins.held_in))
+        return self.slots - self.pins.held
 
     def room_in(self, layer: int) -> int:
         """The same, all of one layer."""
-        return self.share - self._pinned_in[layer] if self.pool.layers_apart else self.slots - self._pinned
+        return self.share - self.pins.held_in[layer] if self.pool.layers_apart else self.slots - self.pins.held
 
     def charge(self, change: int) -> None:
         """Block summaries in memory have grown by ``change`` bytes: from the next step on so many slots less are used.
@@ -126,7 +125,7 @@ class Tiers(Lodging):
 
     def loose(self, layer: int, blocks: Array) -> int:
         """How many of ``blocks`` nobody holds."""
-        return int((self._pins[layer, blocks] == 0).sum()) if self._pinned else len(blocks)
+        return int(self.pins.loose(layer, blocks).sum()) if self.pins.held else len(blocks)
 
     def fetch(self, layer: int, blocks: Array, ahead: bool = False) -> Hold:
         """Hold ``blocks`` (int ids, no id twice) of one layer and begin to bring in those that are not resident;
@@ -140,7 +139,7 @@ class Tiers(Lodging):
         self.counts.misses += len(missing)
         self._turn.touch(slots[~absent] if len(missing) else slots)
         hold = Hold(self, layer, blocks)
-        self._pin(layer, blocks)
+        self.pins.add(layer, blocks)
         try:
             self.counts.prefetched += ahead * len(missing)
             first = 0
@@ -153,7 +152,7 @@ class Tiers(Lodging):
                     hold._load(self._admit(layer, missing[first : first + step], left))
                     first += step
         except BaseException:
-            self._unpin(layer, blocks)
+            self.pins.remove(layer, blocks)
             raise
         return hold
 
@@ -275,9 +274,9 @@ class Tiers(Lodging):
         """Free ``count`` slots at least, of ``layer`` where layers lie apart, while ``arriving`` parts are held that
         are not resident. TierFull or TierError where fewer can be had."""
         if self.pool.layers_apart:
-            spare = self.pool.taken(layer, self.row) - self._pinned_in[layer] + arriving
+            spare = self.pool.taken(layer, self.row) - self.pins.held_in[layer] + arriving
         else:
-            spare = self.slots - self._free - self._pinned + arriving
+            spare = self.slots - self._free - self.pins.held + arriving
         wanted = count
         if count > spare:
             raise TierFull(
@@ -309,7 +308,7 @@ class Tiers(Lodging):
             own = np.where(valid, parts, 0)
             may = valid & (held[own] == slots)
             may = may if layer is None else may & of_layer(parts)
-            return may & (self._pins[self.of_numbers(own)] == 0) if self._pinned else may
+            return may & self.pins.loose(*self.of_numbers(own)) if self.pins.held else may
 
         def of_layer(parts: Array) -> Array:
             return self.of_numbers(parts)[0] == layer
@@ -317,18 +316,3 @@ class Tiers(Lodging):
         if layer is None:
             return self.of_numbers(self._turn.victims(count, allowed))
         return self.of_numbers(self._turn.victims(count, allowed, layer, of_layer))
-
-    def _pin(self, layer: int, blocks: Array) -> None:
-        pins = self._pins[layer, blocks]
-        fresh = int((pins == 0).sum())
-        self._pinned += fresh
-        self._pinned_in[layer] += fresh
-        self._pins[layer, blocks] = pins + 1
-
-    def _unpin(self, layer: int, blocks: Array) -> None:
-        if len(blocks):
-            pins = self._pins[layer, blocks] - 1
-            self._pins[layer, blocks] = pins
-            gone = int((pins == 0).sum())
-            self._pinned -= gone
-            self._pinned_in[layer] -= gone

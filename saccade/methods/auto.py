@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dense import DenseMethod
 from saccade.methods.lfps import LFPS
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.psa import PSA
 from saccade.methods.state import MethodState
 from saccade.ops import Call, run

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from saccade.methods.base import (
-    Chunk,
-    Method,
-    Query,
-    budget_keys,
-    require_budget,
-    require_choice,
-    require_number,
-    require_whole,
-)
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels import (
     CALIBRATION,
@@ -28,6 +19,7 @@ from saccade.methods.labels import (
     heaviest_channels,
 )
 from saccade.methods.labels.recorded import LabelledKeys, RecordedLabels
+from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.selection import Dense, Selection
 from saccade.selection.plan import DevicePlan, Known, PlanSpec, Room
 

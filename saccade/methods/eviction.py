@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Evicting, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Evicting, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.kept_on_device import KeptKeys, KeptLists
+from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection, Shape, Tokens, gone_for
 from saccade.selection.csr import offsets_of_lists

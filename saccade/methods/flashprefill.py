@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from saccade.errors import ModelError
-from saccade.methods.base import Chunk, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_energies import block_energies
 from saccade.ops.scores import NOT_FINITE

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budget, require_choice, require_number
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import FORGOTTEN, Kept, alive, alive_weights, heaviest
 from saccade.methods.heavy_on_device import HeavyKeys, HeavyLists
+from saccade.methods.options import budget_keys, require_budget, require_choice, require_number
 from saccade.ops.scores import line_sums
 from saccade.selection import Selection, Tokens
 from saccade.selection.plan import DevicePlan, PlanSpec

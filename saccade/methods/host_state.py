@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from saccade.methods.device_state import DeviceState, Opening
-from saccade.ops.cpu_plans import Listed, Shared
+from saccade.ops.cpu_readings import Listed, Shared
 from saccade.ops.cpu_structs import native
 from saccade.selection.plan import DevicePlan, Summarized
 

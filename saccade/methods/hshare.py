@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, around, heaviest_channels
 from saccade.methods.labels.recorded import RecordedLabels
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.ops.scores import row_logits, top_places
 from saccade.selection import Dense, Selection

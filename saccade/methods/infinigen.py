@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.labels import WHOLE_BITS, Labels, top_tokens
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.selection import Dense, Selection
 
 CALIBRATION = "skew"  # an orthogonal matrix per KV head: see `saccade calibrate`

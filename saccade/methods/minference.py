@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Chunk, require_choice, require_whole
+from saccade.methods.base import Chunk
+from saccade.methods.options import require_choice, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops import triton
 from saccade.ops.scores import line_sums, mean_keys, mean_queries

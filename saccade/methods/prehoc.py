@@ -21,7 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import FreezeMethod, WindowMethod, require, require_choice, require_number, require_whole
+from saccade.methods.base import FreezeMethod, WindowMethod
+from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.selection import Cone
 
 LEAST_LAYERS = 4

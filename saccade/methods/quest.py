@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saccade.methods.base import Query, require_choice, require_whole
+from saccade.methods.base import Query
 from saccade.methods.dial import Dial
+from saccade.methods.options import require_choice, require_whole
 from saccade.methods.pages import UNITS, Heads, page_choice, top_pages, units_of
 from saccade.methods.tails import BlockMethod
 from saccade.selection import Dense, Selection

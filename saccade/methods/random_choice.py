@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from saccade.methods.base import Chunk, Method, Query, require_whole
+from saccade.methods.base import Chunk, Method, Query
+from saccade.methods.options import require_whole
 from saccade.methods.topk import TopK
 from saccade.selection import Dense, Selection, Tokens
 

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from saccade.errors import PolicyError
 from saccade.kv.view import KVView
-from saccade.methods.base import Chunk, Query, require, require_whole
+from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import Kept, SnapKV
+from saccade.methods.options import require, require_whole
+from saccade.ops.reference import soft_capped
 from saccade.ops.scores import top_places
 from saccade.selection import Selection, Tokens
 from saccade.selection.csr import offsets_of_lists
@@ -194,8 +196,7 @@ class RocketKV(SnapKV):
         toward = torch.where(part.sum(1, keepdim=True) > 0, high, low)  # [U, blocks, r]
         share = part.abs().sum(2) / q.abs().sum(2).clamp(min=TINY)
         logits = part @ toward.transpose(1, 2) * (query.scale / share.clamp(min=TINY).sqrt())[..., None]
-        if query.softcap is not None:
-            logits = query.softcap * torch.tanh(logits / query.softcap)
+        logits = soft_capped(logits, query.softcap)
         held = torch.tensor(counts, device=q.device)[:, None] - size * torch.arange(low.shape[1], device=q.device)
         keys = held.clamp(0, size)[:, None]  # of each block: the last one may be short
         total = torch.logsumexp(logits + keys.log(), 2, keepdim=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from saccade.methods.base import Chunk, Method, require_whole
+from saccade.methods.base import Chunk, Method
+from saccade.methods.options import require_whole
 from saccade.selection import Band, Dense, Selection, Tri
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from saccade.methods.base import Chunk, Method, Query, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dial import Dial
+from saccade.methods.options import require_whole
 from saccade.selection import Band, Dense, Selection
 from saccade.selection.plan import DevicePlan, Ends, PlanSpec
 

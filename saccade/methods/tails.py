@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from saccade.methods.base import Chunk, Method, require
+from saccade.methods.base import Chunk, Method
+from saccade.methods.options import require
 from saccade.selection import Corrected, Dense, Selection
 
 NOTE = "blocks that were not read count by their means (tail=mean)"

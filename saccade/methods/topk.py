@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from saccade.methods.base import Chunk, Method, Query, budget_keys, require_budget, require_choice, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
 from saccade.methods.host_state import HostState
+from saccade.methods.options import budget_keys, require_budget, require_choice, require_whole
 from saccade.ops.cpu_structs import native
 from saccade.ops.scores import row_logits
 from saccade.selection import Candidates, Dense, Selection, Tokens

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dial import Dial
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.ops.scores import needed_shares, row_logits
 from saccade.selection import Dense, Selection, Tokens
 

@@ -12,18 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from saccade.methods.base import (
-    Chunk,
-    Method,
-    Query,
-    budget_keys,
-    require_budget,
-    require_choice,
-    require_number,
-    require_whole,
-)
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.labels import Labels
+from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.methods.pages import page_choice, top_pages
+from saccade.ops.reference import soft_capped
 from saccade.ops.scores import needed_shares
 from saccade.selection import Dense, Selection, Tokens
 
@@ -79,9 +72,7 @@ class Twilight(Method):
         if self.p >= 1:
             return pages
         query.cost.estimated += shape.k_len
-        scores = state.scores(query.q[:, 0]) * query.scale
-        if query.softcap is not None:
-            scores = query.softcap * torch.tanh(scores / query.softcap)
+        scores = soft_capped(state.scores(query.q[:, 0]) * query.scale, query.softcap)
         chosen = pages.mask()[:, 0].to(scores.device)
         weights = torch.softmax(scores.masked_fill(~chosen, -torch.inf), -1)
         kept = (needed_shares(weights) < max(self.p, TINY)) & chosen

@@ -22,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, require, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk
+from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops import triton
 from saccade.ops.scores import antidiagonal_shares

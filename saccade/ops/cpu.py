@@ -21,6 +21,7 @@ from saccade.errors import SaccadeError
 from saccade.kv.paged import Paged
 from saccade.kv.view import KVView
 from saccade.ops.cpu_structs import STORAGE, Call, keys_of, missing, native
+from saccade.ops.reference import soft_capped
 from saccade.selection import Band, Blocks, Dense, Lines, Mixed, Selection, Shape, Tri, Windowed
 
 MAX_HEAD_DIM = 1024
@@ -207,7 +208,7 @@ def _attend_own(call: Call, selection: Windowed, out: Tensor, lse: Tensor, activ
                 continue
             k, v = call.kv.take(selection.shape.rows[rows], head // group)
             logit = (call.q[head, rows].float() * k.float()).sum(-1) * call.scale
-            lse[head, rows] = logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
+            lse[head, rows] = soft_capped(logit, call.softcap)
             out[head, rows] = v.to(out.dtype)
 
 

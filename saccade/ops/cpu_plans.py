@@ -17,29 +17,13 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
-from saccade.ops.cpu_structs import ALL_KEYS, band_keys, codes_of, native, pool_of
+from saccade.ops.cpu_readings import Listed, Readings, Shared
+from saccade.ops.cpu_structs import codes_of, native, pool_of
 from saccade.ops.layer_rows import MOST_ROWS
 from saccade.ops.layout import written as checked
-from saccade.selection.plan import BestBlocks, Ends, Everything, OwnReading, RankedBlocks, Reading
 
 Array = np.ndarray[Any, Any]
 NOTHING_NEW: Any = None if native is None else native.NewRows(k=0, v=0, head_stride=0, row_stride=0, count=0)
-SUMMARIES = {"cuboid": 2, "minmax": 2, "stored_mean": 1}  # that blocks are ranked by, and their parts
-
-
-def serves(reading: Reading, kv_heads: int) -> str | None:
-    """Why rows cannot read so here, on a model with so many KV heads; None where they can."""
-    if isinstance(reading, Everything | Ends):
-        return None
-    if isinstance(reading, OwnReading):
-        return "its kernels are the method's own"
-    if reading.summary not in SUMMARIES:
-        return f"blocks are ranked by {', '.join(SUMMARIES)}, not by {reading.summary}"
-    if reading.last < 1:
-        return "the last block has no summary yet: it must be among those that are always read"
-    if isinstance(reading, RankedBlocks) and reading.rest == "estimate":
-        return "its rule goes by guesses, which rows make one by one"
-    return cpu.uneven(reading.units, kv_heads)
 
 
 class Ruled(NamedTuple):
@@ -48,40 +32,6 @@ class Ruled(NamedTuple):
 
     used: Tensor
     coverage: Tensor
-
-
-class Readings:
-    """What the kernels take of a plan's layers, made once for all rows under it."""
-
-    def __init__(self, layers: Sequence[Reading]) -> None:
-        kinds = list(dict.fromkeys(layers))
-        self._calls = [_choice(one) if isinstance(one, BestBlocks | RankedBlocks) else _keys(one) for one in kinds]
-        self._dense_upto = [_dense_upto(one) for one in kinds]
-        self._layers = [kinds.index(one) for one in layers]
-        self.units = max((one.units for one in kinds if isinstance(one, RankedBlocks)), default=0)  # of stopping rules
-
-    def of(self, length: int) -> list[Any]:
-        """By layer, what a row that sees ``length`` keys reads: a struct Keys or BlockChoice."""
-        if len(self._calls) == 1:
-            return [self._calls[0] if length > self._dense_upto[0] else ALL_KEYS] * len(self._layers)
-        calls = [call if length > upto else ALL_KEYS for call, upto in zip(self._calls, self._dense_upto)]
-        return [calls[i] for i in self._layers]
-
-
-class Listed(NamedTuple):
-    """What the best of single keys are chosen by: ``keys`` a struct ListedKeys, ``layers`` a struct ListedLayer each,
-    with which ``steps`` steps have run."""
-
-    keys: Any
-    layers: Sequence[Any]
-    steps: int
-
-
-class Shared(NamedTuple):
-    """Keys shared with earlier rows: ``keys`` a struct SharedKeys, ``layers`` a struct SharedLayer each."""
-
-    keys: Any
-    layers: Sequence[Any]
 
 
 class Residence:
@@ -303,33 +253,3 @@ class PlannedRows:
 def _units(row: PlannedRow) -> int:
     """Of stopping rules."""
     return row.reads.units if isinstance(row.reads, Readings) else 0
-
-
-def _dense_upto(reading: Reading) -> int:
-    """Rows of so many keys read everything."""
-    if isinstance(reading, BestBlocks | RankedBlocks):
-        return reading.dense_upto
-    return reading.longest if isinstance(reading, Ends) else 0
-
-
-def _keys(reading: Reading) -> Any:
-    return band_keys(reading.window, reading.sinks) if isinstance(reading, Ends) else ALL_KEYS
-
-
-def _choice(reading: BestBlocks | RankedBlocks) -> Any:
-    common = {
-        "size": reading.size,
-        "units": reading.units,
-        "parts": SUMMARIES[reading.summary],
-        "first": reading.first,
-        "last": reading.last,
-    }
-    if isinstance(reading, BestBlocks):
-        return native.BlockChoice(**common, take=reading.take)
-    return native.BlockChoice(
-        **common,
-        microbatch=reading.microbatch,
-        epsilon=reading.epsilon,
-        least=reading.rest == "min",
-        mean=reading.stop == "mean",
-    )

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from saccade.ops.reference import soft_capped
+
 BLOCK = 32  # keys whose extremes bound their logits
 
 
@@ -48,7 +50,7 @@ def dropped_at_most(q: Tensor, keys: Tensor, read: Tensor, lse: Tensor, scale: f
     padded = torch.cat([keys, keys[-1:].expand(last, -1)]).unflatten(0, (-1, BLOCK))
     low, high = padded.amin(1), padded.amax(1)
     most = (q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T).double() * scale
-    most = most if softcap is None else softcap * torch.tanh(most / softcap)
+    most = soft_capped(most, softcap)
     unread = torch.nn.functional.pad(~read, (0, last)).unflatten(1, (-1, BLOCK)).sum(-1).double()
     mass = torch.logsumexp(most + unread.log(), -1)
     return torch.sigmoid(mass - lse.double())

@@ -60,7 +60,12 @@ def logits(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> 
     scores = q @ k.transpose(-1, -2)
     if scale != 1.0:
         scores *= scale
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return soft_capped(scores, softcap)
+
+
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), between -softcap and softcap; ``logits`` themselves where there is none."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _masked(

@@ -9,7 +9,7 @@ from torch import Tensor
 from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.ops import cpu, cpu_sums, triton
-from saccade.ops.reference import logits
+from saccade.ops.reference import logits, soft_capped
 from saccade.selection import Shape
 
 NOT_FINITE = (
@@ -161,7 +161,7 @@ def _group_shares(
         visible = min(first + stop, k_tiles)
         pairs = has_row[start:stop] @ has_key[:visible].T
         scores = rows[:, start:stop] @ keys[:visible].T * (scale / pairs)
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        scores = soft_capped(scores, softcap)
         tile, own = torch.arange(visible, device=q.device), torch.arange(start, stop, device=q.device)
         unknown = (tile > first + own[:, None]) | (pairs == 0)
         weights = torch.softmax(scores.masked_fill(unknown, -torch.inf), -1).nan_to_num(0.0)  # a row may know no tile

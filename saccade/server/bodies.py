@@ -8,8 +8,31 @@ from typing import Any
 
 import msgspec
 from fastapi.routing import APIRoute
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive
+
+from saccade.server.errors import ApiError
+
+
+def too_large(most: int) -> ApiError:
+    """The answer to a request of more bytes."""
+    return ApiError(413, f"a request may have {most} bytes at most", "request_too_large")
+
+
+async def read_body(receive: Receive, most: int) -> bytes:
+    """The whole body of a request, of at most ``most`` bytes: :func:`too_large` otherwise. ClientDisconnect where the
+    client goes before its end."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise too_large(most)
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
 def decoded(raw: bytes) -> Any:

@@ -19,7 +19,7 @@ from saccade.engine.stream import AsyncOutputs, Stream
 from saccade.errors import EngineLost, SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import load_tokenizer
-from saccade.server import wire
+from saccade.server import wire, wire_forms
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
@@ -49,14 +49,14 @@ class EngineProcess(asyncio.Protocol):
         self._frames = wire.Frames()
         try:
             start = json.dumps(
-                {"config": wire.config_dict(config), "log_level": log_level, "kv_events": kv_events}
+                {"config": wire_forms.config_dict(config), "log_level": log_level, "kv_events": kv_events}
             ).encode()
             self._socket.sendall(len(start).to_bytes(4, "little") + start)
             ready = self._first()
         except BaseException:
             self._kill()
             raise
-        self.about, self.note = wire.about_of(ready.about), ready.note
+        self.about, self.note = wire_forms.about_of(ready.about), ready.note
         self.tokenizer = load_tokenizer(self.about.path)
         self._transport: asyncio.Transport | None = None
         self._lost: str | None = None
@@ -96,7 +96,7 @@ class EngineProcess(asyncio.Protocol):
 
     async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
         outputs = AsyncOutputs([one.request_id for one in messages], self._cancel, threads=False)
-        frame = wire.Add(0, [wire.request(one) for one in messages], coming)
+        frame = wire.Add(0, [wire_forms.request(one) for one in messages], coming)
         for message, stream in zip(messages, outputs.streams):
             self._asked[message.request_id] = stream, message.prompt, outputs
         try:
@@ -111,17 +111,19 @@ class EngineProcess(asyncio.Protocol):
         return outputs
 
     async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
-        session: int = await self._call(wire.OpenSession(0, held, wire.encoded(name), wire.encoded(owner)))
+        session: int = await self._call(wire.OpenSession(0, held, wire_forms.encoded(name), wire_forms.encoded(owner)))
         return session
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
-        self._send(wire.SaveSession(0, session, wire.encoded(name), wire.encoded(owner)))
+        self._send(wire.SaveSession(0, session, wire_forms.encoded(name), wire_forms.encoded(owner)))
 
     def leave(self, session: int, name: str, owner: str) -> None:
-        self._send(wire.LeaveSession(0, session, wire.encoded(name), wire.encoded(owner)))
+        self._send(wire.LeaveSession(0, session, wire_forms.encoded(name), wire_forms.encoded(owner)))
 
     async def forget(self, session: int | None, name: str, owner: str) -> bool:
-        return bool(await self._call(wire.ForgetSession(0, session, wire.encoded(name), wire.encoded(owner))))
+        return bool(
+            await self._call(wire.ForgetSession(0, session, wire_forms.encoded(name), wire_forms.encoded(owner)))
+        )
 
     async def clear_prefixes(self) -> None:
         await self._call(wire.ClearPrefixes())
@@ -179,7 +181,7 @@ class EngineProcess(asyncio.Protocol):
         for output in frame.outputs:
             known = self._asked.get(output.request_id)
             if known is not None:
-                known[0].put(wire.step_output(output, known[1]))
+                known[0].put(wire_forms.step_output(output, known[1]))
                 if output.outcome is not None:
                     del self._asked[output.request_id]
 
@@ -190,7 +192,7 @@ class EngineProcess(asyncio.Protocol):
         if frame.error is None:
             call.set_result(frame.value)
         else:
-            call.set_exception(wire.raised(frame.error))
+            call.set_exception(wire_forms.raised(frame.error))
 
     # What goes to it.
 
@@ -222,7 +224,7 @@ class EngineProcess(asyncio.Protocol):
                 if isinstance(frame, wire.Ready):
                     return frame
                 if isinstance(frame, wire.Reply) and frame.error is not None:
-                    raise wire.raised(frame.error)
+                    raise wire_forms.raised(frame.error)
         raise EngineLost(f"the engine's process ended before its model was loaded ({_how(self.process)})")
 
     def _socket_now(self) -> socket.socket:

@@ -26,7 +26,7 @@ from saccade.engine.stream import Stream
 from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
-from saccade.server import wire
+from saccade.server import wire, wire_forms
 from saccade.server.engines import about_llm, prepare
 from saccade.server.grammar import Grammar, Grammars
 from saccade.server.kv_events import KVEvents
@@ -115,7 +115,7 @@ class EngineServer:
         loop = self.llm.loop
         try:
             if isinstance(frame, wire.Add):
-                messages = [wire.add_request(one, self._compile) for one in frame.requests]
+                messages = [wire_forms.add_request(one, self._compile) for one in frame.requests]
                 outlets = [Outlet(one.request_id, self.collected) for one in messages]
                 self._answer(frame.call, future := loop.post(messages, outlets, frame.coming))
                 if not future.done():
@@ -128,7 +128,7 @@ class EngineServer:
                 self.llm.engine.checks.policy(Policy.parse(frame.policy))
                 self._reply(frame.call, None)
             elif isinstance(frame, wire.Session):
-                self._session(frame, wire.decoded(frame.name), wire.decoded(frame.owner))
+                self._session(frame, wire_forms.decoded(frame.name), wire_forms.decoded(frame.owner))
             elif isinstance(frame, wire.ReportRunning):
                 self._answer(frame.call, loop.running_reports(frame.most))
             elif isinstance(frame, wire.ClearPrefixes):
@@ -166,7 +166,7 @@ class EngineServer:
         future.add_done_callback(done)
 
     def _reply(self, call: int, error: BaseException | None, value: Any = None) -> None:
-        reply = wire.Reply(call, value, None if error is None else wire.told(error))
+        reply = wire.Reply(call, value, None if error is None else wire_forms.told(error))
         if threading.get_ident() == self._flusher:  # it flushes once it has read its letters
             self._replies.append(reply)
         else:
@@ -179,7 +179,7 @@ class EngineServer:
 
     def _flush(self) -> None:
         self._flusher = threading.get_ident()
-        outputs, replies = [wire.output(one) for one in self.collected], self._replies
+        outputs, replies = [wire_forms.output(one) for one in self.collected], self._replies
         self.collected.clear()
         self._replies = []
         self.outbox.send(*replies, wire.Outputs(0, outputs, self._named.statistics()))
@@ -209,11 +209,11 @@ def main(descriptor: int) -> None:
         if start["kv_events"] is not None:
             KVEvents(llm, **start["kv_events"])
     except Exception as error:
-        outbox.send(wire.Reply(0, None, wire.told(error)))
+        outbox.send(wire.Reply(0, None, wire_forms.told(error)))
         sys.exit(2)
     server = EngineServer(llm, outbox)
     note = device_note(llm.model.device)
-    outbox.send(wire.Ready(0, wire.about_dict(about_llm(llm)), note, llm.loop.statistics()))
+    outbox.send(wire.Ready(0, wire_forms.about_dict(about_llm(llm)), note, llm.loop.statistics()))
     more = True
     while more:
         with suppress(Empty):

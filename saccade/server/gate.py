@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.errors import shown
 from saccade.server.admission import Caller
+from saccade.server.bodies import read_body, too_large
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.events import refuse
 from saccade.server.keys import Key
@@ -140,22 +141,12 @@ class Gate:
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return receive
         config = self.serving.config
-        too_big = ApiError(413, f"a request may have {config.max_body} bytes at most", "request_too_large")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > config.max_body:
-            raise too_big
-        body = bytearray()
+            raise too_large(config.max_body)
         try:
             async with asyncio.timeout(config.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    body += message.get("body", b"")
-                    if len(body) > config.max_body:
-                        raise too_big
-                    if not message.get("more_body", False):
-                        break
+                body = await read_body(receive, config.max_body)
         except TimeoutError:
             raise ApiError(
                 408, f"the body did not come within {config.body_seconds:g} seconds", "request_timeout"
@@ -165,8 +156,8 @@ class Gate:
             if kind != b"application/json" and not kind.endswith(b"+json"):
                 given = f", not {shown(kind.decode('latin-1'), 60)}" if kind else ""
                 raise ApiError(415, f"the content-type must be application/json{given}", "unsupported_media_type")
-            check_nesting(bytes(body), config.max_nesting)
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+            check_nesting(body, config.max_nesting)
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
+from saccade.server.bodies import read_body
 from saccade.server.errors import ApiError
 from saccade.server.events import DONE, error_event, named_event, refuse
 from saccade.server.routing import ROUTE_HEADER, route_of
@@ -82,11 +84,11 @@ class Ingress:
         if scope["type"] != "http":
             return
         try:
-            body = await self._body(receive)
+            body = await read_body(receive, self._max_body)
         except ApiError as error:
             await refuse(send, error)
             return
-        if body is None:
+        except ClientDisconnect:
             return
         headers = [(name.lower(), value) for name, value in scope["headers"]]
         route = route_of(scope["path"], dict(headers), body)
@@ -115,19 +117,6 @@ class Ingress:
             for task in (answer, gone):
                 task.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
-
-    async def _body(self, receive: Receive) -> bytes | None:
-        """The request's body; None where the client has gone."""
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self._max_body:
-                raise ApiError(413, f"a request may have {self._max_body} bytes at most", "request_too_large")
-            if not message.get("more_body", False):
-                return bytes(body)
 
     async def _answer(self, request: Forwarded, route: str, send: Send) -> None:
         for attempt in range(ATTEMPTS):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
+from saccade.bench.measured import Measured
 from saccade.bench.recall.measure import RecallRow
 
 MEAN, WORST = 0.90, 0.80
 
 
 @dataclass
-class EqualRow:
+class EqualRow(Measured):
     """``density`` and times where mean recall is at least ``mean`` and the worst head's at least ``worst``, by linear
     interpolation between two neighbours of the ladder; None where no step gets there: ``best_recall`` and
     ``best_worst`` then say how far it came. ``below``: the sparsest step is there already, so that less would do.
@@ -30,9 +31,6 @@ class EqualRow:
     below: bool
     best_recall: float
     best_worst: float
-
-    def as_dict(self) -> dict[str, object]:
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
 def at_equal_recall(rows: Sequence[RecallRow], mean: float = MEAN, worst: float = WORST) -> list[EqualRow]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from saccade.bench.inputs import Problem
+from saccade.bench.measured import Measured
 from saccade.bench.recall.ladders import Ladder
 from saccade.bench.recall.truth import Oracle, Truth, sampled_rows, spread_blocks, true_weights
 from saccade.bench.timing import median_ms
@@ -24,7 +25,7 @@ WHOLE = 0.99999  # recall from which on nothing is left out
 
 
 @dataclass
-class RecallRow:
+class RecallRow(Measured):
     """``recall``: the mean over sampled rows and heads of the share of the true weight that was read; ``worst``: the
     least of the heads' means; ``p1``: the 1st percentile of all rows and heads. ``error``: mean relative L2 error of
     the sampled rows' outputs against true attention, None where it did not run. ``oracle``: density of the fewest
@@ -58,9 +59,6 @@ class RecallRow:
     sdpa_ms: float
     speedup: float
     backend: str
-
-    def as_dict(self) -> dict[str, object]:
-        return {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from saccade.methods.cis.recorded import AHEAD, SharedKeys
 from saccade.methods.cis.sharing import Anchors
 from saccade.methods.device_state import Opening
 from saccade.methods.host_state import HostState
-from saccade.ops.cpu_plans import Shared
+from saccade.ops.cpu_readings import Shared
 from saccade.ops.cpu_structs import address, native
 from saccade.selection import Cone
 from saccade.selection.plan import DevicePlan

@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from saccade.errors import whole_number
-from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.borrowed import Borrowed
 from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.host_state import HostState
+from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.selection import Candidates, Dense, Selection, Tokens
 from saccade.selection.plan import DevicePlan, PlanSpec

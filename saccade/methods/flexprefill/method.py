@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Chunk, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk
 from saccade.methods.flexprefill.cpu import select_blocks as select_on_cpu
 from saccade.methods.flexprefill.device import select_blocks, select_lines
 from saccade.methods.flexprefill.modes import reference_blocks, token_lines, up_to_middle
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.tails import BlockMethod
 from saccade.ops import cpu, triton
 from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd

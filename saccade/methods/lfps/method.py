@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import whole_number
-from saccade.methods.base import Chunk, Method, Query, require, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.host_state import HostState
 from saccade.methods.lfps import device
@@ -47,6 +47,7 @@ from saccade.methods.lfps.prompt import last_rows, last_spread
 from saccade.methods.lfps.recorded import ForeseenKeys, RecordedTables
 from saccade.methods.lfps.stand_ins import sampled_rest, sink_share
 from saccade.methods.lfps.tables import GATES, ScoreTables, candidates, join_blocks, learn
+from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.ops.block_scores import top_blocks
 from saccade.ops.weights import as_tokens

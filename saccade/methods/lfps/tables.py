@@ -18,8 +18,8 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.machine import ask_for_huge_pages
-from saccade.methods.base import LARGEST
 from saccade.methods.lfps import cpu
+from saccade.methods.options import LARGEST
 from saccade.methods.state import MethodState
 from saccade.ops import triton
 from saccade.selection import Tokens

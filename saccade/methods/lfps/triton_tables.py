@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.methods.base import LARGEST
+from saccade.methods.options import LARGEST
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import also, pad
 from saccade.selection import Tokens

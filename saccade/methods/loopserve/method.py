@@ -49,11 +49,12 @@ import torch
 from torch import Tensor
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Chunk, Method, Query, require_choice, require_number, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.loopserve import device
 from saccade.methods.loopserve.line_cover import cover_rows
 from saccade.methods.loopserve.recorded import ChosenLines, RecordedLines
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.ops.scores import line_sums, row_weights, top_places
 from saccade.selection import Dense, Lines, Selection, Shape, Tokens

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.methods.base import Chunk, Method, Query, require_choice, require_whole
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.magicpig.tables import HashTables, draw
+from saccade.methods.options import require_choice, require_whole
 from saccade.selection import Dense, Selection
 
 LAYERS_PER_DRAW = 16  # layers that share their random projections

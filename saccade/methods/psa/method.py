@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Query, require_choice, require_number, require_whole
+from saccade.methods.base import Query
 from saccade.methods.dial import Dial
+from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks

@@ -11,18 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.methods.base import (
-    Chunk,
-    Method,
-    Query,
-    budget_keys,
-    require,
-    require_budget,
-    require_choice,
-    require_number,
-    require_whole,
-)
+from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dial import Dial
+from saccade.methods.options import budget_keys, require, require_budget, require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.methods.vattention.certified import Certifier, ValueNorms
 from saccade.methods.vattention.places import Middle, Read, counted, draws, ordered, upper_bounds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Query
-from saccade.ops.reference import logits
+from saccade.ops.reference import logits, soft_capped
 
 
 class Middle(NamedTuple):
@@ -71,7 +71,7 @@ def upper_bounds(query: Query, summary: Tensor, kv_head: int) -> Tensor:
     high, low = summary[:, 0, kv_head].float(), summary[:, 1, kv_head].float()
     bound = q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T
     bound += 1e-5 * (q.abs() @ torch.maximum(high.abs(), low.abs()).T)  # what the products' rounding may take away
-    return bound if query.softcap is None else query.softcap * torch.tanh(bound / query.softcap)
+    return soft_capped(bound, query.softcap)
 
 
 def draws(seed: int, stage: int, query: Query, kv_head: int, count: int) -> Tensor:

@@ -1,0 +1,104 @@
+"""The sequences of an engine that stay between two turns: opened, saved, restored, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from saccade.engine.request import Request
+from saccade.engine.saved import SavedSession, fingerprint, restore_sequence, save_sequence
+from saccade.engine.sequence import Sequence
+from saccade.engine.settling import Settling
+from saccade.errors import RequestError
+from saccade.kv.blocks import BlockManager
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
+
+
+class Sessions(Mapping[int, Sequence]):
+    """Sequences of ``pool`` by the ids of their sessions, for the one thread that drives the engine. ``chunk``: of
+    prefills."""
+
+    def __init__(self, model: LoadedModel, pool: BlockManager, chunk: int, settling: Settling) -> None:
+        self.model, self.pool, self.chunk = model, pool, chunk
+        self._settling = settling
+        self._sequences: dict[int, Sequence] = {}
+
+    def __getitem__(self, session: int) -> Sequence:
+        return self._sequences[session]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sequences)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def require(self, session: int) -> Sequence:
+        """The sequence of a session. RequestError where there is none."""
+        sequence = self._sequences.get(session)
+        if sequence is None:
+            raise RequestError(f"there is no session {session}; it was closed")
+        return sequence
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model: sessions of another one are refused."""
+        return fingerprint(self.model.runner.model)
+
+    def new_sequence(self) -> Sequence:
+        """A sequence of no session yet, that the worker remembers until it is dropped."""
+        sequence = Sequence(self.pool, self.model.runner.rope_regime)
+        self._settling.memories[sequence.id] = sequence.memory
+        return sequence
+
+    def open(self) -> int:
+        """A new session's id."""
+        sequence = self.new_sequence()
+        self._sequences[sequence.id] = sequence
+        return sequence.id
+
+    def save(self, session: int) -> SavedSession:
+        """A copy of a session between two turns. RequestError where there is none, or while a turn runs."""
+        return save_sequence(self.require(session), self.fingerprint, self.chunk)
+
+    def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
+        """A new session of what was saved: its id, and what is to be said. See engine.saved.restore_sequence."""
+        with self.coming_back() as sequence:
+            note = restore_sequence(sequence, saved, self.fingerprint, self.chunk, damaged, recompute)
+        return sequence.id, note
+
+    @contextmanager
+    def coming_back(self) -> Iterator[Sequence]:
+        """A sequence that is to be given its tokens meanwhile, and then is a session; whoever needs its blocks gets
+        them. Where that raises, nothing is left of it."""
+        sequence = self.new_sequence()
+        try:
+            yield sequence
+        except BaseException:
+            sequence.memory.drop()
+            self._settling.memories.pop(sequence.id, None)
+            raise
+        self._sequences[sequence.id] = sequence
+        self._settling.scheduler.park(sequence)
+
+    def forget(self, session: int) -> Request | None:
+        """Drop a session and give its blocks back. Returns the turn that still ran, which is cancelled. Nothing happens
+        where there is no such session."""
+        sequence, settling = self._sequences.get(session), self._settling
+        if sequence is None:
+            return None
+        turn = sequence.turn
+        if turn is not None:
+            settling.cancel(turn)
+        settling.scheduler.idle.pop(id(sequence), None)
+        if settling.prefixes is not None:
+            settling.prefixes.leave(sequence, keep=True)
+        sequence.truncate(0)
+        sequence.drop_kv()  # what methods knew, too: whoever holds the session may hold it for long
+        sequence.turn_start = None
+        del self._sequences[session]
+        settling.memories.pop(session, None)
+        return turn

@@ -1,0 +1,69 @@
+"""The heads of stored sessions: all that is stored of one but for its segments, and which these are."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from saccade.engine.saved import SavedSession
+from saccade.records import Record, decode_record, encode_record
+from saccade.segments import Segment
+
+HEAD = "saccade session head"
+OWN = "own/"  # before the names of the owner's tensors
+
+
+@dataclass(frozen=True)
+class Own:
+    """Whose session it is, and the ``data``, as JSON can hold it, and ``tensors`` that its owner saves with it.
+    ``group``: see :func:`group_of`."""
+
+    group: str
+    name: str
+    owner: str
+    data: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Head:
+    """``saved``: what the engine knows beside the keys and values in ``segments``; ``damaged``: those of its tensors
+    that are not what was written, which are left out."""
+
+    own: Own
+    saved: SavedSession
+    segments: list[Segment]
+    damaged: list[str] = field(default_factory=list)
+
+
+def group_of(owner: str, name: str) -> str:
+    """What a session's records lie under, whatever its name looks like."""
+    return "s" + hashlib.blake2b(f"{owner}\0{name}".encode(), digest_size=16).hexdigest()
+
+
+def encode_head(head: Head, said_alone: bool = False) -> bytes:
+    """A record of a head; ``said_alone``: of the engine's tensors with the tokens alone."""
+    own, parts = head.own, head.saved.tensors
+    about = {"group": own.group, "name": own.name, "owner": own.owner, "own": own.data}
+    listed = [[one.key, one.start, one.stop, one.seal] for one in head.segments]
+    tensors = {"tokens": parts["tokens"]} if said_alone else parts
+    tensors = tensors | {f"{OWN}{key}": tensor for key, tensor in own.tensors.items()}
+    return encode_record(Record(HEAD, about | {"engine": head.saved.data, "segments": listed}, tensors))
+
+
+def decode_head(content: Any, called: str) -> Head:
+    """What :func:`encode_head` wrote; ``called``: the name of the session in errors. RequestError where it is no head,
+    or damaged beyond its tensors."""
+    record = decode_record(content, HEAD, called)
+    data, tensors = record.data, record.tensors
+    own = {key.removeprefix(OWN): part for key, part in tensors.items() if key.startswith(OWN)}
+    parts = {key: part for key, part in tensors.items() if not key.startswith(OWN)}
+    return Head(
+        Own(data["group"], data["name"], data["owner"], data["own"], own),
+        SavedSession(data["engine"], parts),
+        [Segment(*one) for one in data["segments"]],
+        [name for name in record.damaged if not name.startswith(OWN)],
+    )
