@@ -14,8 +14,8 @@ from saccade.methods.loopserve import LoopServe
 from saccade.methods.loopserve.blocks import query_blocks
 from saccade.methods.loopserve.method import AnsweringState
 from saccade.methods.loopserve.rounds import cover_rounds
-from saccade.ops import row_shares
-from saccade.ops.row_shares import row_sums
+from saccade.ops import cpu, row_shares
+from saccade.ops.row_shares import _sums, row_sums
 from saccade.selection import Blocks, Dense, Lines, Shape
 
 HEADS, KV_HEADS, D = 4, 2, 16
@@ -57,15 +57,51 @@ def test_sums_of_rows_by_query_block(q_len, n, every, size, softcap, monkeypatch
     q, k, chunk = draw(q_len, n, noise=0.4)
     rows = torch.arange(q_len - 1, -1, -every).flip(0)
     blocks, places = query_blocks(chunk.shape, rows, size)
-    for most in (row_shares.MOST, 5 * 2 * n):  # five rows at once cut query blocks
-        monkeypatch.setattr(row_shares, "MOST", most)
-        found = row_sums(q, chunk.kv, chunk.shape, rows, places, size, chunk.scale, softcap)
-        for head in range(HEADS):
-            expected = by_hand(q, k, rows, n, size, head, softcap)
-            assert blocks.tolist() == list(expected)
+    at = q, chunk.kv, chunk.shape, rows, places, size, chunk.scale, softcap
+    found = {"torch": _sums(*at)}
+    monkeypatch.setattr(row_shares, "MOST", 5 * 2 * n)  # five rows at once cut query blocks
+    found["torch, a few rows at once"] = _sums(*at)
+    try:
+        for isa in cpu.supported_isas():
+            cpu.set_isa(isa)
+            found[isa] = row_sums(*at)
+    finally:
+        cpu.set_isa(None)
+    for head in range(HEADS):
+        expected = by_hand(q, k, rows, n, size, head, softcap)
+        assert blocks.tolist() == list(expected)
+        sums = torch.from_numpy(np.stack(list(expected.values()))).float()
+        for name, one in found.items():
             torch.testing.assert_close(
-                found[head].double(), torch.from_numpy(np.stack(list(expected.values()))), atol=1e-5, rtol=1e-4
+                one[head], sums, atol=1e-5, rtol=1e-4, msg=lambda why, name=name: f"{name}: {why}"
             )
+
+
+@pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
+def test_bfloat16_sums_on_every_kernel():
+    """Heads that tiles of AMX serve, and query blocks with more rows than a tile holds."""
+    q, k, v = (torch.randn(h, 700, 64, generator=torch.Generator().manual_seed(h)).bfloat16() for h in (4, 2, 2))
+    view, shape = KVView.from_tensors(k, v, 32, shuffle_seed=1), Shape.suffix(4, 2, 450, 700)
+    rows = torch.arange(0, 450)
+    at = q[:, 250:], view, shape, rows, query_blocks(shape, rows, 128)[1], 128, 0.2
+    try:
+        for isa in cpu.supported_isas():
+            cpu.set_isa(isa)
+            torch.testing.assert_close(row_sums(*at), _sums(*at, None), atol=1e-2, rtol=1e-3)  # of up to 128 rows
+    finally:
+        cpu.set_isa(None)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=cpu.why_unavailable() or "-")
+def test_the_kernels_refuse_rows_and_places_that_are_not_there():
+    q, _, chunk = draw(40, 100)
+    for rows, places, why in (
+        ([0, 40], [0, 1], "row 40 is not a later one of the 40"),
+        ([5, 5], [0, 1], "row 5 is not a later one"),
+        ([0, 1, 2], [0, 7, 1], "place 7 is not among the 2"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            row_sums(q, chunk.kv, chunk.shape, torch.tensor(rows), torch.tensor(places), 32, chunk.scale)
 
 
 @pytest.mark.parametrize(("q_len", "n"), [call for call in CALLS if call[0] > 1])

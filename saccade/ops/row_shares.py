@@ -61,8 +61,24 @@ def row_sums(
     k_blocks]; NaN where logits are not finite.
 
     ``q`` [heads, q_len, head_dim]. ``rows`` int64 [r]: numbers within the call, rising; ``places`` int64 [r]: of each
-    row, rising from 0. Weights of single keys are held for a few rows at once.
+    row, rising from 0. Elsewhere than on the C++ kernels weights of single keys are held, for a few rows at once.
     """
+    if cpu_sums.serves_row_shares(q, kv, 1, block_size) is None:
+        return cpu_sums.row_sums(q, kv, shape, rows, places, block_size, scale, softcap)
+    return _sums(q, kv, shape, rows, places, block_size, scale, softcap)
+
+
+def _sums(
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    rows: Tensor,
+    places: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """:func:`row_sums` in torch."""
     sums = torch.zeros(shape.heads, int(places[-1]) + 1, -(-shape.k_len // block_size), device=q.device)
     which, places = rows.to(q.device), places.to(q.device)
     each = max(1, MOST // (shape.group * shape.k_len))
@@ -79,4 +95,4 @@ def _by_rows(
     q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None
 ) -> Tensor:
     """Sums over sampled rows, which :func:`row_shares` brings to a sum of 1."""
-    return row_sums(q, kv, shape, *sampled_rows(shape, rows, block_size), block_size, scale, softcap)
+    return _sums(q, kv, shape, *sampled_rows(shape, rows, block_size), block_size, scale, softcap)
