@@ -168,7 +168,7 @@ class LoopServe(Method):
         if by_block and shape.k_len <= 2 * self.block_size:  # the first and the diagonal block are all that there is
             return Dense(shape)
         rows, answer, looked = self._drawn(chunk), self._answer(chunk), chunk
-        if answer is not None:  # as if it were of the chunk; lines do not say for which rows they are
+        if answer is not None:  # looked at as if it were of the chunk, for whose rows alone the selection is
             count = answer.shape[1]
             longer = Shape.suffix(shape.heads, shape.kv_heads, count + shape.q_len, shape.k_len, shape.device)
             rows = torch.cat([torch.arange(count, device="cpu"), count + rows])
