@@ -51,6 +51,15 @@ void row_shares(const KernelSet& set, int threads, const Pool& pool, const Block
     if (shares.rows > 64) throw std::invalid_argument("rows=" + std::to_string(shares.rows) + " is above 64");
     if (128 % shares.block_size)
         throw std::invalid_argument("block_size=" + std::to_string(shares.block_size) + " must divide 128");
+    for (int64_t i = 0; shares.listed && i < shares.count; ++i) {
+        const int64_t least = i ? shares.listed[i - 1] + 1 : 0;
+        if (shares.listed[i] < least || shares.listed[i] >= queries.q_len)
+            throw std::invalid_argument("row " + std::to_string(shares.listed[i]) + " is not a later one of the " +
+                                        std::to_string(queries.q_len) + " of the call");
+        if (shares.place[i] < 0 || shares.place[i] >= shares.places)
+            throw std::invalid_argument("place " + std::to_string(shares.place[i]) + " is not among the " +
+                                        std::to_string(shares.places));
+    }
     run(set.row_shares, about(shares, threads, pool, table, queries));
 }
 
@@ -80,7 +89,10 @@ void bind_sums(nb::module_& m, KernelSetClass& set) {
     bind_struct<RowShares>(m, "RowShares",
                            {field<&RowShares::k_len>("k_len"), field<&RowShares::rows>("rows").at_least(1),
                             field<&RowShares::block_size>("block_size").at_least(1),
-                            field<&RowShares::shares>("shares")});
+                            field<&RowShares::shares>("shares"), field<&RowShares::listed>("listed").optional(),
+                            field<&RowShares::place>("place").optional(),
+                            field<&RowShares::count>("count").optional(),
+                            field<&RowShares::places>("places").optional()});
     bind_struct<CoverCall>(
         m, "Cover",
         {field<&CoverCall::weights>("weights"), field<&CoverCall::positions>("positions"),

@@ -136,11 +136,14 @@ struct Antidiagonals {
 };
 
 // Exact attention of `rows` rows of every query block, at most kTile (row_shares.h): the sums of their shares, fp32
-// [heads, q_blocks, k_blocks], zero on entry. block_size divides kStep.
+// [heads, q_blocks, k_blocks], zero on entry. block_size divides kStep. Where `listed` is not null, `count` rows are
+// looked at instead, numbers within the call and rising, and q_blocks is `places`: place[i] is where the i-th adds to.
 struct RowShares {
     Attention attention;
     int64_t k_len, rows, block_size;
     float* shares;
+    const int32_t *listed, *place;
+    int64_t count, places;
 };
 
 // One decode step over candidates (saccade/selection/candidates.py). `attention` holds the row, out and lse.

@@ -1,5 +1,6 @@
 // Exact attention of a few rows of every query block, summed over blocks of keys (saccade/ops/row_shares.py). A task is
-// one head and the rows of as many query blocks as fit a tile: keys are read once for all of them.
+// one head and the rows of as many query blocks as fit a tile: keys are read once for all of them. Of listed rows, which
+// may leave a place to two tiles, a task is a head and its tiles follow each other.
 #pragma once
 
 #include "tile_task.h"
@@ -14,14 +15,14 @@ struct RowSharesPlan {
     explicit RowSharesPlan(const RowShares& call) : s(call) {
         const Attention& a = s.attention;
         first_block = a.q_start / s.block_size;
-        q_blocks = (a.q_start + a.q_len - 1) / s.block_size - first_block + 1;
+        q_blocks = s.listed ? s.places : (a.q_start + a.q_len - 1) / s.block_size - first_block + 1;
         k_blocks = (s.k_len + s.block_size - 1) / s.block_size;
         blocks_each = kTile / s.rows;
         groups = (q_blocks + blocks_each - 1) / blocks_each;
     }
 };
 
-// The rows of one task: of each query block `rows` of those that the call has, or all, evenly spread.
+// The rows of one tile: of each query block `rows` of those that the call has, or all, evenly spread; or listed ones.
 struct SampledLanes {
     int64_t count = 0, row[kTile], q_block[kTile];
 
@@ -36,6 +37,13 @@ struct SampledLanes {
                 row[count] = low + (2 * i + 1) * (high - low) / (2 * taken);
                 q_block[count] = block;
             }
+        }
+    }
+
+    SampledLanes(const RowShares& s, int64_t first) {
+        for (; count < kTile && first + count < s.count; ++count) {
+            row[count] = s.listed[first + count];
+            q_block[count] = s.place[first + count];
         }
     }
 };
@@ -141,8 +149,23 @@ class RowSharesTask : TileTask<Math, T> {
 };
 
 template <class Math, class T>
+void listed_shares(RowSharesPlan& plan) {
+    parallel_for(
+        plan.s.attention.heads, plan.s.attention.threads,
+        [](void* context, int64_t head) {
+            const RowSharesPlan& plan = *static_cast<const RowSharesPlan*>(context);
+            for (int64_t first = 0; first < plan.s.count; first += kTile) {
+                SampledLanes lanes(plan.s, first);
+                RowSharesTask<Math, T>(plan, head, lanes).run();
+            }
+        },
+        &plan);
+}
+
+template <class Math, class T>
 void row_shares_typed(const RowShares& s) {
     RowSharesPlan plan(s);
+    if (s.listed) return listed_shares<Math, T>(plan);
     parallel_for(
         s.attention.heads * plan.groups, s.attention.threads,
         [](void* context, int64_t index) {

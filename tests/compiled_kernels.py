@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from saccade.methods.cis import triton_one_launch
 from saccade.methods.cis.triton_row_words import WORDS
-from saccade.methods.loopserve import triton_round_steps, triton_rounds
+from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
     block_rows,
@@ -40,7 +40,7 @@ TYPES = {
     "is_column": "*i8", "spans": "*i32", "span_offsets": "*i64", "begins_upto": "*i32", "v_offsets": "*i64",
     "columns_upto": "*i32", "starts": "*i64", "lowest": "*i64", "lse": "*fp32", "rows": "*i64", "row_log": "*fp32",
     "logs": "*fp32", "scale_log2": "fp32", "softcap": "fp32", "ln2": "fp32", "taken": "*i8", "threshold": "fp32",
-    "bar": "fp32", "elsewhere": "*i8", "state": "*i64", "best": "*fp64", "sums": "*i64",
+    "bar": "fp32", "elsewhere": "*i8", "state": "*i64", "best": "*fp64", "sums": "*i64", "listed": "*i64",
 }  # fmt: skip
 STORED = ("q_ptr", "k_pool", "v_pool", "keys", "values", "mean_keys", "mean_values", "out")  # of the storage dtype
 FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
@@ -49,6 +49,7 @@ OTHERS = {
     means._means: {"out": "*fp32"},
     prefill_together._together: {"table": "*i64", "none": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
+    row_shares._add: {"found": "*fp32", "blocks": "*i64"},
     line_blocks._covered: {
         "columns": "*i64",
         "k_ptr": "*bf16",
@@ -75,6 +76,7 @@ OTHERS = {
 ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
 
 E4M3 = {"LARGEST": 448.0, "LEAST": 1e-20}
+LADDER = {"LADDER": triton_rounds.LADDER, "STEPS": triton_rounds.STEPS}
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "UNITS": 32, "CAPPED": False, "PAGE": 32, "LN2": 0.69}
 
 
@@ -87,14 +89,17 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (fp8._add_norm, {"CHANNELS": 4096, "WIDTH": 4096, "ADDS": True, **E4M3}, {"num_warps": 4}),
         (fp8._gated, {"INNER": 14336, "WIDTH": 16384, **E4M3}, {"num_warps": 16}),
         (fp8._heads, {"HEADS": 28, "ALL": 32, "HEAD_DIM": 128, "WIDTH": 128, **E4M3}, {"num_warps": 4}),
-        (triton_rounds._sum_lines, {"SPAN": 1024, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
-        (
-            triton_rounds._rounds,
-            {"ROWS": 512, "LINES": 8, "SPAN": 4096, "LADDER": triton_rounds.LADDER, "UNIT": triton_rounds.UNIT},
-            {"num_warps": 16},
-        ),
+        (row_shares._add, {"WIDTH": 1024}, {"num_warps": 4}),
+        (row_shares._add, {"WIDTH": 8192}, {"num_warps": 8}),
+        (triton_blocks._cross, {"WIDTH": 1024}, {"num_warps": 4}),
     ]
-    wide = {"CHUNK": triton_round_steps.CHUNK, "PARTS": 128, "LADDER": triton_rounds.LADDER}
+    for span, lines_span, warps in ((1024, 4096, 16), (128, 1024, 4)):
+        own = {"ROWS": 512, "LINES": 8, "SPAN": lines_span, **LADDER, "UNIT": triton_rounds.UNIT}
+        found += [
+            (triton_rounds._sum_lines, {"SPAN": span, "UNIT": triton_rounds.UNIT}, {"num_warps": 4}),
+            (triton_rounds._rounds, own, {"num_warps": warps}),
+        ]
+    wide = {"CHUNK": triton_round_steps.CHUNK, "PARTS": 128, **LADDER}
     found += [
         (triton_round_steps._take_lines, {"KIND": 0, "ROWS": 512, "LINES": 8, "UNIT": 2.0**40}, {"num_warps": 8}),
         (triton_round_steps._take_lines, {"KIND": 1, "ROWS": 512, "LINES": 8, "UNIT": 2.0**40}, {"num_warps": 8}),
@@ -110,7 +115,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         found.append((heaviest._best, {**own, **best}, {"num_warps": 4}))
         rows, warps = (128, 8) if dtype == "bf16" and width == 128 else (32, 4)
         sampled = {"GROUP": 4, "EACH": 8, "SIZE": 128, "ROWS": rows, "SPAN": 64, "STAGES": 2, "COPIED": False}
-        found.append((row_shares._weigh, {**own, **sampled}, {"num_warps": warps}))
+        found += [(row_shares._weigh, {**own, **sampled, "LISTED": one}, {"num_warps": warps}) for one in (False, True)]
         found += [
             (kernel, {**own, "GROUP": 4, "ROWS": 64, "KEYS": 64}, {"num_warps": 4})
             for kernel in (row_weights._logs, row_weights._weights)
@@ -130,11 +135,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             for cone in (False, True)
         ]
     copied = {"dtype": "bf16", "D": 128, "D_PAD": 128, "PRECISION": "tf32", **HEADS, "GROUP": 4, "COPIED": True}
+    sampled = {"EACH": 8, "SIZE": 128, "ROWS": 128, "SPAN": 64, "STAGES": 2, "tiles": {"k_pool": (128, 128)}}
     found += [
-        (
-            row_shares._weigh,
-            {**copied, "EACH": 8, "SIZE": 128, "ROWS": 128, "SPAN": 64, "STAGES": 2, "tiles": {"k_pool": (128, 128)}},
-            {"num_warps": 8},
+        *(
+            (row_shares._weigh, {**copied, **sampled, "LISTED": listed}, {"num_warps": 8})
+            for listed in (False, True)
         ),
         (
             antidiagonals._weigh_rows,

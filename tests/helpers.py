@@ -216,6 +216,7 @@ MATRIX = (
             {"alpha": 0.8},
             {"alpha": 0.6, "samples": 40, "min_rows": 1},
             {"alpha": 0.1, "overlap": "paper", "min_rows": 1},
+            {"alpha": 0.7, "samples": 40, "lines": "block", "block_size": 32, "min_rows": 1},
             {"alpha": 0.8, "budget": 40, "first": 0, "n_d": 1},
             {"alpha": 0.8, "budget": 30, "first": 0, "observed": 1, "unit": "q_head", "force": True},
         ),

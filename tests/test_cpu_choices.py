@@ -29,6 +29,7 @@ METHODS = {
     "flexprefill paper": FlexPrefill(gamma=0.8, tau=0.2, block_size=128, min_budget=0, mode="paper"),
     "minference": MInference(vertical=60, slash=50, keep_columns=4, keep_diagonals=8),
     "loopserve": LoopServe(alpha=0.9, samples=100),
+    "loopserve blocks": LoopServe(alpha=0.8, samples=100, lines="block", block_size=64),
     "sampled_rows": SampledRows(threshold=0.05, gamma=0.6, block_size=64),
     "xattention": XAttention(threshold=0.8, block_size=64),
     "xattention 16": XAttention(threshold=0.9, stride=16, block_size=128),

@@ -99,3 +99,32 @@ def row_shares(
     wanted = native.RowShares(k_len=shape.k_len, rows=rows, block_size=block_size, shares=shares.data_ptr())
     cpu.kernels().row_shares(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
     return shares
+
+
+def row_sums(
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    rows: Tensor,
+    places: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """``row_shares.row_sums`` for calls that :func:`serves_row_shares` allows: a task is a head."""
+    call = Call(q, kv, shape, scale, softcap, None)
+    listed, place = (part.to("cpu", torch.int32).contiguous() for part in (rows, places))
+    count = int(place[-1]) + 1
+    sums = torch.zeros(shape.heads, count, -(-shape.k_len // block_size), device="cpu")
+    wanted = native.RowShares(
+        k_len=shape.k_len,
+        rows=1,
+        block_size=block_size,
+        shares=sums.data_ptr(),
+        listed=listed.data_ptr(),
+        place=place.data_ptr(),
+        count=listed.numel(),
+        places=count,
+    )
+    cpu.kernels().row_shares(call.threads, call.pool, call.table, call.queries(0, shape.q_len), wanted)
+    return sums

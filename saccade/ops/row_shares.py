@@ -47,17 +47,52 @@ def row_shares(
     return shares / shares.sum(-1, keepdim=True)
 
 
-def _by_rows(
-    q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None
+def row_sums(
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    rows: Tensor,
+    places: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Sums over sampled rows, which :func:`row_shares` brings to a sum of 1."""
-    which, q_block = (part.to(q.device) for part in sampled_rows(shape, rows, block_size))
-    sums = torch.zeros(shape.heads, int(q_block[-1]) + 1, -(-shape.k_len // block_size), device=q.device)
+    """Softmax weights of ``rows``, summed over blocks of keys, and over the rows of each place: fp32 [heads, places,
+    k_blocks]; NaN where logits are not finite.
+
+    ``q`` [heads, q_len, head_dim]. ``rows`` int64 [r]: numbers within the call, rising; ``places`` int64 [r]: of each
+    row, rising from 0. Elsewhere than on the C++ kernels weights of single keys are held, for a few rows at once.
+    """
+    if cpu_sums.serves_row_shares(q, kv, 1, block_size) is None:
+        return cpu_sums.row_sums(q, kv, shape, rows, places, block_size, scale, softcap)
+    return _sums(q, kv, shape, rows, places, block_size, scale, softcap)
+
+
+def _sums(
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    rows: Tensor,
+    places: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """:func:`row_sums` in torch."""
+    sums = torch.zeros(shape.heads, int(places[-1]) + 1, -(-shape.k_len // block_size), device=q.device)
+    which, places = rows.to(q.device), places.to(q.device)
     each = max(1, MOST // (shape.group * shape.k_len))
     for kv_head in range(shape.kv_heads):
         heads = sums[kv_head * shape.group : (kv_head + 1) * shape.group]
         for start in range(0, which.numel(), each):
             part = slice(start, start + each)
             weights = row_weights(q, kv, shape, kv_head, which[part], scale, softcap)
-            heads.index_add_(1, q_block[part], block_sums(weights, block_size))
+            heads.index_add_(1, places[part], block_sums(weights, block_size))
     return sums
+
+
+def _by_rows(
+    q: Tensor, kv: KVView, shape: Shape, rows: int, block_size: int, scale: float, softcap: float | None
+) -> Tensor:
+    """Sums over sampled rows, which :func:`row_shares` brings to a sum of 1."""
+    return _sums(q, kv, shape, *sampled_rows(shape, rows, block_size), block_size, scale, softcap)

@@ -133,7 +133,7 @@ def test_lines_cover_what_the_host_s_do(n, q_len):
     [
         MInference(vertical=200, slash=300),
         MInference(pattern="block_sparse", blocks=9),
-        LoopServe(alpha=0.9, take="round", samples=100),
+        LoopServe(alpha=0.9, take="round", lines="token", samples=100),
         LoopServe(alpha=0.9, take="line", samples=100),
     ],
     ids=str,

@@ -11,7 +11,7 @@ from tiny_models import make_checkpoint, random_ids
 from saccade import LLM, SamplingParams
 from saccade.methods import Policy
 
-ON_A_GPU = {"flexprefill": {"lines": "block"}, "loopserve": {"take": "round"}}  # what "auto" means there alone
+ON_A_GPU = {"flexprefill": {"lines": "block"}, "loopserve": {"lines": "block"}}  # what "auto" means there alone
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ PREFILL = (
     "flashprefill(unit=kv_head, alpha=0.3|0.08|0.03|0.01|0.003)",
     "minference(vertical=250|500|1000|1000|2000, slash=350|700|1500|6096|6096)",
     "minference(pattern=block_sparse, blocks=25|50|100|200)",
-    "loopserve(alpha=0.9|0.95|0.98|0.995)",
+    "loopserve(lines=token, alpha=0.9|0.95|0.98|0.995)",
+    "loopserve(lines=block, alpha=0.7|0.8|0.9|0.95|0.98|0.995)",
     "a_shape(window=1024|3968|8192)",
     "tri_shape(window=1024|3968|8192)",
 )

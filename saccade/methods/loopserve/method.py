@@ -16,6 +16,10 @@ where the paper is silent or cannot be run as printed:
   ``samples=256, last_rows=0`` samples as the paper says;
 * a GPU takes lines in rounds (rounds.py): one after another is a chain as long as the list. ``take="line"`` has them
   one by one there too, ``take="round"`` in rounds everywhere;
+* ``lines="block"`` covers the sampled rows by columns and distances of blocks of ``block_size`` keys (blocks.py), for a
+  kernel that reads blocks: single lines cost it several dense pairs each (docs/performance-gpu.md). ``lines="auto"``
+  takes blocks on a GPU and tokens elsewhere. Blocks are covered in rounds with exact overlaps everywhere: with
+  ``take="line"`` or ``overlap="paper"``, which say how single lines are taken, ``auto`` stays at tokens;
 * 6.1.4 prints alpha = 0.955, but its own study calls 0.99 to 1 best: the default is 0.995.
 
 With chunked prefill every chunk is a turn of its own.
@@ -52,6 +56,7 @@ from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.loopserve import device
+from saccade.methods.loopserve.blocks import select_blocks
 from saccade.methods.loopserve.line_cover import cover_rows
 from saccade.methods.loopserve.recorded import ChosenLines, RecordedLines
 from saccade.methods.options import require_choice, require_number, require_whole
@@ -60,6 +65,8 @@ from saccade.ops.scores import line_sums, row_weights, top_places
 from saccade.selection import Dense, Lines, Selection, Shape, Tokens
 from saccade.selection.csr import offsets_of
 from saccade.selection.plan import DevicePlan, PlanSpec
+
+NOTE = "prefill: 'loopserve' read lines as blocks, as it does on a GPU (lines=auto; lines=token reads single ones)"
 
 
 @dataclass
@@ -88,8 +95,9 @@ class AnsweringState(LoopServeState):
 @dataclass(frozen=True)
 class LoopServe(Method):
     """Prefill: per query head the lines, by new weight per new cell, that recover ``alpha`` of the attention of
-    ``samples`` of the appended rows and the ``last_rows``. Fewer than ``min_rows`` rows are dense: lines cannot pay for
-    their choice. ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step ``first`` and every
+    ``samples`` of the appended rows and the ``last_rows``: columns and distances of single keys, or of blocks of
+    ``block_size`` (``lines="block"``). Fewer than ``min_rows`` rows are dense: lines cannot pay for their choice.
+    ``alpha=1`` is dense. Decode: ``budget`` lines, a key each, chosen at output step ``first`` and every
     ``n_d`` steps."""
 
     name: ClassVar[str] = "loopserve"
@@ -101,6 +109,8 @@ class LoopServe(Method):
     last_rows: int = 64
     overlap: str = "exact"
     take: str = "auto"
+    lines: str = "auto"
+    block_size: int = 128
     min_rows: int = 64
     seed: int = 0
     budget: int = 1024
@@ -122,6 +132,14 @@ class LoopServe(Method):
         require_choice("take", self.take, ("auto", "line", "round"))
         if self.take == "round" and self.overlap != "exact":
             raise PolicyError("take=round does not go with overlap=paper, which orders lines by their whole weight")
+        require_choice("lines", self.lines, ("auto", "token", "block"))
+        require_choice("block_size", self.block_size, (32, 64, 128))
+        if self.lines == "block" and not self._by_rounds:
+            given = "take=line" if self.overlap == "exact" else f"overlap={self.overlap}"
+            raise PolicyError(
+                f"lines=block does not go with {given}, which says how single lines are taken; blocks are covered in "
+                "rounds with exact overlaps: leave it out, or give lines=token"
+            )
         require_whole("min_rows", self.min_rows, 1)
         require_whole("seed", self.seed, 0)
         for name in ("budget", "n_d"):
@@ -138,18 +156,30 @@ class LoopServe(Method):
     def reads_all(self, start: int, stop: int) -> bool:
         return self.alpha >= 1.0 or stop - start < self.min_rows
 
+    @property
+    def _by_rounds(self) -> bool:
+        """Whether lines may be taken in rounds, which blocks are."""
+        return self.overlap == "exact" and self.take != "line"
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         shape = chunk.shape
         if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
-        rows = self.sample(chunk)
-        answer = self._answer(chunk)
-        if answer is not None:  # as if it were of the chunk; lines do not say for which rows they are
-            shape = Shape.suffix(shape.heads, shape.kv_heads, answer.shape[1] + shape.q_len, shape.k_len, shape.device)
-            rows = torch.cat([torch.arange(answer.shape[1], device=rows.device), answer.shape[1] + rows])
-            longer = replace(chunk, q=torch.cat([answer, chunk.q], 1), shape=shape)
-            return replace(self._cover(longer, rows), shape=chunk.shape)
-        return self._cover(chunk, rows)
+        by_block = self.lines == "block" or (self.lines == "auto" and self._by_rounds and chunk.q.is_cuda)
+        if by_block and shape.k_len <= 2 * self.block_size:  # the first and the diagonal block are all that there is
+            return Dense(shape)
+        rows, answer, looked = self._drawn(chunk), self._answer(chunk), chunk
+        if answer is not None:  # looked at as if it were of the chunk, for whose rows alone the selection is
+            count = answer.shape[1]
+            longer = Shape.suffix(shape.heads, shape.kv_heads, count + shape.q_len, shape.k_len, shape.device)
+            rows = torch.cat([torch.arange(count, device="cpu"), count + rows])
+            looked = replace(chunk, q=torch.cat([answer, chunk.q], 1), shape=longer)
+        chunk.cost.scored += rows.numel() * shape.k_len
+        if not by_block:
+            return replace(self._cover(looked, rows.to(chunk.q.device)), shape=shape)
+        if self.lines == "auto" and NOTE not in chunk.cost.notes:
+            chunk.cost.notes.append(NOTE)
+        return select_blocks(looked, rows, self.alpha, self.block_size, shape)
 
     def _answer(self, chunk: Chunk) -> Tensor | None:
         """The rows of the last answer that end where the chunk begins, [heads, m, head_dim]."""
@@ -160,25 +190,27 @@ class LoopServe(Method):
 
     def _cover(self, chunk: Chunk, rows: Tensor) -> Lines:
         """The lines that recover the weight of the chunk's ``rows``."""
-        shape = chunk.shape
-        chunk.cost.scored += rows.numel() * shape.k_len
         if device.serves(chunk, self.overlap) is None:
             return device.select_lines(chunk, rows, self.alpha, self.take != "line")
-        at = chunk.q, chunk.kv, shape, rows, self.alpha, chunk.scale, chunk.softcap
+        at = chunk.q, chunk.kv, chunk.shape, rows, self.alpha, chunk.scale, chunk.softcap
         lines = cover_rows(*at, overlap=self.overlap, rounds=self.take == "round")
-        return Lines.from_lists(shape, *zip(*lines))
+        return Lines.from_lists(chunk.shape, *zip(*lines))
 
     def sample(self, chunk: Chunk) -> Tensor:
         """The rows of the chunk that are looked at, sorted, int64: ``samples``, uniform without replacement whatever
         else runs, and the ``last_rows`` behind them."""
+        return self._drawn(chunk).to(chunk.q.device)
+
+    def _drawn(self, chunk: Chunk) -> Tensor:
+        """:meth:`sample` on the CPU, where it is drawn."""
         shape = chunk.shape
         earlier = shape.q_len - self.last_rows
         if earlier <= self.samples:
-            return torch.arange(shape.q_len, device=chunk.q.device)
+            return torch.arange(shape.q_len, device="cpu")
         rng = np.random.default_rng([self.seed, chunk.layer, shape.q_start, shape.q_len])
         drawn = np.sort(rng.choice(earlier, self.samples, replace=False))
         chosen = np.concatenate([drawn, np.arange(earlier, shape.q_len)])
-        return torch.from_numpy(chosen).to(chunk.q.device)
+        return torch.from_numpy(chosen)
 
     def begin(self, segment: Chunk) -> LoopServeState:
         rows = segment.q[:, -self.n_d :].clone()

@@ -30,7 +30,7 @@ def cover(weights: Tensor, positions: Tensor, first: int, share: float) -> Tenso
     positions, device = flat(positions, torch.int64), weights.device
     gains = torch.empty(2, heads, n, dtype=torch.int64, device=device)  # columns, distances
     spoilt = torch.zeros(heads, dtype=torch.int32, device=device)
-    span = min(1024, pad(n))
+    span = min(1024 if n >= LONG else 128, pad(n))
     _sum_lines[(triton.cdiv(n, span), heads)](
         weights, positions, gains, spoilt, heads * n, m, n, SPAN=span, UNIT=UNIT, num_warps=4
     )
