@@ -160,9 +160,11 @@ class StepKinds:
             return
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            forward()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                forward()
+        finally:  # also where it breaks off: states that its kernels write to are read next
+            current.wait_stream(self._stream)
 
     def _record(self, kind: StepKind, forward: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()

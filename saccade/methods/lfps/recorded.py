@@ -24,18 +24,19 @@ BYPASSES = ("sink", "sink_mean", "mean")
 @dataclass(frozen=True)
 class ForeseenKeys(OwnReading):
     """What ``LFPS`` reads, as many keys as ``room`` says for each of ``units``. ``size``: of the blocks whose
-    means name candidates, 0 where none do."""
+    means name candidates, 0 where none do. ``running``: whether the means run."""
 
     units: int
     room: Room
     size: int
+    running: bool = False
     method: LFPS | None = None
 
     @classmethod
     def of(cls, method: LFPS, spec: PlanSpec) -> ForeseenKeys:
         units = spec.heads if method.unit == "q_head" else spec.kv_heads
         room = Room.of(method.k, method.sinks + method.local + (method.least if method.k < 1 else 0))
-        return cls(units, room, method.block_size if method.blocks else 0, method)
+        return cls(units, room, method.block_size if method.blocks else 0, method.running_means, method)
 
     @property
     def form(self) -> ForeseenKeys:
@@ -74,13 +75,15 @@ class ForeseenKeys(OwnReading):
         from saccade.methods.lfps.triton_row_blocks import best_blocks
         from saccade.methods.lfps.triton_row_candidates import candidates, scan
         from saccade.methods.lfps.triton_row_choice import choose, read_values
-        from saccade.methods.lfps.triton_row_learning import take_in
+        from saccade.methods.lfps.triton_row_learning import move_means, take_in
         from saccade.methods.lfps.triton_row_rest import bypasses, join_rest
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_heads
 
         units = self.units
         seen = scan(rows, units, take_in(rows, units))
+        if self.running:
+            move_means(rows)
         idle, instead = bypasses(rows)
         blocks = best_blocks(rows, units, self.size) if self.size else None
         found = candidates(rows, units, seen, idle, blocks, self.size)
@@ -88,8 +91,7 @@ class ForeseenKeys(OwnReading):
         chosen = choose(rows, units, logits, ranks, found, idle, self.room.upto(rows.pages.longest))
         parts, lse = read_values(rows, units, chosen, idle)
         out, lse = join_rest(rows, parts, lse, found.marks, found.listed, idle, instead, units)
-        scored = found.listed.view(rows.count, units).sum(1, dtype=torch.float64) / units
-        return LayerRead(out, lse, chosen.lists, None, scored)
+        return LayerRead(out, lse, chosen.lists, None, found.scored)
 
 
 @dataclass(eq=False)

@@ -22,12 +22,13 @@ TILE = 512  # words that a program marks, or lists
 
 class Found(NamedTuple):
     """``marks`` int32 [rows * units, m]: 16 keys a word, from the first that is no sink on, 1 for the candidates.
-    ``listed`` int32 [rows * units], how many these are; ``lists`` of the forced keys before, the candidates and the
-    forced keys behind, or of all keys where all are read; ``bounds`` int32 [rows * units, BOUNDS], as find_best takes
-    them, of the candidates in a list and how many are taken."""
+    ``listed`` int32 [rows * units], how many these are, and ``scored`` float64 [rows, units] over the units; ``lists``
+    of the forced keys before, the candidates and the forced keys behind, or of all keys where all are read; ``bounds``
+    int32 [rows * units, BOUNDS], as find_best takes them, of the candidates in a list and how many are taken."""
 
     marks: Tensor
     listed: Tensor
+    scored: Tensor
     lists: KeyLists
     bounds: Tensor
 
@@ -60,12 +61,13 @@ def candidates(rows: LayerRows, units: int, seen: Tensor, idle: Tensor, blocks: 
     indices = torch.empty(count * units, width, dtype=torch.int32, device=device)
     bounds = torch.empty(count * units, BOUNDS, dtype=torch.int32, device=device)
     totals = torch.empty(2, count * units, dtype=torch.int32, device=device)
+    scored = torch.empty(count, units, dtype=torch.float64, device=device)
     _list[(parts, units, count)](
-        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, bounds, rows.words.stride(0),
-        rows.reals.stride(0), width, words, UNITS=units, TILE=TILE, PARTS=triton.next_power_of_2(parts), num_warps=4,
-        **launched(device),
+        rows.words, rows.reals, rows.pages.lengths, marks, counts, indices, *totals, scored, bounds,
+        rows.words.stride(0), rows.reals.stride(0), width, words, UNITS=units, TILE=TILE,
+        PARTS=triton.next_power_of_2(parts), num_warps=4, **launched(device),
     )  # fmt: skip
-    return Found(marks, totals[0], KeyLists(None, totals[1], indices, units, 1, width), bounds)
+    return Found(marks, totals[0], scored, KeyLists(None, totals[1], indices, units, 1, width), bounds)
 
 
 @triton.jit(
@@ -230,11 +232,12 @@ def _count_bits(word):
         "indices",
         "listed",
         "sizes",
+        "scored",
         "bounds",
     ],
 )
 def _list(
-    words, reals, lengths, marks, counts, indices, listed, sizes, bounds, word_row, real_row, width, n_words,
+    words, reals, lengths, marks, counts, indices, listed, sizes, scored, bounds, word_row, real_row, width, n_words,
     UNITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A unit's forced keys before, candidates, forced keys behind; all keys where it reads everything."""
@@ -270,6 +273,7 @@ def _list(
         size = tl.where(dense, length, first + total + local)
     if part == 0:
         tl.store(listed + entry, total)
+        tl.store(scored + entry, (total + tl.full([], 0, tl.int32)).to(tl.float64) / UNITS)
         tl.store(sizes + entry, size)
         own_bounds = bounds + entry * 5
         tl.store(own_bounds, first)

@@ -17,20 +17,24 @@ SPAN = 2048
 
 
 def take_in(rows: LayerRows, units: int) -> Tensor:
-    """Take in what the step before has learnt, and move the means along where they are to run: float32 [rows * units,
-    4], mean and threshold of the vertical table, and of the slash table."""
+    """Take in what the step before has learnt: float32 [rows * units, 4], mean and threshold of the vertical table, and
+    of the slash table."""
     limits = torch.empty(rows.count * units, 4, dtype=torch.float32, device=rows.q.device)
     _take_in[(units, rows.count)](
         rows.words, rows.reals, rows.pages.lengths, limits, rows.words.stride(0), rows.reals.stride(0),
         UNITS=units, SPAN=SPAN, TABLE=4096, num_warps=8, maxnreg=128, **launched(rows.q.device),
     )  # fmt: skip
+    return limits
+
+
+def move_means(rows: LayerRows) -> None:
+    """Let the rows' own keys and values, which are stored, into the means of those rows whose means run."""
     # The keys of a layer may lie apart: one program follows one KV head's mean.
     _move_means[(rows.kv_heads, rows.count)](
         rows.pages.k, rows.pages.v, rows.pages.tables, rows.pages.lengths, rows.words, *rows.pages.table_strides,
         rows.words.stride(0), KV_HEADS=rows.kv_heads, D=rows.q.shape[2], D_PAD=pad(rows.q.shape[2]),
         PAGE=rows.pages.k.shape[2], num_warps=1, **launched(rows.q.device),
     )  # fmt: skip
-    return limits
 
 
 @triton.jit(
