@@ -120,7 +120,7 @@ def measure(bench: Hosted, tokens: int, options: argparse.Namespace) -> None:
     bench.pool_of(int(options.device_gib * 2**30) // LAYOUT.block_bytes, parts * LAYOUT.block_bytes, compute="host")
     requests = []
     for number in range(many):
-        requests.append(bench.filled(tokens, options.policies[0], options.steps))
+        requests.append(bench.filled(tokens, options.policies[0]))
         torch.cuda.synchronize()
         say(f"sequence {number} of {tokens} tokens is there")
     bench.run(f"{tokens}: moves to the host", requests, options.policies[0], max(options.threads), 1, False)

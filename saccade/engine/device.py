@@ -99,6 +99,7 @@ class DeviceBackend(DeviceServing):
         results = {one.request_id: RequestResult.of(one) for one in step.scheduled}
         placed, key, groups = self._arranged(step, memories, results, times)
         if (reason := self.kinds.why_not(key)) is not None:
+            self.forget_ahead()
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
         audits: StepAudits | None = None
