@@ -11,8 +11,8 @@ from engine_helpers import finish, start, tokens
 from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
-from saccade import LLM, SamplingParams
-from saccade.engine import copied, device_attention, device_prepare, device_rows
+from saccade import LLM, SamplingParams, copied
+from saccade.engine import device_attention, device_prepare, device_rows
 from saccade.engine.device_ahead import Ahead
 from saccade.kv.format import KVFormat
 from saccade.methods.policy import Policy

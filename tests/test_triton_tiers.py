@@ -11,7 +11,6 @@ from tier_helpers import nothing_left
 from saccade.errors import SaccadeError
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.host import HostTier
-from saccade.kv.offers import STEP
 from saccade.ops.triton import pages, residency
 from saccade.ops.triton.decode import KeyLists, Pages
 
@@ -72,8 +71,8 @@ def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
         with tiers.fetch(layer, tail):
             pass
     for step in range(14):
-        offers.prepare(tail, tail)
-        offers.head[:, STEP] += 1
+        flight = offers.prepare(tail, tail)
+        offers.begin()
         right = True
         for layer, (k, _) in enumerate(rows):
             picked = np.sort(rng.choice(42, 3 if step < 12 else 20, replace=False))
@@ -83,7 +82,7 @@ def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
             residency.bring_in(pool, offers, layer, kv.block_table[None].int(), where, lists)
             for slot, block in zip(tables[layer, 0, 0, picked].tolist(), picked):
                 right &= torch.equal(storage.k[slot], k[:, block * 16 : block * 16 + 16])
-        came = offers.settle()
+        came = offers.settle(flight)
         assert came == (step < 12)  # far more than is listed at once cannot come
         assert right or not came
         slots = pool.map_flat()
@@ -98,12 +97,12 @@ def test_what_layers_read_comes_by_itself_and_the_host_knows(replacement):
     block = next(at for at, one in enumerate(kv.block_table.tolist()) if not pool.resident(0, one))
     cell = tiers._cell[0, kv.block_table[block]] - 1
     tiers.tier._owner[cell, 2] += 1  # as if it were of a later holder
-    offers.prepare(tail, tail)
+    flight = offers.prepare(tail, tail)
     lists = KeyLists(None, torch.tensor([1]), torch.tensor([[block]]).int(), 1, 16, 1)
     where = Pages(storage.k, storage.v, tables[0], length, 700)
     residency.bring_in(pool, offers, 0, kv.block_table[None].int(), where, lists)
     with pytest.raises(SaccadeError, match="other blocks"):
-        offers.settle()
+        offers.settle(flight)
 
 
 @pytest.mark.parametrize("replacement", ["clock", "fifo"])
@@ -127,8 +126,8 @@ def test_blocks_come_for_the_heads_that_read_them(replacement):
             pass
     for step in range(16):
         units = (2, 4, 1)[step % 3]
-        offers.prepare(tail, tail)
-        offers.head[:, STEP] += 1
+        flight = offers.prepare(tail, tail)
+        offers.begin()
         right, before, wanted = True, tiers.counts.copy(), 0
         for layer, (k, v) in enumerate(rows):
             some = 20 if step >= 14 else 1 if units == 4 else 2
@@ -145,7 +144,7 @@ def test_blocks_come_for_the_heads_that_read_them(replacement):
                     for pages_of, made in ((storage.k, k), (storage.v, v)):
                         rest = made[head, block * 16 : block * 16 + 16]
                         right &= torch.equal(pages_of[slot, head, : len(rest)], rest)
-        came = offers.settle()
+        came = offers.settle(flight)
         assert came == (step < 14)
         if came:
             moved = tiers.counts.since(before)

@@ -27,7 +27,7 @@ from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
 from saccade.engine.scheduler import next_rows, step_input
 from saccade.engine.sequence import Sequence
-from saccade.engine.step import RequestResult
+from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.engine.worker import Worker
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.policy import Policy
@@ -43,7 +43,7 @@ from saccade.ops.triton import common
 CHUNK = 16384
 STEPS = int(os.environ.get("STEPS", "128"))  # decode steps timed: the median counts
 PREFILLED = 64  # tokens of a decode row's context that are computed; the others are random
-GREEDY = SamplingParams(temperature=0)
+GREEDY = SamplingParams(temperature=0, max_tokens=None)
 LONGEST = int(os.environ.get("LONGEST", str(1 << 18)))  # tokens of a sequence, at most
 LAYERS = int(os.environ.get("LAYERS", "32"))
 PREFILL = ("dense", "flexprefill(lines=block, max_budget=16384)", "flexprefill(lines=block, max_budget=8192)")
@@ -182,9 +182,13 @@ class Bench:
         return request
 
     def step(self, requests: list[Request], chunk: int = CHUNK, goes_on: bool = False) -> dict[int, RequestResult]:
-        """The next rows of all, as the engine runs them; where it ``goes_on`` the step after it may be launched
-        already."""
-        batch = [(request, next_rows(request, chunk)) for request in requests]
+        """The next rows of all, as the engine runs them."""
+        return self.run_rows([(request, next_rows(request, chunk)) for request in requests], goes_on)
+
+    def run_rows(
+        self, batch: list[tuple[Request, ScheduledRequest]], goes_on: bool = False
+    ) -> dict[int, RequestResult]:
+        """One step; ``goes_on``: the next one will most likely have the same requests, and may be launched already."""
         result = self.worker.run(step_input(batch), goes_on=goes_on)
         for request, rows in batch:
             own = result.requests[request.id]

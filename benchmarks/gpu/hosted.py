@@ -211,7 +211,7 @@ class Hosted(Tiered):
         torch.set_num_threads(most)
         requests = []
         for number in range(many):
-            requests.append(self.filled(tokens, policies[0], options.steps))
+            requests.append(self.filled(tokens, policies[0]))
             self.wait()
             say(f"sequence {number} of {tokens} tokens is there")
         self.run(f"{tokens}: moves to the host", requests, policies[0], most, 1)

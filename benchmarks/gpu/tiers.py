@@ -7,11 +7,14 @@
 
 A random model of the 8B shape over made-up KV. ``long`` is one sequence; ``batch`` are several, after as many shorter
 ones of which all is resident. ``rates`` is one sequence without a tier, then with slots for a share of its blocks:
-the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. ``--unit``:
+the step beside the greater of the step without a tier and what its bytes take at the copy kernel's speed. All of them
+run as in an engine: the scheduler puts steps together, and a step is launched before it is asked for where that may be,
+without a tier as with one. So a step's time is that from its tokens to the next one's, and nothing waits in between;
+``launched ahead`` counts the steps that were under way when they were asked for. ``--unit``:
 what moves over the link: one layer's keys and values of 32 tokens, a ``block`` of 128 KiB, or the 16 KiB of one KV
 ``head``. ``hit share``: of the parts that steps asked for, those that were on the device. ``steps recorded``: those
 that no host path served. ``--compute``: ``kv_compute``. ``--functions``: of further steps, where the host's time goes;
-``--profile``: and the kernels' (of such a run none starts early).
+``--profile``: and the kernels' (of such a run no kernel starts early).
 """
 
 from __future__ import annotations
@@ -25,19 +28,23 @@ import os
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 os.environ.setdefault("WANTED", "")
 os.environ.setdefault("LONGEST", str(1 << 20))
 
 import torch
-from endtoend import Bench, profile
+from endtoend import CHUNK, Bench, profile
 from harness import Results, say
 from torch import Tensor
 
 from saccade.bench.generate_kv import TAIL, plant
+from saccade.engine.batch_control import BatchControl
+from saccade.engine.device_ahead import Ahead
 from saccade.engine.request import Request
+from saccade.engine.scheduler import Scheduler
 from saccade.kv import BlockManager, KVFormat, KVStorage, SequenceKV
 from saccade.kv.compute import MODES
 from saccade.kv.host import HostTier
@@ -101,6 +108,8 @@ class Tiered(Bench):
         compute: str = "device",
     ) -> None:
         """A pool of so many slots, in place of the one before."""
+        if self.worker.device is not None:
+            self.worker.device.forget_ahead()  # of that pool
         if self.pool is not None and self.pool.tiers is not None:
             self.pool.tiers.close()
         self.pool = None
@@ -116,12 +125,12 @@ class Tiered(Bench):
         self.pool = BlockManager(storage, self.spec.layers, heads_apart=apart, tier=tier, replacement=replacement)
 
     @torch.inference_mode()
-    def filled(self, tokens: int, policy: str, steps: int) -> Request:
+    def filled(self, tokens: int, policy: str) -> Request:
         """A request whose context is made up but for its last tokens."""
         request = self.request(tokens, policy)
         sequence, past = request.sequence, tokens - TAIL
         kv = sequence.memory.kv
-        kv.reserve(tokens + steps + 8 + 2 * PROFILED * self.timed)
+        kv.reserve(tokens)
         ids = torch.tensor(sequence.tokens[past:])
         self.worker.runner.run(
             ids, torch.arange(past, tokens), Filling(kv, past, self.summaries), segments=[Segment(0, TAIL, tokens)],
@@ -134,39 +143,46 @@ class Tiered(Bench):
         return request
 
     def measure(self, name: str, sequences: int, tokens: int, policy: str, steps: int) -> float:
-        """Milliseconds of a step, the median of the later half."""
+        """Milliseconds from a step's tokens to the next one's, the median of the later half."""
         assert self.pool is not None
         began = time.perf_counter()
         requests = []
         for number in range(sequences):
-            requests.append(self.filled(tokens, policy, steps))
+            requests.append(self.filled(tokens, policy))
             torch.cuda.synchronize()
             say(f"sequence {number}: {time.perf_counter() - began:.1f} s")
         say(f"filled {sequences} x {tokens} in {time.perf_counter() - began:.1f} s")
-        tiers, taken, moved = self.pool.tiers, [], []
-        recorded = 0
+        tiers, taken, moved, rows = self.pool.tiers, [], [], []
+        recorded, control = 0, BatchControl(self.pool, exact=False)
+        scheduler = Scheduler(
+            self.pool, chunk=CHUNK, max_batch_rows=CHUNK + sequences, max_requests=sequences, control=control
+        )
+        scheduler.running = list(requests)
 
         def step() -> None:
-            nonlocal recorded
+            nonlocal recorded, began
             before = None if tiers is None else tiers.counts.copy()
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for request in requests:  # as the scheduler does
-                request.sequence.memory.kv.reserve(len(request.sequence.tokens))
-            found = self.step(requests)
-            torch.cuda.synchronize()
-            taken.append(1e3 * (time.perf_counter() - began))
-            moved.append(None if tiers is None or before is None else tiers.counts.since(before))
-            recorded += all(found[one.id].late for one in requests)
-            for request in requests:
+            batch = scheduler.schedule()
+            found = self.run_rows(batch, self.worker.runs_ahead and scheduler.goes_on(batch))
+            recorded += all(found[request.id].late for request, _ in batch)
+            for request, _ in batch:
                 own = found[request.id]
                 token = own.tokens[-1] if own.tokens is not None else int(own.logits[-1].argmax())
                 request.sequence.extend([token], "decode", request.policy)
+            now = time.perf_counter()
+            control.ran(batch, now - began, found)
+            taken.append(1e3 * (now - began))
+            began = now
+            moved.append(None if tiers is None or before is None else tiers.counts.since(before))
+            rows.append(len(batch))
 
-        for number in range(steps):
-            step()
-            if number % 8 == 0:
-                say(f"step {number}: {taken[-1]:.1f} ms")
+        torch.cuda.synchronize()
+        with ahead_asked() as asked:
+            began = time.perf_counter()
+            for number in range(steps):
+                step()
+                if number % 8 == 0:
+                    say(f"step {number}: {taken[-1]:.1f} ms")
         half = steps // 2
         late: list[Any] = [one for one in moved[half:] if one is not None]
         hits, misses, read = (sum(getattr(one, key) for one in late) for key in ("hits", "misses", "bytes_read"))
@@ -179,16 +195,18 @@ class Tiered(Bench):
             policy=policy,
             ms_per_step=ms,
             mean_ms_per_step=statistics.mean(taken[half:]),
-            tokens_per_second=sequences / ms * 1e3,
+            tokens_per_second=statistics.mean(rows[half:]) / ms * 1e3,
             first_steps_ms=str([round(one, 1) for one in taken[:4]]),
             density=report["decode"]["density"],
             steps=steps,
             recorded=recorded,
+            launched_ahead=sum(asked),
             hit_share=hits / max(1, hits + misses) if late else 1.0,
             mb_read_per_step=read / max(1, len(late)) / 1e6,
             gbps_if_all_were_copies=read / max(1, len(late)) / ms / 1e6,
             notes=str(report["notes"])[:200],
         )
+        began = time.perf_counter()
         if self.profiled:
             say(name)
             profile(step, PROFILED)
@@ -198,6 +216,23 @@ class Tiered(Bench):
             request.sequence.memory.drop()
             self.worker.memories.pop(request.sequence.id, None)
         return ms
+
+
+@contextmanager
+def ahead_asked() -> Iterator[list[bool]]:
+    """Whether each step that was launched ahead was the one that came."""
+    seen: list[bool] = []
+    real = Ahead.serves
+
+    def serves(*args: Any) -> bool:
+        seen.append(real(*args))
+        return seen[-1]
+
+    Ahead.serves = serves  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Ahead.serves = real  # type: ignore[method-assign]
 
 
 def functions(step: Callable[[], None], steps: int) -> None:

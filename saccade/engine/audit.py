@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.engine.copied import Copied
+from saccade.copied import Copied
 from saccade.engine.estimates import CONFIDENCE, Mean, Share, departures
 from saccade.engine.params import SamplingParams
 from saccade.errors import SaccadeError

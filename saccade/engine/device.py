@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from saccade.copied import Copied
 from saccade.engine import device_prefill as prefill
 from saccade.engine.attention import Watch
-from saccade.engine.copied import Copied
 from saccade.engine.device_ahead import Ahead, Launched, may_follow
 from saccade.engine.device_attention import DeviceAttention, Group
 from saccade.engine.device_audit import StepAudits
@@ -78,8 +78,12 @@ class DeviceBackend(DeviceServing):
 
     def forget_ahead(self) -> None:
         """Something else runs in between: what was launched ahead of its turn is not asked for any more."""
-        self._ahead = None
+        self._ahead = self._launched = None
+        self._come_back()
+
+    def _come_back(self) -> None:
         self._rooms.come_back()
+        self._tiers.come_back()
 
     def run(
         self, step: StepInput, memories: Mapping[int, SequenceMemory], times: int = 1, goes_on: bool = False
@@ -95,9 +99,9 @@ class DeviceBackend(DeviceServing):
         results = {one.request_id: RequestResult.of(one) for one in step.scheduled}
         placed, key, groups = self._arranged(step, memories, results, times)
         if (reason := self.kinds.why_not(key)) is not None:
+            self.forget_ahead()
             raise StepFailedError(reason)
         counted: list[tuple[int, PlacedRow]] = []
-        before = self._tiers.counts(_rows(placed))
         audits: StepAudits | None = None
         ahead, self._ahead = self._ahead, None
         try:
@@ -105,11 +109,12 @@ class DeviceBackend(DeviceServing):
             known = ahead is not None and (ahead.dense is not None or not replays)
             if quiet and known and ahead is not None and ahead.serves(step, placed, key):
                 ahead.launched.buffers.come_back(True)
+                self._tiers.asked(_rows(placed))
                 self._launched, self.fresh, self._dense = ahead.launched, replays, ahead.dense
-                kind, offers = ahead.launched.kind, None
+                kind = ahead.launched.kind
             else:
-                self._rooms.come_back()
-                kind, offers = self._run(step, placed, key, groups, times)
+                self._come_back()
+                kind = self._run(step, placed, key, groups, times)
             if (self.watch.audits or replays) and not key[4]:
                 tap, buffers = kind.tap if key[3] else None, self._rooms.buffers[False]
                 audits = StepAudits(placed, self.watch.audits, tap, buffers, kind, self.watch.replays, self._dense)
@@ -126,7 +131,7 @@ class DeviceBackend(DeviceServing):
                 self._go_on(placed, audits)
             else:
                 fetch_tokens(kind, placed, None if audits is None else audits.launch)
-            if offers is not None and (reason := self._tiers.settle(offers, _rows(placed), before)) is not None:
+            if (reason := self._tiers.settle(_rows(placed))) is not None:
                 raise StepShortError(reason)
         except StepShortError:
             self._clean_up(counted)
@@ -199,7 +204,7 @@ class DeviceBackend(DeviceServing):
 
     def _run(
         self, step: StepInput, placed: list[PlacedRow | None], key: Key, groups: tuple[Group, ...], times: int
-    ) -> tuple[StepKind, Offers | None]:
+    ) -> StepKind:
         pool = next(row.kv.pool for row in placed if row is not None)
         each = groups[0].each
         buffers = self._rooms.room(pool, len(placed), pool.format.blocks(key[1]), each > 1)
@@ -222,7 +227,7 @@ class DeviceBackend(DeviceServing):
         if watch is not None:
             watch.settle()
         self._launched = Launched(kind, key, buffers, forward)
-        return kind, offers
+        return kind
 
     def _kind(
         self,
@@ -259,7 +264,9 @@ class DeviceBackend(DeviceServing):
 
     def _may_go_on(self, key: Key, kind: StepKind, placed: Sequence[PlacedRow | None]) -> bool:
         replayed = kind.graph is not None or self.runner.device.type != "cuda"
-        return self.runs_ahead and replayed and not (key[2] or key[4]) and may_follow(placed, key[1])
+        if not self.runs_ahead or not replayed or key[4] or not may_follow(placed, key):
+            return False
+        return not key[2] or self._tiers.lets_follow(_rows(placed))
 
     @torch.inference_mode()
     def _go_on(self, placed: Sequence[PlacedRow | None], audits: StepAudits | None) -> None:
@@ -274,8 +281,9 @@ class DeviceBackend(DeviceServing):
             audits.launch()  # before anything that they look at is written over
         buffers.advance(choice.tokens)
         dense: Tensor | None = None
-        if self.watch.replays_next:
+        if self.watch.replays_next and not launched.key[2]:
             dense = self._replays.run(_rows(placed)[0].kv.pool, len(placed), launched.key[1], buffers)
+        self._tiers.go_ahead()
         self.kinds.launch(kind, launched.forward, watched=False)
         tokens = copied.wait()
         choice.write(tokens, self.runner.spec.vocab_size)
@@ -321,6 +329,7 @@ class DeviceBackend(DeviceServing):
         those before them."""
         for number, row in counted:
             self._count(number, row, -1)
+        self._ahead = None  # it stands on what has failed
         with suppress(Exception):  # of a device that answers no more
             self._tiers.give_up()
         clear_kept(self.runner.device)

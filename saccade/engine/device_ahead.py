@@ -3,7 +3,8 @@ tokens into answers and schedules what follows.
 
 The host then finds the step that it asks for done, or lets it lie: whatever it stored lies behind all keys that count,
 in blocks that the rows had reserved, and is written anew, as methods' states are
-(methods.device_state), and what it has counted is taken back.
+(methods.device_state), and what it has counted is taken back. Blocks that it has moved between host memory and the
+device lie where it has put them (device_tiers).
 """
 
 from __future__ import annotations
@@ -63,22 +64,24 @@ class Ahead:
                 continue
             one = row.scheduled
             kv, plan, start, slot, token = own
-            same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1 and not kv.pool.absent
+            same = row.kv is kv and row.plan is plan and one.start == start and one.length == 1
+            same = same and (key[2] or not kv.pool.absent)
             if not same or one.together or tokens[one.request_id] != token or _slot(kv, start) != slot:
                 return False
         return True
 
 
-def may_follow(placed: Sequence[PlacedRow | None], longest: int) -> bool:
-    """Whether rows that have run, and are counted, can go on by themselves: the device chooses each one's token, and
-    has room for it."""
+def may_follow(placed: Sequence[PlacedRow | None], key: Key) -> bool:
+    """Whether rows of a step of this key, that have run and are counted, can go on by themselves: the device chooses
+    each one's token, and has room for it."""
     for row in placed:
         if row is None:
             continue
         one = row.scheduled
         if not (one.chosen_there and one.wants_logits) or one.length > 1 or one.together:
             return False
-        if row.kv.pool.absent or one.stop + 1 > longest or row.kv.missing_blocks(one.stop + 1):
+        absent = row.kv.pool.absent and not key[2]
+        if absent or one.stop + 1 > key[1] or row.kv.missing_blocks(one.stop + 1):
             return False
     return True
 

@@ -11,7 +11,8 @@ from saccade.engine.device_rows import Asked, RowBuffers
 from saccade.engine.device_tap import Tap
 from saccade.engine.device_watch import StepWatch
 from saccade.kv.blocks import BlockManager
-from saccade.kv.offers import SHORT, STEP, Offers
+from saccade.kv.listed import SHORT
+from saccade.kv.offers import Offers
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
@@ -108,7 +109,7 @@ class DeviceAttention:
         several = groups[0].each > 1
         self.limits = buffers.inputs[2, : groups[-1].tokens.stop].to(torch.int32) if several else None
         if offers is not None:
-            offers.head[:, STEP].add_(1)
+            offers.begin()
         self._blocks = [blocks_of(group.form) for group in groups]
         self._ruled: list[dict[int, tuple[Progress, Tensor]]] = [{} for _ in groups]  # by layer: and counts of ranks
         self._read: list[dict[int, LayerRead]] = [{} for _ in groups]  # by layer: what readings of their own did

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from saccade.engine.copied import Copied
+from saccade.copied import Copied
 from saccade.engine.device_attention import Group
 from saccade.engine.device_graphs import Key, StepKind, StepKinds
 from saccade.engine.device_plans import DevicePlans

@@ -108,8 +108,8 @@ class Scheduler:
     def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Whether the next step will most likely have the same requests, each with the token that the device
         chooses in this one: nobody waits, and none has all its tokens by then. Blocks for it are reserved, where many
-        are free, or only kept for prefixes."""
-        if self.waiting or len(batch) != len(self.running) or self.pool.absent:
+        are free, or only kept for prefixes; none while parts of others are absent: it may have no slots yet."""
+        if self.waiting or len(batch) != len(self.running):
             return False
         for request, rows in batch:
             single = rows.phase == "decode" and rows.length == 1 and rows.chosen_there and rows.wants_logits
@@ -118,16 +118,19 @@ class Scheduler:
                 return False
             if len(request.sequence.tokens) + 1 - request.output_start >= request.max_tokens:
                 return False
+        absent = self.pool.absent > 0
         with self.pool.publishing_once():
             for request, rows in batch:
                 kv = request.sequence.memory.kv
                 if kv.missing_blocks(rows.stop + 1):
+                    if absent:
+                        return False
                     while not self.pool.roomy and self.prefixes is not None and self.prefixes.evict():
                         pass  # what a server keeps fills any pool in the end
                     if not self.pool.roomy:
                         return False
                     kv.reserve(rows.stop + 1)
-        return not self.pool.absent  # new blocks may have no slots yet
+        return absent or not self.pool.absent
 
     def preempt(self, request: Request) -> None:
         """Drop a running request's KV and queue it first; it computes everything again when it returns."""

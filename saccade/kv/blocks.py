@@ -174,6 +174,7 @@ class BlockManager(SlotMap):
         CapacityError, taking nothing, when slots or logical blocks are short."""
         if count <= 0:
             return []
+        self.catch_up()
         wanted = count * self.layers
         if wanted > self.free_blocks:
             raise CapacityError(f"{wanted} KV blocks wanted but {self.free_blocks} of {self.num_blocks} are free")
@@ -234,6 +235,7 @@ class BlockManager(SlotMap):
                 freed.append(block)
         self.keepers.released(blocks, holder)
         if freed:
+            self.catch_up()
             self.changes += 1
             if self.tiers is not None:
                 self.tiers.forget(freed)

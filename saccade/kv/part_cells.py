@@ -9,7 +9,7 @@ import numpy as np
 
 from saccade.kv.host import HostTier
 from saccade.kv.host_disk import HostAndDisk
-from saccade.kv.offers import Listed
+from saccade.kv.listed import Listed
 from saccade.kv.tier import Tier, TierCounts
 
 if TYPE_CHECKING:

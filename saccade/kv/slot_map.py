@@ -22,7 +22,8 @@ class SlotMap:
     on the host. With ``heads_apart`` every KV head has slots of its own: head g of a slot is then free or taken apart
     from the slot's other heads.
 
-    ``behind``: writes down what a device has moved by itself. ``changes``: of who has slots, by the host; what a device
+    ``behind``: writes down what a device has moved by itself, waiting for a step that nobody has asked for yet. Whoever
+    changes who has slots calls it first (:meth:`catch_up`). ``changes``: of who has slots, by the host; what a device
     moves by itself is not counted. ``absent``: parts of held blocks that are not resident.
     """
 
@@ -117,6 +118,7 @@ class SlotMap:
 
     def withhold(self, count: int, row: int = 0) -> list[int]:
         """Take free slots away: as many of ``count`` as there are, of one KV head if they lie apart."""
+        self.catch_up()
         taken = taken_from(self._free_slots[row], min(count, len(self._free_slots[row])))
         heads = self.rows
         for part in (self.storage.k, self.storage.v):

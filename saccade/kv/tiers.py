@@ -273,6 +273,7 @@ class Tiers(Lodging):
     def _evict(self, count: int, arriving: int, layer: int = 0) -> None:
         """Free ``count`` slots at least, of ``layer`` where layers lie apart, while ``arriving`` parts are held that
         are not resident. TierFull or TierError where fewer can be had."""
+        self.pool.catch_up()
         if self.pool.layers_apart:
             spare = self.pool.taken(layer, self.row) - self.pins.held_in[layer] + arriving
         else:

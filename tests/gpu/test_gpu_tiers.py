@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_helpers import EVERY, GREEDY, tokens
+from engine_helpers import EVERY, GREEDY, finish, start, tokens
 from tier_helpers import nothing_left
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.engine.device_ahead import Ahead
 from saccade.errors import CapacityError
 from saccade.kv.format import KVFormat
 from saccade.kv.pinned import PinnedMemory
@@ -167,3 +168,72 @@ def test_every_method_may_live_in_host_memory(folder, parts):
             assert all("cpu" in name for name in one.report["decode"]["backends"])
             assert min(one.report["tiers"][name] for name in ("attended_on_host", "bytes_down", "bytes_up")) > 0
         nothing_left(llm.pool)
+
+
+@pytest.mark.parametrize("unit", ["block", "head"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "quest(budget=64, block_size=16, dense_layers=0)",
+        "arkvale(budget=96, block_size=32)",
+        "psa(epsilon=0.05, block_size=16)",
+        "streaming(sinks=2, window=40)",
+    ],
+)
+def test_steps_launched_ahead_bring_in_what_they_read(tmp_path, monkeypatch, policy, unit):
+    """Requests that join, are cancelled and preempted, and sessions that go on, over steps that are launched before
+    they are asked for; and the counts of a request whose steps are not."""
+    folder = make_checkpoint("llama", tmp_path / "m", max_position_embeddings=1024, head_dim=32, num_hidden_layers=2)
+    prompts, slot = [random_ids(n, seed=n) for n in (800, 700, 750)], KVFormat(torch.float32, 2, 32, 16).block_bytes
+    settings = {"dtype": "float32", "block_size": 16, "device": "cuda", "prefill_chunk": 256, "exact": False}
+    long, short = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (60, 20))
+    asked: list[bool] = []
+    real = Ahead.serves
+
+    def noted(self, step, placed, key):
+        came = real(self, step, placed, key)
+        if self.launched.key[2]:
+            asked.append(came)
+        return came
+
+    monkeypatch.setattr(Ahead, "serves", noted)
+    with LLM(folder, kv_memory="16MiB", **settings) as whole:
+        want = [tokens(whole.generate([prompt], long, policy=policy)[0]) for prompt in prompts]
+        with whole.session(policy=policy) as session:
+            turns = [tokens(session.generate(prompts[1], short)), tokens(session.generate([5, 6, 7], short))]
+    with LLM(folder, kv_memory=150 * slot, kv_host="16MiB", kv_unit=unit, **settings) as llm:  # of 290 parts
+        core = llm.engine
+        for _ in range(3):
+            first, gone = start(llm, prompts[0], long, policy), start(llm, prompts[1], long, policy)
+            for _ in range(25):
+                core.step()
+            core.cancel(gone)  # whatever is on its way
+            for _ in range(4):
+                core.step()
+            second = start(llm, prompts[2], long, policy)
+            for _ in range(12):
+                core.step()
+            core.scheduler.preempt(second)
+            finish(core)
+            assert [first.output_ids, second.output_ids] == [want[0], want[2]]
+            assert gone.output_ids == want[1][: len(gone.output_ids)]
+            with llm.session(policy=policy) as session:
+                assert tokens(session.generate(prompts[1], short)) == turns[0]
+                assert tokens(llm.generate(prompts[:1], long, policy=policy)[0]) == want[0]
+                assert tokens(session.generate([5, 6, 7], short)) == turns[1]
+        assert llm.pool.tiers.counts.misses > 0
+        if "psa" not in policy:  # whose steps may take more than lists are sure to have for two
+            assert {True, False} <= set(asked)
+        nothing_left(llm.pool)
+    reports = []
+    for ahead in (False, True):
+        asked.clear()
+        with LLM(folder, kv_memory=90 * slot, kv_host="16MiB", kv_unit=unit, **settings) as llm:
+            llm.engine.worker.device.runs_ahead = ahead
+            (done,) = llm.generate([prompts[0]], long, policy=policy)
+            assert tokens(done) == want[0]
+            reports.append(done.report)
+            nothing_left(llm.pool)
+        assert ahead == (True in asked) or "psa" in policy
+    for name in ("tokens", "keys_attended", "keys_causal", "keys_estimated", "selections"):
+        assert reports[0]["decode"][name] == reports[1]["decode"][name], name

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from saccade.kv.blocks import BlockManager
 from saccade.kv.host import HostTier
-from saccade.kv.offers import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, SHORT, STEP, WANTED, Offers
+from saccade.kv.listed import ARRIVED, COUNT, END, HITS, LISTED, MISSED, NEXT, SHORT, STEP, WANTED
+from saccade.kv.offers import Offers
 from saccade.ops.triton import pages as block_pages
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists, Pages
