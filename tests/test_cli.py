@@ -158,6 +158,10 @@ BAD = {
     "backend": (["generate", "x", "--backend", "gpu"], "gpu"),
     "demo facts": (["demo", "--facts", "0"], "0"),
     "demo text": (["demo", "--text", "absent.txt"], "absent.txt"),
+    "demo text that is empty": (["demo", "--text", os.devnull], f"text file {os.devnull} is empty"),
+    "demo tokens of a text": (["demo", "-m", "retriever", "--tokens", "3000"], "tokens=3000 is for --model reference"),
+    "demo characters of tokens": (["demo", "--characters", "3000"], "characters=3000"),
+    "port": (["serve", "--port", "99999"], "port=99999 must be an integer from 0 to 65535"),
 }
 
 
@@ -260,6 +264,15 @@ def test_version_and_help(capsys):
 
     assert run(capsys, "--version")[:2] == (0, saccade.__version__ + "\n")
     assert "generate" in run(capsys, "--help")[1]
+
+
+def test_methods_shows_what_a_short_name_joins(capsys):
+    code, out, _ = run(capsys, "methods", "cpe", "--json")
+    assert code == 0
+    assert list(json.loads(out)) == ["cis", "psaw", "etf"]
+    code, out, _ = run(capsys, "methods", "cpe")
+    assert code == 0
+    assert "Early token freezing" in " ".join(out.split())
 
 
 def test_demo_compares_policies(capsys):

@@ -47,6 +47,16 @@ def test_a_conversation_goes_on_where_it_was_left(monkeypatch, capsys):
     assert "no sessions" in run(monkeypatch, capsys, "sessions")[1]
 
 
+def test_another_models_conversation_names_a_way_out_that_the_command_line_has(monkeypatch, capsys):
+    talk = ("chat", "-n", "2", "--kv-memory", "64MiB", "--session", "mine", "--dtype")
+    assert run(monkeypatch, capsys, *talk, "float32", said=f"{FACT}\n")[0] == 0
+    code, _, error = run(monkeypatch, capsys, *talk, "bfloat16", said=f"{ASK}\n")
+    assert code == 2
+    assert "saved with another model" in error
+    assert "saccade sessions --remove mine" in error
+    assert "recompute" not in error
+
+
 def test_sessions_are_removed_by_name(monkeypatch, capsys):
     for name in ("one", "two"):
         (path_of(name) / "s").mkdir(parents=True)

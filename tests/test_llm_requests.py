@@ -52,7 +52,7 @@ def llm(tiny_llama):
         (["fine", 7], "got int"),
         (b"bytes", "got bytes"),
         ([b"bytes"], "got bytes"),
-        (["bad \ud800 surrogate"], "not valid Unicode"),
+        (["bad \ud800 surrogate"], "not valid Unicode text: U+D800 at character 4 is half"),
     ],
 )
 def test_bad_prompts_are_named(llm, prompt, message):

@@ -282,6 +282,7 @@ def test_what_is_wrong_is_named(server, fields, param):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, None),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"function": {}}]}]}, "messages"),
+        ({"max_tokens": 5, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -317,7 +318,10 @@ def test_errors_say_what_came_and_what_to_give(server):
         (b'{"prompt": x}', "the body is not valid JSON: Expecting value at character 11"),
         (b'{"prompt": "x", "temperature": "hot"}', "temperature: Input should be a valid number, got 'hot'"),
         (b'{"prompt": "x", "seed": "%s"}' % (b"9" * 9000), "seed: Input should be a valid integer, got '9999"),
-        (b'{"prompt": "x", "stop": 5}', ", got 5"),
+        (b'{"prompt": "x", "stop": 5}', "stop: Input should be a valid string or a valid list, got 5"),
+        (b'{"prompt": "x", "stop": ["a", 5]}', "stop.1: Input should be a valid string"),
+        (b'{"prompt": ["a", [3]]}', "prompt.1: Input should be a valid string"),
+        (b'{"prompt": "x", "policy": 3}', "policy: Input should be a valid string or a valid dictionary, got 3"),
     ):
         message = server.client.post("/v1/completions", content=content, headers=json_type).json()["error"]["message"]
         assert said in message

@@ -238,24 +238,38 @@ def test_text_has_a_format_and_log_probabilities(server):
     [
         ({"input": None}, "input"),
         ({"input": [{"type": "input_image", "image_url": "http://x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "messages"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "file:///x"}]}]}, "messages"),
-        ({"input": [{"role": "user", "content": [PDF]}]}, "messages"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "file:///x"}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [PDF]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"conversation": "c"}, "conversation"),
-        ({"text": {"format": {"type": "json_schema"}}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
         ({"text": {"verbosity": "high"}}, "verbosity"),
     ],
 )
 def test_what_is_wrong_with_a_response_is_named(server, fields, param):
     status, _, named = error(server.ask("/v1/responses", {"input": "x", **ASK, **fields}))
     assert (status, named) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input": []}, "input: List should have"),
+        ({"max_output_tokens": 0}, "max_output_tokens=0 must be"),
+        ({"background": True}, "background=True is not supported: whoever asks waits"),
+    ],
+)
+def test_an_error_calls_a_field_by_the_name_that_the_client_gave(server, fields, said):
+    answer = server.ask("/v1/responses", {"input": "x", **ASK, **fields})
+    assert error(answer)[2] == next(iter(fields))
+    assert answer.json()["error"]["message"].startswith(said)
 
 
 def test_a_response_that_fails_says_so_in_an_event(server, in_the_next_pass):

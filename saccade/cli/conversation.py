@@ -47,12 +47,14 @@ class Conversation:
         if not llm.tokenizer.has_chat_template:
             raise RequestError("this model has no chat template; saccade generate completes plain prompts with it")
         self.llm, self.params, self.note, self.name = llm, params, note, name
-        if older is not None and older.is_file():
-            self.session = llm.restore(older, policy)
-            self.session.name = name
-        else:
-            chosen = "dense" if policy is None and not self._is_stored() else policy
-            self.session = llm.session(chosen, name=name)
+        try:
+            self._open(policy, older)
+        except RequestError as error:
+            if name is None or "recompute" not in str(error):
+                raise
+            # The command line has no such option.
+            why = str(error).partition("; ")[0]
+            raise RequestError(f"{why}; use that, another --session, or saccade sessions --remove {name}") from error
         if self.session.messages:
             turns, length = len(self.session.messages) // 2, len(self.session.token_ids)
             note(
@@ -70,6 +72,15 @@ class Conversation:
             "reset": self._reset,
             "help": lambda _: self.note(HELP),
         }
+
+    def _open(self, policy: Policy | None, older: Path | None) -> None:
+        """What is stored under the name, or a new session."""
+        if older is not None and older.is_file():
+            self.session = self.llm.restore(older, policy)
+            self.session.name = self.name
+        else:
+            chosen = "dense" if policy is None and not self._is_stored() else policy
+            self.session = self.llm.session(chosen, name=self.name)
 
     def command(self, line: str) -> bool:
         """Obey a line that is a command; False for ``/quit``."""

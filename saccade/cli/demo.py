@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from saccade.session import Session
 
 POLICIES = ["dense", "streaming", "flashprefill(alpha=0.3)+psa(epsilon=0.9)", "flexprefill(lines=block)+lfps"]
+TOKENS, CHARACTERS = 16_384, 24_000  # of what is made up, by default
 TOKENS_A_FACT = 256  # a fact's sentence, its question and its answer
 
 
@@ -59,8 +60,13 @@ def demo(
         typer.Option(help="A UTF-8 text of yours to plant the facts in; the retriever then answers, byte by byte."),
     ] = None,
     facts: Annotated[int, typer.Option(help="Facts to plant and ask for.")] = 10,
-    tokens: Annotated[int, typer.Option(help="Length of the made-up conversation.")] = 16_384,
-    characters: Annotated[int, typer.Option(help="Length of the retriever's made-up text.")] = 24_000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Length of the reference model's made-up conversation.", show_default=str(TOKENS)),
+    ] = None,
+    characters: Annotated[
+        int | None, typer.Option(help="Length of any other model's made-up text.", show_default=str(CHARACTERS))
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the text and the facts.")] = 1,
     policy: Annotated[list[str] | None, typer.Option("--policy", "-p", help="Policies to compare.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="'reference', 'retriever' or a checkpoint folder.")] = "",
@@ -69,24 +75,31 @@ def demo(
     """Plant facts in a long text, ask for all of them in one session per policy, and print one table."""
     if not 1 <= facts <= 100:
         raise RequestError(f"facts={facts} must be from 1 to 100")
-    if not 1000 <= characters <= 120_000:
+    if characters is not None and not 1000 <= characters <= 120_000:
         raise RequestError(f"characters={characters} must be from 1000 to 120000")
-    if not 64 * facts <= tokens <= 32_768:
+    if tokens is not None and not 64 * facts <= tokens <= 32_768:
         raise RequestError(f"tokens={tokens} must be from {64 * facts} (64 a fact) to 32768")
     source = read_text(text) if text is not None else None
+    if source is not None and not source.strip():
+        raise RequestError(f"text file {text} is empty; give one with some text, or leave --text out")
     from saccade.methods.policy import Policy
 
     chosen = [Policy.parse(one) for one in policy or POLICIES]
     model = model or ("reference" if text is None else "retriever")
     if model == "reference" and source is not None:
         raise RequestError("the reference model reads its own 740 words only; --text needs --model retriever")
+    if tokens is not None and model != "reference":
+        raise RequestError(f"tokens={tokens} is for --model reference; give --characters, or a --text of that length")
+    if characters is not None and (model == "reference" or source is not None):
+        raise RequestError(f"characters={characters} is for text made up for --model retriever, without --text")
     llm = load_model(model=model, device=device)
     if model == "reference":
-        asked, where, example = _suite_questions(facts, tokens, seed)
+        asked, where, example = _suite_questions(facts, TOKENS if tokens is None else tokens, seed)
     else:
         if source is not None:
             source = fitting(llm, source, facts)
-        asked, where, example = _text_questions(source, str(text), facts, characters, seed)
+        length = CHARACTERS if characters is None else characters
+        asked, where, example = _text_questions(source, str(text), facts, length, seed)
     print(f"{facts} facts in {where}, asked in one session per policy; model: {model}\n  {example}", flush=True)
     rows = [_run(llm, one.text, asked) for one in chosen]
     _print(rows, len(asked))

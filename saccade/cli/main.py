@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -83,9 +83,12 @@ def main(args: list[str] | None = None) -> None:
         code = 2
     except (KeyboardInterrupt, EOFError):
         sys.exit(130)
-    except BrokenPipeError:  # whoever read the output has seen enough
-        _drop_output()
-        sys.exit(0)
+    except BrokenPipeError:
+        _end_unread()
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # click saw it first, and calls it a failure
+            _end_unread()
+        raise
     except OSError as error:
         _drop_output()
         name = "" if error.filename is None else f"{shown(str(error.filename))}: "
@@ -111,6 +114,12 @@ def _drop_output() -> None:
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (as above)
     with contextlib.suppress(OSError):
         os.dup2(sys.stdout.fileno(), 1)
+
+
+def _end_unread() -> NoReturn:
+    """Whoever read the output has seen enough: no failure."""
+    _drop_output()
+    sys.exit(0)
 
 
 def _command(args: list[str]) -> str:

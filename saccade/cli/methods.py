@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method; all by default.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One method, or a name for several; all by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List methods with the phases that they serve, their papers and options; with a name, one of them.
@@ -23,7 +23,10 @@ def methods(
     """
     from saccade.methods.policy import KNOWN, PRESETS, part_named
 
-    chosen = dict(sorted(KNOWN.items())) if name is None else {name: part_named(name)}
+    if name is None:
+        chosen = dict(sorted(KNOWN.items()))
+    else:  # a name for a sum shows what it joins
+        chosen = {one: part_named(one) for one in PRESETS.get(name, name).split("+")}
     rows = {one: describe(part) for one, part in chosen.items()}
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -42,9 +45,8 @@ def methods(
     if name is None:
         short = "; ".join(f"{one} is {text}" for one, text in PRESETS.items())
         console.print(f"A policy joins them: flexprefill+psa(epsilon=0.98). For short, {short}.")
-    else:
-        text = " ".join((chosen[name].__doc__ or "").split())
-        console.print(text)
+    for part in () if name is None else chosen.values():
+        console.print(" ".join((part.__doc__ or "").split()))
 
 
 def describe(part: type[PolicyPart]) -> dict[str, Any]:

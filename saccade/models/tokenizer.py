@@ -75,8 +75,9 @@ class Tokenizer:
             raise RequestError(f"a prompt must be text, got {type(text).__name__}")
         try:
             return list(hf.encode(text, add_special_tokens=add_special_tokens))
-        except (UnicodeError, TypeError) as error:  # lone surrogates cannot be encoded as UTF-8
-            raise RequestError(f"the prompt is not valid Unicode text: {first_line(error)}") from error
+        except (UnicodeError, TypeError) as error:
+            why = _lone_surrogate(text) or first_line(error)
+            raise RequestError(f"the prompt is not valid Unicode text: {why}") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; half a UTF-8 character reads as U+FFFD. Empty if there is no tokenizer."""
@@ -161,6 +162,14 @@ def _backend(hf: Any) -> Any:
     kind, usual = type(hf), PreTrainedTokenizerFast
     plain = isinstance(hf, usual) and (kind.decode, kind._decode) == (usual.decode, usual._decode)
     return hf.backend_tokenizer if plain else None
+
+
+def _lone_surrogate(text: str) -> str | None:
+    """Where the half of a pair stands that no UTF-8 can hold, and the way out; None where there is none."""
+    place = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+    if place is None:
+        return None
+    return f"U+{ord(text[place]):04X} at character {place} is half of a surrogate pair; remove it, or give both halves"
 
 
 def _checked_list(messages: Any) -> list[Any]:

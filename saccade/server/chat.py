@@ -10,7 +10,7 @@ from saccade.engine.messages import StepOutput
 from saccade.server import reasoning, tools
 from saccade.server.admission import Caller
 from saccade.server.endpoint import JSON, Choices
-from saccade.server.errors import bad_request
+from saccade.server.errors import ApiError, bad_request, renamed
 from saccade.server.generation import Ask, Generation
 from saccade.server.grammar import constraint_of, grammar_of, json_grammar
 from saccade.server.logprobs import chat_logprobs, prompt_logprobs
@@ -74,10 +74,14 @@ class Chat(Choices):
         prompt = await serving.template(messages, body.add_generation_prompt is not False, variables)
         if body.truncate_prompt_tokens is not None:
             prompt = prompt[-body.truncate_prompt_tokens :]
-        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        most: int | None = getattr(body, named)
         serving.check_length(prompt, most, "messages")
         self.top = body.top_logprobs or 0
-        params = sampling_params(body, serving.defaults, most, logprobs=self.top if body.logprobs else None)
+        try:
+            params = sampling_params(body, serving.defaults, most, logprobs=self.top if body.logprobs else None)
+        except ApiError as error:
+            raise renamed(error, {"max_tokens": named}) from error
         grammar = grammar_of(body)
         if self.tools.forced:
             if grammar is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from saccade.errors import CapacityError, EngineLost, SaccadeError, one_line, shown
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPE = re.compile(r"str|int|float|bool|(list|dict)\[.*\]")  # of a field that may be of several, in pydantic's paths
 _NAMED = re.compile(r"([a-z_]+)=")  # how the engine's messages begin when they are about one parameter
 
 
@@ -57,10 +58,20 @@ def from_saccade(error: SaccadeError) -> ApiError:
     return bad_request(str(error), None if named is None else named[1])
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """``error`` with the field that is to blame called as ``names`` says the client called it. An entry of a list keeps
+    its place and its name: the client's may have another."""
+    if error.param is None or error.param not in names:
+        return error
+    name, rest = names[error.param], error.message.removeprefix(error.param)
+    message = error.message if rest == error.message or rest.startswith("[") else name + rest
+    return ApiError(error.status, message, error.code, name, error.headers)
+
+
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """The first thing that is wrong with a body, of what pydantic found."""
     first: dict[str, Any] = errors[0] if errors else {"msg": "the body cannot be read", "loc": ()}
-    path = [str(part) for part in first.get("loc", ()) if part != "body"]
+    path = _path(first)
     name = path[0] if path else None
     if first.get("type") == "json_invalid":
         place, why = (first.get("loc") or ("",))[-1], (first.get("ctx") or {}).get("error", "")
@@ -71,11 +82,29 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
             shown(name)[1:-1],
             "unsupported_field",
         )
+    path, said = _of_any_type(errors)
     where = ".".join(path)
-    said = str(first.get("msg", "is not valid"))
     if first.get("type") != "missing" and isinstance(given := first.get("input"), str | int | float | None):
         said = f"{said[:300]}, got {shown(given[:99] if isinstance(given, str) else given, 60)}"
     if not where and first.get("type") == "missing":
         return bad_request("the body is empty; send a JSON object")
     message = f"{where[:200]}: {said[:400]}" if where else f"the body must be a JSON object: {said[:400]}"
     return bad_request(message, name[:100] if name else None)
+
+
+def _path(error: Mapping[str, Any]) -> list[str]:
+    """Where in the body an error lies."""
+    return [str(part) for part in error.get("loc", ()) if part != "body"]
+
+
+def _of_any_type(errors: Sequence[Any]) -> tuple[list[str], str]:
+    """Where the first error lies, and what is wrong there. Of a field that may be of several types pydantic has an
+    error for each, named in its path: the one that fitted furthest counts, or all that fitted not at all."""
+    path = _path(errors[0]) if errors else []
+    at = next((place for place, part in enumerate(path) if _TYPE.fullmatch(part)), None)
+    if at is None:
+        return path, str(errors[0].get("msg", "is not valid")) if errors else "is not valid"
+    tried = [(loc[:at] + loc[at + 1 :], str(one.get("msg"))) for one in errors if (loc := _path(one))[:at] == path[:at]]
+    path = max((place for place, _ in tried), key=lambda place: [int(part) if part.isdigit() else 0 for part in place])
+    said = " or ".join(dict.fromkeys(msg for place, msg in tried if place == path))
+    return path, said.replace(" or Input should be ", " or ")

@@ -206,7 +206,7 @@ class ChatRequest(Sampling):
             return "continue_final_message", "use /v1/completions to continue a text"
         for name in ("audio", "web_search_options", "documents", "mm_processor_kwargs"):
             if getattr(self, name):
-                return name, "it is not supported"
+                return name, "the model reads and writes the text of messages alone"
         if self.store:
             return "store", "chat completions are not stored; /v1/responses are"
         if self.top_logprobs is not None and not self.logprobs:

@@ -12,7 +12,7 @@ from saccade.engine.messages import RequestOutcome, StepOutput
 from saccade.server.admission import Caller
 from saccade.server.chat import Chat
 from saccade.server.endpoint import JSON, Endpoint
-from saccade.server.errors import ApiError, from_validation
+from saccade.server.errors import ApiError, from_validation, renamed
 from saccade.server.events import named_event
 from saccade.server.generation import Ask, Generation
 from saccade.server.logprobs import chat_logprobs
@@ -24,6 +24,9 @@ from saccade.server.serving import Serving
 from saccade.server.usage import costs
 
 _OWN = {"n", "request_id", "stream", "stream_options", "response_format", "max_tokens"}  # not handed on as they are
+
+# What the fields of a chat are called here.
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 
 
 class Responses(Endpoint):
@@ -75,11 +78,14 @@ class Responses(Endpoint):
         try:
             return ChatRequest.model_validate(fields)
         except ValidationError as error:
-            raise from_validation(error.errors()) from error
+            raise renamed(from_validation(error.errors()), _NAMES) from error
 
     async def ask(self) -> Ask:
         self.chat.body.session_id = self.body.session_id  # a header may have named it since
-        ask = await self.chat.ask()
+        try:
+            ask = await self.chat.ask()
+        except ApiError as error:
+            raise renamed(error, _NAMES) from error
         self.params = ask.params
         return ask
 

@@ -28,6 +28,15 @@ class Reasoning(Body):
     generate_summary: str | None = None
 
 
+_REFUSED = {
+    "background": "whoever asks waits for the answer; set stream=true to see it come",
+    "max_tool_calls": "the client runs the tools and may stop when it likes",
+    "conversation": "give previous_response_id instead",
+    "prompt": "no prompts are kept here; give input",
+    "context_management": "POST /v1/responses/compact shortens a conversation",
+}
+
+
 class ResponsesRequest(Sampling):
     """``input``: text, or items: messages, function calls and their outputs. ``previous_response_id``: a stored
     response, whose conversation this one goes on from; its instructions are not carried over."""
@@ -57,9 +66,9 @@ class ResponsesRequest(Sampling):
     def refused(self) -> tuple[str, str] | None:
         if self.truncation not in (None, "disabled"):
             return "truncation", "nothing is dropped from a conversation"
-        for name in ("background", "max_tool_calls", "conversation", "prompt", "context_management"):
+        for name, why in _REFUSED.items():
             if getattr(self, name):
-                return name, "it is not supported"
+                return name, why
         for one in self.include or ():
             if one not in ("message.output_text.logprobs", "reasoning.encrypted_content"):
                 return "include", "there is no such thing in answers of this server"

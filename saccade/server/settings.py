@@ -60,9 +60,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("port", 0), ("max_queue", 0), ("max_body", 1024), ("max_nesting", 4)):
-            value = getattr(self, name)
-            if not whole_number(value, least, 65535 if name == "port" else 2**40):
-                raise SaccadeError(f"{name}={shown(value)} must be an integer from {least} on")
+            value, most = getattr(self, name), 65535 if name == "port" else 2**40
+            if not whole_number(value, least, most):
+                raise SaccadeError(f"{name}={shown(value)} must be an integer from {least} to {most}")
         for name in ("max_sessions", "max_responses", "selection_maps"):
             if not whole_number(getattr(self, name), 0):
                 raise SaccadeError(f"{name}={shown(getattr(self, name))} must be an integer >= 0")
