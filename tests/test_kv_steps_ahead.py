@@ -241,7 +241,7 @@ def test_a_step_that_is_short_takes_the_one_behind_it_along(apart):
     for row in steps.pool.tiers.offer()._rows:
         row._spent = 0  # steps took nothing of late, so that a list that is nearly used up may do for two
     assert not steps.step([kv], most=15)
-    assert steps.done["short"] == 1
+    assert steps.done["short"] == steps.done["short before"] == 1
     assert steps.ahead is None
     steps.sound(whole=True)
     assert steps.step([kv])  # nothing of what ran short is left
@@ -289,7 +289,7 @@ def test_whatever_comes_between_steps(apart, seed, replacement):
     living = [steps.begin(int(rng.integers(230, 290))) for _ in range(3)]
     chosen = living[:1]
     for turn in count():
-        if turn == 60:
+        if turn == 50:
             break
         steps.step(chosen, most=int(rng.choice([1, 2, 18], p=[0.55, 0.4, 0.05])), goes_on=rng.random() < 0.9)
         what = rng.random()
@@ -323,7 +323,8 @@ def test_whatever_comes_between_steps(apart, seed, replacement):
             living.append(steps.begin(280))
         chosen = [kv for kv in chosen if kv in living] or living[:1]
     steps.sound(whole=True)
-    assert min(steps.done[name] for name in ("launched ahead", "asked", "unasked")) > 3, steps.done
+    assert min(steps.done[name] for name in ("asked", "unasked", "short")) > 0, steps.done
+    assert steps.done["launched ahead"] > 5, steps.done
     for kv in living:
         steps.end(kv)
     steps.forget()
