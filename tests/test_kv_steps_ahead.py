@@ -69,8 +69,9 @@ class Steps:
         made = self.rng.standard_normal((LAYERS, 2, HEADS, keys, WIDTH))
         return torch.from_numpy(made).float()
 
-    def step(self, sequences: list[SequenceKV], most: int = 3, goes_on: bool = True) -> bool:
-        """A row of each. Whether it was a recorded one in the end."""
+    def step(self, sequences: list[SequenceKV], most: int = 3, goes_on: bool = True, then: int | None = None) -> bool:
+        """A row of each, that reads ``most`` blocks, and the step behind it ``then``. Whether it was a recorded one in
+        the end."""
         for kv in sequences:
             kv.reserve(kv.length + 1)
         rows = [self.row(kv) for kv in sequences]
@@ -92,7 +93,7 @@ class Steps:
             kv.appended(1)
         if goes_on and fits and self.device.lets_follow(rows):
             self.device.go_ahead()
-            self.ahead = self.launch(sequences, most)
+            self.ahead = self.launch(sequences, most if then is None else then)
             self.done["launched ahead"] += 1
         short = self.device.settle(rows) is not None
         for row in rows:
@@ -240,7 +241,7 @@ def test_a_step_that_is_short_takes_the_one_behind_it_along(apart):
     steps.forget()
     for row in steps.pool.tiers.offer()._rows:
         row._spent = 0  # steps took nothing of late, so that a list that is nearly used up may do for two
-    assert not steps.step([kv], most=15)
+    assert not steps.step([kv], most=15, then=1)
     assert steps.done["short"] == steps.done["short before"] == 1
     assert steps.ahead is None
     steps.sound(whole=True)
