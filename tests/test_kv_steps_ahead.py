@@ -69,8 +69,9 @@ class Steps:
         made = self.rng.standard_normal((LAYERS, 2, HEADS, keys, WIDTH))
         return torch.from_numpy(made).float()
 
-    def step(self, sequences: list[SequenceKV], most: int = 3, goes_on: bool = True) -> bool:
-        """A row of each. Whether it was a recorded one in the end."""
+    def step(self, sequences: list[SequenceKV], most: int = 3, goes_on: bool = True, then: int | None = None) -> bool:
+        """A row of each, that reads ``most`` blocks, and the step behind it ``then``. Whether it was a recorded one in
+        the end."""
         for kv in sequences:
             kv.reserve(kv.length + 1)
         rows = [self.row(kv) for kv in sequences]
@@ -92,7 +93,7 @@ class Steps:
             kv.appended(1)
         if goes_on and fits and self.device.lets_follow(rows):
             self.device.go_ahead()
-            self.ahead = self.launch(sequences, most)
+            self.ahead = self.launch(sequences, most if then is None else then)
             self.done["launched ahead"] += 1
         short = self.device.settle(rows) is not None
         for row in rows:
@@ -240,8 +241,8 @@ def test_a_step_that_is_short_takes_the_one_behind_it_along(apart):
     steps.forget()
     for row in steps.pool.tiers.offer()._rows:
         row._spent = 0  # steps took nothing of late, so that a list that is nearly used up may do for two
-    assert not steps.step([kv], most=15)
-    assert steps.done["short"] == 1
+    assert not steps.step([kv], most=15, then=1)
+    assert steps.done["short"] == steps.done["short before"] == 1
     assert steps.ahead is None
     steps.sound(whole=True)
     assert steps.step([kv])  # nothing of what ran short is left
@@ -289,7 +290,7 @@ def test_whatever_comes_between_steps(apart, seed, replacement):
     living = [steps.begin(int(rng.integers(230, 290))) for _ in range(3)]
     chosen = living[:1]
     for turn in count():
-        if turn == 60:
+        if turn == 50:
             break
         steps.step(chosen, most=int(rng.choice([1, 2, 18], p=[0.55, 0.4, 0.05])), goes_on=rng.random() < 0.9)
         what = rng.random()
@@ -323,7 +324,8 @@ def test_whatever_comes_between_steps(apart, seed, replacement):
             living.append(steps.begin(280))
         chosen = [kv for kv in chosen if kv in living] or living[:1]
     steps.sound(whole=True)
-    assert min(steps.done[name] for name in ("launched ahead", "asked", "unasked")) > 3, steps.done
+    assert min(steps.done[name] for name in ("asked", "unasked", "short")) > 0, steps.done
+    assert steps.done["launched ahead"] > 5, steps.done
     for kv in living:
         steps.end(kv)
     steps.forget()
