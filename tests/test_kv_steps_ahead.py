@@ -275,7 +275,7 @@ def test_a_sequence_ends_while_a_step_ahead_moves_its_blocks():
 @pytest.mark.parametrize(
     ("apart", "seed", "replacement"),
     [
-        (False, 0, "clock"),
+        pytest.param(False, 0, "clock", marks=pytest.mark.thorough),
         (True, 1, "clock"),
         pytest.param(True, 2, "lru", marks=pytest.mark.thorough),
         pytest.param(False, 3, "fifo", marks=pytest.mark.thorough),
