@@ -11,6 +11,7 @@ from engine_helpers import tokens
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.methods.cis import triton_one_launch
 from saccade.methods.lfps import triton_row_choice
 from saccade.methods.registry import METHODS
 from saccade.ops.triton import batched_rows
@@ -129,7 +130,11 @@ def test_a_step_that_breaks_off_in_a_layer_learns_once(engines, monkeypatch, pol
     prompt, device = random_ids(130, seed=4), device_of(engines[1])
     (expected,) = engines[0].generate(prompt, FEW, policy=policy)
     with monkeypatch.context() as patched:
-        module, name = (triton_row_choice, "read_values") if "lfps" in policy else (batched_rows, "attend_decode")
+        own = {
+            "lfps": (triton_row_choice, "read_values"),
+            "cis": (triton_one_launch, "choose"),
+        }  # it may attend
+        module, name = next((own[one] for one in own if policy.startswith(one)), (batched_rows, "attend_decode"))
         fails = Once(getattr(module, name), ZeroDivisionError("it broke"), at=6 if "loop" not in policy else 12)
         patched.setattr(module, name, fails)
         if not host:
