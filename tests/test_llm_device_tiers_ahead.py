@@ -93,9 +93,10 @@ def test_answers_and_counts_are_those_of_steps_that_wait(folder, asked, policy, 
     one, other = reports
     for name in ("tokens", "keys_attended", "keys_causal", "keys_estimated", "density_per_head", "selections"):
         assert one["decode"][name] == other["decode"][name], name
-    if "psa" not in policy and "dense_layers=1" not in policy:  # rankings bring in what earlier steps have shown
+    short = any("wanted at once" in note for report in reports for note in report["notes"])  # the host counts, too
+    if "psa" not in policy and not short:  # rankings bring in what earlier steps have shown
         before, after = (report["tiers"]["hits"] + report["tiers"]["misses"] for report in reports)
-        assert before == after  # whoever leaves hangs on when lists are made
+        assert before == after, reports[1]["notes"]  # whoever leaves hangs on when lists are made
 
 
 @pytest.mark.parametrize("unit", ["head", pytest.param("block", marks=pytest.mark.thorough)])
