@@ -14,7 +14,15 @@ from torch import Tensor
 from saccade.models.families import Family
 from saccade.models.interface import LayerAttention, ModelSpec, Stopwatch
 from saccade.models.llama_fp8 import Fp8Kernels, quantize_layers
-from saccade.models.llama_kernels import KernelSet, LayerKernels, ProductHead, ProductLayer, Projected, RowPasses
+from saccade.models.llama_kernels import (
+    KernelSet,
+    LayerKernels,
+    ProductHead,
+    ProductLayer,
+    Products,
+    Projected,
+    RowPasses,
+)
 from saccade.models.llama_weights import LlamaWeights, read_weights
 from saccade.ops import row_passes, triton
 from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
@@ -71,9 +79,9 @@ class LlamaDecoder:
 
     def step_kernels(self) -> KernelSet:
         """What runs a decode step on a GPU: products and Triton launches, which a graph can record."""
-        from saccade.ops.triton import rows  # needs Triton
+        from saccade.ops.triton import products, rows  # needs Triton
 
-        return self._products(rows, joined=True)
+        return self._products(rows, joined=True, products=products)
 
     def watch(self, stopwatch: Stopwatch | None) -> None:
         """Have ``stopwatch`` time the operations as "linear". None ends it."""
@@ -100,14 +108,14 @@ class LlamaDecoder:
         """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype."""
         return self.kernels(hidden.shape[0]).logits(hidden, None)
 
-    def _products(self, passes: RowPasses, joined: bool) -> KernelSet:
+    def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
         weights = self._weights
-        head = ProductHead(weights.norm, weights.head, passes)
+        head = ProductHead(weights.norm, weights.head, passes, products)
         if self._layers is not None:
             return KernelSet(self._layers, head)
         most = MLP_ROWS if weights.head.weight.device.type == "cpu" else 1 << 62
         together = weights.joined if joined and weights.joined is not None else [None] * len(weights.layers)
-        layers = [ProductLayer(layer, passes, most, one) for layer, one in zip(weights.layers, together)]
+        layers = [ProductLayer(layer, passes, most, one, products) for layer, one in zip(weights.layers, together)]
         return KernelSet(layers, head)
 
 

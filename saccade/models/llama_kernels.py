@@ -62,6 +62,30 @@ class RowPasses(Protocol):
     def gated(self, gate: Tensor, up: Tensor) -> Tensor: ...
 
 
+class Products(Protocol):
+    """Products of rows with matrices: torch's (:class:`TorchProducts`), or ``ops.triton.products`` for few rows on a
+    GPU."""
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor: ...
+
+    def gated(self, x: Tensor, gate: Matrix, up: Matrix) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TorchProducts:
+    """torch's products, with ``passes`` between them."""
+
+    passes: RowPasses
+
+    def product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """See :func:`product`."""
+        return product(x, matrix)
+
+    def gated(self, x: Tensor, gate: Matrix, up: Matrix) -> Tensor:
+        """``silu(x times gate) * (x times up)``."""
+        return self.passes.gated(product(x, gate), product(x, up))
+
+
 @dataclass(frozen=True, eq=False)
 class KernelSet:
     """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``."""
@@ -82,14 +106,22 @@ class KernelSet:
 
 
 class ProductLayer:
-    """A layer by torch's matrix products, any number of rows on any device.
+    """A layer by matrix products, torch's by default, any number of rows on any device.
 
     ``joined``, if there is one, is query, key and value as one matrix, of which theirs are parts: one product then
     reads them. At most ``mlp_rows`` rows go through the MLP at a time.
     """
 
-    def __init__(self, weights: LayerWeights, passes: RowPasses, mlp_rows: int, joined: Matrix | None = None) -> None:
+    def __init__(
+        self,
+        weights: LayerWeights,
+        passes: RowPasses,
+        mlp_rows: int,
+        joined: Matrix | None = None,
+        products: Products | None = None,
+    ) -> None:
         self._weights = weights
+        self._products = products or TorchProducts(passes)
         self._joined = joined
         self._passes = passes
         self._mlp_rows = mlp_rows
@@ -101,11 +133,11 @@ class ProductLayer:
         shape = hidden.shape[0], -1, weights.head_dim
         x = self._passes.add_norm(hidden, delta, weights.norm.weight, weights.norm.epsilon)
         if self._joined is None:
-            q = product(x, weights.query).view(shape)
-            k = product(x, weights.key).view(shape)
-            v = product(x, weights.value).view(shape)
+            q = self._products.product(x, weights.query).view(shape)
+            k = self._products.product(x, weights.key).view(shape)
+            v = self._products.product(x, weights.value).view(shape)
         else:
-            q, k, v = product(x, self._joined).view(shape).split(self._heads, 1)
+            q, k, v = self._products.product(x, self._joined).view(shape).split(self._heads, 1)
         if weights.rotated:
             self._passes.rotate(q, k, cos, sin, weights.head_norms)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
@@ -114,7 +146,7 @@ class ProductLayer:
         """See :class:`LayerKernels`."""
         weights = self._weights
         attended = attended.transpose(0, 1).reshape(hidden.shape[0], -1)
-        delta = product(attended, weights.output)
+        delta = self._products.product(attended, weights.output)
         x = self._passes.add_norm(hidden, delta, weights.second_norm.weight, weights.second_norm.epsilon)
         if len(x) <= self._mlp_rows:
             return self._mlp(x)
@@ -124,21 +156,22 @@ class ProductLayer:
 
     def _mlp(self, x: Tensor) -> Tensor:
         gate, up, down = self._weights.gate, self._weights.up, self._weights.down
-        inner = self._passes.gated(product(x, gate), product(x, up))
+        inner = self._passes.gated(product(x, gate), self._products.product(x, up))
         return product(inner, down)
 
 
 class ProductHead:
     """The final norm and the head as a matrix product."""
 
-    def __init__(self, norm: Norm, matrix: Matrix, passes: RowPasses) -> None:
+    def __init__(self, norm: Norm, matrix: Matrix, passes: RowPasses, products: Products | None = None) -> None:
         self._norm = norm
         self._matrix = matrix
         self._passes = passes
+        self._products = products or TorchProducts(passes)
 
     def __call__(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         x = self._passes.add_norm(hidden, delta, self._norm.weight, self._norm.epsilon)
-        return product(x, self._matrix)
+        return self._products.product(x, self._matrix)
 
 
 class _TimedLayer:

@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.ops.layer_weights import HeadNorms
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import pad
+from saccade.ops.triton.common import begin, begin_at_once, launched, pad
 
 NORM_TILE = 2048  # values of short rows that one program norms
 ROTATED_HEADS = 16  # heads of a row that one program turns where rows are many
@@ -44,6 +44,7 @@ def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: floa
         ROWS=each,
         ADDS=delta is not None,
         num_warps=8 if channels > 4096 else 4,
+        **launched(hidden.device),
     )
     return out
 
@@ -81,6 +82,7 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNor
         NORMS=norms is not None,
         num_warps=1 if each == 1 else 4,
         enable_fp_fusion=False,  # a product that is added to another is rounded first
+        **launched(q.device),
     )
 
 
@@ -96,15 +98,16 @@ def _turned_in_place(**parts: Tensor) -> None:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, both [rows, channels]; written over ``gate`` if that is contiguous."""
     gate, up = gate.contiguous(), up.contiguous()
-    _gated[(triton.cdiv(gate.numel(), 1024),)](gate, up, gate.numel(), WIDTH=1024, num_warps=4)
+    _gated[(triton.cdiv(gate.numel(), 1024),)](gate, up, gate.numel(), WIDTH=1024, num_warps=4, **launched(gate.device))
     return gate
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     hidden, delta, weight, out, rows, hidden_row, delta_row, epsilon,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_at_once(EARLY)
     channel = tl.arange(0, WIDTH)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     real = (row < rows) & (channel < CHANNELS)
@@ -124,8 +127,9 @@ def _add_norm(
 @triton.jit(do_not_specialize=["heads", "more", "q_tiles"])
 def _rotate(
     q, k, cos, sin, q_weight, k_weight, epsilon, q_row, q_head, k_row, k_head, heads, more, q_tiles,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, NORMS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = q + row * q_row
     count, stride, weight = heads, q_head, q_weight
@@ -160,7 +164,8 @@ def _rotate(
 
 
 @triton.jit
-def _gated(gate, up, count, WIDTH: tl.constexpr):
+def _gated(gate, up, count, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     x = tl.load(gate + at, mask=at < count, other=0.0)
     y = x.to(tl.float32)
