@@ -45,9 +45,11 @@ def test_several_programs_share_the_channels_of_few_outputs():
     assert _cut(224, 32, 132, True) == (1, 4)
 
 
-@pytest.mark.parametrize(("rows", "inner"), [(1, 96), (8, 200)])
-def test_a_gated_product_rounds_as_its_three_parts(rows, inner):
-    x, gate, up = draw(rows, 256), matrix(inner, 256, seed=3), matrix(inner, 256, seed=5)
+@pytest.mark.parametrize(
+    ("rows", "inner", "channels"), [(1, 96, 256), (8, 200, 256), (3, 80, 2048)]
+)  # the last in parts
+def test_a_gated_product_rounds_as_its_three_parts(rows, inner, channels):
+    x, gate, up = draw(rows, channels), matrix(inner, channels, seed=3), matrix(inner, channels, seed=5)
     parts = [linear(x.double(), one.weight.double()).to(torch.float16) for one in (gate, up)]
     wanted = silu(parts[0].float()).to(torch.float16) * parts[1]
     # Where a sum lies on the edge of two float16, either is right.

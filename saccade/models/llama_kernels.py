@@ -155,9 +155,8 @@ class ProductLayer:
         return x
 
     def _mlp(self, x: Tensor) -> Tensor:
-        gate, up, down = self._weights.gate, self._weights.up, self._weights.down
-        inner = self._passes.gated(product(x, gate), self._products.product(x, up))
-        return product(inner, down)
+        inner = self._products.gated(x, self._weights.gate, self._weights.up)
+        return self._products.product(inner, self._weights.down)
 
 
 class ProductHead:

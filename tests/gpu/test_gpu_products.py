@@ -39,8 +39,9 @@ def test_products(dtype, rows, outputs, channels, biased):
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
-def test_gated_products(rows):
-    x, gate, up = draw(rows, 4096), 0.02 * draw(14336, 4096, seed=1), 0.02 * draw(14336, 4096, seed=2)
+@pytest.mark.parametrize("inner", [14336, 4096, 200])
+def test_gated_products(rows, inner):
+    x, gate, up = draw(rows, 4096), 0.02 * draw(inner, 4096, seed=1), 0.02 * draw(inner, 4096, seed=2)
     made = gated(x, Matrix(gate), Matrix(up)).float()
     exact = silu(linear(x.float(), gate.float())) * linear(x.float(), up.float())
     torch.testing.assert_close(made, exact, rtol=2.5e-2, atol=2e-2)
@@ -57,9 +58,8 @@ def test_a_row_is_what_it_is_alone():
 def test_rows_of_launches_that_start_early_are_right_in_graphs():
     """Each launch takes its places while those before it run: what it reads must be what they wrote."""
     hidden, norm = draw(8, 4096), draw(4096, seed=1)
-    gate, up, down, square = (
-        Matrix(0.02 * draw(*shape, seed=seed)) for seed, shape in enumerate([(14336, 4096)] * 2 + [(4096, 14336), (4096, 4096)], 2)
-    )  # fmt: skip
+    shapes = [(14336, 4096), (14336, 4096), (4096, 14336), (4096, 4096)]
+    gate, up, down, square = (Matrix(0.02 * draw(*shape, seed=seed)) for seed, shape in enumerate(shapes, 2))
 
     def layers(hidden, product, gated):
         delta = None

@@ -102,15 +102,6 @@ def begin(EARLY: tl.constexpr):
 
 
 @triton.jit
-def begin_at_once(EARLY: tl.constexpr):
-    """As :func:`begin`, but the kernel after this one may take its places while the one before still runs, and so on
-    along a row of such kernels. It waits in its turn for all of them."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def also(mask, condition):
     """The bools ``mask``, all False unless the scalar ``condition``. (Triton 3.9's interpreter makes integers of a
     block & a scalar, and takes none for a mask.)"""

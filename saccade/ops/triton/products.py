@@ -1,8 +1,8 @@
 """Matrix products of few rows, as a decode step has them: what takes the time is reading the weights.
 
 torch's own products reach 80 to 90 % of the rate at which the device reads, and wait for the launch before them to
-end. These are launched early (common.begin's launches) and ask for their first weights, which nothing on the way
-writes, before they wait; a gated MLP's two products and its gate are one launch. Results of a row hang neither on the
+end. These are launched early (common.begin) and ask for their first weights, which nothing on the way writes, before
+they wait; a gated MLP's two products and its gate are one launch. Results of a row hang neither on the
 number of rows nor on the other rows.
 """
 
@@ -16,13 +16,13 @@ from torch.nn.functional import linear
 
 from saccade.ops.layer_weights import Matrix
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import arrivals, launched, pad, processors, runs_on
+from saccade.ops.triton.common import arrivals, begin, launched, pad, processors, runs_on
 from saccade.ops.triton.rows import gated as gate_rows
 
 MOST_ROWS = 32
 OUTPUTS, CHANNELS = 64, 128  # of a tile of weights
 LINE = 64  # 16-bit values of a cache line
-FETCHED = 4  # tiles that a program asks for before it waits
+FETCHED = 2  # tiles that a program asks for before it waits
 FEWEST_TILES = 4  # of a program, where several share an output's channels
 
 
@@ -63,7 +63,11 @@ def _launch(x: Tensor, matrix: Matrix, up: Matrix | None) -> Tensor:
     tiles = triton.cdiv(outputs, OUTPUTS)
     splits, stages = _cut(tiles, channels // CHANNELS, processors(x.device), up is not None)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
+    parts = (
+        out
+        if splits == 1
+        else torch.empty(splits * (1 if up is None else 2), rows, outputs, dtype=torch.float32, device=x.device)
+    )
     _product[(tiles, splits)](
         x, weight, other, weight if bias is None else bias, out, parts, arrivals(x.device, tiles), rows, outputs,
         channels, x.stride(0), weight.stride(0), other.stride(0), ROWS=pad(rows), OUTPUTS=OUTPUTS, CHANNELS=CHANNELS,
@@ -104,14 +108,12 @@ def _product(
     start = split * each
     stop = tl.minimum(start + each, channels)
     if EARLY:
-        # The launches after this one may take their places at once. They wait as this one does, and so for all before.
-        tl.extra.cuda.gdc_launch_dependents()
         for number in tl.static_range(FETCHED):
             line = tl.minimum(start + number * CHANNELS, channels - CHANNELS) + tl.arange(0, CHANNELS // LINE) * LINE
             _ask_for(weight + held * weight_row + line[None, :])
             if GATED:
                 _ask_for(other + held * other_row + line[None, :])
-        tl.extra.cuda.gdc_wait()
+    begin(EARLY)
     row = tl.arange(0, ROWS)[None, :]
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     second = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -127,13 +129,19 @@ def _product(
     last = True
     if SPLITS > 1:
         tl.store(parts + split * rows * outputs + place, total, mask=real)
+        if GATED:
+            tl.store(parts + (SPLITS + split) * rows * outputs + place, second, mask=real)
         tl.debug_barrier()  # all threads' stores come before the arrival that one of them announces
         last = tl.atomic_add(arrived + tile, tl.cast(1, tl.int64), sem="acq_rel", scope="gpu") == SPLITS - 1
     if last:
         if SPLITS > 1:
             total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            second = tl.zeros([OUTPUTS, ROWS], tl.float32)
             for number in tl.static_range(SPLITS):  # in their order, whoever came last
                 total += tl.load(parts + number * rows * outputs + place, mask=real, other=0.0, volatile=True)
+                if GATED:
+                    at = parts + (SPLITS + number) * rows * outputs + place
+                    second += tl.load(at, mask=real, other=0.0, volatile=True)
             tl.store(arrived + tile, tl.cast(0, tl.int64))
         if BIASED:
             total += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[:, None]

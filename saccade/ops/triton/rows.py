@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.ops.layer_weights import HeadNorms
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import begin, begin_at_once, launched, pad
+from saccade.ops.triton.common import begin, launched, pad
 
 NORM_TILE = 2048  # values of short rows that one program norms
 ROTATED_HEADS = 16  # heads of a row that one program turns where rows are many
@@ -107,7 +107,7 @@ def _add_norm(
     hidden, delta, weight, out, rows, hidden_row, delta_row, epsilon,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_at_once(EARLY)
+    begin(EARLY)
     channel = tl.arange(0, WIDTH)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     real = (row < rows) & (channel < CHANNELS)
