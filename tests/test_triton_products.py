@@ -41,7 +41,8 @@ def test_several_programs_share_the_channels_of_few_outputs():
     assert _cut(2, 32, 4, False) == (2, 6)
     assert _cut(2, 4, 4, False) == (1, 6)  # too few channels
     assert _cut(64, 32, 132, False) == (2, 6)
-    assert _cut(96, 32, 132, False) == (2, 3)
+    assert _cut(96, 32, 132, False) == (1, 6)
+    assert _cut(2004, 32, 132, False) == (1, 4)
     assert _cut(224, 32, 132, True) == (1, 4)
 
 

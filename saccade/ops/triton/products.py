@@ -2,8 +2,8 @@
 
 torch's own products reach 80 to 90 % of the rate at which the device reads, and wait for the launch before them to
 end. These are launched early (common.begin) and ask for their first weights, which nothing on the way writes, before
-they wait; a gated MLP's two products and its gate are one launch. Results of a row hang neither on the
-number of rows nor on the other rows.
+they wait; a gated MLP's two products and its gate are one launch. Results of a row hang neither on the number of
+rows nor on the other rows.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def _launch(x: Tensor, matrix: Matrix, up: Matrix | None) -> Tensor:
 
 
 def _cut(tiles: int, steps: int, programs: int, both: bool) -> tuple[int, int]:
-    """In how many parts to sum an output's channels, and how many tiles of weights a program has under way, so that
-    ``programs`` processors read all the time. Only the sizes of the matrix decide."""
+    """In how many parts to sum an output's channels, so that at most ``programs`` processors are busy, one program on
+    each; and how many tiles of weights a program has under way. Only the sizes of the matrix decide."""
     splits = 1
-    while tiles * splits * 4 <= programs * 3 and steps >= 2 * splits * FEWEST_TILES:
+    while tiles * splits * 2 <= programs and steps >= 2 * splits * FEWEST_TILES:
         splits *= 2
-    return splits, 6 if tiles * splits <= programs and not both else 4 if both or splits == 1 else 3
+    return splits, 4 if both or tiles > programs else 6
 
 
 @triton.jit
