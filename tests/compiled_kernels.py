@@ -26,6 +26,7 @@ from saccade.ops.triton import (
     means,
     prefill,
     prefill_together,
+    products,
     progressive,
     reach,
     row_shares,
@@ -67,13 +68,17 @@ OTHERS = {
         **dict.fromkeys(("reals", "cones", "scored", "searches"), "*fp64"), "searching": "*i8", "arrived": "*i64",
         **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
     },
+    products._product: {
+        **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "parts": "*fp32", "arrived": "*i64",
+        "rows": "i32",
+    },
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
         **dict.fromkeys(("epsilons", "part_out", "part_lse"), "*fp32"), "epsilon": "fp32",
         **dict.fromkeys(("published", "arrived"), "*i64"),
     },
 }  # fmt: skip
-ALIGNED = ("q_head", "q_row")  # strides, multiples of 16
+ALIGNED = ("q_head", "q_row", "x_row", "weight_row", "other_row")  # strides, multiples of 16
 
 E4M3 = {"LARGEST": 448.0, "LEAST": 1e-20}
 LADDER = {"LADDER": triton_rounds.LADDER, "STEPS": triton_rounds.STEPS}
@@ -173,6 +178,18 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},
         "KNOWN": True, "RAGGED": True, "EACH": True,
     }  # fmt: skip
+    found += [
+        (
+            products._product,
+            {
+                "dtype": "bf16", "ROWS": rows, "SPLITS": splits, "OUTPUTS": products.OUTPUTS,
+                "CHANNELS": products.CHANNELS, "GATED": gated, "BIASED": not gated, "FETCHED": products.FETCHED, "LINE": products.LINE,
+                "STAGES": 4 if gated else 6, "EARLY": True,
+            },
+            {"num_warps": 4},
+        )
+        for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
+    ]  # fmt: skip
     found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))
     return found
 
