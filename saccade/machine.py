@@ -36,7 +36,9 @@ _UNITS = {
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """``values``, of the host, on ``device``, without a wait for what runs there: a GPU takes them from pinned memory
     when it comes to it. They must not change meanwhile where ``device`` is the host."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def parse_bytes(size: int | float | str, what: str = "kv_memory") -> int:

@@ -182,9 +182,9 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (
             products._product,
             {
-                "dtype": "bf16", "ROWS": rows, "SPLITS": splits, "OUTPUTS": products.OUTPUTS,
-                "CHANNELS": products.CHANNELS, "GATED": gated, "BIASED": not gated, "FETCHED": products.FETCHED, "LINE": products.LINE,
-                "STAGES": 4 if gated else 6, "EARLY": True,
+                "dtype": "bf16", "ROWS": rows, "SPLITS": splits, "GATED": gated, "BIASED": not gated, "EARLY": True,
+                "STAGES": 4 if gated else 6,
+                **{name: getattr(products, name) for name in ("OUTPUTS", "CHANNELS", "FETCHED", "LINE")},
             },
             {"num_warps": 4},
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.step import ScheduledRequest
+from saccade.machine import sent
 from saccade.models.interface import FrozenRows
 
 READ_ROWS = 128  # last rows of a prefill that always run whole: what prefill methods look at to choose
@@ -84,10 +85,11 @@ def runs(live: Tensor) -> list[tuple[int, int]]:
 
 
 def interleaved(skipped: Tensor, frozen: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of all rows in order, from those of the ``skipped`` (bool [rows]) and of the other ones: each
-    [kv_heads, n, head_dim]."""
+    """Keys and values of all rows in order, from those of the ``skipped`` (bool [rows], on the host) and of the other
+    ones: each [kv_heads, n, head_dim]."""
     whole = (k.new_empty(k.shape[0], skipped.numel(), k.shape[2]), v.new_empty(v.shape[0], skipped.numel(), v.shape[2]))
-    for part, of_frozen, of_live in zip(whole, frozen, (k, v)):
-        part[:, skipped] = of_frozen
-        part[:, ~skipped] = of_live
+    places = [sent(rows.nonzero()[:, 0], k.device) for rows in (skipped, ~skipped)]
+    for part, *own in zip(whole, frozen, (k, v)):
+        for at, rows in zip(places, own):
+            part.index_copy_(1, at, rows)
     return whole

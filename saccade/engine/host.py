@@ -243,7 +243,7 @@ class HostAttention:
         if skipped is None:
             kv.append(layer, k, v)
             return self._one(rows, layer, q, scheduled.stop, spec)
-        kv.append(layer, *interleaved(skipped.to(k.device), self.held.pop(scheduled.request_id), k, v))
+        kv.append(layer, *interleaved(skipped, self.held.pop(scheduled.request_id), k, v))
         parts, done = [], 0
         for first, last in runs(~skipped):
             parts.append(self._one(rows, layer, q[:, done : done + last - first], scheduled.start + last, spec))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
+from saccade.machine import sent
 
 ALIGNED = 4  # table entries: kernels are compiled anew for a table that does not begin at 16 bytes
 
@@ -55,7 +56,7 @@ class BlockTable:
         if self._residency != self.pool.version:
             self._refresh()
         if not self._layers:  # brought to the device once somebody asks: recorded steps look blocks up themselves
-            self._tables = self._slots.to(self.pool.storage.device)  # the same tensor on a CPU
+            self._tables = sent(self._slots, self.pool.storage.device)  # the same tensor on a CPU
             self._layers = self._tables.unbind()
         return self._layers[layer]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.machine import sent
 from saccade.models.families import Family
 from saccade.models.interface import (
     AheadRows,
@@ -94,8 +95,8 @@ class HFRunner:
         """See ``interface.Runner.run``. ``segments`` must tile the rows in order; ValueError if they do not."""
         _check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
-        positions = positions.to(device)
-        hidden = self.embed(token_ids.to(device))
+        positions = sent(positions, device)
+        hidden = self.embed(sent(token_ids, device))
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
         apart = parts is not None and llama is not None
@@ -103,13 +104,15 @@ class HFRunner:
             self._run_parts(hidden, rotary, parts, llama)
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(0 if apart else self.spec.layers):
-            if delta is not None and (ahead is not None or frozen is not None or inputs is not None):
+            skip = None if frozen is None else frozen.skip(index)
+            freezes = skip is not None and bool(skip.any())
+            if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
             if inputs is not None:
-                inputs.visit(index, hidden[inputs.rows.to(device)])
+                inputs.visit(index, hidden[sent(inputs.rows, device)])
             if ahead is not None and index + 1 < self.spec.layers:
-                ahead.visit(index + 1, self._project(index + 1, hidden, positions, rotary, ahead.rows.to(device))[0])
-            if frozen is not None and bool((skip := frozen.skip(index)).any()):
+                ahead.visit(index + 1, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
+            if frozen is not None and skip is not None and freezes:
                 self._run_frozen(index, hidden, positions, rotary, ctx, skip, frozen.projected)
             elif llama is None or kernels is None:
                 hidden = self.modules.run(index, hidden, positions, rotary.layers[index], ctx)
@@ -121,8 +124,8 @@ class HFRunner:
             hidden.add_(delta)
         if scored is not None:
             for first in range(0, len(scored.rows), SCORED_SLICE):
-                scored.visit(first, self.logits(hidden[scored.rows[first : first + SCORED_SLICE].to(device)]))
-        return self.logits(hidden[logit_rows.to(device)])
+                scored.visit(first, self.logits(hidden[sent(scored.rows[first : first + SCORED_SLICE], device)]))
+        return self.logits(hidden[sent(logit_rows, device)])
 
     def _run_parts(self, hidden: Tensor, rotary: RotaryRows, parts: Sequence[RowsPart], llama: LlamaDecoder) -> None:
         """All layers, in place. While one part's rows are attended, the next layer of the others is computed."""
@@ -180,7 +183,7 @@ class HFRunner:
         projected: Tensor,
     ) -> None:
         """A layer that the rows of ``skip`` skip, in place; the keys and values of those ``projected`` are stored."""
-        stored, live = ((part.nonzero()[:, 0]).to(hidden.device) for part in (skip & projected, ~skip))
+        stored, live = (sent(part.nonzero()[:, 0], hidden.device) for part in (skip & projected, ~skip))
         if stored.numel():
             ctx.store(index, *self._project(index, hidden, positions, rotary, stored)[1:])
         else:
