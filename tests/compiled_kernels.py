@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from saccade.methods.cis import triton_one_launch
+from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.cis.triton_row_words import WORDS
 from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_rounds
 from saccade.ops.triton import (
@@ -163,7 +164,15 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found += [
         (
             triton_one_launch._choose,
-            {**sharing, "KV_HEADS": kv_heads, "HELD": held, "KEYS": 128 if warps == 16 else 64, "TILE": tile},
+            {
+                **sharing,
+                "KV_HEADS": kv_heads,
+                "HELD": held,
+                "KEYS": 128 if warps == 16 else 64,
+                "TILE": tile,
+                "GROUP": 32 // kv_heads,
+                "PLACES": MOST_STEPS,
+            },
             {"num_warps": warps, "num_stages": 3, "maxnreg": 128},
         )
         for kv_heads, held, warps, tile in ((32, 4096, 8, 64), (8, 1024, 4, 32), (32, 16384, 16, 0), (8, 0, 4, 0))

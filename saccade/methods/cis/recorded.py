@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from saccade.methods.cis.method import CIS, CISState
 
 AHEAD = 256  # keys that room is made for at a time, where lists grow with the context
-MOST_STEPS = 256  # of a block
+MOST_STEPS = 256  # of a block; a power of two
 
 
 @dataclass(frozen=True)
