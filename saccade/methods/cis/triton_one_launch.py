@@ -6,7 +6,7 @@ of them. If others are left, they score the KV head's keys. Up to ``HELD`` keys 
 the scores, for each such head, what it reads and what it will share, so that a step needs nothing after attention: the
 best of what is read are known by their scores. Up to ``FUSED`` keys programs also read what they have listed: who wrote
 a piece of a shared list attends to it, and who chose for a head attends alone. Longer lists are for
-ops.triton.batched_lists.choose_keys, and triton_keeping.py afterwards. Means what sharing.py means.
+triton_keeping.list_and_keep. Means what sharing.py means.
 """
 
 from __future__ import annotations
