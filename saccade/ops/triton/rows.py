@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade.errors import SaccadeError
 from saccade.ops.layer_weights import HeadNorms
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import pad
+from saccade.ops.triton.common import begin, launched, pad
 
 NORM_TILE = 2048  # values of short rows that one program norms
 ROTATED_HEADS = 16  # heads of a row that one program turns where rows are many
@@ -81,6 +81,7 @@ def rotate(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, norms: HeadNor
         NORMS=norms is not None,
         num_warps=1 if each == 1 else 4,
         enable_fp_fusion=False,  # a product that is added to another is rounded first
+        **launched(q.device),  # what stores the keys comes next
     )
 
 
@@ -124,8 +125,9 @@ def _add_norm(
 @triton.jit(do_not_specialize=["heads", "more", "q_tiles"])
 def _rotate(
     q, k, cos, sin, q_weight, k_weight, epsilon, q_row, q_head, k_row, k_head, heads, more, q_tiles,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, NORMS: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = q + row * q_row
     count, stride, weight = heads, q_head, q_weight
