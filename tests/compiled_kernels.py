@@ -13,11 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from saccade.methods.cis import triton_one_launch
+from saccade.methods.cis import triton_keeping, triton_one_launch
+from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.cis.triton_row_words import WORDS
 from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
+    batched_best,
+    best_parts,
     block_rows,
     fp8,
     heaviest,
@@ -71,6 +74,10 @@ OTHERS = {
     products._product: {
         **dict.fromkeys(("x", "weight", "other", "bias"), "*bf16"), "parts": "*fp32", "arrived": "*i64",
         "rows": "i32",
+    },
+    triton_keeping._list_and_keep: {
+        **dict.fromkeys(("lengths", "bounds", "counts", "indices", "marks", "known", "taken"), "*i32"),
+        "reals": "*fp64", "searching": "*i8", "arrived": "*i64",
     },
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
@@ -168,11 +175,21 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found += [
         (
             triton_one_launch._choose,
-            {**sharing, "KV_HEADS": kv_heads, "HELD": held, "KEYS": 128 if warps == 16 else 64, "TILE": tile},
+            {
+                **sharing,
+                "KV_HEADS": kv_heads,
+                "HELD": held,
+                "KEYS": 128 if warps == 16 else 64,
+                "TILE": tile,
+                "GROUP": 32 // kv_heads,
+                "PLACES": MOST_STEPS,
+            },
             {"num_warps": warps, "num_stages": 3, "maxnreg": 128},
         )
         for kv_heads, held, warps, tile in ((32, 4096, 8, 64), (8, 1024, 4, 32), (32, 16384, 16, 0), (8, 0, 4, 0))
     ]
+    listing = {"PARTS": 4, "KNOWN_WORDS": best_parts.WORDS, "SPAN": batched_best.SPAN}
+    found.append((triton_keeping._list_and_keep, {**decoding, **WORDS, **listing}, {"num_warps": 8, "maxnreg": 64}))
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,
         **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},

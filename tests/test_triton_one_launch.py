@@ -12,9 +12,10 @@ from saccade.kv.view import KVView
 from saccade.methods.cis import CIS, triton_one_launch
 from saccade.methods.cis.recorded import _parts
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
-from saccade.methods.cis.triton_keeping import keep as keep_listed
+from saccade.methods.cis.triton_keeping import list_and_keep
 from saccade.ops import Call, run
-from saccade.ops.triton.batched_lists import choose_keys, new_lists
+from saccade.ops.triton import batched_best
+from saccade.ops.triton.batched_lists import new_lists
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import arrivals
 from saccade.ops.triton.dispatch import pages_of
@@ -132,6 +133,7 @@ class Step:
         ("listed", 2, 2, {"r": 2, "m": 7}, 0.0),
         ("attends", 3, 1, {"cover_gap": False, "s": 2}, 0.4),
         ("listed", 3, 1, {"cover_gap": False, "s": 2}, 0.4),
+        ("listed", 4, 2, {"r": 0}, 0.3),
         ("held", 2, 2, {"follow": None, "m": 99}, 0.3),
         ("attends", 2, 1, {"follow": None, "m": 99}, 0.3),
     ],
@@ -139,7 +141,10 @@ class Step:
 def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, options, hides):
     held, attends = how != "listed", how == "attends"
     monkeypatch.setattr(triton_one_launch, "HELD", 1 << 14 if held else 1)
-    monkeypatch.setattr(triton_one_launch, "RESIDENT", 24 if kv_heads == 1 else 4)  # pieces of lists also for groups
+    pieces = 24 if heads > kv_heads else 4  # pieces of lists also for groups
+    monkeypatch.setattr(triton_one_launch, "RESIDENT", pieces)
+    if how == "listed":
+        monkeypatch.setattr(batched_best, "SPAN", 16)  # lists by several programs
     method = CIS(k=24, sinks=3, local=6, tau=0.7, **options)
     steps = Step(method, heads, kv_heads, hides)
     both = 0
@@ -151,9 +156,7 @@ def test_reads_and_keeps_what_sharing_says(monkeypatch, how, heads, kv_heads, op
         chosen = triton_one_launch.choose(rows, counts, indices, attends)
         assert chosen.done == held
         if not held:
-            choose_keys(chosen.scores, chosen.bounds, rows.pages.lengths, counts, indices, chosen.searching)
-            weights = torch.empty(indices.shape)
-            keep_listed(rows, heads, chosen.searching, chosen.bounds, counts, indices, weights, chosen.scores)
+            list_and_keep(rows, chosen.searching, chosen.bounds, counts, indices, chosen.scores)
         for row, start in enumerate(START):
             lists = [indices[entry, : counts[entry]].tolist() for entry in range(row * heads, (row + 1) * heads)]
             if not start:

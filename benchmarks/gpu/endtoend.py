@@ -19,6 +19,7 @@ import torch
 from harness import Results, measured_limits, say
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from unions import Unions
 
 from saccade.engine.attention import Watch
 from saccade.engine.core import new_request_id
@@ -156,7 +157,8 @@ class Bench:
         self.quantize, family = quantize, FAMILIES["llama"]
         llama = LlamaDecoder.of(self.model, family, self.spec, quantize=quantize)
         runner = HFRunner(self.model, family, self.spec, llama)
-        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), Watch(), fa4=FA4))
+        self.watch = Watch()
+        self.worker = Worker(runner, Setting(self.spec, Calibrations(self.spec, None), self.watch, fa4=FA4))
 
     def room(self, tokens: int) -> None:
         """A pool for ``tokens`` tokens in place of the one before."""
@@ -261,7 +263,7 @@ class Bench:
 
     def decode(self, tokens: int, batch: int, policy: str, dense: float | None) -> float:
         """Decode steps, tokens chosen and handed on, after a context whose keys and values are random."""
-        with self.begun(tokens, batch, policy, STEPS + 8) as requests:
+        with self.begun(tokens, batch, policy, STEPS + 12) as requests:
             step = partial(self.decode_step, requests, goes_on=not PROFILED)  # as an engine with these requests alone
             for _ in range(4):  # compiles, records, and replays twice
                 step()
@@ -276,6 +278,8 @@ class Bench:
             report = requests[0].report.as_dict()
             if PROFILED:
                 profile(step)
+            shares = None if policy == "dense" else self.results.attempt("union", lambda: self.union(requests))
+        density = report["decode"]["density"]
         self.results.add(
             what="decode",
             context=tokens,
@@ -284,9 +288,10 @@ class Bench:
             products=self.quantize or "bfloat16",
             ms_per_step=1000 * taken,
             mean_ms_per_step=1000 * statistics.mean(steps),  # steps that search beside steps that do not
-            floor_ms=self.floor(tokens * batch, policy, report["decode"]["density"]),
+            floor_ms=self.floor(tokens * batch, policy, density),
+            floor_union_ms=self.floor(tokens * batch, policy, density * (shares or 1.0)),
             tokens_per_second=batch / taken,
-            density=report["decode"]["density"],
+            density=density,
             scored=report["decode"]["keys_scored"] / max(1, report["decode"]["keys_causal"]),
             searching=share_of_searches(before, report["decode"]),
             backends=str(report["decode"]["backends"]),
@@ -295,9 +300,24 @@ class Bench:
         )
         return taken
 
+    def union(self, requests: list[Request]) -> float:
+        """How many times as many keys as the density says one more step reads, if each key that any query head of a KV
+        head reads is read once: 1 where they read the same, up to their number. Its kernels are launched one by one,
+        by all layers."""
+        self.watch.observer = seen = Unions()
+        try:
+            self.decode_step(requests)
+        finally:
+            self.watch.observer = None
+        return seen.share
+
     def floor(self, tokens: int, policy: str, density: float) -> float:
         """Milliseconds in which the device copies as many bytes as a step has to read: weights, keys and values by the
-        step's density, and summaries of all blocks. Reading alone may be as fast again as a copy's reads."""
+        step's density, and summaries of all blocks. Reading alone may be as fast again as a copy's reads.
+
+        ``floor_ms`` takes the density of a query head, as if all query heads of a KV head read the same keys.
+        ``floor_union_ms`` takes what they read together, in one step behind the timed ones (:meth:`union`); it is
+        ``floor_ms`` where lists are a KV head's, or are not to be had."""
         weights = sum(one.numel() * one.element_size() for one in self.model.parameters())
         weights -= self.model.get_input_embeddings().weight.numel() * 2
         vector = 2 * self.spec.kv_heads * self.spec.head_dim * self.spec.layers

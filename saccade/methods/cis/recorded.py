@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from saccade.methods.cis.method import CIS, CISState
 
 AHEAD = 256  # keys that room is made for at a time, where lists grow with the context
-MOST_STEPS = 256  # of a block
+MOST_STEPS = 256  # of a block; a power of two
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class SharedKeys(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.cis import triton_one_launch, triton_recorded
-        from saccade.methods.cis.triton_keeping import keep
-        from saccade.ops.triton.batched_lists import choose_keys, new_lists
+        from saccade.methods.cis.triton_keeping import keep, list_and_keep
+        from saccade.ops.triton.batched_lists import new_lists
         from saccade.ops.triton.batched_rows import LayerRead
         from saccade.ops.triton.batched_tokens import score_keys
         from saccade.ops.triton.batched_weights import weigh_lists
@@ -85,11 +85,8 @@ class SharedKeys(OwnReading):
                 return LayerRead(chosen.out, chosen.lse, lists, None, chosen.scored, chosen.searches)
             chosen = triton_one_launch.choose(rows, counts, indices)
             if not chosen.done:
-                choose_keys(chosen.scores, chosen.bounds, rows.pages.lengths, counts, indices, chosen.searching)
+                list_and_keep(rows, chosen.searching, chosen.bounds, counts, indices, chosen.scores)
             out, lse = rows.attend(lists)
-            if not chosen.done:
-                where = chosen.searching, chosen.bounds, counts, indices
-                keep(rows, units, *where, torch.empty(indices.shape, device=indices.device), chosen.scores)
             return LayerRead(out, lse, lists, None, chosen.scored, chosen.searches)
         found = triton_recorded.resemble(rows, units)
         scores = score_keys(rows, units, found.hidden, found.searching)

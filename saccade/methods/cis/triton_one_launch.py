@@ -6,7 +6,7 @@ of them. If others are left, they score the KV head's keys. Up to ``HELD`` keys 
 the scores, for each such head, what it reads and what it will share, so that a step needs nothing after attention: the
 best of what is read are known by their scores. Up to ``FUSED`` keys programs also read what they have listed: who wrote
 a piece of a shared list attends to it, and who chose for a head attends alone. Longer lists are for
-ops.triton.batched_lists.choose_keys, and triton_keeping.py afterwards. Means what sharing.py means.
+triton_keeping.list_and_keep. Means what sharing.py means.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.cis.triton_attending import attend_piece, merge_pieces, put_result, queries_at
 from saccade.methods.cis.triton_row_words import WORDS
 from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_at
@@ -140,9 +141,11 @@ def choose(rows: LayerRows, counts: Tensor, indices: Tensor, attends: bool = Fal
         **WORDS,
         HEADS=heads,
         KV_HEADS=kv_heads,
+        GROUP=pad(per, 1),
         PER_PAD=pad(per),
         D=head_dim,
         D_PAD=pad(head_dim),
+        PLACES=MOST_STEPS,
         PAGE=rows.pages.k.shape[2],
         KEYS=keys,
         HELD=held if done else 0,
@@ -174,9 +177,10 @@ def _choose(
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
-    CAPPED: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, PLACES: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, HELD: tl.constexpr,
+    SPAN: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # The kernel before this one stores the step's keys. Queries and the rows' words come from before it, and it has
     # waited for those. What is written before this one waits must be nobody else's: a row's state, lists in kept room.
@@ -195,39 +199,47 @@ def _choose(
     member = tl.arange(0, PER_PAD)
     head = kv_head * PER + member
     mine = member < PER
-    whose = tl.full([PER_PAD], -2, tl.int32)  # -1: nobody's
+    grouped = tl.arange(0, GROUP)
+    found = tl.full([GROUP], -2, tl.int32)  # -1: nobody's
+    position, size = tl.zeros([GROUP], tl.int32), tl.zeros([GROUP], tl.int32)
     if length > 0:
         chooses, at, first, last, take = searchable_at(
             own, reals, length, low, high, W_TURN, W_STEPS, W_POS, W_K, W_SINKS, W_LOCAL
         )
         if chooses:
             tau = tl.load(reals).to(tl.float32)
-            for number in tl.static_range(PER):
-                found = resembled(
-                    q_ptr, own, at, tau, kv_head * PER + number, part == 0, q_head, W_DIR, W_HAS, HEADS, D, 1, D_PAD
-                )
-                whose = tl.where(member == number, found, whose)
+            found, position, size = resembled(
+                q_ptr, own, at, tau, kv_head * PER, PER, part == 0, q_head, W_DIR, W_HAS, W_COUNTS, W_AT, HEADS, D, 1,
+                D_PAD, GROUP, PLACES,
+            )  # fmt: skip
     if WAIT == 1:
         begin(EARLY)
+    whose = tl.max(tl.where(member[:, None] == grouped[None, :], found[None, :], -2), 1)
     asked = mine & (whose == -1)
     some = tl.sum(asked.to(tl.int32), 0)
     table = tables + row.to(tl.int64) * table_stride + kv_head.to(tl.int64) * table_head
     if TILE > 0:
         q = queries_at(q_ptr, head, mine, q_head, D, D_PAD)
-    for number in tl.range(0, PER):
-        found = tl.sum(tl.where(member == number, whose, 0), 0)
+    one, after, turn, turns = 0, PER, part, parts
+    if PER > 1:  # noqa: SIM102 (with one head the rest must not be compiled)
+        if parts >= PER:  # a share of the programs each
+            one, turn, turns = part % PER, part // PER, parts // PER
+            after = one + 1
+    for number in tl.range(one, after):
+        own_found = tl.sum(tl.where(grouped == number, found, 0), 0)
         unit = kv_head * PER + number
         entry = (row * HEADS + unit).to(tl.int64)
-        # Several heads have a share of the programs each, where there are as many.
-        turn, turns = part, parts
-        if PER > 1:  # noqa: SIM102 (with one head the rest must not be compiled)
-            if parts >= PER:
-                turn, turns = part // PER, tl.where(part % PER == number, parts // PER, 0)
-        if (found != -1) & (turn < turns):
+        if (own_found != -1) & (turn < turns):
             ids = indices + entry * room
+            ahead = 0
+            if TILE == 0:  # noqa: SIM102 (attention wants its keys shared out evenly)
+                if (turns > 1) & (own_found >= 0):  # to look up what moved takes as long as to copy the rest
+                    ahead = tl.where(tl.load(own + W_FOLLOW) >= 0, 1, 0)
             begins, ends, straight, placed = put_shared(
-                turn, turns, own, ids, length, found, unit, first, last, low, high, W_SINKS, W_LOCAL, W_FOLLOW, W_GAP,
-                W_COUNTS, W_KEYS, W_AT, W_MOVING, W_CAP, W_MOST, HEADS, SPAN,
+                turn - ahead, turns - ahead, turn == 0, own, ids, length, own_found,
+                tl.sum(tl.where(grouped == number, position, 0), 0), tl.sum(tl.where(grouped == number, size, 0), 0),
+                unit, first, last, low, high, W_SINKS, W_LOCAL, W_FOLLOW, W_GAP, W_KEYS, W_MOVING, W_CAP, W_MOST, HEADS,
+                SPAN,
             )  # fmt: skip
             if WAIT == 2:
                 begin(EARLY)

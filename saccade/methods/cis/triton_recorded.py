@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.cis.triton_row_words import WORDS
-from saccade.methods.cis.triton_shared import put_shared, resembled, searchable_at
+from saccade.methods.cis.triton_shared import anchor_at, put_shared, resembled, searchable_at
 from saccade.ops.triton import batched_best
 from saccade.ops.triton.batched_best import find_best
 from saccade.ops.triton.batched_lists import put_best
@@ -61,6 +62,7 @@ def resemble(rows: LayerRows, units: int) -> Resembled:
         EACH=heads // units,
         UNITS=units,
         WIDTH=pad(heads // units * head_dim),
+        PLACES=MOST_STEPS,
         num_warps=4,
         **launched(device),
     )
@@ -105,7 +107,8 @@ def _resemble(
     W_LOCAL: tl.constexpr, W_REACH: tl.constexpr, W_BEST: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr,
     W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_KEYS: tl.constexpr, W_AT: tl.constexpr,
     W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    HEAD: tl.constexpr, EACH: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    HEAD: tl.constexpr, EACH: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
@@ -121,10 +124,11 @@ def _resemble(
             own, reals, length, low, high, W_TURN, W_STEPS, W_POS, W_K, W_SINKS, W_LOCAL
         )
         if chooses:
-            found = resembled(
-                q_ptr + row.to(tl.int64) * q_row, own, at, tl.load(reals).to(tl.float32), unit, unit >= 0, q_head,
-                W_DIR, W_HAS, UNITS, HEAD, EACH, WIDTH,
+            own_found, _position, _size = resembled(
+                q_ptr + row.to(tl.int64) * q_row, own, at, tl.load(reals).to(tl.float32), unit, 1, unit >= 0, q_head,
+                W_DIR, W_HAS, W_COUNTS, W_AT, UNITS, HEAD, EACH, WIDTH, 1, PLACES,
             )  # fmt: skip
+            found = tl.max(own_found, 0)
             search = (found < 0).to(tl.int32)
         has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
         positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
@@ -173,11 +177,14 @@ def _lists(
             KNOWN_WORDS, SPAN,
         )  # fmt: skip
     else:
+        own = words + row.to(tl.int64) * word_row
+        found = tl.load(whose + entry)
+        position, size = anchor_at(own, found, unit, W_COUNTS, W_AT, UNITS)
         _begins, _ends, _straight, placed = put_shared(
-            part, tl.num_programs(0), words + row.to(tl.int64) * word_row, indices + entry.to(tl.int64) * room,
-            tl.load(lengths + row), tl.load(whose + entry), unit, tl.load(bounds + row * 5),
-            tl.load(bounds + row * 5 + 1), tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3), W_SINKS,
-            W_LOCAL, W_FOLLOW, W_GAP, W_COUNTS, W_KEYS, W_AT, W_MOVING, W_CAP, W_MOST, UNITS, SPAN,
+            part, tl.num_programs(0), part == 0, own, indices + entry.to(tl.int64) * room, tl.load(lengths + row),
+            found, position, size, unit, tl.load(bounds + row * 5), tl.load(bounds + row * 5 + 1),
+            tl.load(bounds + row * 5 + 2), tl.load(bounds + row * 5 + 3), W_SINKS, W_LOCAL, W_FOLLOW, W_GAP, W_KEYS,
+            W_MOVING, W_CAP, W_MOST, UNITS, SPAN,
         )  # fmt: skip
         if part == 0:
             tl.store(counts + entry, placed)

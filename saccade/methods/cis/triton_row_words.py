@@ -24,7 +24,7 @@ def place_of(own, length, W_TURN: tl.constexpr, W_STEPS: tl.constexpr, W_POS: tl
     """Which step of its block a row is at, from 0."""
     step = length.to(tl.int64) - 1 - tl.load(own + W_TURN)
     step = tl.where(tl.load(own + W_POS) != 0, length.to(tl.int64) - 1, step)
-    return (step % tl.load(own + W_STEPS)).to(tl.int32)
+    return step.to(tl.int32) % tl.load(own + W_STEPS).to(tl.int32)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ import triton.language as tl
 from saccade.methods.cis.triton_row_words import budget_at, place_of
 from saccade.ops.triton.common import also
 
-ANCHORS: tl.constexpr = tl.constexpr(16)  # compared in one go
 PIECE: tl.constexpr = tl.constexpr(32)  # entries of a list that no two programs share
 WAYS: tl.constexpr = tl.constexpr(128)  # entries of a list that a search looks at in one go
 NONE: tl.constexpr = tl.constexpr(2147483647)  # behind every position
@@ -39,35 +38,54 @@ def searchable_at(
 
 @triton.jit
 def resembled(
-    q, own, at, tau, unit, writes, q_head,
-    W_DIR: tl.constexpr, W_HAS: tl.constexpr, UNITS: tl.constexpr, HEAD: tl.constexpr, EACH: tl.constexpr,
-    WIDTH: tl.constexpr,
+    q, own, at, tau, first, count, writes, q_head,
+    W_DIR: tl.constexpr, W_HAS: tl.constexpr, W_COUNTS: tl.constexpr, W_AT: tl.constexpr, UNITS: tl.constexpr,
+    HEAD: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """The latest anchor before step ``at`` of its block that a unit's query (its row's at ``q``) resembles, -1 where
-    there is none. Who ``writes`` notes the query's direction."""
+    """Of ``count`` units from ``first`` on, int32 [GROUP] each: the latest anchor before step ``at`` of its block that
+    the unit's query (its row's at ``q``) resembles, -1 where there is none; where that anchor stands, and how many keys
+    it shares, if there is one. Who ``writes`` notes the queries' directions. The units wait together, for one anchor
+    each. A block's first step searches, and most often no other did: its anchor is read before it is known which there
+    are, the others after that, the latest first."""
     CHANNELS: tl.constexpr = HEAD * EACH
-    directions = tl.load(own + W_DIR).to(tl.pointer_type(tl.float32))
+    # Triton knows no alignment of an address that it loads; all are starts of tensors.
+    directions = tl.multiple_of(tl.load(own + W_DIR), 16).to(tl.pointer_type(tl.float32))
     has = tl.load(own + W_HAS).to(tl.pointer_type(tl.int8))
-    channel = tl.arange(0, WIDTH)
-    real = channel < CHANNELS
-    head = unit * EACH + channel // HEAD
-    asked = tl.load(q + head.to(tl.int64) * q_head + channel % HEAD, mask=real, other=0.0).to(tl.float32)
-    direction = asked / tl.maximum(tl.sqrt(tl.sum(asked * asked, 0)), 1e-38)
-    tl.store(directions + (at * UNITS + unit).to(tl.int64) * CHANNELS + channel, direction, mask=also(real, writes))
-    found = tl.full([], -1, tl.int32)
-    for start in tl.range(0, at, ANCHORS):
-        number = start + tl.arange(0, ANCHORS)
-        earlier = number < at
-        place = (number * UNITS + unit).to(tl.int64)
+    sizes = tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32))
+    positions = tl.load(own + W_AT).to(tl.pointer_type(tl.int64))
+    member, channel, number = tl.arange(0, GROUP), tl.arange(0, WIDTH), tl.arange(0, PLACES)
+    unit, mine = first + member, member < count
+    there = mine[:, None] & (channel < CHANNELS)[None, :]
+    begun = also(mine, at > 0)
+    earlier = mine[:, None] & (number < at)[None, :]
+    anchored = tl.load(has + number[None, :] * UNITS + unit[:, None], mask=earlier, other=0) != 0
+    other = tl.load(
+        directions + unit.to(tl.int64)[:, None] * CHANNELS + channel[None, :], mask=begun[:, None] & there, other=0.0
+    )
+    position = tl.load(positions + member * 0, mask=begun, other=0).to(tl.int32)
+    size = tl.load(sizes + unit, mask=begun, other=0)
+    head = unit[:, None] * EACH + channel[None, :] // HEAD
+    asked = tl.load(q + head.to(tl.int64) * q_head + channel[None, :] % HEAD, mask=there, other=0.0).to(tl.float32)
+    direction = asked / tl.maximum(tl.sqrt(tl.sum(asked * asked, 1)), 1e-38)[:, None]
+    line = (at * UNITS + unit).to(tl.int64) * CHANNELS
+    tl.store(directions + line[:, None] + channel[None, :], direction, mask=also(there, writes))
+    opened = tl.max((anchored & (number == 0)[None, :]).to(tl.int32), 1) != 0
+    found = tl.where(opened & (tl.sum(direction * other, 1) > tau), 0, -1)
+    held = tl.max(tl.where(anchored, number[None, :], 0), 1)
+    while tl.max(held, 0) > 0:
+        some = held > 0
+        place = (held * UNITS + unit).to(tl.int64)
+        stands = tl.load(positions + held, mask=some, other=0).to(tl.int32)
+        shared = tl.load(sizes + place, mask=some, other=0)
         other = tl.load(
-            directions + place[:, None] * CHANNELS + channel[None, :],
-            mask=earlier[:, None] & real[None, :],
-            other=0.0,
+            directions + place[:, None] * CHANNELS + channel[None, :], mask=some[:, None] & there, other=0.0
         )
-        alike = earlier & (tl.load(has + place, mask=earlier, other=0) != 0)
-        alike = alike & (tl.sum(direction[None, :] * other, 1) > tau)
-        found = tl.maximum(found, tl.max(tl.where(alike, number, -1), 0))
-    return found
+        alike = some & (tl.sum(direction * other, 1) > tau)
+        found = tl.where(alike, held, found)
+        position, size = tl.where(alike, stands, position), tl.where(alike, shared, size)
+        before = tl.max(tl.where(anchored & (number[None, :] < held[:, None]), number[None, :], 0), 1)
+        held = tl.where(alike, 0, before)
+    return found, position, size
 
 
 @triton.jit
@@ -111,29 +129,36 @@ def _hidden_of(start, stop, low, high):
 
 
 @triton.jit
+def anchor_at(own, found, unit, W_COUNTS: tl.constexpr, W_AT: tl.constexpr, UNITS: tl.constexpr):
+    """Where anchor ``found`` of a unit stands, and how many keys it shares; 0 below 0."""
+    position, size = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    if found >= 0:
+        position = tl.load(tl.load(own + W_AT).to(tl.pointer_type(tl.int64)) + found).to(tl.int32)
+        size = tl.load(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + found * UNITS + unit)
+    return position, size
+
+
+@triton.jit
 def put_shared(
-    part, parts, own, out, length, found, unit, first, last, low, high,
-    W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr, W_COUNTS: tl.constexpr,
-    W_KEYS: tl.constexpr, W_AT: tl.constexpr, W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr,
-    UNITS: tl.constexpr, SPAN: tl.constexpr,
+    part, parts, follows, own, out, length, found, position, size, unit, first, last, low, high,
+    W_SINKS: tl.constexpr, W_LOCAL: tl.constexpr, W_FOLLOW: tl.constexpr, W_GAP: tl.constexpr, W_KEYS: tl.constexpr,
+    W_MOVING: tl.constexpr, W_CAP: tl.constexpr, W_MOST: tl.constexpr, UNITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of a unit that shares anchor ``found``, or below 0 reads what ``first`` and ``last`` leave, to
-    ``out``, by ``parts`` programs, each a piece of it. Stretches of known lengths come first, each without its keys
-    from ``low`` to ``high``: the first keys; what the anchor shares; the keys that were local then; the last ones. What
-    has moved along with the best keys follows, by the first program. Gives where this one's piece begins and ends,
-    where the stretches end, and where the list ends, which the first program alone knows."""
+    """Write the list of a unit that shares the ``size`` keys of anchor ``found``, which stands at ``position``, or
+    below 0 reads what ``first`` and ``last`` leave, to ``out``, by ``parts`` programs, each a piece of it; none where
+    ``part`` is below 0. Stretches of known lengths come first, each without its keys from ``low`` to ``high``: the
+    first keys; what the anchor shares; the keys that were local then; the last ones. What has moved along with the best
+    keys comes behind, by the program that ``follows``. Gives where this one's piece begins and ends, where the
+    stretches end, and where the list ends, which only who follows knows."""
     at = tl.arange(0, SPAN)
     from_first = first - _hidden_of(0, first, low, high)
-    size, skipped, at_skip, from_gap, left = 0, 0, 0, 0, 0
+    skipped, at_skip, from_gap, left = 0, 0, 0, 0
     keys = out
-    position = 0
     end = length
     place = tl.full([], 0, tl.int64)
     if found >= 0:
         end = length - tl.minimum(tl.load(own + W_LOCAL), 1 << 30).to(tl.int32)  # of what is not forced
         place = (found * UNITS + unit).to(tl.int64)
-        position = tl.load(tl.load(own + W_AT).to(tl.pointer_type(tl.int64)) + found).to(tl.int32)
-        size = tl.load(tl.load(own + W_COUNTS).to(tl.pointer_type(tl.int32)) + place)
         keys = tl.load(own + W_KEYS).to(tl.pointer_type(tl.int32)) + place * tl.load(own + W_CAP)
         left = tl.where(tl.load(own + W_GAP) != 0, position + 1 - (length - end), end)  # keys that were local then
         if high > low:
@@ -144,8 +169,8 @@ def put_shared(
     shared = size - skipped
     straight = from_first + shared + from_gap + length - last
     each = tl.cdiv(tl.cdiv(straight, parts), PIECE) * PIECE
-    begins = tl.minimum(part * each, straight)
-    ends = tl.minimum(begins + each, straight)
+    begins = tl.minimum(tl.maximum(part, 0) * each, straight)
+    ends = tl.where(part < 0, begins, tl.minimum(begins + each, straight))
     for start in tl.range(begins, ends, SPAN):
         number = start + at
         key = number + tl.where(number >= low, high - low, 0)
@@ -161,7 +186,7 @@ def put_shared(
         key = tl.where(number >= 0, last + number, key)
         tl.store(out + start + at, key, mask=start + at < ends)
     placed = straight
-    if part == 0:  # noqa: SIM102 (scalars are not joined by `and` in a kernel)
+    if follows:  # noqa: SIM102 (scalars are not joined by `and` in a kernel)
         if found >= 0:
             sinks = tl.minimum(tl.load(own + W_SINKS), 1 << 30).to(tl.int32)
             follow = tl.minimum(tl.load(own + W_FOLLOW), length.to(tl.int64)).to(tl.int32)

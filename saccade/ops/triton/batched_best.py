@@ -19,11 +19,13 @@ from torch import Tensor
 from saccade.ops.triton.best_near import search_near
 from saccade.ops.triton.best_parts import KNOWN, WORDS, bounds_at, part_at
 from saccade.ops.triton.common import begin, launched, processors
+from saccade.ops.triton.decode import even_splits
 from saccade.ops.triton.radix_select import least_held, ordered_bits
 
 SPAN = 2048  # entries that a program takes in one go
 SHORT = 8  # parts: lists of up to so many are searched by one program, which holds all their scores
 LARGE = 1 << 15  # entries
+RESIDENT = 4  # programs of eight warps that share a processor, two of sixteen
 NEAR = 64  # parts: lists of up to so many are searched by a sample (best_near.py)
 # Of each pass: where its digit begins in a score's bits, the digit's bits, and where its counts lie in a list's words.
 # The first digits are those of nearly all entries, counted in registers; few agree with both, and they are counted in
@@ -46,9 +48,13 @@ class Best(NamedTuple):
         return self.taken.shape[1]
 
 
-def parts_of(lists: int, longest: int, device: torch.device) -> int:
-    """Into how many parts to cut each of ``lists``."""
-    return max(1, min(triton.cdiv(longest, SPAN), triton.cdiv(16 * processors(device), lists), 128))
+def parts_of(lists: int, longest: int, device: torch.device, some: bool = False) -> int:
+    """Into how many parts to cut each of ``lists``; ``some``: most often no list is searched, and a launch takes the
+    longer the more programs find nothing to do."""
+    most = max(1, min(triton.cdiv(longest, SPAN), 128))
+    if some:
+        return even_splits(lists, RESIDENT * processors(device), most)
+    return max(1, min(most, triton.cdiv(16 * processors(device), lists)))
 
 
 def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usual: int = LARGE) -> Best:
@@ -64,7 +70,7 @@ def find_best(scores: Tensor, bounds: Tensor, active: Tensor | None = None, usua
     each = lists // len(bounds)
     if width <= SHORT * SPAN:
         return _find_short(scores, bounds, active, each)
-    parts = parts_of(lists, width, device)
+    parts = parts_of(lists, width, device, active is not None)
     taken = torch.empty(lists, parts, 2, dtype=torch.int32, device=device)
     if width <= NEAR * SPAN:
         words = torch.empty(lists, WORDS, dtype=torch.int32, device=device)

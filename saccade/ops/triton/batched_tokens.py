@@ -93,7 +93,7 @@ def score_heads(
     if each == 1:
         return scores, scores
     ranks = torch.empty(count, units, width, dtype=torch.float32, device=device)
-    _vote[(parts_of(count * units, width, device), units, count)](
+    _vote[(parts_of(count * units, width, device, active is not None), units, count)](
         scores,
         sums,
         ranks,
