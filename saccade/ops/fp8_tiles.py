@@ -2,9 +2,9 @@
 scale for each tile, which is constant along a sum.
 
 Of keys their centre is taken off first, as SageAttention does (arXiv:2410.02367): channels that are large and alike in
-all keys would lose what differs. It adds the same to every logit of a row, which a softmax does not see, unless a cap
-bends logits: then nothing is taken off. Only a row's tile that the context's end cuts is scored by other rows than its
-others; that one lies in its diagonal block.
+all keys would lose what differs. That moves all logits of a row alike, which a softmax does not see, unless a cap bends
+logits: then nothing is taken off. (In a tile that the context's end cuts, whose antidiagonal has fewer of the rows than
+its neighbours', the offset itself would count.)
 """
 
 from __future__ import annotations
