@@ -23,6 +23,7 @@ from saccade.ops.triton import (
     best_parts,
     block_rows,
     fp8,
+    fp8_tiles,
     heaviest,
     line_blocks,
     lines,
@@ -63,6 +64,9 @@ OTHERS = {
         "lone": "*i32",
     },
     block_rows._split: dict.fromkeys(("counts", "rows", "diagonal_counts", "diagonals"), "*i32"),
+    antidiagonals._weigh_rows: dict.fromkeys(("q_scale", "k_scale"), "*fp32"),
+    fp8_tiles._centre: {"found": "*fp32"},
+    fp8_tiles._pack: {"rows": "*bf16", "values": "*fp8e4nv", "scales": "*fp32", "centre": "*fp32"},
     fp8._add_norm: {**FP8, **dict.fromkeys(("hidden", "delta", "weight"), "*bf16"), "epsilon": "fp32"},
     fp8._gated: {**FP8, "both": "*bf16"},
     fp8._heads: {**FP8, "attended": "*bf16"},
@@ -156,10 +160,31 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (
             antidiagonals._weigh_rows,
             {
-                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64, "BAND": 16,
-                "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (128, 64)},
+                **copied, "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 64, "BAND": 16, "WIDTH": 1024,
+                "FP8": False, "tiles": {"q_rows": (1, 1, 128, 64), "k_rows": (128, 64)},
             },
             {"num_warps": 4, "num_stages": 3},
+        ),
+        (
+            antidiagonals._weigh_rows,
+            {
+                **copied, "dtype": "fp8e4nv", "STRIDE": 8, "EACH": 16, "ROWS": 128, "KEYS": 128, "STEP": 128,
+                "BAND": 16, "WIDTH": 1024, "FP8": True, "tiles": {"q_rows": (128, 128), "k_rows": (128, 128)},
+            },
+            {"num_warps": 4, "num_stages": 3},
+        ),
+        (fp8_tiles._centre, {**copied, "KEYS": 64}, {"num_warps": 8}),
+        *(
+            (
+                fp8_tiles._pack,
+                {
+                    **copied, "PAGED": paged, "CENTRED": paged, "STRIDE": stride, "WIDTH": stride * 128,
+                    "TILES": 64 // stride or 1, **E4M3,
+                },
+                {"num_warps": 4 if stride == 8 else 8},
+            )
+            for paged in (False, True)
+            for stride in (8, 128)
         ),
         (
             line_blocks._covered,

@@ -241,6 +241,7 @@ MATRIX = (
             {"threshold": 0.7, "block_size": 64},
             {"threshold": 0.5, "stride": 16, "block_size": 128},
             {"threshold": 0.0, "stride": 4, "block_size": 32},
+            {"threshold": 0.6, "block_size": 64, "products": "fp8"},
         ),
         {"threshold": 1.0},
         boundary=(16, 64, 128, 192, 256),

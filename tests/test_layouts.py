@@ -90,7 +90,8 @@ def test_sums_that_selections_rest_on():
     q, view, shape = problem(70)
     rows = torch.tensor([3, 20, 50, 69])
     agrees(lambda q: line_sums(q, view, shape, 33, 0.2), q)
-    agrees(lambda q: antidiagonal_shares(q, view, shape, 8, 64, 0.2), q)
+    for products in (False, True):
+        agrees(lambda q, fp8=products: antidiagonal_shares(q, view, shape, 8, 64, 0.2, fp8=fp8), q)
     agrees(needed_shares, torch.rand(3, 90, generator=generator(4)))
     agrees(lambda q, rows: cover_rows(q, view, shape, rows, 0.8, 0.2), q, rows)
     weights = torch.rand(4, 90, generator=generator(5)).tril(80)

@@ -12,7 +12,8 @@ from saccade.errors import PolicyError
 from saccade.kv.view import KVView
 from saccade.methods import xattention
 from saccade.methods.base import Chunk
-from saccade.methods.xattention import XAttention
+from saccade.methods.xattention import NOTE, XAttention
+from saccade.ops import triton
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Blocks, Dense, Shape
 
@@ -162,8 +163,87 @@ def test_two_blocks_are_dense(n, dense):
         {"stride": 24},
         {"stride": 128, "block_size": 64},
         {"sink": "free"},
+        {"products": "int8"},
     ],
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
         XAttention(**options)
+
+
+def rounded_by_hand(x: torch.Tensor, ahead: int, stride: int) -> torch.Tensor:
+    """Tile by tile: the largest value becomes 448, and what is next in e4m3 stands for a value."""
+    out = torch.empty(x.shape)
+    for head in range(x.shape[0]):
+        for start in range(-ahead, x.shape[1], stride):
+            rows = slice(max(start, 0), start + stride)
+            part = x[head, rows].float()
+            scale = part.abs().max().clamp(min=1e-20) / 448
+            out[head, rows] = (part / scale).to(torch.float8_e4m3fn).float() * scale
+    return out
+
+
+@pytest.mark.parametrize(("rows", "n"), [(300, 300), (100, 300), (67, 301), (3, 250)])
+@pytest.mark.parametrize("stride", [8, 16])
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_fp8_products_are_those_of_rounded_tiles(rows, n, stride, softcap):
+    q, k, v = planted_heads(4, 2, n, seed=n, noise=1.0)
+    k = k + 5.0
+    view, shape = KVView.from_tensors(k, v), Shape.suffix(4, 2, rows, n)
+    centre = k.mean(1, keepdim=True) if softcap is None else 0.0  # of fewer keys than it draws
+    keys = rounded_by_hand(k - centre, 0, stride)
+    queries = rounded_by_hand(q[:, -rows:], (n - rows) % stride, stride)
+    at = shape, stride, 64, 32**-0.5, softcap
+    found = antidiagonal_shares(q[:, -rows:], view, *at, fp8=True)
+    wanted = antidiagonal_shares(queries, KVView.from_tensors(keys, keys), *at)
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-2)  # a value at a rounding edge
+    assert (found - wanted).abs().mean() < 1e-4
+    if n - rows < 256:  # otherwise there is one query block and little to round
+        assert (found - antidiagonal_shares(q[:, -rows:], view, *at)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("n", [704, 711])  # whole tiles; seven rows of a query block of their own
+def test_an_offset_that_all_keys_have_does_not_spoil_fp8(n):
+    """As the bias of some models' key projections; without the centre the estimate would be far off."""
+    q, k, v = planted_heads(4, 2, n, seed=1, pattern=PLANTED, noise=1.0)
+    shape, at = Shape.suffix(4, 2, n, n), (8, 64, 32**-0.5)
+    far = k + 300 * torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(2))
+    plain, moved = (
+        antidiagonal_shares(q, KVView.from_tensors(one, v), shape, *at, fp8=products)
+        for one, products in ((k, False), (far, True))
+    )
+    assert (plain - moved).abs().max() < 0.06
+    assert (plain - moved).abs().mean() < 2e-3
+    rounded = rounded_by_hand(far, 0, 8)
+    spoilt = antidiagonal_shares(q, KVView.from_tensors(rounded, v), shape, *at)
+    assert (plain - spoilt).abs().max() > 0.3
+
+
+def test_products_are_chosen_and_said(monkeypatch):
+    q, _, view = chunk_of(700, 700, noise=1.0)
+    masks = {}
+    for products in ("auto", "full", "fp8"):
+        method = XAttention(threshold=0.8, block_size=64, products=products)
+        chunk = Chunk.of(q, view)
+        masks[products] = method.select_prefill(chunk).block_mask()
+        assert (NOTE in chunk.cost.notes) == (products == "fp8")
+    assert torch.equal(masks["auto"], masks["full"])
+    assert not torch.equal(masks["fp8"], masks["full"])
+    assert (masks["fp8"] ^ masks["full"]).float().mean() < 0.05
+    # As on a Hopper GPU: from so many keys and rows on, in 16 bits.
+    monkeypatch.setattr(triton, "on_hopper", lambda device: True)
+    monkeypatch.setattr(triton, "serves_fp8_tiles", lambda *call: None)
+    for keys, rows, dtype, taken in (
+        (700, 700, torch.float16, True),
+        (701, 700, torch.float16, False),
+        (700, 701, torch.float16, False),
+        (700, 700, torch.float32, False),
+    ):
+        monkeypatch.setattr(xattention, "FP8_KEYS", keys)
+        monkeypatch.setattr(xattention, "FP8_ROWS", rows)
+        chunk = Chunk.of(q.to(dtype), KVView.from_tensors(*(view.keys().to(dtype),) * 2))
+        method = XAttention(threshold=0.8, block_size=64)
+        used = method.select_prefill(chunk).block_mask()
+        assert (NOTE in chunk.cost.notes) == taken
+        other = XAttention(threshold=0.8, block_size=64, products="fp8" if taken else "full")
+        assert torch.equal(used, other.select_prefill(chunk).block_mask())

@@ -122,7 +122,7 @@ def test_keys_laid_out_in_one_piece_first(q_len, n, monkeypatch):
     given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]
     at = chunk.kv, chunk.shape, 8, 32
     tiles = antidiagonals.Config(rows=32, keys=64, channels=16, warps=4, stages=2, copy=True)
-    monkeypatch.setattr(antidiagonals, "config_for", lambda q, each: tiles)
+    monkeypatch.setattr(antidiagonals, "config_for", lambda q, each, fp8: tiles)
     shares = antidiagonals.shares(given, *at, chunk.scale)
     torch.testing.assert_close(shares, antidiagonal_shares(chunk.q, *at, chunk.scale), atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(on_device, "config_for", lambda q: on_device.Config(rows=32, span=3, warps=4, copy=True))
@@ -137,7 +137,7 @@ def test_bands_of_programs(q_len, n, monkeypatch):
     chunk = chunk_of(4, 2, q_len, n)
     given = torch.cat([chunk.q, chunk.q], -1)[..., 32:]
     tiles = antidiagonals.Config(16, 32, 16, warps=4, stages=2, copy=True, band=2)
-    monkeypatch.setattr(antidiagonals, "config_for", lambda q, each: tiles)
+    monkeypatch.setattr(antidiagonals, "config_for", lambda q, each, fp8: tiles)
     at = chunk.kv, chunk.shape, 2, 32, chunk.scale
     torch.testing.assert_close(
         antidiagonals.shares(given, *at), antidiagonal_shares(chunk.q, *at), atol=1e-5, rtol=1e-4

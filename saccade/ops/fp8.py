@@ -80,14 +80,22 @@ def reference_product(x: QuantizedRows, matrix: Fp8Matrix, dtype: torch.dtype) -
     return (out if matrix.bias is None else out + matrix.bias.float()).to(dtype)
 
 
-def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why :func:`product` does not run for activations of ``dtype`` on ``device``; None where it does."""
+def why_no_products(device: torch.device) -> str | None:
+    """Why ``device`` multiplies no e4m3 values; None where it does."""
     if device.type != "cuda":
         return f"the device is {device}, which has no FP8 products"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < (8, 9):
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {major}.{minor}; FP8 products need 8.9 (Ada), 9.0 (Hopper) or later"
+    return None
+
+
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why :func:`product` does not run for activations of ``dtype`` on ``device``; None where it does."""
+    reason = why_no_products(device)
+    if reason is not None:
+        return reason
     if dtype != torch.bfloat16:
         return f"its activations are bfloat16, not {str(dtype).removeprefix('torch.')}"
     return None

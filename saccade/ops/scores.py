@@ -9,6 +9,7 @@ from torch import Tensor
 from saccade.errors import ModelError
 from saccade.kv.view import KVView
 from saccade.ops import cpu, cpu_sums, triton
+from saccade.ops.fp8_tiles import rounded
 from saccade.ops.reference import logits, soft_capped
 from saccade.selection import Shape
 
@@ -113,20 +114,32 @@ def mean_keys(kv: KVView, block_size: int) -> Tensor:
 
 
 def antidiagonal_shares(
-    q: Tensor, kv: KVView, shape: Shape, stride: int, block_size: int, scale: float, softcap: float | None = None
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    stride: int,
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Estimated share of each key block in the attention of each query block: fp32 [heads, q_blocks, k_blocks].
 
     Tiles of ``stride`` x ``stride`` pairs, on a grid anchored at position 0, are scored by the mean logit of their
     antidiagonal (of the pairs that exist, where this call or the context cuts the tile), then by a softmax over the
     tiles up to the row of tiles' own; blocks sum tiles. The shares of a query block add up to 1. XAttention's estimate.
+    ``fp8``: of rows in e4m3, as ``fp8_tiles`` rounds them: by FP8 products where the device has them, else of what
+    rounding leaves.
     """
+    if fp8 and not (q.is_cuda and triton.serves_fp8_tiles(q, kv, shape.k_len, block_size) is None):
+        q, kv = rounded(q, kv, shape, stride, softcap)
+        fp8 = False
     if cpu_sums.serves_tiles(q, kv, stride, block_size) is None:
         shares = cpu_sums.antidiagonals(q, kv, shape, stride, block_size, scale, softcap)
     elif q.is_cuda and triton.serves_tiles(q, kv, shape.k_len, block_size) is None:
         from saccade.ops.triton.antidiagonals import shares as tile_shares
 
-        return tile_shares(q, kv, shape, stride, block_size, scale, softcap)
+        return tile_shares(q, kv, shape, stride, block_size, scale, softcap, fp8)
     else:
         shares = torch.cat(
             [_group_shares(q, kv, shape, g, stride, block_size, scale, softcap) for g in range(shape.kv_heads)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.kv.rows import RowMover
 from saccade.kv.view import KVView
 from saccade.ops import cpu
+from saccade.ops.fp8 import why_no_products
 from saccade.selection import Blocks, Candidates, Corrected, Selection
 
 MOST_ROWS = 128  # that are summed over at once
@@ -22,6 +23,15 @@ _installed = importlib.util.find_spec("triton") is not None
 def available() -> bool:
     """Whether Triton is installed."""
     return _installed
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels on ``device`` are those for a Hopper GPU."""
+    if not _installed:
+        return False
+    from saccade.ops.triton.common import is_hopper
+
+    return is_hopper(device)
 
 
 def why_unavailable() -> str:
@@ -73,6 +83,12 @@ def serves_tiles(q: Tensor, kv: KVView, k_len: int, block_size: int) -> str | No
     """Why ``antidiagonals.choose`` cannot run this call; None where it can."""
     most = MOST_KEY_BLOCKS * block_size
     return serves_scores(q, kv) if k_len <= most else f"it chooses among up to {most} keys; got {k_len}"
+
+
+def serves_fp8_tiles(q: Tensor, kv: KVView, k_len: int, block_size: int) -> str | None:
+    """Why ``antidiagonals.choose`` cannot run this call with products in FP8; None where it can."""
+    reason = why_no_products(q.device) if q.is_cuda else None  # which an interpreter has
+    return reason or serves_tiles(q, kv, k_len, block_size)
 
 
 def serves_means(q: Tensor, kv: KVView, used: Blocks, corrected: Corrected) -> str | None:

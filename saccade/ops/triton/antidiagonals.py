@@ -2,9 +2,9 @@
 
 Keys are read once: a kernel takes the products of whole tiles of ``stride`` x ``stride`` pairs, which are as many
 shorter products of strided rows, and keeps of every row of tiles and key block the logarithm of what its tiles weigh.
-Over keys in one piece these are one product of matrices with ``stride`` rows side by side. A second one, a program for
-each query block, brings these rows to a sum of 1, adds them, and finds which blocks reach the threshold. Nothing goes
-to the host, and sums are added in a fixed order.
+Over keys in one piece these are one product of matrices with ``stride`` rows side by side, whose rows may be in e4m3
+(``fp8_tiles``). A second one, a program for each query block, brings these rows to a sum of 1, adds them, and finds
+which blocks reach the threshold. Nothing goes to the host, and sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
+from saccade.ops.triton.fp8_tiles import pack_keys, pack_queries, width_of
 from saccade.ops.triton.pages import gather
 from saccade.ops.triton.prefill import LONG
 from saccade.ops.triton.reach import NO_BAR, reach, room
@@ -31,7 +32,7 @@ from saccade.selection import Blocks, Shape
 class Config:
     """Rows of tiles and tiles of keys of a program, channels of a step, warps and pipeline depth; ``copy``: lay queries
     and keys out in one piece first and fetch them by the copy engine. ``band``: programs of as many rows of tiles in
-    turn read the same keys."""
+    turn read the same keys. ``fp8``: what is laid out is in e4m3."""
 
     rows: int = 128
     keys: int = 128
@@ -40,11 +41,14 @@ class Config:
     stages: int = 3
     copy: bool = False
     band: int = 16
+    fp8: bool = False
 
 
-def config_for(q: Tensor, each: int) -> Config:
+def config_for(q: Tensor, each: int, fp8: bool = False) -> Config:
     """``each``: tiles of a block."""
     head_dim = q.shape[-1]
+    if fp8:
+        return Config(128, 128, 128, 4, 3 if is_hopper(q.device) else 2, copy=True, fp8=True)
     if q.element_size() > 2 or head_dim > 128:
         return Config(32, max(32, each), pad(head_dim), 4, 2)
     if is_hopper(q.device) and q.shape[1] >= LONG and head_dim == pad(head_dim):
@@ -62,20 +66,31 @@ def choose(
     lagging: int,
     scale: float,
     softcap: float | None = None,
+    fp8: bool = False,
 ) -> Blocks:
     """The lists of ``methods.xattention`` for ``q`` [heads, q_len, head_dim]: of each query block the first and the
     diagonal key block, then the heaviest others (ties to the lower one) while what is there is short of ``threshold``;
-    ``lagging``: as ``xattention._reach`` says. Sums are float32."""
+    ``lagging``: as ``xattention._reach`` says. Sums are float32; ``fp8``: of products of rows in e4m3, on a GPU that
+    ``triton.serves_fp8_tiles`` has nothing against."""
     lagging = lagging if threshold > 0 else 0  # nothing lacks a share of 0
-    taken, _ = _run(q, kv, shape, stride, block_size, threshold, lagging, scale, softcap, wants_shares=False)
+    config = config_for(q, block_size // stride, fp8)
+    taken, _ = _run(q, kv, shape, stride, block_size, threshold, lagging, scale, softcap, False, config)
     return compact(shape, block_size, taken)
 
 
 def shares(
-    q: Tensor, kv: KVView, shape: Shape, stride: int, block_size: int, scale: float, softcap: float | None = None
+    q: Tensor,
+    kv: KVView,
+    shape: Shape,
+    stride: int,
+    block_size: int,
+    scale: float,
+    softcap: float | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """``ops.scores.antidiagonal_shares``: fp32 [heads, q_blocks, k_blocks]."""
-    return _run(q, kv, shape, stride, block_size, 0.0, 0, scale, softcap, wants_shares=True)[1]
+    config = config_for(q, block_size // stride, fp8)
+    return _run(q, kv, shape, stride, block_size, 0.0, 0, scale, softcap, True, config)[1]
 
 
 def _run(
@@ -89,7 +104,7 @@ def _run(
     scale: float,
     softcap: float | None,
     wants_shares: bool,
-    config: Config | None = None,
+    config: Config,
 ) -> tuple[Tensor, Tensor]:
     heads, q_len, head_dim = q.shape
     given, paged = in_rows(q), kv.paged()
@@ -99,19 +114,26 @@ def _run(
     q_blocks, k_blocks = last // each - own + 1, -(-shape.k_len // block_size)
     taken, found, weights = room(q, (q_blocks, k_blocks), tiles, wants_shares)
     together = len(weights)
-    config = config or config_for(q, each)
     options = {
         "GROUP": heads // kv.kv_heads, "STRIDE": stride, "EACH": each, "ROWS": config.rows, "KEYS": config.keys,
         "CAPPED": softcap is not None, "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip
-    sides = (_row_tiles(given, shape, stride, config), _key_tiles(kv, shape, stride, config)) if config.copy else ()
+    if config.fp8:
+        keys = pack_keys(kv, shape.k_len, stride, centred=softcap is None)
+        key_side, key_scale, width = keys.fetched(config.keys, config.channels), keys.scale, width_of(stride, head_dim)
+    elif config.copy:
+        row_side, key_side = _row_tiles(given, shape, stride, config), _key_tiles(kv, shape, stride, config)
+        row_scale, key_scale, width = weights, weights, stride * head_dim
     for head in range(0, heads, together):
         count = min(together, heads - head)
         numbers = shape.q_start, q_len, shape.k_len, first, tiles, k_blocks, scale * LOG2E, softcap or 0.0
+        if config.fp8:  # of as many heads as go together, so that they take no more room
+            packed = pack_queries(given[head : head + count], shape, stride)
+            row_side, row_scale = packed.fetched(config.rows, config.channels), packed.scale
         if config.copy:
             _weigh_rows[(_programs(first, tiles, config), count)](
-                *sides, weights, head, -(-shape.k_len // stride), *numbers,
-                D=head_dim, STEP=config.channels, BAND=config.band, **options,
+                row_side, key_side, row_scale, key_scale, weights, head, -(-shape.k_len // stride), *numbers,
+                D=head_dim, WIDTH=width, STEP=config.channels, BAND=config.band, FP8=config.fp8, **options,
             )  # fmt: skip
         else:
             _weigh[(-(-k_blocks * each // config.keys), -(-tiles // config.rows), count)](
@@ -201,12 +223,15 @@ def _weigh(
 
 @triton.jit(do_not_specialize=["head_from", "key_tiles", "q_start", "q_len", "k_len", "first", "tiles", "k_blocks"])
 def _weigh_rows(
-    q_rows, k_rows, weights, head_from, key_tiles, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2, softcap,
-    GROUP: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, CAPPED: tl.constexpr,
+    q_rows, k_rows, q_scale, k_scale, weights, head_from, key_tiles, q_start, q_len, k_len, first, tiles, k_blocks,
+    scale_log2, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, BAND: tl.constexpr, FP8: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_weigh`, over what lies in one piece, in one loop over the channels of all steps. Of a band of rows of
-    tiles all programs come together, neighbours with the same keys: what they read fits the second-level cache."""
+    tiles all programs come together, neighbours with the same keys: what they read fits the second-level cache. In FP8
+    queries are ``fp8_tiles.pack_queries``' of the call's heads, and each tile has its scale."""
     wide = (first + BAND * ROWS - 1) // KEYS + 1  # tiles of keys that the band's last row sees
     rest = tl.program_id(0)
     band = rest * 0
@@ -219,12 +244,22 @@ def _weigh_rows(
         head = head_from + tl.program_id(1)
         line = (head // GROUP) * key_tiles + key
         summed = tl.zeros([ROWS, KEYS], tl.float32)
-        for at in tl.range(0, STRIDE * D, STEP):
-            q = tl.reshape(q_rows.load([head, STRIDE - 1 - at // D, row, at % D]), (ROWS, STEP))
+        own = tl.program_id(1) * tiles + row
+        for at in tl.range(0, WIDTH, STEP):
+            if FP8:
+                q = q_rows.load([own, at])
+            else:
+                q = tl.reshape(q_rows.load([head, STRIDE - 1 - at // D, row, at % D]), (ROWS, STEP))
             summed = tl.dot(q, tl.trans(k_rows.load([line, at])), summed)
+        each = scale_log2
+        if FP8:
+            place = tl.arange(0, KEYS)
+            summed *= tl.load(k_scale + line + place, mask=key + place < key_tiles, other=0.0)[None, :]
+            place = tl.arange(0, ROWS)
+            each = scale_log2 * tl.load(q_scale + own + place, mask=row + place < tiles, other=0.0)[:, None]
         _keep(
-            summed, weights, tl.program_id(1), row, key, q_start, q_len, k_len, first, tiles, k_blocks, scale_log2,
-            softcap, STRIDE, EACH, ROWS, KEYS, CAPPED,
+            summed, weights, tl.program_id(1), row, key, q_start, q_len, k_len, first, tiles, k_blocks, each, softcap,
+            STRIDE, EACH, ROWS, KEYS, CAPPED,
         )  # fmt: skip
 
 
@@ -234,7 +269,7 @@ def _keep(
     STRIDE: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Store what ``summed`` [rows of tiles from ``row`` on, tiles of keys from ``key`` on] weighs in head ``line``,
-    block by block."""
+    block by block; ``scale_log2``: of all, or [rows of tiles, 1]."""
     own, tile = row + tl.arange(0, ROWS), key + tl.arange(0, KEYS)
     begin = (first + own) * STRIDE - q_start
     from_row = (first + row) * STRIDE - q_start

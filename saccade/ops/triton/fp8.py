@@ -100,9 +100,10 @@ def _warps(width: int) -> int:
 
 @triton.jit
 def _scaled(x, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """e4m3 values of ``x``, whose ``largest`` value becomes LARGEST; and the scale."""
+    """e4m3 values of ``x``, whose ``largest`` value becomes LARGEST; and the scale. ``largest`` is a scalar, or one for
+    each of some axes of ``x``."""
     largest = tl.maximum(largest, LEAST)
-    y = x * tl.div_rn(tl.full([], LARGEST, tl.float32), largest)  # rounded once, as there
+    y = x * tl.div_rn(tl.full(largest.shape, LARGEST, tl.float32), largest)  # rounded once, as there
     return tl.minimum(tl.maximum(y, -LARGEST), LARGEST).to(tl.float8e4nv), largest * (1.0 / LARGEST)
 
 
