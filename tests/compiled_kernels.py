@@ -181,7 +181,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))
     ordering = {"UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "AFTER_FULL": True, "EARLY": True}
     for everything, blocks in ((True, 6144), (False, 3072), (True, 1 << 16)):
-        chunk, warps, looked_up, others, rank_warps = batched_rank.tiles_for(blocks)
+        chunk, warps, looked_up, others, rank_warps = batched_rank.tiles_for(blocks, None if everything else 64)
         wanted = chunk if everything else 64
         own = {**ordering, "ALL": everything, "CHUNK": chunk, "WANTED": wanted}
         sorting = {

@@ -143,10 +143,11 @@ def test_lists_without_best_blocks():
     assert lists.indices[0, : lists.counts[0]].tolist() == [0, 1, 97, 98, 99]
 
 
-def test_tiles_fit():
-    """Of every length: warps have a word for each thread, and programs whole parts of a chunk."""
+@pytest.mark.parametrize("take", [None, 1, 62, 1000])
+def test_tiles_fit(take):
+    """Of every length: a word for each thread at least, and programs that look up whole parts of a chunk."""
     for blocks in range(1, 70_000, 37):
-        tiles = tiles_for(blocks)
+        tiles = tiles_for(blocks, take)
         assert all(number & (number - 1) == 0 for number in tiles)
-        assert tiles.chunk >= 32 * tiles.warps
-        assert tiles.chunk <= 4096
+        assert 32 * tiles.warps <= tiles.chunk <= 4096
+        assert tiles.looked_up >= 16

@@ -16,7 +16,8 @@ from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
-MOST_RANKED = 1 << 20  # blocks of all lists
+MOST_RANKED = 1 << 19  # blocks of all lists
+FEW = 256  # blocks of a list that are taken
 LEAST = 128  # blocks of a chunk
 NEVER: tl.constexpr = tl.constexpr(-2147483648)  # as a score's bits: where no block is
 
@@ -32,12 +33,18 @@ class Tiles(NamedTuple):
     rank_warps: int
 
 
-def tiles_for(blocks: int) -> Tiles:
-    """Chunks are large enough that few others are left to look a block up in, and small enough to fill the device."""
-    largest = 1024 if blocks <= 8192 else 2048 if blocks <= 16384 else 4096
-    chunk = max(LEAST, min(largest, triton.next_power_of_2(blocks)))
-    warps = max(1, min(4, chunk // 256), chunk // 512)
-    return Tiles(chunk, warps, 256, 1, 4)
+def tiles_for(blocks: int, take: int | None = None) -> Tiles:
+    """For lists of ``blocks``, of which the ``take`` best are wanted, or all in order. What is sorted grows with the
+    chunk, by the square of its logarithm; what is looked up falls with it, and is little where few are taken. A single
+    chunk saves the second launch."""
+    if blocks <= 1024:
+        chunk, others = max(LEAST, triton.next_power_of_2(blocks)), 1
+    elif take is None or take > FEW:
+        chunk, others = 1024 if blocks <= 6144 else 2048 if blocks <= 16384 else 4096, 1
+    else:
+        chunk, others = 512 if blocks <= 8192 else 1024 if blocks <= 32768 else 2048, 4
+    warps = max(1, min(4, chunk // 128), chunk // 512)
+    return Tiles(chunk, warps, 256, others, 4 if others == 1 else 2)
 
 
 def rank_blocks(
@@ -102,15 +109,14 @@ def _launch(
     scores = flat(scores, torch.float32)
     rows, units, blocks = scores.shape
     longest = room_for(choice, pages)
-    chunk, warps, looked_up, others, rank_warps = tiles or tiles_for(blocks)
-    takes, wanted = True, chunk  # of a chunk
-    if take is not None:
-        assert isinstance(choice, BestBlocks)
-        takes, wanted = choice.take > 0, min(chunk, triton.next_power_of_2(max(choice.take, 16)))
+    best = choice.take if isinstance(choice, BestBlocks) else None
+    chunk, warps, looked_up, others, rank_warps = tiles or tiles_for(blocks, best)
+    wanted = chunk if best is None else min(chunk, triton.next_power_of_2(max(best, 16)))  # of a chunk
+    takes = best != 0
     looked_up = min(looked_up, wanted)
     chunks = triton.cdiv(blocks, chunk)
     shape = {
-        "ALL": take is None, "UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last,
+        "ALL": best is None, "UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last,
         "AFTER_FULL": choice.after_full, "CHUNK": chunk, "WANTED": wanted, **launched(scores.device),
     }  # fmt: skip
     numbers = pages.lengths, dense_upto if take is None else take, dense_upto  # unused pointers are pointers, too
