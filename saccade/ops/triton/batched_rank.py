@@ -56,7 +56,8 @@ def rank_blocks(
     that of ``choice``) reads everything: all its blocks are in ``always``.
 
     A block's rank is the number of blocks before it. The blocks of a chunk are sorted by one program, and each is then
-    looked up in the chunks so ordered: two launches, or one where there is but one chunk.
+    looked up in the chunks so ordered: two launches, or one where there is but one chunk. ``tiles``: by default those
+    of :func:`tiles_for`, as in :func:`choose_ranked`.
     """
     rows, units, blocks = scores.shape
     longest = room_for(choice, pages)

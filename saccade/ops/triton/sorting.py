@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def neighbours(first, COUNT: tl.constexpr, EACH: tl.constexpr):
-    """[EACH, COUNT // EACH] numbers from ``first`` on. What is loaded for them one thread holds down a column where
-    EACH is COUNT over the program's threads, and :func:`in_line` puts columns behind each other."""
+    """int32 [EACH, COUNT // EACH], the numbers from ``first`` on. Of what is loaded for them a thread holds a column,
+    where EACH is COUNT over the program's threads, and :func:`in_line` puts the columns behind each other."""
     WIDE: tl.constexpr = COUNT // EACH
     return first + tl.arange(0, EACH)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
 
@@ -45,7 +45,8 @@ def _compare(words, rising, BITS: tl.constexpr, bit: tl.constexpr, OWN: tl.const
 
 @triton.jit
 def sort_falling(words, BITS: tl.constexpr, EACH: tl.constexpr):
-    """2 ** BITS words (1D, as :func:`in_line` has them), greatest first."""
+    """2 ** BITS words (integers, as :func:`in_line` has them), greatest first. ``EACH``: that of :func:`neighbours`;
+    only speed hangs on it."""
     cube = tl.reshape(words, [2] * BITS)
     for run in tl.static_range(1, BITS + 1):
         rising = _digit(BITS, run) if run < BITS else tl.full([1] * BITS, 0, tl.int1)
