@@ -20,6 +20,7 @@ from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_
 from saccade.ops.triton import (
     antidiagonals,
     batched_best,
+    batched_rank,
     best_parts,
     block_rows,
     fp8,
@@ -83,6 +84,10 @@ OTHERS = {
         **dict.fromkeys(("lengths", "bounds", "counts", "indices", "marks", "known", "taken"), "*i32"),
         "reals": "*fp64", "searching": "*i8", "arrived": "*i64",
     },
+    batched_rank._order: {
+        **dict.fromkeys(("lengths", "takes", "denses", "always", "order", "counts", "sorts"), "*i32"),
+    },
+    batched_rank._rank: dict.fromkeys(("sorts", "lengths", "takes", "denses", "order"), "*i32"),
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
         **dict.fromkeys(("epsilons", "part_out", "part_lse"), "*fp32"), "epsilon": "fp32",
@@ -233,6 +238,23 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
     ]  # fmt: skip
     found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))
+    ordering = {"UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "AFTER_FULL": True, "EARLY": True}
+    for everything, blocks in ((True, 6144), (False, 3072), (True, 1 << 16)):
+        chunk, warps, looked_up, others, rank_warps = batched_rank.tiles_for(blocks, None if everything else 64)
+        wanted = chunk if everything else 64
+        own = {**ordering, "ALL": everything, "CHUNK": chunk, "WANTED": wanted}
+        sorting = {
+            "TAKES": True,
+            "LISTED": 64,
+            "BITS": chunk.bit_length() - 1,
+            "EACH": chunk // (32 * warps),
+            "ONE": False,
+        }
+        looking = {"TILE": min(looked_up, wanted), "OTHERS": others, "HALVES": wanted.bit_length() - 1}
+        found += [
+            (batched_rank._order, {**own, **sorting}, {"num_warps": warps}),
+            (batched_rank._rank, {**own, **looking}, {"num_warps": rank_warps}),
+        ]
     return found
 
 

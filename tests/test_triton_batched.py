@@ -22,7 +22,6 @@ from saccade.models.interface import Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.loader import load_model
 from saccade.ops import Call, attend, run
-from saccade.ops.triton import batched_rank
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
 from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks
 from saccade.ops.triton.block_summaries import summarize
@@ -233,29 +232,6 @@ def test_equal_scores_rank_by_block():
     assert counts.tolist() == [[2], [6]]
     assert always[0, :2].tolist() == [0, 7]
     assert order[0, :6].tolist() == [1, 4, 2, 3, 6, 5]
-
-
-def test_blocks_of_many_chunks_rank_as_a_sort_has_them(monkeypatch):
-    """Ties across chunks, infinities, and NaN, which must leave every block its own rank."""
-    monkeypatch.setattr(batched_rank, "CHUNK", 32)
-    monkeypatch.setattr(batched_rank, "TILE", 16)
-    lengths = [16 * 300, 16 * 33 + 5, 100, 0]
-    pages = eight_blocks()
-    pages = Pages(pages.k, pages.v, pages.tables.expand(4, -1, -1), torch.tensor(lengths, dtype=torch.int32), 16 * 300)
-    choice = RankedBlocks(16, "cuboid", 2, 3, 1, 2, "min", "all", epsilon=0.5, dense_upto=128)
-    scores = torch.randn(4, 2, 300).mul(3).round()
-    scores[0, 0, 40:200:7], scores[0, 0, 41:200:11] = -torch.inf, torch.inf
-    scores[0, 1, 5:300:13] = torch.nan
-    _, order, counts = rank_blocks(scores, pages, choice, torch.full((4,), 128, dtype=torch.int32))
-    for row in (0, 1):
-        stop = lengths[row] // 16 - 1
-        for unit in (0, 1):
-            own = order[2 * row + unit, : counts[1, 2 * row + unit]]
-            assert sorted(own.tolist()) == list(range(3, stop))
-            if (row, unit) != (0, 1):
-                wanted = torch.sort(scores[row, unit, 3:stop], descending=True, stable=True).indices + 3
-                assert own.tolist() == wanted.tolist()
-    assert counts[1, 4:].tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,49 +13,85 @@ from saccade.ops.layout import flat
 from saccade.ops.triton.batched_decode import choose_best, room_for
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
-MOST_COMPARED = 1 << 28  # pairs of blocks
-CHUNK = 512  # blocks that are compared with each other
-TILE, OTHERS, WARPS = 64, 64, 4  # blocks of a program, and how many it compares them with in one go
+MOST_RANKED = 1 << 19  # blocks of all lists
+FEW = 256  # blocks of a list that are taken
+LEAST = 128  # blocks of a chunk
+NEVER: tl.constexpr = tl.constexpr(-2147483648)  # as a score's bits: where no block is
+
+
+class Tiles(NamedTuple):
+    """How the work is cut: blocks of a ``chunk``, sorted by ``warps``; and of the words that a program looks up, how
+    many (``looked_up``), in how many other chunks at a time, and its warps. All powers of two."""
+
+    chunk: int
+    warps: int
+    looked_up: int
+    others: int
+    rank_warps: int
+
+
+def tiles_for(blocks: int, take: int | None = None) -> Tiles:
+    """For lists of ``blocks``, of which the ``take`` best are wanted, or all in order. What is sorted grows with the
+    chunk, by the square of its logarithm; what is looked up falls with it, and is little where few are taken. A single
+    chunk saves the second launch."""
+    if blocks <= 1024:
+        chunk, others = max(LEAST, triton.next_power_of_2(blocks)), 1
+    elif take is None or take > FEW:
+        chunk, others = 1024 if blocks <= 6144 else 2048 if blocks <= 16384 else 4096, 1
+    else:
+        chunk, others = 512 if blocks <= 8192 else 1024 if blocks <= 32768 else 2048, 4
+    warps = max(1, min(4, chunk // 128), chunk // 512)
+    return Tiles(chunk, warps, 256, others, 4 if others == 1 else 2)
 
 
 def rank_blocks(
-    scores: Tensor, pages: Pages, choice: RankedBlocks, dense_upto: Tensor
+    scores: Tensor, pages: Pages, choice: RankedBlocks, dense_upto: Tensor, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From ``scores`` [rows, units, n] (batched_decode.score_blocks): ``always`` int32 [rows * units, a], the blocks
     that ``choice`` forces; ``order`` int32 [rows * units, n], the others by falling score, ties to the lower block; and
     how many of each there are, int32 [2, rows * units]. A row of up to its ``dense_upto`` keys (int32 [rows], at most
     that of ``choice``) reads everything: all its blocks are in ``always``.
 
-    A block's rank is the number of blocks before it. Blocks of a chunk are compared with each other, and each is then
-    looked up in the chunks so ordered: far fewer comparisons than all with all, in two launches.
+    A block's rank is the number of blocks before it. The blocks of a chunk are sorted by one program, and each is then
+    looked up in the chunks so ordered: two launches, or one where there is but one chunk. ``tiles``: by default those
+    of :func:`tiles_for`, as in :func:`choose_ranked`.
     """
     rows, units, blocks = scores.shape
     longest = room_for(choice, pages)
     always = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
     order = torch.empty(rows * units, blocks, dtype=torch.int32, device=scores.device)
     counts = torch.empty(2, rows * units, dtype=torch.int32, device=scores.device)
-    _launch(scores, pages, choice, always, order, counts, None, dense_upto)
+    _launch(scores, pages, choice, always, order, counts, None, dense_upto, tiles)
     return always, order, counts
 
 
 def choose_blocks(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
     """:func:`choose_ranked` or batched_decode.choose_best, whichever is faster at this size."""
     rows, units, blocks = scores.shape
-    ranks = rows * units * blocks * blocks <= MOST_COMPARED
+    ranks = rows * units * blocks <= MOST_RANKED
     return (choose_ranked if ranks else choose_best)(scores, pages, choice, take, dense_upto)
 
 
-def choose_ranked(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
+def choose_ranked(
+    scores: Tensor,
+    pages: Pages,
+    choice: BestBlocks,
+    take: Tensor,
+    dense_upto: Tensor,
+    tiles: Tiles | None = None,
+) -> KeyLists:
     """The lists of batched_decode.choose_best, in another order, by ranks: faster where lists are few, for it sets more
-    of the device to work on each."""
+    of the device to work on each. Of a chunk, no more blocks than are taken in all are looked up, in as many of each
+    other chunk."""
     rows, units, _ = scores.shape
     longest = room_for(choice, pages)
     indices = torch.empty(rows * units, longest, dtype=torch.int32, device=scores.device)
     counts = torch.empty(1, rows * units, dtype=torch.int32, device=scores.device)
     best = indices[:, min(choice.first + choice.last, longest - 1) :]  # behind the others; where none fit, none come
-    _launch(scores, pages, choice, indices, best, counts, take, dense_upto)
+    _launch(scores, pages, choice, indices, best, counts, take, dense_upto, tiles)
     return KeyLists(None, counts[0], indices, units, choice.size, longest)
 
 
@@ -66,37 +104,44 @@ def _launch(
     counts: Tensor,
     take: Tensor | None,
     dense_upto: Tensor,
+    tiles: Tiles | None,
 ) -> None:
     """``take``: lists of so many of the best are wanted, not ranks of all."""
     scores = flat(scores, torch.float32)
     rows, units, blocks = scores.shape
     longest = room_for(choice, pages)
-    takes = take is None or (isinstance(choice, BestBlocks) and choice.take > 0)
+    best = choice.take if isinstance(choice, BestBlocks) else None
+    chunk, warps, looked_up, others, rank_warps = tiles or tiles_for(blocks, best)
+    wanted = chunk if best is None else min(chunk, triton.next_power_of_2(max(best, 16)))  # of a chunk
+    takes = best != 0
+    looked_up = min(looked_up, wanted)
+    chunks = triton.cdiv(blocks, chunk)
     shape = {
-        "ALL": take is None, "UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last,
-        "AFTER_FULL": choice.after_full, "CHUNK": CHUNK, "TILE": TILE, "num_warps": WARPS, **launched(scores.device),
+        "ALL": best is None, "UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last,
+        "AFTER_FULL": choice.after_full, "CHUNK": chunk, "WANTED": wanted, **launched(scores.device),
     }  # fmt: skip
     numbers = pages.lengths, dense_upto if take is None else take, dense_upto  # unused pointers are pointers, too
-    width = triton.cdiv(blocks, CHUNK) * CHUNK
-    sorts = torch.empty(rows * units, width, dtype=torch.int64, device=scores.device)
-    grid = (triton.cdiv(blocks, TILE), units, rows)
-    _order[grid](
-        scores, *numbers, always, order, sorts, counts, blocks, longest, width, order.stride(0), TAKES=takes,
-        LISTED=triton.next_power_of_2(longest), OTHERS=OTHERS, ONE=width == CHUNK, **shape,
+    # Of every list the sorted scores, as integers, and then of every list their blocks.
+    sorts = torch.empty(2, rows * units, chunks * chunk, dtype=torch.int32, device=scores.device)
+    _order[(chunks, units, rows)](
+        scores, *numbers, always, order, sorts, counts, blocks, longest, order.stride(0), TAKES=takes,
+        LISTED=triton.next_power_of_2(longest), BITS=chunk.bit_length() - 1, EACH=max(1, chunk // (32 * warps)),
+        ONE=chunks == 1, num_warps=warps, **shape,
     )  # fmt: skip
-    if takes and width > CHUNK:
-        _rank[grid](
-            sorts, *numbers, order, width, order.stride(0),
-            CHUNKS=max(2, min(32, triton.next_power_of_2(width // CHUNK))), HALVES=CHUNK.bit_length() - 1, **shape,
+    if takes and chunks > 1:
+        _rank[(chunks * (wanted // looked_up), units, rows)](
+            sorts, *numbers, order, chunks, order.stride(0), TILE=looked_up, OTHERS=others,
+            HALVES=wanted.bit_length() - 1, num_warps=rank_warps, **shape,
         )  # fmt: skip
 
 
 @triton.jit
 def _words(scores, block, real):
-    """int64 that fall as blocks are to be listed: by falling score, ties to the lower block."""
+    """int64 that fall as blocks are to be listed: by falling score, ties to the lower block, at the end what is not
+    real. The upper half is NEVER there alone."""
     bits = (tl.load(scores + block, mask=real, other=0.0) + 0.0).to(tl.int32, bitcast=True)
-    rising = (bits ^ ((bits >> 31) & 2147483647)).to(tl.int64)
-    return (rising << 32) | (2147483647 - block).to(tl.int64)
+    rising = tl.maximum(bits ^ ((bits >> 31) & 2147483647), NEVER + 1).to(tl.int64)
+    return tl.where(real, (rising << 32) | (2147483647 - block).to(tl.int64), -9223372036854775808)
 
 
 @triton.jit
@@ -111,25 +156,25 @@ def _blocks_at(lengths, row, SIZE: tl.constexpr, LAST: tl.constexpr, AFTER_FULL:
 
 
 @triton.jit(
-    do_not_specialize=["blocks", "longest", "width", "order_stride"],
+    do_not_specialize=["blocks", "longest", "order_stride"],
     do_not_specialize_on_alignment=["lengths", "takes", "denses", "order"],
 )
 def _order(
-    scores, lengths, takes, denses, always, order, sorts, counts, blocks, longest, width, order_stride,
+    scores, lengths, takes, denses, always, order, sorts, counts, blocks, longest, order_stride,
     ALL: tl.constexpr, TAKES: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, AFTER_FULL: tl.constexpr, LISTED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    OTHERS: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
+    LAST: tl.constexpr, AFTER_FULL: tl.constexpr, LISTED: tl.constexpr, CHUNK: tl.constexpr, WANTED: tl.constexpr,
+    BITS: tl.constexpr, EACH: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Puts the words of every CHUNK blocks in order, comparing each with each."""
+    """Sorts the blocks of every CHUNK by score."""
     begin(EARLY)
-    tile, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     length, pages, stop = _blocks_at(lengths, row, SIZE, LAST, AFTER_FULL)
-    dense_upto, take = tl.load(denses + row), 0
+    dense_upto, take = tl.load(denses + row), stop
     if TAKES and not ALL:
         take = tl.load(takes + row)
     everything = length <= dense_upto
-    if tile == 0:
+    if chunk == 0:
         number = tl.arange(0, LISTED)
         forced = tl.where(everything, pages, FIRST + pages - stop)
         block = tl.where(everything | (number < FIRST), number, stop - FIRST + number)
@@ -138,61 +183,61 @@ def _order(
             tl.store(counts + entry, forced)
             tl.store(counts + UNITS * tl.num_programs(2) + entry, tl.where(everything, 0, stop - FIRST))
         else:
-            tl.store(counts + entry, tl.where(everything, pages, forced + take))
-    if (tile * TILE < stop) & (length > dense_upto) & TAKES:
-        line = scores + entry * blocks
-        mine = tile * TILE + tl.arange(0, TILE)
-        real = (mine >= FIRST) & (mine < stop)
-        word = _words(line, mine, real)
-        ahead = tl.zeros([TILE, OTHERS], tl.int32)
-        chunk = tile * TILE // CHUNK * CHUNK
-        for start in tl.range(chunk, tl.minimum(chunk + CHUNK, stop), OTHERS):
-            other = start + tl.arange(0, OTHERS)
-            there = (other >= FIRST) & (other < tl.minimum(chunk + CHUNK, stop))
-            rival = tl.where(there, _words(line, other, there), -9223372036854775808)
-            ahead += (rival[None, :] > word[:, None]).to(tl.int32)
-        rank = tl.sum(ahead, 1)
+            tl.store(counts + entry, tl.where(everything, pages, forced + take if TAKES else forced))
+    if (chunk * CHUNK < stop) & (length > dense_upto) & TAKES:
+        mine = neighbours(chunk * CHUNK, CHUNK, EACH)
+        word = _words(scores + entry * blocks, mine, (mine >= FIRST) & (mine < stop))
+        word = sort_falling(in_line(word, CHUNK), BITS, EACH)
+        place = tl.arange(0, CHUNK)
+        score, block = (word >> 32).to(tl.int32), 2147483647 - (word & 2147483647).to(tl.int32)
         if ONE:  # chunk: there is nothing to look up
-            tl.store(order + entry * order_stride + rank, mine, mask=real & (ALL | (rank < take)))
+            tl.store(order + entry * order_stride + place, block, mask=(score > NEVER) & (place < take))
         else:
-            tl.store(sorts + entry * width + chunk + rank, word, mask=real)
+            lists = UNITS * tl.num_programs(2).to(tl.int64)
+            line = sorts + (entry * tl.num_programs(0) + chunk) * CHUNK + place
+            tl.store(line, score, mask=place < WANTED)
+            tl.store(line + lists * tl.num_programs(0) * CHUNK, block, mask=place < WANTED)
 
 
 @triton.jit(
-    do_not_specialize=["width", "order_stride"], do_not_specialize_on_alignment=["lengths", "takes", "denses", "order"]
+    do_not_specialize=["chunks", "order_stride"], do_not_specialize_on_alignment=["lengths", "takes", "denses", "order"]
 )
 def _rank(
-    sorts, lengths, takes, denses, order, width, order_stride,
+    sorts, lengths, takes, denses, order, chunks, order_stride,
     ALL: tl.constexpr, UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    AFTER_FULL: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    AFTER_FULL: tl.constexpr, CHUNK: tl.constexpr, WANTED: tl.constexpr, TILE: tl.constexpr, OTHERS: tl.constexpr,
     HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block's rank: how many words of each chunk are above its own, found by halving."""
+    """A block's rank: its place in its chunk and how many scores of each other chunk are above its own, found by
+    halving."""
     begin(EARLY)
-    tile, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    TILES: tl.constexpr = WANTED // TILE
+    chunk, tile, unit, row = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
     length, _pages, stop = _blocks_at(lengths, row, SIZE, LAST, AFTER_FULL)
     take = stop
     if not ALL:
         take = tl.load(takes + row)
-    if (tile * TILE < stop) & (length > tl.load(denses + row)):
-        line = sorts + entry * width
+    listed = tl.minimum(chunk * CHUNK + CHUNK, stop) - tl.maximum(chunk * CHUNK, FIRST)  # of the chunk's blocks
+    listed = tl.minimum(listed, take)
+    if (tile * TILE < listed) & (length > tl.load(denses + row)):
+        line = sorts + entry * chunks * CHUNK
         place = tile * TILE + tl.arange(0, TILE)
-        own = place // CHUNK * CHUNK
-        here = tl.minimum(own + CHUNK, stop) - tl.maximum(own, FIRST)  # words of a chunk
-        real = place - own < here
         # A warp's places follow each other in a chunk, so where they lie in another one does, too: few cache lines.
-        word = tl.load(line + place, mask=real, other=0)
-        rank = tl.zeros([TILE], tl.int32)
-        for first in tl.range(0, tl.cdiv(stop, CHUNK), CHUNKS):
-            begins = (first + tl.arange(0, CHUNKS)) * CHUNK
-            size = tl.minimum(begins + CHUNK, stop) - tl.maximum(begins, FIRST)
-            above = tl.zeros([CHUNKS, TILE], tl.int32)
+        score = tl.load(line + chunk * CHUNK + place)
+        lists = UNITS * tl.num_programs(2).to(tl.int64)
+        block = tl.load(line + lists * chunks * CHUNK + chunk * CHUNK + place)
+        rank = place
+        others = tl.cdiv(stop, CHUNK) - 1
+        for first in tl.range(0, others, OTHERS):
+            number = first + tl.arange(0, OTHERS)
+            before = number < chunk
+            begins = tl.minimum(tl.where(before, number, number + 1), others) * CHUNK
+            least = score[None, :] - before[:, None].to(tl.int32)  # ties go to the chunk before
+            start = line + begins[:, None]
+            at = start + tl.zeros([OTHERS, TILE], tl.int32)  # pointers, for offsets would be added to one each time
             for half in tl.static_range(1, HALVES + 1):
-                at = above + (CHUNK >> half) - 1
-                rival = tl.load(line + begins[:, None] + at, mask=at < size[:, None], other=-9223372036854775808)
-                above += tl.where(rival > word[None, :], CHUNK >> half, 0)
-            rival = tl.load(line + begins[:, None] + above, mask=above < size[:, None], other=-9223372036854775808)
-            rank += tl.sum(above + (rival > word[None, :]).to(tl.int32), 0)
-        block = 2147483647 - (word & 2147483647).to(tl.int32)
-        tl.store(order + entry * order_stride + rank, block, mask=real & (rank < take))
+                at += tl.where(tl.load(at + ((WANTED >> half) - 1)) > least, WANTED >> half, 0)
+            above = ((at.to(tl.int64) - start.to(tl.int64)) >> 2).to(tl.int32) + (tl.load(at) > least).to(tl.int32)
+            rank += tl.sum(tl.where((number < others)[:, None], above, 0), 0)
+        tl.store(order + entry * order_stride + rank, block, mask=(place < listed) & (rank < take))
