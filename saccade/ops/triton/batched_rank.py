@@ -16,7 +16,8 @@ from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
-MOST_RANKED = 1 << 19  # blocks of all lists
+MOST_RANKED = 1 << 17  # blocks of all lists
+FEW_LISTS = 16  # which radix search leaves most of the device idle
 FEW = 256  # blocks of a list that are taken
 LEAST = 128  # blocks of a chunk
 NEVER: tl.constexpr = tl.constexpr(-2147483648)  # as a score's bits: where no block is
@@ -35,16 +36,16 @@ class Tiles(NamedTuple):
 
 def tiles_for(blocks: int, take: int | None = None) -> Tiles:
     """For lists of ``blocks``, of which the ``take`` best are wanted, or all in order. What is sorted grows with the
-    chunk, by the square of its logarithm; what is looked up falls with it, and is little where few are taken. A single
-    chunk saves the second launch."""
-    if blocks <= 1024:
-        chunk, others = max(LEAST, triton.next_power_of_2(blocks)), 1
-    elif take is None or take > FEW:
-        chunk, others = 1024 if blocks <= 6144 else 2048 if blocks <= 16384 else 4096, 1
+    chunk, by the square of its logarithm; what is looked up falls with it, and is little where few are taken."""
+    if take is not None and take <= FEW:
+        chunk, others, rank_warps = 512, 8 if blocks > 1024 else 1, 4 if blocks > 1024 else 2
+    elif blocks <= 8192:
+        chunk, others, rank_warps = 1024, 1, 4
     else:
-        chunk, others = 512 if blocks <= 8192 else 1024 if blocks <= 32768 else 2048, 4
-    warps = max(1, min(4, chunk // 128), chunk // 512)
-    return Tiles(chunk, warps, 256, others, 4 if others == 1 else 2)
+        chunk, others, rank_warps = 2048, 2, 4
+    chunk = min(chunk, max(LEAST, triton.next_power_of_2(blocks)))
+    warps = 2 if chunk == 1024 else max(1, min(4, chunk // 128))
+    return Tiles(chunk, warps, 256, others, rank_warps)
 
 
 def rank_blocks(
@@ -71,7 +72,7 @@ def rank_blocks(
 def choose_blocks(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
     """:func:`choose_ranked` or batched_decode.choose_best, whichever is faster at this size."""
     rows, units, blocks = scores.shape
-    ranks = rows * units * blocks <= MOST_RANKED
+    ranks = rows * units <= FEW_LISTS or rows * units * blocks <= MOST_RANKED
     return (choose_ranked if ranks else choose_best)(scores, pages, choice, take, dense_upto)
 
 
