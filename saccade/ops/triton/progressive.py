@@ -295,7 +295,7 @@ def _read(
             tl.store(part_lse + place, top + tl.log2(weight), mask=ends)
             tl.store(
                 part_out + place[:, None] * D + channel[None, :],
-                acc / weight[:, None],
+                acc * (1.0 / weight)[:, None],
                 mask=ends[:, None] & (channel[None, :] < D),
             )
         part += wanted * readers
