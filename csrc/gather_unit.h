@@ -64,8 +64,10 @@ class GatherUnit {
         read(count);
         for (int64_t l = 0; l < (per_head() ? heads_ : 1); ++l) {  // what was read
             const int64_t list = per_head() ? first_ + l : unit_, at = g_.out_offsets[list];
-            for (int64_t j = at; j < g_.out_offsets[list + 1]; ++j)
-                g_.chosen[j] = static_cast<int32_t>(position(j - at));
+            const int64_t all = g_.out_offsets[list + 1] - at;
+            if (!picks_ && !whole_) std::memcpy(g_.chosen + at, position_, all * sizeof *position_);
+            else
+                for (int64_t j = 0; j < all; ++j) g_.chosen[at + j] = static_cast<int32_t>(position(j));
         }
     }
 
