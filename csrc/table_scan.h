@@ -53,8 +53,9 @@ class ScanJob {
     ScanJob(const TableScan& c, const int32_t* units, bool apart, uint64_t* sets)
         : c_(c), units_(units), apart_(apart), words_((c.length + 63) / 64), room_(Bits::words(c.length)), sets_(sets) {}
 
-    // Words of sets for each unit: above a threshold and above a mean, of both tables or of each, and the candidates.
-    static int64_t sets(const TableScan& c, bool apart) { return (apart ? 5 : 3) * Bits::words(c.length); }
+    // Words of sets for each unit: the candidates, and what lies above the threshold and above the mean of each table. One
+    // thread keeps the latter in scratch of its own, which stays in its caches from unit to unit.
+    static int64_t sets(const TableScan& c, bool apart) { return (apart ? 5 : 1) * Bits::words(c.length); }
 
     struct Looked {
         int done = 0;
@@ -66,13 +67,15 @@ class ScanJob {
     // Looks at a unit, or at one table of it; who ends last writes how many candidates there are to offsets[u + 1].
     void run(int64_t task, Looked* looked) const {
         const int64_t i = apart_ ? task / 2 : task;
-        uint64_t* own = of(i) + (apart_ ? task % 2 * 2 * room_ : 0);
+        const int64_t listed = TableLook::room(c_.tables.capacity);
+        Carver carver(static_cast<char*>(thread_scratch(listed * sizeof(int32_t) + 2 * room_ * sizeof(uint64_t) + 128)));
+        int32_t* list = carver.take<int32_t>(listed);
+        uint64_t* own = apart_ ? of(i) + task % 2 * 2 * room_ : carver.take<uint64_t>(2 * room_);
         std::memset(own, 0, 2 * room_ * sizeof *own);
-        int32_t* list = static_cast<int32_t*>(thread_scratch(TableLook::room(c_.tables.capacity) * sizeof(int32_t)));
         for (int which = 0; which < 2; ++which)
             if (!apart_ || which == task % 2) looked[i].all[which] = TableLook(c_, units_[i], which, own).run(list);
         if (apart_ && __atomic_fetch_add(&looked[i].done, 1, __ATOMIC_ACQ_REL) == 0) return;
-        c_.offsets[units_[i] + 1] = join(i, looked[i].all, list);
+        c_.offsets[units_[i] + 1] = join(i, apart_ ? of(i) : own, looked[i].all, list);
     }
 
     void spell(int64_t i) const {
@@ -83,11 +86,11 @@ class ScanJob {
 
   private:
     uint64_t* of(int64_t i) const { return sets_ + i * sets(c_, apart_); }
-    uint64_t* candidates(int64_t i) const { return of(i) + (apart_ ? 4 : 2) * room_ + 1; }
+    uint64_t* candidates(int64_t i) const { return of(i) + (apart_ ? 4 : 0) * room_ + 1; }
 
     // The candidates, once both tables are looked at: their number.
-    int64_t join(int64_t i, const bool (&all)[2], int32_t* list) const {
-        uint64_t *first = of(i), *x = first + 1, *y = x + room_, *out = candidates(i);
+    int64_t join(int64_t i, uint64_t* first, const bool (&all)[2], int32_t* list) const {
+        uint64_t *x = first + 1, *y = x + room_, *out = candidates(i);
         if (apart_)
             for (int64_t w = 0; w < 2 * room_; ++w) first[w] |= first[2 * room_ + w];
         x[-1] = x[words_] = 0;
