@@ -180,6 +180,7 @@ struct Probes {
     const int32_t *indices, *at;  // rising positions; at [count]
     int64_t keys;  // stop - first
     float* lse;    // [heads]
+    const uint8_t* idle = nullptr;  // [heads]: whose lse nobody asks for; null: of none
 };
 
 // Ranked blocks of one row with a stopping rule (saccade/selection/blocks.py). `attention` holds the row, out, lse and

@@ -64,8 +64,10 @@ class GatherUnit {
         read(count);
         for (int64_t l = 0; l < (per_head() ? heads_ : 1); ++l) {  // what was read
             const int64_t list = per_head() ? first_ + l : unit_, at = g_.out_offsets[list];
-            for (int64_t j = at; j < g_.out_offsets[list + 1]; ++j)
-                g_.chosen[j] = static_cast<int32_t>(position(j - at));
+            const int64_t all = g_.out_offsets[list + 1] - at;
+            if (!picks_ && !whole_) std::memcpy(g_.chosen + at, position_, all * sizeof *position_);
+            else
+                for (int64_t j = 0; j < all; ++j) g_.chosen[at + j] = static_cast<int32_t>(position(j));
         }
     }
 
@@ -162,10 +164,14 @@ class GatherUnit {
         for_parts(parts, threads_, [&](int64_t part) {
             for (int64_t h = 0; h < heads_; ++h) {
                 const float* s = s_ + h * longest_ + part * kPart;
+                float* kept = whole_ ? nullptr : e_ + h * longest_ + part * kPart;  // short lists stay in the caches
                 const F top = Simd::set1(top_[h]);
                 F sum = Simd::set1(0);
-                for (int64_t j = 0; j < rounded(part); j += W)
-                    sum = Simd::add(sum, Math::exp2(Simd::sub(Simd::load(s + j), top)));
+                for (int64_t j = 0; j < rounded(part); j += W) {
+                    const F e = Math::exp2(Simd::sub(Simd::load(s + j), top));
+                    sum = Simd::add(sum, e);
+                    if (kept) Simd::store(kept + j, e);
+                }
                 part_[part * heads_ + h] = Simd::sum(sum);
             }
         });
@@ -180,8 +186,9 @@ class GatherUnit {
                 F all = Simd::set1(0);
                 for (int64_t h = 0; h < heads_; ++h) {
                     if (idle(h)) continue;
-                    const F s = Simd::load(s_ + h * longest_ + part * kPart + j);
-                    const F e = Math::exp2(Simd::sub(s, Simd::set1(top_[h])));
+                    const int64_t at = h * longest_ + part * kPart + j;
+                    const F e = whole_ ? Math::exp2(Simd::sub(Simd::load(s_ + at), Simd::set1(top_[h])))
+                                       : Simd::load(e_ + at);
                     all = Simd::add(all, Simd::mul(e, Simd::set1(share_[h])));
                 }
                 Simd::store(r + j, all);
@@ -194,18 +201,18 @@ class GatherUnit {
     // the greatest of each head.
     void weigh(int64_t count, int64_t places) {
         const int64_t rounded = (count + W - 1) / W * W;
-        for (int64_t h = 0; h < heads_; ++h) {
+        for_parts(heads_, picks_ && count >= kListedPart ? threads_ : 1, [&](int64_t h) {
             const int64_t own = own_of(h, count);
             const float* s = s_ + h * longest_;
             float* e = e_ + h * longest_;
             if (!picks_ && own == places) {
                 std::memcpy(e, s, rounded * sizeof *e);
-                continue;
+                return;
             }
             for (int64_t j = 0; j < own; ++j) e[j] = s[picks_ ? chosen_[j] : j];
             for (int64_t j = own; j < rounded; ++j) e[j] = -__builtin_inff();
             top_[h] = greatest(e, rounded);
-        }
+        });
     }
 
     // Places that head h reads, the first ones.

@@ -235,6 +235,7 @@ class Listing : public RowWork {
         p.at = at_.data();
         p.keys = size;
         p.lse = lse_.data();
+        p.idle = any_idle_ ? idle_.data() : nullptr;
         const bool instead = !rest_.empty();
         set.probe(p);
         if (!instead) rest_.assign(a_.heads, -HUGE_VALF);

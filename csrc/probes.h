@@ -34,15 +34,16 @@ void probe_group(const Probes& c, int64_t kv_head) {
     float *dots = carver.take<float>(2 * padded), *left = dots + padded;  // 0 where a probe counts, else -inf
     for (int64_t x = c.count; x < padded; ++x) dots[x] = 0, left[x] = -__builtin_inff();
     const Logits logits(a);
-    int64_t outside = 0;
+    int64_t outside = 0, known = -1;  // known: the unit that `left` tells of
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+        if (c.idle && c.idle[h]) continue;
         const int64_t unit = h / per_unit;
         const KeyRows rows(a, h / group);
         const auto key = [&](int64_t p) { return static_cast<const T*>(a.k_pool) + rows(c.at[p]); };
-        if (h % group == 0)
-            for (int64_t p = 0; p < c.count; ++p)
-                for (int64_t x = 0; x < d; x += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(key(p) + x);
-        if (h % per_unit == 0) {
+        for (int64_t p = 0; p < c.count && known < 0; ++p)
+            for (int64_t x = 0; x < d; x += 64 / static_cast<int64_t>(sizeof(T))) Simd::prefetch(key(p) + x);
+        if (unit != known) {
+            known = unit;
             const int32_t *at = c.indices + c.offsets[unit], *end = c.indices + c.offsets[unit + 1];
             outside = 0;
             for (int64_t p = 0; p < c.count; ++p) {
@@ -74,8 +75,12 @@ void probe_group(const Probes& c, int64_t kv_head) {
 
 template <class T>
 void probe_typed(const Probes& c) {
+    constexpr int64_t kPiece = 128;  // keys
+    const Attention& a = c.attention;
+    int64_t busy = 0;
+    for (int64_t h = 0; h < a.heads; ++h) busy += !(c.idle && c.idle[h]);
     parallel_for(
-        c.attention.kv_heads, c.attention.threads,
+        a.kv_heads, worth(c.count * busy * a.kv_heads / a.heads, kPiece, a.threads),
         [](void* context, int64_t g) { probe_group<T>(*static_cast<const Probes*>(context), g); },
         const_cast<Probes*>(&c));
 }

@@ -1,6 +1,8 @@
 // What a step adds to LFPS's score tables.
 #pragma once
 
+#include <memory>
+
 #include "table_blocks.h"
 
 namespace saccade {
@@ -60,97 +62,145 @@ inline void add_gains(float* values, float* bounds, double* sums, const int32_t*
     changes.add_to(sums);
 }
 
-inline void sum_table(const float* values, float* bounds, double* sums, int64_t blocks) {
-    alignas(64) const float nothing[kTableBlock] = {};
+// The power sums and bounds of a table anew.
+inline void sum_table(const float* values, float* bounds, double* sums, int64_t blocks, int threads) {
+    constexpr int64_t kSumPart = 1024, kRun = 64;  // blocks; fp32 sums of short runs are good to the last digits
+    const int64_t parts = (blocks + kSumPart - 1) / kSumPart;
+    const std::unique_ptr<double[]> found(new double[4 * parts]());
+    struct Job {
+        const float* values;
+        float* bounds;
+        double* found;
+        int64_t blocks;
+    } job{values, bounds, found.get(), blocks};
+    parallel_for(
+        parts, threads,
+        [](void* context, int64_t part) {
+            const Job& j = *static_cast<const Job*>(context);
+            alignas(64) const float nothing[kTableBlock] = {};
+            const int64_t end = (part + 1) * kSumPart < j.blocks ? (part + 1) * kSumPart : j.blocks;
+            for (int64_t b = part * kSumPart; b < end;) {
+                PowerSums run;
+                for (int64_t stop = b + kRun < end ? b + kRun : end; b < stop; ++b) {
+                    j.bounds[b] = block_max(j.values + b * kTableBlock);
+                    run.change(nothing, j.values + b * kTableBlock);
+                }
+                run.add_to(j.found + 4 * part);
+            }
+        },
+        &job);
     for (int p = 0; p < 4; ++p) sums[p] = 0;
-    for (int64_t b = 0; b < blocks;) {  // short runs: their fp32 sums are good to the last digits
-        PowerSums run;
-        for (int64_t stop = b + 64 < blocks ? b + 64 : blocks; b < stop; ++b) {
-            bounds[b] = block_max(values + b * kTableBlock);
-            run.change(nothing, values + b * kTableBlock);
-        }
-        run.add_to(sums);
-    }
+    for (int64_t i = 0; i < 4 * parts; ++i) sums[i % 4] += found[i];
 }
 
-inline void learn_unit(const TableGain& c, int64_t u) {
-    const ScoreTables& t = c.tables;
-    const int64_t per_unit = c.heads / t.units, blocks = t.capacity / kTableBlock;
-    const bool per_head = c.lists == c.heads && per_unit > 1;
-    double& scale = t.scale[u];
-    int64_t voters = 0, first = -1;
-    for (int64_t h = 0; h < per_unit; ++h) {
-        if (c.idle && c.idle[u * per_unit + h]) continue;
-        ++voters;
-        first = first < 0 ? h : first;
-    }
-    if (!voters) return;
-    const int64_t list = per_head ? u * per_unit + first : u;
-    const int32_t* index = c.indices + c.offsets[list];
-    int64_t count = c.offsets[list + 1] - c.offsets[list], skipped = 0;
-    while (skipped < count && index[skipped] < t.first) ++skipped;
-    index += skipped;
-    count -= skipped;
-    while (count > 0 && index[count - 1] >= c.stop) --count;
-    char* scratch = static_cast<char*>(thread_scratch(count * (2 * sizeof(int32_t) + sizeof(float)) + 256));
-    Carver carver(scratch);
-    int32_t* places = carver.take<int32_t>(count);
-    int32_t* distances = carver.take<int32_t>(count);
-    float* gain = carver.take<float>(count);
-    for (int64_t j = 0; j < count; ++j) gain[j] = 0;
-    for (int64_t h = 0; h < per_unit; ++h) {
-        if (c.idle && c.idle[u * per_unit + h]) continue;
-        const int64_t own = per_head ? c.offsets[u * per_unit + h] : c.offsets[u];
-        const float* w = c.weights + (per_head ? 0 : h) * c.weight_stride + own + skipped;
-        float lanes[16] = {}, sum = 0;
-        for (int64_t j = 0; j + 16 <= count; j += 16)
-            for (int i = 0; i < 16; ++i) lanes[i] += w[j + i];
-        for (float x : lanes) sum += x;
-        for (int64_t j = count / 16 * 16; j < count; ++j) sum += w[j];
-        const float share = sum > 0 ? 1 / (sum * static_cast<float>(voters)) : 0;
-        for (int64_t j = 0; j < count; ++j) gain[j] += w[j] * share;
-    }
-    if (c.decay > 0) {
+// What one unit's keys gain in a step, as its tables store it, and what becomes of the unit's scale.
+struct UnitGain {
+    bool any = false;  // whether anybody of the unit has a say
+    const int32_t* index = nullptr;
+    int64_t count = 0;
+    float* gain = nullptr;
+    int32_t* places = nullptr;  // room for as many
+    double scale = 1;
+    float shrink = 1;  // what is stored becomes so much of itself
+
+    UnitGain(const TableGain& c, int64_t u) : scale(c.tables.scale[u]) {
+        const ScoreTables& t = c.tables;
+        const int64_t per_unit = c.heads / t.units;
+        const bool per_head = c.lists == c.heads && per_unit > 1;
+        int64_t voters = 0, first = -1;
+        for (int64_t h = 0; h < per_unit; ++h) {
+            if (c.idle && c.idle[u * per_unit + h]) continue;
+            ++voters;
+            first = first < 0 ? h : first;
+        }
+        any = voters > 0;
+        if (!any) return;
+        const int64_t list = per_head ? u * per_unit + first : u;
+        index = c.indices + c.offsets[list];
+        count = c.offsets[list + 1] - c.offsets[list];
+        int64_t skipped = 0;
+        while (skipped < count && index[skipped] < t.first) ++skipped;
+        index += skipped;
+        count -= skipped;
+        while (count > 0 && index[count - 1] >= c.stop) --count;
+        Carver carver(static_cast<char*>(thread_scratch(count * (sizeof(int32_t) + sizeof(float)) + 256)));
+        gain = carver.take<float>(count);
+        places = carver.take<int32_t>(count);
+        for (int64_t j = 0; j < count; ++j) gain[j] = 0;
+        for (int64_t h = 0; h < per_unit; ++h) {
+            if (c.idle && c.idle[u * per_unit + h]) continue;
+            const int64_t own = per_head ? c.offsets[u * per_unit + h] : c.offsets[u];
+            const float* w = c.weights + (per_head ? 0 : h) * c.weight_stride + own + skipped;
+            float lanes[16] = {}, sum = 0;
+            for (int64_t j = 0; j + 16 <= count; j += 16)
+                for (int i = 0; i < 16; ++i) lanes[i] += w[j + i];
+            for (float x : lanes) sum += x;
+            for (int64_t j = count / 16 * 16; j < count; ++j) sum += w[j];
+            const float share = sum > 0 ? 1 / (sum * static_cast<float>(voters)) : 0;
+            for (int64_t j = 0; j < count; ++j) gain[j] += w[j] * share;
+        }
         scale *= c.decay;
-        if (scale < 1e-8) {  // the fourth powers of stored values come near the end of float32
-            const float to = static_cast<float>(scale);
-            for (int64_t i = 0; i < t.capacity; ++i) {
-                t.vertical[u * t.capacity + i] *= to;
-                t.slash[u * t.capacity + i] *= to;
-            }
+        if (!(scale >= 1e-8)) {  // the fourth powers of stored values come near the end of float32
+            shrink = static_cast<float>(scale);
             scale = 1;
         }
-    } else {
-        std::memset(t.vertical + u * t.capacity, 0, t.capacity * sizeof(float));
-        std::memset(t.slash + u * t.capacity, 0, t.capacity * sizeof(float));
-        scale = 1;
+        const float less = count ? 0.5f / static_cast<float>(count) : 0, unscaled = static_cast<float>(1 / scale);
+        for (int64_t j = 0; j < count; ++j) gain[j] = (gain[j] - less) * unscaled;
     }
-    const float less = count ? 0.5f / static_cast<float>(count) : 0, unscaled = static_cast<float>(1 / scale);
-    for (int64_t j = 0; j < count; ++j) {
-        places[j] = index[j] - static_cast<int32_t>(t.first);
-        distances[j] = static_cast<int32_t>(c.row[u]) - index[j];
-        gain[j] = (gain[j] - less) * unscaled;
+};
+
+// A unit's tables, by position and by distance, of which `some` learn.
+inline double learn_unit(const TableGain& c, int64_t u, const bool (&some)[2]) {
+    const ScoreTables& t = c.tables;
+    const UnitGain g(c, u);
+    if (!g.any) return g.scale;
+    const int64_t blocks = t.capacity / kTableBlock;
+    const int32_t first = static_cast<int32_t>(t.first), row = static_cast<int32_t>(c.row[u]);
+    float* const values[2] = {t.vertical + u * t.capacity, t.slash + u * t.capacity};
+    float* const bounds[2] = {t.vertical_max + u * blocks, t.slash_max + u * blocks};
+    for (int which = 0; which < 2; ++which) {
+        if (!some[which]) continue;
+        if (g.shrink == 0) std::memset(values[which], 0, t.capacity * sizeof(float));
+        else if (g.shrink != 1)
+            for (int64_t i = 0; i < t.capacity; ++i) values[which][i] *= g.shrink;
+        if (which == 0)
+            for (int64_t j = 0; j < g.count; ++j) g.places[j] = g.index[j] - first;
+        else
+            for (int64_t j = 0; j < g.count; ++j) g.places[j] = row - g.index[j];
+        add_gains(values[which], bounds[which], t.sums + u * 8 + 4 * which, g.places, g.gain, g.count);
     }
-    float *v = t.vertical + u * t.capacity, *s = t.slash + u * t.capacity;
-    float *v_max = t.vertical_max + u * blocks, *s_max = t.slash_max + u * blocks;
-    double* sums = t.sums + u * 8;
-    add_gains(v, v_max, sums, places, gain, count);
-    add_gains(s, s_max, sums + 4, distances, gain, count);
-    if (c.refresh && (c.refresh[u] || scale == 1)) {
-        sum_table(v, v_max, sums, blocks);
-        sum_table(s, s_max, sums + 4, blocks);
-    }
+    if (c.refresh && (c.refresh[u] || g.scale == 1))  // the thread's scratch is not needed any more
+        for (int which = 0; which < 2; ++which)
+            if (some[which]) sum_table(values[which], bounds[which], t.sums + u * 8 + 4 * which, blocks, c.threads);
+    return g.scale;
 }
 
 void learn_tables(const TableGain& c) {
-    constexpr int64_t kPiece = 256;  // keys; and a refresh goes over all positions
+    constexpr int64_t kPiece = 1024;  // keys; and a refresh goes over all positions
+    const int64_t units = c.tables.units;
     int64_t work = c.offsets[c.lists];
-    for (int64_t u = 0; u < c.tables.units; ++u)
-        work += c.refresh && c.refresh[u] ? c.tables.capacity / kTableBlock : 0;
+    const int64_t per_unit = c.heads / units;
+    for (int64_t h = 0; h < c.heads && c.refresh; ++h)
+        if (c.refresh[h / per_unit] && !(c.idle && c.idle[h])) work += c.tables.capacity / 8 / per_unit;
+    const int threads = worth(work, kPiece, c.threads);
+    const std::unique_ptr<double[]> scales(new double[units]);  // which all tasks of a unit find the same
+    struct Job {
+        TableGain c;
+        double* scales;
+        int64_t tasks;  // of a unit: with threads enough a table has one of its own
+    } job{c, scales.get(), threads > units ? 2 : 1};
+    job.c.threads = threads;
     parallel_for(
-        c.tables.units, worth(work, kPiece, c.threads),
-        [](void* context, int64_t u) { learn_unit(*static_cast<const TableGain*>(context), u); },
-        const_cast<TableGain*>(&c));
+        job.tasks * units, threads,
+        [](void* context, int64_t i) {
+            const Job& j = *static_cast<const Job*>(context);
+            const int64_t u = i / j.tasks;
+            const bool some[2] = {j.tasks == 1 || i % 2 == 0, j.tasks == 1 || i % 2 == 1};
+            const double scale = learn_unit(j.c, u, some);
+            if (some[0]) j.scales[u] = scale;
+        },
+        &job);
+    for (int64_t u = 0; u < units; ++u) c.tables.scale[u] = scales[u];
 }
 
 }  // namespace
