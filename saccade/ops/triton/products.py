@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from saccade.ops.layer_weights import Matrix
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import arrivals, begin, launched, pad, processors, runs_on
+from saccade.ops.triton.common import arrivals, begin, is_hopper, launched, pad, processors, runs_on
 from saccade.ops.triton.rows import gated as gate_rows
 
 MOST_ROWS = 32
@@ -62,6 +62,8 @@ def _launch(x: Tensor, matrix: Matrix, up: Matrix | None) -> Tensor:
     other = weight if up is None else up.weight
     tiles = triton.cdiv(outputs, OUTPUTS)
     splits, stages = _cut(tiles, channels // CHANNELS, processors(x.device), up is not None)
+    if x.is_cuda and not is_hopper(x.device):
+        stages = 2  # what the shared memory of smaller GPUs holds
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     parts = (
         out
