@@ -233,17 +233,18 @@ def test_products_are_chosen_and_said(monkeypatch):
     # As on a Hopper GPU: from so many keys and rows on, in 16 bits.
     monkeypatch.setattr(triton, "on_hopper", lambda device: True)
     monkeypatch.setattr(triton, "serves_fp8_tiles", lambda *call: None)
-    for keys, rows, dtype, taken in (
-        (700, 700, torch.float16, True),
-        (701, 700, torch.float16, False),
-        (700, 701, torch.float16, False),
-        (700, 700, torch.float32, False),
+    for keys, rows, dtype, sink, taken in (
+        (700, 700, torch.float16, "counted", True),
+        (701, 700, torch.float16, "counted", False),
+        (700, 701, torch.float16, "counted", False),
+        (700, 700, torch.float32, "counted", False),
+        (700, 700, torch.float16, "published", False),
     ):
         monkeypatch.setattr(xattention, "FP8_KEYS", keys)
         monkeypatch.setattr(xattention, "FP8_ROWS", rows)
         chunk = Chunk.of(q.to(dtype), KVView.from_tensors(*(view.keys().to(dtype),) * 2))
-        method = XAttention(threshold=0.8, block_size=64)
+        method = XAttention(threshold=0.8, block_size=64, sink=sink)
         used = method.select_prefill(chunk).block_mask()
         assert (NOTE in chunk.cost.notes) == taken
-        other = XAttention(threshold=0.8, block_size=64, products="fp8" if taken else "full")
+        other = XAttention(threshold=0.8, block_size=64, sink=sink, products="fp8" if taken else "full")
         assert torch.equal(used, other.select_prefill(chunk).block_mask())

@@ -15,7 +15,7 @@ code takes in one go, its sum lets go of that block and of the block before last
 
 ``products="fp8"`` multiplies rows in e4m3 with float32 sums (``ops.fp8_tiles``), in half the time where a GPU has such
 products; elsewhere their rounding is emulated. Only the choice hangs on it. ``products="auto"`` does so on a Hopper GPU
-for long contexts in 16 bits.
+for long contexts in 16 bits, but not with ``sink="published"``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class XAttention(BlockMethod):
     def _by_fp8(self, chunk: Chunk) -> bool:
         """Whether FP8 products decide for the chunk."""
         shape = chunk.shape
-        if self.products != "auto":
+        if self.products != "auto" or self.sink == "published":  # which is to choose as the published code does
             return self.products == "fp8"
         long = shape.k_len >= FP8_KEYS and shape.q_len >= FP8_ROWS
         fast = long and chunk.q.element_size() == 2 and triton.on_hopper(chunk.q.device)
