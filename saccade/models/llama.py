@@ -22,6 +22,7 @@ from saccade.models.llama_kernels import (
     Products,
     Projected,
     RowPasses,
+    TorchProducts,
 )
 from saccade.models.llama_weights import LlamaWeights, read_weights
 from saccade.ops import row_passes, triton
@@ -109,13 +110,13 @@ class LlamaDecoder:
         return self.kernels(hidden.shape[0]).logits(hidden, None)
 
     def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
-        weights = self._weights
+        weights, products = self._weights, products or TorchProducts(passes)
         head = ProductHead(weights.norm, weights.head, passes, products)
         if self._layers is not None:
             return KernelSet(self._layers, head)
         most = MLP_ROWS if weights.head.weight.device.type == "cpu" else 1 << 62
         together = weights.joined if joined and weights.joined is not None else [None] * len(weights.layers)
-        layers = [ProductLayer(layer, passes, most, one, products) for layer, one in zip(weights.layers, together)]
+        layers = [ProductLayer(layer, passes, products, most, one) for layer, one in zip(weights.layers, together)]
         return KernelSet(layers, head)
 
 

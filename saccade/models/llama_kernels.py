@@ -73,7 +73,7 @@ class Products(Protocol):
 
 @dataclass(frozen=True)
 class TorchProducts:
-    """torch's products, with ``passes`` between them."""
+    """torch's products, any number of rows on any device, with ``passes`` between them."""
 
     passes: RowPasses
 
@@ -106,7 +106,7 @@ class KernelSet:
 
 
 class ProductLayer:
-    """A layer by matrix products, torch's by default, any number of rows on any device.
+    """A layer by matrix ``products``, with ``passes`` between them.
 
     ``joined``, if there is one, is query, key and value as one matrix, of which theirs are parts: one product then
     reads them. At most ``mlp_rows`` rows go through the MLP at a time.
@@ -116,12 +116,12 @@ class ProductLayer:
         self,
         weights: LayerWeights,
         passes: RowPasses,
+        products: Products,
         mlp_rows: int,
         joined: Matrix | None = None,
-        products: Products | None = None,
     ) -> None:
         self._weights = weights
-        self._products = products or TorchProducts(passes)
+        self._products = products
         self._joined = joined
         self._passes = passes
         self._mlp_rows = mlp_rows
@@ -162,11 +162,11 @@ class ProductLayer:
 class ProductHead:
     """The final norm and the head as a matrix product."""
 
-    def __init__(self, norm: Norm, matrix: Matrix, passes: RowPasses, products: Products | None = None) -> None:
+    def __init__(self, norm: Norm, matrix: Matrix, passes: RowPasses, products: Products) -> None:
         self._norm = norm
         self._matrix = matrix
         self._passes = passes
-        self._products = products or TorchProducts(passes)
+        self._products = products
 
     def __call__(self, hidden: Tensor, delta: Tensor | None) -> Tensor:
         x = self._passes.add_norm(hidden, delta, self._norm.weight, self._norm.epsilon)

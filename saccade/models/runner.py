@@ -104,16 +104,15 @@ class HFRunner:
             self._run_parts(hidden, rotary, parts, llama)
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(0 if apart else self.spec.layers):
-            skip = None if frozen is None else frozen.skip(index)
-            freezes = skip is not None and bool(skip.any())
+            freezes = frozen is not None and bool(frozen.skip(index).any())
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None
             if inputs is not None:
                 inputs.visit(index, hidden[sent(inputs.rows, device)])
             if ahead is not None and index + 1 < self.spec.layers:
                 ahead.visit(index + 1, self._project(index + 1, hidden, positions, rotary, sent(ahead.rows, device))[0])
-            if frozen is not None and skip is not None and freezes:
-                self._run_frozen(index, hidden, positions, rotary, ctx, skip, frozen.projected)
+            if frozen is not None and freezes:
+                self._run_frozen(index, hidden, positions, rotary, ctx, frozen.skip(index), frozen.projected)
             elif llama is None or kernels is None:
                 hidden = self.modules.run(index, hidden, positions, rotary.layers[index], ctx)
             else:

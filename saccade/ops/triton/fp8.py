@@ -99,7 +99,7 @@ def _warps(width: int) -> int:
 
 
 @triton.jit
-def _scaled(x, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+def scaled(x, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
     """e4m3 values of ``x``, whose ``largest`` value becomes LARGEST; and the scale. ``largest`` is a scalar, or one for
     each of some axes of ``x``."""
     largest = tl.maximum(largest, LEAST)
@@ -126,7 +126,7 @@ def _add_norm(
     x = x.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / CHANNELS + epsilon)
     y = (x.to(w.dtype).to(tl.float32) * w.to(tl.float32)).to(kind).to(tl.float32)
-    values, one = _scaled(y, tl.max(tl.abs(y), 0), LARGEST, LEAST)
+    values, one = scaled(y, tl.max(tl.abs(y), 0), LARGEST, LEAST)
     tl.store(out + row * CHANNELS + channel, values, mask=real)
     tl.store(scale + row, one)
 
@@ -144,7 +144,7 @@ def _gated(
     y = gate.to(tl.float32)
     y = (y / (1.0 + tl.exp(-y))).to(gate.dtype).to(tl.float32)
     y = (y * tl.load(at + INNER, mask=real, other=0.0).to(tl.float32)).to(gate.dtype).to(tl.float32)
-    values, one = _scaled(y, tl.max(tl.abs(y), 0), LARGEST, LEAST)
+    values, one = scaled(y, tl.max(tl.abs(y), 0), LARGEST, LEAST)
     tl.store(out + row * INNER + channel, values, mask=real)
     tl.store(scale + row, one)
 
@@ -160,6 +160,6 @@ def _heads(
     real = (head < HEADS) & (channel < HEAD_DIM)
     x = tl.load(attended + head.to(tl.int64) * head_stride + row * row_stride + channel, mask=real, other=0.0)
     x = x.to(tl.float32)
-    values, one = _scaled(x, tl.max(tl.max(tl.abs(x), 1), 0), LARGEST, LEAST)
+    values, one = scaled(x, tl.max(tl.max(tl.abs(x), 1), 0), LARGEST, LEAST)
     tl.store(out + row * (HEADS * HEAD_DIM) + head * HEAD_DIM + channel, values, mask=real)
     tl.store(scale + row, one)

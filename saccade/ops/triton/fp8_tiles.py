@@ -15,7 +15,7 @@ from saccade.kv.view import KVView
 from saccade.ops.fp8 import E4M3, LARGEST, LEAST
 from saccade.ops.fp8_tiles import SAMPLES
 from saccade.ops.triton.common import pad, pool_rows
-from saccade.ops.triton.fp8 import _scaled
+from saccade.ops.triton.fp8 import scaled
 from saccade.selection import Shape
 
 MULTIPLE = 128  # of bytes, which a tile's row is filled up to with zeros
@@ -148,7 +148,7 @@ def _pack(
         middle = tl.load(centre + head * D + channel, mask=channel < D, other=0.0)
         x = tl.where(real, x - middle[None, None, :], 0.0)
     largest = tl.max(tl.max(tl.abs(x), 2), 1)
-    found, scale = _scaled(x, largest[:, None, None], LARGEST, LEAST)
+    found, scale = scaled(x, largest[:, None, None], LARGEST, LEAST)
     line = head.to(tl.int64) * tiles + tile
     out = values + line[:, None, None] * WIDTH + (step * D)[None, :, None] + channel[None, None, :]
     kept = (tile < tiles)[:, None, None] & (channel < D)[None, None, :]
