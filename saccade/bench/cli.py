@@ -144,8 +144,9 @@ def ttft(
     threads: options.Threads = 1,
     repeats: options.Repeats = 1,
     limit: options.Limit = 3600.0,
-    chunk: options.Chunk = 4096,
+    chunk: options.Chunk = None,
     clock: options.Clock = "wall",
+    device: options.Device = "auto",
     json_file: options.JsonFile = None,
     markdown_file: options.MarkdownFile = None,
 ) -> None:
@@ -160,7 +161,9 @@ def ttft(
     options.choice("clock", clock, tuple(CLOCKS))
     check_threads(threads)
     options.at_least("repeats", repeats, 1)
-    options.at_least("chunk", chunk, 1)
+    if chunk is not None:
+        options.at_least("chunk", chunk, 1)
+    where = options.device(device)
     check_writable(json_file, "result file")
     check_writable(markdown_file, "result file")
     lengths, wanted = options.lengths(contexts), options.parts(methods, ";")
@@ -170,12 +173,12 @@ def ttft(
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
         path = model_folder(model, Path(folder), chosen)
-        for row in run(Settings(path, model, lengths, wanted, chosen, threads, repeats, limit, chunk, clock)):
+        for row in run(Settings(path, model, lengths, wanted, chosen, threads, repeats, limit, chunk, clock, where)):
             rows.append(row)
             typer.echo(f"  {row.context} {row.method}: {row.seconds:.2f} s, density {row.density:.3f}", err=True)
     compare(rows)
     rows.sort(key=lambda row: row.context)
-    write_facts(json_file, clock, rows)
+    write_facts(json_file, clock, rows, device=where)
     if markdown_file is not None:
         write_text(markdown_file, markdown(rows))
     print_ttft(rows)
@@ -195,8 +198,9 @@ def generate(
     dtype: options.Storage = "bfloat16",
     threads: options.Threads = 1,
     limit: options.Limit = 3600.0,
-    chunk: options.Chunk = 4096,
+    chunk: options.Chunk = None,
     clock: options.Clock = "wall",
+    device: options.Device = "auto",
     json_file: options.JsonFile = None,
     markdown_file: options.MarkdownFile = None,
 ) -> None:
@@ -214,7 +218,9 @@ def generate(
     options.choice("clock", clock, tuple(CLOCKS))
     check_threads(threads)
     options.at_least("tokens", tokens, 1)
-    options.at_least("chunk", chunk, 1)
+    if chunk is not None:
+        options.at_least("chunk", chunk, 1)
+    where = options.device(device)
     check_writable(json_file, "result file")
     check_writable(markdown_file, "result file")
     lengths, wanted = options.lengths(contexts), options.parts(methods, ";")
@@ -223,7 +229,7 @@ def generate(
             Policy.parse(text)
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
-        limits = machine_limits.measure(chosen, threads, clock)
+        limits = machine_limits.measure(chosen, threads, clock, where)
         path = model_folder(model, Path(folder), chosen, positions=max(lengths) + tokens + 64)
         settings = Settings(
             path,
@@ -232,12 +238,14 @@ def generate(
             wanted,
             chosen,
             threads,
-            tokens,
-            limit,
-            synthetic_kv,
-            limits["read_gbps"],
-            chunk,
-            clock,
+            repeats=1,
+            limit=limit,
+            chunk=chunk,
+            clock=clock,
+            device=where,
+            tokens=tokens,
+            synthetic=synthetic_kv,
+            read_gbps=limits["read_gbps"],
         )
         for row in run(settings):
             rows.append(row)
@@ -246,7 +254,7 @@ def generate(
             )
     compare(rows)
     rows.sort(key=lambda row: row.context)
-    write_facts(json_file, clock, rows, limits)
+    write_facts(json_file, clock, rows, limits, device=where)
     if markdown_file is not None:
         write_text(markdown_file, markdown(rows))
     print_generate(rows)
@@ -279,13 +287,18 @@ def model_folder(model: str, folder: Path, dtype: torch.dtype, positions: int = 
 
 
 def write_facts(
-    file: Path | None, clock: str, rows: Sequence[Any], limits: dict[str, float] | None = None, **more: Any
+    file: Path | None,
+    clock: str,
+    rows: Sequence[Any],
+    limits: dict[str, float] | None = None,
+    device: torch.device | None = None,
+    **more: Any,
 ) -> None:
     from saccade.bench.limits import machine
 
     if file is None:
         return
-    facts: dict[str, Any] = {**more, "clock": clock, "date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    facts: dict[str, Any] = {**more, "clock": clock, "date": time.strftime("%Y-%m-%d"), "machine": machine(device)}
     if limits is not None:
         facts["limits"] = {name: round(value, 3) for name, value in limits.items()}
     facts["rows"] = [row.as_dict() for row in rows]

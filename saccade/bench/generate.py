@@ -7,17 +7,16 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from saccade.bench.generate_kv import TAIL, SyntheticKV, synthesize
 from saccade.bench.measured import Measured
 from saccade.bench.timing import CLOCKS
-from saccade.bench.ttft import PARTS, TRANSFORMERS, linear_timed, prompt
-from saccade.engine.clock import Clock, timing
+from saccade.bench.ttft import TRANSFORMERS, linear_timed, no_parts, parts_timed, prompt
+from saccade.bench.ttft import Settings as TtftSettings
+from saccade.engine.clock import Clock
 from saccade.engine.params import SamplingParams
 from saccade.engine.request import Request
 from saccade.errors import SaccadeError
@@ -25,6 +24,7 @@ from saccade.llm import LLM
 from saccade.methods import Policy
 
 WARM = 2  # decode steps before the first that counts
+WARM_GPU = 16  # the first ones compile kernels, and are recorded
 
 
 @dataclass
@@ -33,13 +33,15 @@ class Row(Measured):
     them (methods that search in some steps and reuse in others have unlike steps), ``ms_per_token`` the median step.
     ``*_ms`` is where the mean step spent its time: attention over selected keys, choosing them, products with weight
     matrices (where a step is fused, with the norms, rotations and activations around them), and the rest (storing
-    keys, counting, sampling, Python). transformers' attention counts as rest. ``floor_ms`` is the time of a step's
-    weights and attended keys and values, each read once, at the machine's read bandwidth."""
+    keys, counting, sampling, Python); None on a GPU, whose steps then run as they do for users, recorded and launched
+    ahead. transformers' attention counts as rest. ``floor_ms`` is the time of a step's weights and attended keys and
+    values, each read once, at the machine's read bandwidth."""
 
     method: str
     policy: str
     model: str
     dtype: str
+    device: str
     threads: int
     context: int
     synthetic: bool
@@ -47,10 +49,10 @@ class Row(Measured):
     ms_per_token: float
     tokens_per_s: float
     density: float
-    attention_ms: float
-    selection_ms: float
-    linear_ms: float
-    rest_ms: float
+    attention_ms: float | None
+    selection_ms: float | None
+    linear_ms: float | None
+    rest_ms: float | None
     floor_ms: float
     x_dense: float | None = None
     x_transformers: float | None = None
@@ -60,28 +62,24 @@ class Row(Measured):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """``methods`` are policy texts or ``"transformers"``. With ``synthetic`` the context's keys and values are made up,
-    the same for every row (see ``generate_kv``); else every row computes its prompt. No measurement begins ``limit``
-    seconds after the first. ``read_gbps`` is the machine's read bandwidth."""
+class Settings(TtftSettings):
+    """As in ``bench.ttft``, with ``tokens`` that count after each prompt. With ``synthetic`` the context's keys and
+    values are made up, the same for every row (see ``generate_kv``); else every row computes its prompt. ``read_gbps``
+    is the machine's read bandwidth."""
 
-    path: Path
-    name: str
-    contexts: Sequence[int]
-    methods: Sequence[str]
-    dtype: torch.dtype
-    threads: int
-    tokens: int
-    limit: float
-    synthetic: bool
-    read_gbps: float
-    chunk: int = 4096
-    clock: str = "wall"  # see bench.timing.CLOCKS
+    tokens: int = 32
+    synthetic: bool = False
+    read_gbps: float = 1.0
+
+    @property
+    def warm(self) -> int:
+        """Decode steps before the first that counts."""
+        return WARM_GPU if self.device.type == "cuda" else WARM
 
     @property
     def steps(self) -> int:
         """Tokens of an answer: the prefill's, those that warm up and those that count."""
-        return 1 + WARM + self.tokens
+        return 1 + self.warm + self.tokens
 
 
 def run(settings: Settings) -> Iterator[Row]:
@@ -89,15 +87,7 @@ def run(settings: Settings) -> Iterator[Row]:
     if settings.synthetic and min(settings.contexts) <= TAIL:
         raise SaccadeError(f"--synthetic-kv needs contexts above {TAIL} tokens, got {min(settings.contexts)}")
     stop = time.perf_counter() + settings.limit
-    llm = LLM(
-        settings.path,
-        dtype=settings.dtype,
-        max_model_len=max(settings.contexts) + settings.steps,
-        max_requests=1,
-        prefill_chunk=settings.chunk,
-        threads=settings.threads,
-        exact=False,
-    )
+    llm = LLM(settings.path, max_model_len=max(settings.contexts) + settings.steps, **settings.engine)
     for context in settings.contexts:
         ids = prompt(context, llm.model.spec.vocab_size)
         made: SyntheticKV | None = None
@@ -124,16 +114,20 @@ def _saccade(settings: Settings, llm: LLM, ids: list[int], made: SyntheticKV | N
     request = engine.add(ids, params, policy)
     if made is not None:
         made.fill(request.sequence)
-    while not request.finished and len(request.output_ids) <= WARM:
+    while not request.finished and len(request.output_ids) <= settings.warm:
         engine.step()
     clock = Clock(CLOCKS[settings.clock])
-    clock.seconds = dict.fromkeys(PARTS, 0.0)
-    times: list[float] = []
-    with timing(engine, clock), linear_timed(llm.model.runner.model, clock):
+    clock.seconds = no_parts(settings.device)
+    times: list[float] = []  # of a token each
+    with parts_timed(llm, clock):
+        began = clock.now()
         while not request.finished:
-            began = clock.now()
+            known = len(request.output_ids)
             engine.step()
-            times.append(clock.now() - began)
+            if made_now := len(request.final_ids if request.finished else request.output_ids) - known:
+                ended = clock.now()
+                times += [(ended - began) / made_now] * made_now
+                began = ended
     _check(settings, request, method)
     decode = request.report.as_dict()["decode"]
     return _row(
@@ -160,13 +154,14 @@ def _check(settings: Settings, request: Request, method: str) -> None:
 def _transformers(settings: Settings, llm: LLM, ids: list[int], made: SyntheticKV | None, method: str) -> Row:
     from saccade.models.baseline import TransformersModel
 
-    theirs, clock = TransformersModel(settings.path, settings.dtype), Clock(CLOCKS[settings.clock])
+    theirs = TransformersModel(settings.path, settings.dtype, settings.device)
+    clock = Clock(CLOCKS[settings.clock])
     marks: list[float] = []
 
     def tick() -> None:
         marks.append(clock.now())
-        if len(marks) == 1 + WARM:
-            clock.seconds = dict.fromkeys(PARTS, 0.0)
+        if len(marks) == 1 + settings.warm:
+            clock.seconds = no_parts(settings.device)
 
     with linear_timed(theirs.model, clock):
         output = theirs.generate(ids, settings.steps, past=None if made is None else made.layers, each=tick)
@@ -174,7 +169,7 @@ def _transformers(settings: Settings, llm: LLM, ids: list[int], made: SyntheticK
         settings,
         llm,
         len(ids),
-        [after - before for before, after in itertools.pairwise(marks[WARM:])],
+        [after - before for before, after in itertools.pairwise(marks[settings.warm :])],
         clock,
         method=method,
         policy=method,
@@ -193,16 +188,17 @@ def _row(settings: Settings, llm: LLM, context: int, times: list[float], clock: 
     return Row(
         model=settings.name,
         dtype=str(settings.dtype).removeprefix("torch."),
+        device=str(settings.device),
         threads=settings.threads,
         context=context,
         synthetic=settings.synthetic,
         tokens=len(times),
         ms_per_token=1000 * statistics.median(times),
         tokens_per_s=1000 / mean,
-        attention_ms=parts["attention"],
-        selection_ms=parts["selection"],
-        linear_ms=parts["linear"],
-        rest_ms=mean - sum(parts.values()),
+        attention_ms=parts.get("attention"),
+        selection_ms=parts.get("selection"),
+        linear_ms=parts.get("linear"),
+        rest_ms=mean - sum(parts.values()) if parts else None,
         floor_ms=read / settings.read_gbps / 1e6,
         **rest,
     )

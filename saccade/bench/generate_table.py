@@ -27,7 +27,8 @@ COLUMNS = (
 def cells(row: Row) -> list[str]:
     """One row's cells in the order of ``COLUMNS``."""
     ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.x_dense, row.x_transformers)]
-    parts = [f"{part:.2f}" for part in (row.attention_ms, row.selection_ms, row.linear_ms, row.rest_ms)]
+    timed = (row.attention_ms, row.selection_ms, row.linear_ms, row.rest_ms)
+    parts = ["-" if part is None else f"{part:.2f}" for part in timed]
     if row.method == TRANSFORMERS:
         parts[:2] = ["-", "-"]  # they are in its rest
     return [

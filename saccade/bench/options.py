@@ -20,7 +20,8 @@ Storage = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Threads = Annotated[int, typer.Option(help="Threads of torch and of the kernels.")]
 Repeats = Annotated[int, typer.Option(help="Repeats of each measurement; the median counts.")]
 Limit = Annotated[float, typer.Option(help="Seconds after which no measurement begins.")]
-Chunk = Annotated[int, typer.Option(help="Prompt tokens of one step.")]
+Chunk = Annotated[int | None, typer.Option(help="Prompt tokens of one step; by default the engine's own.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: the GPU where there is one.")]
 Clock = Annotated[
     str, typer.Option(help="wall, or cpu for the time of this process: for one thread on a busy machine.")
 ]
@@ -39,6 +40,14 @@ def storage(name: str) -> torch.dtype:
 
     choice("dtype", name, ("bfloat16", "float32"))
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def device(name: str) -> torch.device:
+    """The device that a ``Device`` names. ModelError where torch does not see it."""
+    from saccade.machine import best_device
+    from saccade.models.loader import checked_device
+
+    return checked_device(best_device() if name == "auto" else name)
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -27,6 +27,7 @@ from saccade.outputs import RequestOutput
 TRANSFORMERS = "transformers"  # the row of transformers' default attention
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 WARM_TOKENS = 512
+CPU = torch.device("cpu")
 PARTS = ("attention", "selection", "linear")  # what is timed apart; "linear" is every nn.Linear, the head included
 
 
@@ -34,22 +35,24 @@ PARTS = ("attention", "selection", "linear")  # what is timed apart; "linear" is
 class Row(Measured):
     """One measurement; ``seconds`` is the median of ``repeats`` runs from token ids to the first token. ``*_s`` is
     where the median run spent them: attention over selected keys, choosing them, products with weight matrices, and
-    the rest (norms, rotations, activations, storing keys, Python). transformers' attention counts as rest."""
+    the rest (norms, rotations, activations, storing keys, Python); None on a GPU. transformers' attention counts as
+    rest."""
 
     method: str
     policy: str
     model: str
     dtype: str
+    device: str
     threads: int
     context: int
     repeats: int
     seconds: float
     density: float
     frozen: float  # share of (row, layer) pairs that were skipped
-    attention_s: float
-    selection_s: float
-    linear_s: float
-    rest_s: float
+    attention_s: float | None
+    selection_s: float | None
+    linear_s: float | None
+    rest_s: float | None
     x_own_dense: float | None = None
     x_transformers: float | None = None
     backends: list[str] = field(default_factory=list)
@@ -69,8 +72,22 @@ class Settings:
     threads: int
     repeats: int
     limit: float
-    chunk: int = 4096
+    chunk: int | None = None  # None for the engine's own
     clock: str = "wall"  # see bench.timing.CLOCKS
+    device: torch.device = CPU
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """What an engine for one request at a time is made with."""
+        chunk = {} if self.chunk is None else {"prefill_chunk": self.chunk}
+        return {
+            "dtype": self.dtype,
+            "device": str(self.device),
+            "threads": self.threads,
+            "max_requests": 1,
+            "exact": False,
+            **chunk,
+        }
 
 
 def at_density(name: str, density: float, context: int) -> str:
@@ -132,24 +149,15 @@ def compare(rows: Sequence[Row]) -> None:
 
 
 def _saccade(settings: Settings, methods: Sequence[str], stop: float) -> Iterator[Row]:
-    llm = LLM(
-        settings.path,
-        dtype=settings.dtype,
-        max_model_len=max(settings.contexts) + 1,
-        max_requests=1,
-        prefill_chunk=settings.chunk,
-        threads=settings.threads,
-        exact=False,
-    )
-    model = llm.model.runner.model
+    llm = LLM(settings.path, max_model_len=max(settings.contexts) + 1, **settings.engine)
     for context, method in itertools.product(settings.contexts, methods):
         if time.perf_counter() > stop:
             return
         policy, ids = policy_at(method, context), prompt(context, llm.model.spec.vocab_size)
         outputs: list[RequestOutput] = []
         clock = Clock(CLOCKS[settings.clock])
-        llm.generate(ids[:WARM_TOKENS], FIRST, policy=policy)
-        with timing(llm.engine, clock), linear_timed(model, clock):
+        llm.generate(_warming(settings, ids), FIRST, policy=policy)
+        with parts_timed(llm, clock):
             runs = _runs(settings, clock, lambda: outputs.extend(llm.generate(ids, FIRST, policy=policy)))  # noqa: B023
         report, error = outputs[-1].report, outputs[-1].error
         if error is not None:
@@ -170,24 +178,29 @@ def _saccade(settings: Settings, methods: Sequence[str], stop: float) -> Iterato
 def _transformers(settings: Settings, stop: float) -> Iterator[Row]:
     from saccade.models.baseline import TransformersModel
 
-    theirs = TransformersModel(settings.path, settings.dtype)
+    theirs = TransformersModel(settings.path, settings.dtype, settings.device)
     fixed = {"method": TRANSFORMERS, "policy": TRANSFORMERS, "density": 1.0, "frozen": 0.0}
     for context in settings.contexts:
         if time.perf_counter() > stop:
             return
         ids, clock = prompt(context, theirs.model.config.vocab_size), Clock(CLOCKS[settings.clock])
-        theirs.first_token(ids[:WARM_TOKENS])
+        theirs.first_token(_warming(settings, ids))
         with linear_timed(theirs.model, clock):
             runs = _runs(settings, clock, lambda: theirs.first_token(ids))  # noqa: B023
         yield _row(settings, context, runs, backends=[theirs.attention], **fixed)
     theirs.close()
 
 
+def _warming(settings: Settings, ids: list[int]) -> list[int]:
+    """What a measurement warms up with: on a GPU all of it, for which kernels are then compiled."""
+    return ids if settings.device.type == "cuda" else ids[:WARM_TOKENS]
+
+
 def _runs(settings: Settings, clock: Clock, call: Callable[[], object]) -> list[tuple[float, dict[str, float]]]:
     """(seconds, seconds of each part) of every repeat; long ones stop before the last."""
     runs: list[tuple[float, dict[str, float]]] = []
     while len(runs) < settings.repeats and (len(runs) < 3 or sum(total for total, _ in runs) < ENOUGH_SECONDS):
-        clock.seconds = dict.fromkeys(PARTS, 0.0)
+        clock.seconds = no_parts(settings.device)
         began = clock.now()
         call()
         runs.append((clock.now() - began, clock.seconds))
@@ -200,24 +213,43 @@ def _row(settings: Settings, context: int, runs: list[tuple[float, dict[str, flo
     return Row(
         model=settings.name,
         dtype=str(settings.dtype).removeprefix("torch."),
+        device=str(settings.device),
         threads=settings.threads,
         context=context,
         repeats=len(runs),
         seconds=middle,
-        rest_s=middle - sum(parts.values()),
-        attention_s=parts["attention"],
-        selection_s=parts["selection"],
-        linear_s=parts["linear"],
+        rest_s=middle - sum(parts.values()) if parts else None,
+        attention_s=parts.get("attention"),
+        selection_s=parts.get("selection"),
+        linear_s=parts.get("linear"),
         **rest,
     )
 
 
+def no_parts(device: torch.device) -> dict[str, float]:
+    """A clock's seconds at first. None of a GPU: its work runs apart from what launches it, so only a whole call can be
+    timed from here."""
+    return {} if device.type == "cuda" else dict.fromkeys(PARTS, 0.0)
+
+
+@contextmanager
+def parts_timed(llm: LLM, clock: Clock) -> Iterator[None]:
+    """Time the parts of all that ``llm`` runs, unless it is on a GPU: a step that somebody times is not a recorded
+    one."""
+    if llm.model.device.type == "cuda":
+        yield
+        return
+    with timing(llm.engine, clock), linear_timed(llm.model.runner.model, clock):
+        yield
+
+
 @contextmanager
 def linear_timed(model: nn.Module, clock: Clock) -> Iterator[None]:
-    """Time every product with a weight matrix: two readings of the clock a call, against milliseconds of work."""
+    """Time every product with a weight matrix on a CPU: two readings of the clock a call, against milliseconds of
+    work."""
     handles = []
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
             handles.append(module.register_forward_pre_hook(lambda *_: clock.begin("linear")))
             handles.append(module.register_forward_hook(lambda *_: clock.end()))
     try:

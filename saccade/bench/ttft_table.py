@@ -24,9 +24,8 @@ COLUMNS = (
 
 def cells(row: Row) -> list[str]:
     """One row's cells in the order of ``COLUMNS``; the last four are shares of its seconds."""
-    shares = [
-        f"{100 * part / row.seconds:.0f} %" for part in (row.attention_s, row.selection_s, row.linear_s, row.rest_s)
-    ]
+    parts = (row.attention_s, row.selection_s, row.linear_s, row.rest_s)
+    shares = ["-" if part is None else f"{100 * part / row.seconds:.0f} %" for part in parts]
     ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.x_own_dense, row.x_transformers)]
     if row.method == TRANSFORMERS:
         shares[:2] = ["-", "-"]  # they are in its rest

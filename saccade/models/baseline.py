@@ -62,12 +62,13 @@ def save_random_llama(path: str | Path, dtype: torch.dtype = torch.bfloat16, see
 
 
 class TransformersModel:
-    """A checkpoint as transformers runs it by default."""
+    """A checkpoint as transformers runs it by default, on ``device``."""
 
-    def __init__(self, path: str | Path, dtype: torch.dtype) -> None:
+    def __init__(self, path: str | Path, dtype: torch.dtype, device: str | torch.device = "cpu") -> None:
         folder = open_checkpoint(path).path
         with quiet_transformers():
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+        self.model.to(device)
 
     @property
     def attention(self) -> str:
@@ -77,7 +78,7 @@ class TransformersModel:
     @torch.inference_mode()
     def first_token(self, ids: list[int]) -> int:
         """The greedy next token, by ``generate``."""
-        prompt = torch.tensor([ids])
+        prompt = torch.tensor([ids], device=self.model.device)
         mask = torch.ones_like(prompt)
         out = self.model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0)
         return int(out[0, -1])
@@ -93,7 +94,7 @@ class TransformersModel:
     ) -> list[int]:
         """``tokens`` greedy tokens after ``ids``, by ``generate`` with its default cache; ``each`` is called when one
         is known. ``past``: every layer's keys and values [kv_heads, n, head_dim] of the first n < len(ids) tokens."""
-        prompt = torch.tensor([ids])
+        prompt = torch.tensor([ids], device=self.model.device)
         cache = DynamicCache(config=self.model.config)
         for layer, (k, v) in enumerate(past or ()):
             cache.update(k[None], v[None], layer)
@@ -113,6 +114,8 @@ class TransformersModel:
         """Give its memory back."""
         del self.model
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class _Each(BaseStreamer):
