@@ -218,7 +218,8 @@ def _read(
     )
     cursor, found, aim = 0, 0, readers - 1  # until more is known, the first turn is wanted
     if KNOWN:
-        aim = tl.maximum(aim, tl.minimum(tl.load(before + unit), parts) - 1)
+        # All programs take as many turns: who has one less would wait for the others.
+        aim = tl.maximum(aim, tl.minimum(tl.cdiv(tl.load(before + unit), readers) * readers, parts) - 1)
     covered = tl.full([], 1.0, tl.float32)
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
@@ -237,18 +238,20 @@ def _read(
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     rest = tl.zeros([PER_PAD], tl.float32)
     while (part < parts) & (found == 0):
+        followed = cursor
         if turns > 0:
             cursor, anchor, total, least, aim, found, covered = follow(
                 words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
                 MICROBATCH, LEAST, MEAN, WINDOW,
             )  # fmt: skip
+        behind = (cursor - followed) // WINDOW  # 1 where more is published than was looked at: that comes first
         left = tl.cdiv(parts - part, readers)  # of this program's turns
         wanted = (aim - part + readers) // readers  # of those, until the rule will most likely hold
         wanted = tl.where(turns == 0, wanted, tl.minimum(tl.cdiv(wanted * SHARE, 8), LONGEST))
         wanted = tl.where(part > aim, tl.where(looks > held_back, 1, 0), wanted)
         sure = (2 * part >= parts) | ((turns == 0) & (aim >= readers))
         wanted = tl.where(sure & ((aim + 1) * 8 >= parts * NEARLY), left, wanted)
-        wanted = tl.where(found > 0, 0, tl.minimum(wanted, left))
+        wanted = tl.where((found > 0) | (behind > 0), 0, tl.minimum(wanted, left))
         # As in decode.py, only what products read may be stages of the pipeline, hence no num_stages here.
         for step in tl.range(0, wanted * TILES):
             start = step % TILES * TILE
@@ -300,7 +303,7 @@ def _read(
             )
         part += wanted * readers
         turns += wanted
-        looks = tl.where(wanted > 0, 0, looks + 1)
+        looks = tl.where(wanted > 0, 0, looks + 1 - behind)
     tl.debug_barrier()  # all threads' stores come before the arrival that one of them announces
     others = tl.atomic_add(arrived + unit, (tl.cast(turns, tl.int64) << 32) + 1, sem="acq_rel", scope="gpu")
     if (others & 0xFFFFFFFF) == readers - 1:

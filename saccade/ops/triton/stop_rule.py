@@ -67,17 +67,17 @@ def follow(
         least = tl.minimum(least, tl.min(rest, 1))
     block = tl.where(counts, _power(tl.where(counts, rest - anchor[:, None], 0.0)), float("inf"))
     left = tl.maximum(ranked - (cursor + at + 1 - ahead) * MICROBATCH, 0).to(tl.float64)
-    coverage = 1.0 / (1.0 + left[None, :] * block / tl.where(sums > 0.0, sums, 1.0))
-    coverage = tl.where(left[None, :] == 0.0, 1.0, coverage)
+    unread = left[None, :] * block / tl.where(sums > 0.0, sums, 1.0)  # over what was read
+    unread = tl.where((left == 0.0)[None, :] | (head >= GROUP)[:, None], 0.0, unread)
     if MEAN:
-        enough = tl.sum(tl.where((head < GROUP)[:, None], coverage, 0.0), 0) / GROUP
-    else:
-        enough = tl.min(tl.where((head < GROUP)[:, None], coverage, 1.0), 0)
+        enough = tl.sum(tl.where((head < GROUP)[:, None], 1.0 / (1.0 + unread), 0.0), 0) / GROUP
+    else:  # of the head with most unread: coverage falls with that
+        enough = 1.0 / (1.0 + tl.max(unread, 0))
     hit = tl.min(tl.where((enough > epsilon) & (at < run) & ranks, at, WINDOW), 0)
     found = tl.where(hit < WINDOW, cursor + hit + 1, 0)
     if found > 0:
         covered = tl.sum(tl.where(at == hit, enough, 0.0), 0).to(tl.float32)
-    if run > 0:
+    if (run > 0) & (found == 0):  # else nobody goes on
         total += tl.sum(weights, 1)
         # As if all that follows weighed what the last of the run did.
         last = (at == run - 1)[None, :]
