@@ -74,6 +74,18 @@ def test_no_measurement_begins_after_the_limit(folder, capsys):
     assert "2 of 2 measurements did not begin" in capsys.readouterr().out
 
 
+def test_random_models_take_the_longest_prompt_and_its_answer(monkeypatch, folder, capsys):
+    made = []
+
+    def made_for(*args, positions):
+        made.append(positions)
+        return folder
+
+    monkeypatch.setattr("saccade.bench.cli.model_folder", made_for)
+    assert bench("--contexts", "300,200", "--methods", "dense", "--dtype", "float32", "--limit", "0") == 0
+    assert made == [301]
+
+
 def test_both_sides_compute_the_same_token(folder):
     ids = prompt(700, 300)
     theirs = TransformersModel(folder, torch.float32)

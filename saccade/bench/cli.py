@@ -172,7 +172,7 @@ def ttft(
             policy_at(text, max(lengths))
     rows = []
     with tempfile.TemporaryDirectory() as folder, torch_threads(threads):
-        path = model_folder(model, Path(folder), chosen)
+        path = model_folder(model, Path(folder), chosen, positions=max(lengths) + 1)
         for row in run(Settings(path, model, lengths, wanted, chosen, threads, repeats, limit, chunk, clock, where)):
             rows.append(row)
             typer.echo(f"  {row.context} {row.method}: {row.seconds:.2f} s, density {row.density:.3f}", err=True)
