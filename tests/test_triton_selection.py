@@ -10,9 +10,9 @@ from helpers import Planted, planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.flexprefill import triton_shares as shares
-from saccade.methods.flexprefill.device import _block_means, select_blocks, select_lines
+from saccade.methods.flexprefill.device import select_blocks, select_lines
 from saccade.methods.flexprefill.modes import token_lines
+from saccade.methods.flexprefill.triton_threshold import mass_threshold
 from saccade.methods.sampled_rows import SampledRows
 from saccade.methods.xattention import _reach
 from saccade.ops import attend
@@ -33,7 +33,7 @@ from saccade.ops.triton import line_sums as sums
 from saccade.ops.triton import row_shares as on_device
 from saccade.ops.triton.block_energies import energies
 from saccade.ops.triton.block_sums import line_sums
-from saccade.ops.triton.choose import compact, kept_lines, mass_threshold
+from saccade.ops.triton.choose import compact, kept_lines
 from saccade.ops.triton.line_sums import token_sums
 from saccade.selection import Blocks, Shape
 
