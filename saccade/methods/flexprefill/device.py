@@ -43,9 +43,7 @@ def select_lines(method: FlexPrefill, chunk: Chunk) -> Mixed:
     return Mixed(shape, (lines, blocks), by_pooled.long())
 
 
-def _blocks(
-    method: FlexPrefill, chunk: Chunk, columns: Tensor, slashes: Tensor | None = None
-) -> tuple[Blocks, Tensor]:
+def _blocks(method: FlexPrefill, chunk: Chunk, columns: Tensor, slashes: Tensor | None = None) -> tuple[Blocks, Tensor]:
     """The blocks of query-aware heads, and of the others by their lines if there are ``slashes``; and which heads are
     query-aware, bool [heads]. ``columns``, ``slashes`` fp32 [heads, k_blocks]: the weight of the representative rows by
     key block and by group of distances."""

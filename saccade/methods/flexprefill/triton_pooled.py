@@ -11,13 +11,19 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import pad, pool_rows, precision
+from saccade.ops.triton.common import is_hopper, pad, pool_rows, precision
 from saccade.selection import Shape
 
-# Not tuned. Fewer ROWS are more programs, of which each reads all mean keys: try WARPS 4, KEYS 128.
-ROWS = 16  # query blocks of a program, as many as a product takes at least
-KEYS = 64  # mean keys of a product
+# Not tuned. WARPS 4, WIDE 128 or 512, and in tiles() KEYS 32 on Hopper, too, are worth a try.
+ROWS = 16  # query blocks of a program, as few as a product takes
+WIDE = 256  # key blocks brought to a sum of 1 at a time
 WARPS = 8
+
+
+def tiles(device: torch.device, head_dim: int) -> dict[str, int]:
+    """Mean keys of a product and pipeline depth: what leaves room for two programs or more on a Hopper
+    multiprocessor, and fits other GPUs' shared memory."""
+    return {"KEYS": 64 if is_hopper(device) and head_dim <= 128 else 32, "STAGES": 2 if head_dim <= 128 else 1}
 
 
 def pooled_shares(
@@ -37,8 +43,8 @@ def pooled_shares(
         means.stride(0), means.stride(2), paged.head_stride, first, shape.q_start % block_size, q_len, q_blocks,
         k_blocks, full, kv.length, scale,
         GROUP=heads // kv.kv_heads, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
-        SIZE=block_size, ROWS=ROWS, KEYS=KEYS if head_dim <= 128 else KEYS // 2, PRECISION=precision(torch.float32),
-        num_warps=WARPS,
+        SIZE=block_size, ROWS=ROWS, WIDE=min(WIDE, pad(k_blocks)), PRECISION=precision(torch.float32),
+        **tiles(q.device, head_dim), num_warps=WARPS,
     )  # fmt: skip
     return shares
 
@@ -80,7 +86,8 @@ def _pool(
     q_ptr, means, active, shares, k_pool, table, q_head, q_row, mean_block, mean_head, table_head, first, ahead, q_len,
     q_blocks, k_blocks, full, k_len, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` query blocks of one head; query block 0 is block ``first`` and begins ``ahead`` rows before the first
     row."""
@@ -106,7 +113,7 @@ def _pool(
         weight = tl.zeros([ROWS], tl.float32)
         line = shares + (head.to(tl.int64) * q_blocks + begin + turn)[:, None] * k_blocks
         there = (begin + turn < q_blocks)[:, None]
-        for start in tl.range(0, seen, KEYS):
+        for start in tl.range(0, seen, KEYS, num_stages=STAGES):
             block = start + tl.arange(0, KEYS)
             keys = mean_keys(means, tail, block, kv_head, mean_block, mean_head, full, D, D_PAD)
             score = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
@@ -117,8 +124,8 @@ def _pool(
             top = higher
             tl.store(line + block[None, :], score, mask=there & (block < k_blocks)[None, :])
         tl.debug_barrier()  # other threads may have stored what one reads
-        for start in tl.range(0, k_blocks, KEYS):
-            block = start + tl.arange(0, KEYS)
-            inside = there & (block < k_blocks)[None, :]
-            score = tl.load(line + block[None, :], mask=inside & (block < seen)[None, :], other=float("-inf"))
-            tl.store(line + block[None, :], tl.exp(score - top[:, None]) / weight[:, None], mask=inside)
+        for start in tl.range(0, k_blocks, WIDE):
+            other = start + tl.arange(0, WIDE)
+            inside = there & (other < k_blocks)[None, :]
+            score = tl.load(line + other[None, :], mask=inside & (other < seen)[None, :], other=float("-inf"))
+            tl.store(line + other[None, :], tl.exp(score - top[:, None]) / weight[:, None], mask=inside)

@@ -183,8 +183,8 @@ def _read_blocks(
         top = tl.full([SIZE], float("-inf"), tl.float32)
         weight = tl.zeros([SIZE], tl.float32)
         for start in tl.range(0, splits, LOGS):  # in their order, whoever came last
-            at = start + tl.arange(0, LOGS)[:, None]
-            log = tl.load(logs[None, :] + at * SIZE, mask=at < splits, other=float("-inf"), volatile=True)
+            part = start + tl.arange(0, LOGS)[:, None]
+            log = tl.load(logs[None, :] + part * SIZE, mask=part < splits, other=float("-inf"), volatile=True)
             higher = tl.maximum(top, tl.max(log, 0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             weight = weight * tl.exp2(top - base) + tl.sum(tl.exp2(log - base[None, :]), 0)
