@@ -172,13 +172,13 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     for dtype, width, precision in (("bf16", 128, "tf32"), ("bf16", 256, "tf32"), ("fp32", 64, "tf32x3")):
         own = {"dtype": dtype, "D": width, "D_PAD": width, "PRECISION": precision, **HEADS}
         grouped = {**own, "GROUP": 4, "SIZE": 128}
-        pooling = {"ROWS": triton_pooled.ROWS, "WIDE": triton_pooled.WIDE, "PRECISION": "tf32x3"}
-        pooling |= {"KEYS": 64 if width <= 128 else 32, "STAGES": 2 if width <= 128 else 1}  # tiles() on Hopper
+        pooling = {name: getattr(triton_pooled, name) for name in ("ROWS", "KEYS", "WIDE")}
+        pooling |= {"STAGES": triton_pooled.stages(width), "PRECISION": "tf32x3"}
         deciding = {"WIDTH": 1024, "EACH": triton_shares.EACH, "SPAN": triton_shares.SPAN, "KEYS": triton_shares.KEYS}
         found += [
             (triton_pooled._pool, {**grouped, **pooling}, {"num_warps": triton_pooled.WARPS}),
             (triton_shares._decide, {**grouped, **deciding}, {"num_warps": 4}),
-            (triton_shares._decide, {**grouped, **deciding, "WIDTH": 8192}, {"num_warps": 4}),
+            (triton_shares._decide, {**grouped, **deciding, "WIDTH": 8192}, {"num_warps": 8}),
             (
                 block_summaries._summarize,
                 {**grouped, "HEADS": 8, "CUBOID": False, "MEAN": True, "MOMENTS": False},

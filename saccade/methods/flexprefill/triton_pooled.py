@@ -11,19 +11,20 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.ops.layout import flat
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import is_hopper, pad, pool_rows, precision
+from saccade.ops.triton.common import pad, pool_rows, precision
 from saccade.selection import Shape
 
-# Not tuned. WARPS 4, WIDE 128 or 512, and in tiles() KEYS 32 on Hopper, too, are worth a try.
+# Not timed: these leave room for three programs on a Hopper multiprocessor and fit other GPUs' shared memory. KEYS 64
+# with WARPS 8 (one program), STAGES 1 (four), and WIDE 128 or 512 are worth a try.
 ROWS = 16  # query blocks of a program, as few as a product takes
+KEYS = 32  # mean keys of a product
 WIDE = 256  # key blocks brought to a sum of 1 at a time
-WARPS = 8
+WARPS = 4
 
 
-def tiles(device: torch.device, head_dim: int) -> dict[str, int]:
-    """Mean keys of a product and pipeline depth: what leaves room for two programs or more on a Hopper
-    multiprocessor, and fits other GPUs' shared memory."""
-    return {"KEYS": 64 if is_hopper(device) and head_dim <= 128 else 32, "STAGES": 2 if head_dim <= 128 else 1}
+def stages(head_dim: int) -> int:
+    """Pipeline depth of the products: what fits shared memory."""
+    return 2 if head_dim <= 128 else 1
 
 
 def pooled_shares(
@@ -43,8 +44,8 @@ def pooled_shares(
         means.stride(0), means.stride(2), paged.head_stride, first, shape.q_start % block_size, q_len, q_blocks,
         k_blocks, full, kv.length, scale,
         GROUP=heads // kv.kv_heads, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
-        SIZE=block_size, ROWS=ROWS, WIDE=min(WIDE, pad(k_blocks)), PRECISION=precision(torch.float32),
-        **tiles(q.device, head_dim), num_warps=WARPS,
+        SIZE=block_size, ROWS=ROWS, KEYS=KEYS, WIDE=min(WIDE, pad(k_blocks)), PRECISION=precision(torch.float32),
+        STAGES=stages(head_dim), num_warps=WARPS,
     )  # fmt: skip
     return shares
 
@@ -52,10 +53,14 @@ def pooled_shares(
 @triton.jit
 def mean_rows(rows, head_at, row_stride, low, high, D: tl.constexpr, D_PAD: tl.constexpr, SIZE: tl.constexpr):
     """Mean of rows ``low .. high - 1``, at most SIZE, of one head; zeros where there are none: fp32 [D_PAD]."""
-    row, channel = low + tl.arange(0, SIZE), tl.arange(0, D_PAD)
-    at = rows + head_at + row[:, None].to(tl.int64) * row_stride + channel[None, :]
-    values = tl.load(at, mask=(row < high)[:, None] & (channel < D)[None, :], other=0.0).to(tl.float32)
-    return tl.sum(values, 0) / tl.maximum(high - low, 1)
+    channel = tl.arange(0, D_PAD)
+    total = tl.zeros([D_PAD], tl.float32)
+    for start in tl.range(low, high, SIZE // 2):  # halves take half the registers
+        row = start + tl.arange(0, SIZE // 2)
+        at = rows + head_at + row[:, None].to(tl.int64) * row_stride + channel[None, :]
+        values = tl.load(at, mask=(row < high)[:, None] & (channel < D)[None, :], other=0.0)
+        total += tl.sum(values.to(tl.float32), 0)
+    return total / tl.maximum(high - low, 1)
 
 
 @triton.jit

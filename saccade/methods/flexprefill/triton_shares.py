@@ -14,9 +14,9 @@ from saccade.ops.layout import flat
 from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import pad
 
-# Not tuned: try EACH 32 or 128, SPAN 128.
+# Not tuned: try EACH 32, SPAN 32 or 128.
 EACH = 64  # lines of a program, each of which it compares with all others
-SPAN = 256  # others at a time
+SPAN = 64  # others at a time
 KEYS = 64  # mean keys at a time
 
 
@@ -51,7 +51,7 @@ def decide(
         paged.block_table, given.stride(0), given.stride(1), means.stride(0), means.stride(2), paged.head_stride,
         heads, rows, m, kv.length // block_size, kv.length, scale, tau,
         GROUP=heads // kv.kv_heads, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
-        SIZE=block_size, WIDTH=pad(m), EACH=EACH, SPAN=min(SPAN, pad(m)), KEYS=KEYS, num_warps=4,
+        SIZE=block_size, WIDTH=pad(m), EACH=EACH, SPAN=min(SPAN, pad(m)), KEYS=KEYS, num_warps=4 if m <= 2048 else 8,
     )  # fmt: skip
     return (by_pooled, None, None) if slashes is None else (by_pooled, needed[1], needed[2])
 
@@ -109,16 +109,16 @@ def _needed(mass, m, EACH: tl.constexpr, SPAN: tl.constexpr):
     other."""
     mine = tl.program_id(0) * EACH + tl.arange(0, EACH)
     own = tl.load(mass + mine, mask=mine < m, other=0.0)
-    before = tl.zeros([EACH], tl.float64)
+    before = tl.zeros([EACH, SPAN], tl.float64)
     whole = tl.zeros([SPAN], tl.float64)
     for start in tl.range(0, m, SPAN):
         other = start + tl.arange(0, SPAN)
         weight = tl.load(mass + other, mask=other < m, other=0.0)
         equal = (weight[None, :] == own[:, None]) & (other[None, :] < mine[:, None])
         heavier = (weight[None, :] > own[:, None]) | equal
-        before += tl.sum(tl.where(heavier, weight[None, :], 0.0).to(tl.float64), 1)
+        before += tl.where(heavier, weight[None, :], 0.0).to(tl.float64)
         whole += weight.to(tl.float64)
     total = tl.sum(whole, 0)
     counts = (total > 0.0) & (total < float("inf"))
-    share = tl.where(counts, before / tl.where(counts, total, 1.0), 0.0)
+    share = tl.where(counts, tl.sum(before, 1) / tl.where(counts, total, 1.0), 0.0)
     return share.to(tl.float32), mine
