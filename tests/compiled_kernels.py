@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from saccade.methods.cis import triton_keeping, triton_one_launch
 from saccade.methods.cis.recorded import MOST_STEPS
 from saccade.methods.cis.triton_row_words import WORDS
+from saccade.methods.flexprefill import triton_blocks as flex_blocks
+from saccade.methods.flexprefill import triton_pooled, triton_shares, triton_threshold
 from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_rounds
 from saccade.ops.triton import (
     antidiagonals,
@@ -23,6 +25,9 @@ from saccade.ops.triton import (
     batched_rank,
     best_parts,
     block_rows,
+    block_summaries,
+    block_sums,
+    choose,
     fp8,
     fp8_tiles,
     heaviest,
@@ -55,6 +60,21 @@ OTHERS = {
     means._means: {"out": "*fp32"},
     prefill_together._together: {"table": "*i64", "none": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
+    choose._count: {"arrived": "*i64"},
+    block_summaries._summarize: {"made": "*fp32"},
+    block_sums._read_blocks: {"parts": "*fp32", "arrived": "*i64", "rows": "i32"},
+    block_sums._weigh_blocks: {"parts": "*fp32", "rows": "i32", "lowest": "i32"},
+    triton_shares._decide: {"needed": "*fp32", "by_pooled": "*i8", "scale": "fp32", "tau": "fp32", "rows": "i32"},
+    triton_pooled._pool: {"active": "*i1", "shares": "*fp32", "scale": "fp32"},
+    triton_threshold._threshold: {"mass": "*fp32", "active": "*i1", "found": "*fp32", "share": "fp32"},
+    triton_threshold._mass_above: {"mass": "*fp32", "active": "*i1", "bits": "*i32", "parts": "*fp32"},
+    triton_threshold._next_bits: {
+        "active": "*i1", "bits": "*i32", "parts": "*fp32", "target": "*fp32", "share": "fp32"
+    },
+    flex_blocks._choose: {
+        **dict.fromkeys(("vertical", "groups", "pooled", "threshold"), "*fp32"), "by_pooled": "*i1",
+        "arrived": "*i64", "gamma": "fp32",
+    },
     row_shares._add: {"found": "*fp32", "blocks": "*i64"},
     line_blocks._covered: {
         "columns": "*i64",
@@ -129,8 +149,45 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (triton_round_steps._sum_ladder, wide, {"num_warps": 4}),
         (triton_round_steps._decide_lines, wide, {"num_warps": 4}),
     ]
+    for blocks in (1024, 8192):
+        span = min(triton_threshold.SPAN, blocks)
+        width = {"WIDTH": blocks, "SCANNED": choose.SCANNED}
+        found += [
+            (flex_blocks._choose, {**width, "PER_ROW": per_row, "BY_LINE": not per_row}, {"num_warps": warps})
+            for per_row, warps in ((False, flex_blocks.warps_for(blocks)), (True, flex_blocks.warps_for(blocks)))
+        ]
+        found.append(
+            (triton_threshold._threshold, {"SPAN": span}, {"num_warps": min(triton_threshold.WARPS, span // 128)})
+        )
+        found.append((choose._count, {**width, "WIDTH": choose.width_of(blocks)}, {"num_warps": 4}))
+        found.append((choose._compact, {"WIDTH": choose.width_of(blocks)}, {"num_warps": 4}))
+    found += [
+        (triton_threshold._mass_above, {"SPAN": 1024, "CHUNK": triton_threshold.CHUNK}, {"num_warps": 4}),
+        (triton_threshold._next_bits, {"CHUNKS": 1024}, {"num_warps": 4}),
+        *(
+            (block_sums._weigh_blocks, {"SIZE": 128, "EACH": block_sums.WEIGHED, "ALIGNED": one}, {"num_warps": 4})
+            for one in (False, True)
+        ),
+    ]
     for dtype, width, precision in (("bf16", 128, "tf32"), ("bf16", 256, "tf32"), ("fp32", 64, "tf32x3")):
         own = {"dtype": dtype, "D": width, "D_PAD": width, "PRECISION": precision, **HEADS}
+        grouped = {**own, "GROUP": 4, "SIZE": 128}
+        pooling = {name: getattr(triton_pooled, name) for name in ("ROWS", "KEYS", "WIDE")}
+        pooling |= {"STAGES": triton_pooled.stages(width), "PRECISION": "tf32x3"}
+        deciding = {"WIDTH": 1024, "EACH": triton_shares.EACH, "SPAN": triton_shares.SPAN, "KEYS": triton_shares.KEYS}
+        found += [
+            (triton_pooled._pool, {**grouped, **pooling}, {"num_warps": triton_pooled.WARPS}),
+            (triton_shares._decide, {**grouped, **deciding}, {"num_warps": 4}),
+            (triton_shares._decide, {**grouped, **deciding, "WIDTH": 8192}, {"num_warps": 8}),
+            (
+                block_summaries._summarize,
+                {**grouped, "HEADS": 8, "CUBOID": False, "MEAN": True, "MOMENTS": False},
+                {"num_warps": 4},
+            ),
+        ]
+        if width == 128:
+            reading = {**grouped, "ALIGNED": True, "LOGS": block_sums.LOGS}
+            found.append((block_sums._read_blocks, reading, {"num_warps": 8, "maxnreg": 128}))
         best = {"GROUP": 4, "SIZE": 64, "ROWS": 16, "TILE": 64, "SPAN": 2048, "PRECISION": "tf32x3"}
         tile = 64 if width < 256 else 32
         found.append((heaviest._best, {**own, **best}, {"num_warps": 4}))

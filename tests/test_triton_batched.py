@@ -91,18 +91,22 @@ def test_rows_are_appended_and_full_blocks_summarized(size, kind, dtype):
         torch.testing.assert_close(stored[row][2], view.summary(kind, size), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("minmax", 16), ("cuboid", 64), ("moments", 32), ("stored_mean", 16)])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [("minmax", 16), ("cuboid", 64), ("moments", 32), ("stored_mean", 16), ("mean", 64), ("mean_value", 64)],
+)
 def test_a_prompts_blocks_are_summarized_in_one_launch(kind, size):
     """Pages scattered over the storage, a part that begins within it, and keys that are not finite."""
     rng = torch.Generator().manual_seed(5)
     k, v = torch.randn(2, KV_HEADS, 300, DIM, generator=rng)
-    k[1, 70, 3], k[0, 200, 1] = torch.nan, torch.inf
+    for rows in (k, v):
+        rows[1, 70, 3], rows[0, 200, 1] = torch.nan, torch.inf
     view = KVView.from_tensors(k, v, 32, shuffle_seed=1)
     for first, last in ((0, 300 // size), (1, 3), (2, 2)):
         made = summarize(view.paged(), kind, size, first, last)
         expected = summarize_view(view, kind, size, first, last)
         torch.testing.assert_close(made, expected, atol=1e-6, rtol=1e-6, equal_nan=True)
-    assert summarize(view.paged(), "mean_value", size, 0, 2) is None
+    assert summarize(view.paged(), kind, 24, 0, 2) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

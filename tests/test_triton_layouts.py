@@ -15,7 +15,8 @@ from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.methods.cis import triton_sharing
 from saccade.methods.cis.sharing import Anchors
-from saccade.methods.flexprefill import triton_shares
+from saccade.methods.flexprefill import triton_blocks, triton_pooled, triton_shares
+from saccade.methods.flexprefill.triton_threshold import mass_threshold
 from saccade.methods.lfps import triton_stand_ins, triton_tables
 from saccade.methods.lfps.tables import ScoreTables
 from saccade.methods.loopserve.triton_line_cover import cover
@@ -145,21 +146,26 @@ def test_sums_over_rows():
 
 
 def test_what_flexprefill_decides_by():
-    shape, rng = Shape.suffix(4, 2, 128, N), generator(7)
-    pooled, vertical, diagonal = torch.rand(4, 2, 3, generator=rng), *torch.rand(2, 4, 3, generator=rng)
-    by_pooled = torch.tensor([True, False, True, False])
-    for threshold in (torch.rand(4, generator=rng), torch.rand(4, 2, generator=rng)):
-        agrees(
-            lambda *given: choose.choose_blocks(shape, 64, *given, 0.7, 1, None),
-            vertical, diagonal, pooled, by_pooled, threshold,
-        )  # fmt: skip
-    mass = torch.rand(4, 30, generator=rng)
-    agrees(lambda mass, active: choose.mass_threshold(mass, 0.6, active), mass, by_pooled)
+    q, view, shape = problem(128)
+    rng, k_blocks = generator(7), -(-view.length // 64)
+    columns, slashes, vertical, groups = torch.rand(4, 4, k_blocks, generator=rng)
+    by_pooled, means = torch.tensor([True, False, True, False]), view.summary("mean", 64)
+    agrees(lambda q, *sums: triton_shares.decide(q, view, means, 64, 0.2, 0.3, *sums), q, columns, slashes)
+    agrees(lambda q, means: triton_shares.decide(q, view, means, 64, 0.2, 0.3, columns)[0], q, means)
+    agrees(
+        lambda q, means, on: triton_pooled.pooled_shares(q, view, means, shape, 64, 0.2, on)[on], q, means, by_pooled
+    )
+    pooled = torch.rand(4, -(-(shape.q_start + 128) // 64) - shape.q_start // 64, k_blocks, generator=rng)
+    lines = vertical, groups, pooled, by_pooled, columns
+
+    def chosen(vertical, groups, pooled, by_pooled, columns, threshold=None):
+        at = shape, 64, vertical, groups, pooled, by_pooled, threshold, columns, 1
+        return triton_blocks.choose_blocks(*at, 0.7, 1, None)
+
+    agrees(chosen, *lines)
+    agrees(chosen, *lines, torch.rand(4, generator=rng))
+    agrees(lambda mass, active: mass_threshold(mass, 0.6, active), torch.rand(4, 30, generator=rng), by_pooled)
     agrees(lambda mass: choose.kept_lines(mass, 0.6, 4, 8, 20), torch.rand(2, 4, 30, generator=rng))
-    agrees(triton_shares.needed_shares, mass)
-    agrees(lambda guess, mass: triton_shares.close_to(guess, mass, 9, 0.3), torch.randn(4, 30, generator=rng), mass)
-    with pytest.raises(SaccadeError, match="scores is written in place"):
-        triton_shares.pooled_shares(sliced(pooled), 0)
 
 
 def test_what_loopserve_covers():

@@ -10,8 +10,7 @@ from helpers import Planted, planted_heads
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
-from saccade.methods.flexprefill import triton_shares as shares
-from saccade.methods.flexprefill.device import _block_means, select_blocks, select_lines
+from saccade.methods.flexprefill.device import select_lines
 from saccade.methods.flexprefill.modes import token_lines
 from saccade.methods.sampled_rows import SampledRows
 from saccade.methods.xattention import _reach
@@ -21,19 +20,17 @@ from saccade.ops.row_shares import row_shares
 from saccade.ops.scores import (
     antidiagonal_shares,
     block_sums,
-    mean_queries,
     needed_shares,
-    root_jsd,
     row_logits,
     row_weights,
     slash_sums,
 )
-from saccade.ops.triton import antidiagonals, choose, reach
+from saccade.ops.triton import antidiagonals, reach
 from saccade.ops.triton import line_sums as sums
 from saccade.ops.triton import row_shares as on_device
 from saccade.ops.triton.block_energies import energies
 from saccade.ops.triton.block_sums import line_sums
-from saccade.ops.triton.choose import compact, kept_lines, mass_threshold
+from saccade.ops.triton.choose import compact, kept_lines
 from saccade.ops.triton.line_sums import token_sums
 from saccade.selection import Blocks, Shape
 
@@ -189,21 +186,6 @@ def test_kept_lines_are_the_host_s(gamma, least, most):
         assert torch.equal(marks, wanted)
 
 
-@pytest.mark.parametrize("m", [5, 9000])
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.95])
-def test_the_threshold_is_the_greatest_that_holds_the_share(m, share):
-    mass = torch.rand(4, m, generator=torch.Generator().manual_seed(m)) ** 8
-    mass[1, : m // 2] = 0.25  # many equal entries
-    mass[2] /= 1e20
-    found = mass_threshold(mass, share, torch.tensor([True, True, True, False]))
-    for row in range(3):
-        whole = mass[row].double().sum()
-        assert mass[row][mass[row] >= found[row]].double().sum() >= share * whole * (1 - 1e-5)
-        assert mass[row][mass[row] > found[row]].double().sum() < max(share, 1e-9) * whole * (1 + 1e-5)
-        assert (mass[row] == found[row]).any()
-    assert float(found[3]) == 0
-
-
 def test_compaction_gives_the_lists_of_the_mask():
     shape = Shape.suffix(3, 1, 500, 700)
     taken = torch.rand(3, 8, 11, generator=torch.Generator().manual_seed(0)) < 0.3
@@ -214,39 +196,6 @@ def test_compaction_gives_the_lists_of_the_mask():
     assert torch.equal(got.indices[: expected.indices.numel()], expected.indices)
     assert torch.equal(got.block_mask(), taken)
     assert torch.equal(got.unit_pairs(), expected.unit_pairs())
-
-
-@pytest.mark.parametrize(("q_len", "ahead"), [(300, 0), (300, 40), (20, 40), (20, 60), (128, 64)])
-def test_block_means_follow_the_grid(q_len, ahead):
-    q = torch.randn(2, q_len, 16, generator=torch.Generator().manual_seed(1))
-    shape = Shape.suffix(2, 1, q_len, q_len + 64 + ahead)
-    torch.testing.assert_close(_block_means(q, ahead, 64), mean_queries(q, shape, 64))
-
-
-FLEX = [
-    FlexPrefill(lines="block", block_size=64, min_budget=64, gamma=0.7),
-    FlexPrefill(lines="block", block_size=64, min_budget=256, gamma=0.6),
-    FlexPrefill(lines="block", block_size=64, min_budget=0, max_budget=192, gamma=0.9),
-    FlexPrefill(lines="block", block_size=128, min_budget=128, gamma=0.4),
-    FlexPrefill(lines="block", block_size=64, min_budget=64, tau=1.0, gamma=0.8),
-    FlexPrefill(lines="block", block_size=64, min_budget=64, tau=1.0, gamma=0.8, flatten=False),
-    FlexPrefill(lines="block", block_size=64, min_budget=64, tau=0.0, gamma=0.9),
-]
-
-
-@pytest.mark.parametrize(("method", "q_len"), [(method, 576) for method in FLEX] + [(FLEX[1], 150), (FLEX[5], 150)])
-def test_flexprefill_on_the_device_selects_what_it_selects_on_the_host(method, q_len):
-    """Block pairs may differ only where float32 cannot tell which of two weighs more: at the edge of gamma."""
-    chunk = chunk_of(2, 1, q_len, 576, pattern=Planted(columns=(7, 201), slashes=(13, 200), blocks=(3,)), noise=0.6)
-    expected = method.select_prefill(chunk)
-    got = select_blocks(method, chunk)
-    got.check()
-    assert 0 < expected.density() < 0.999
-    differs = got.block_mask() ^ expected.block_mask()
-    assert differs.sum() <= 0.005 * expected.block_mask().sum()
-    out, _ = attend(chunk.q, chunk.kv, got, backend="triton")
-    reference, _ = attend(chunk.q, chunk.kv, got, backend="reference")
-    torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)
 
 
 TOKEN = [
@@ -272,26 +221,3 @@ def test_token_lines_on_the_device_are_those_of_the_host(method, q_len):
     out, _ = attend(chunk.q, chunk.kv, got, backend="triton")
     reference, _ = attend(chunk.q, chunk.kv, got, backend="reference")
     torch.testing.assert_close(out, reference, atol=1e-5, rtol=1e-5)
-
-
-def test_rows_longer_than_one_program_takes_have_the_same_threshold(monkeypatch):
-    mass = torch.rand(3, 700, generator=torch.Generator().manual_seed(2)) ** 6
-    active = torch.tensor([True, False, True])
-    found = mass_threshold(mass, 0.7, active)
-    monkeypatch.setattr(choose, "ONE_PASS", 100)
-    torch.testing.assert_close(mass_threshold(mass, 0.7, active), found, atol=0, rtol=1e-5)
-
-
-def test_shares_of_heavier_lines_and_of_pooled_blocks():
-    mass = torch.rand(3, 90, generator=torch.Generator().manual_seed(4))
-    mass[0, 10:30], mass[1] = 0.5, 0.0  # ties; a row without any weight
-    torch.testing.assert_close(shares.needed_shares(mass), needed_shares(mass).float(), atol=1e-6, rtol=1e-6)
-    scores = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(5))
-    acausal = torch.arange(9) > 4 + torch.arange(5)[:, None]
-    expected = torch.softmax(scores.masked_fill(acausal, -torch.inf), -1)
-    torch.testing.assert_close(shares.pooled_shares(scores.clone(), 4), expected)
-    estimate = torch.randn(8, 40, generator=torch.Generator().manual_seed(6))
-    columns = torch.softmax(estimate + torch.arange(8)[:, None] * torch.linspace(0, 2, 40), -1) * 64
-    roots = root_jsd(torch.softmax(estimate, -1), columns / 64)
-    assert 0 < int((roots < 0.3).sum()) < 8
-    assert torch.equal(shares.close_to(estimate, columns, 64, 0.3), roots < 0.3)

@@ -55,8 +55,7 @@ def summarize(keys: Tensor, kind: str) -> Tensor:
 def summarize_view(view: KVView, kind: str, block_size: int, first: int, last: int) -> Tensor:
     """Summaries of full blocks ``first .. last - 1`` of a view: [last - first, parts, kv_heads, head_dim], fp32 for
     ``FLOAT`` kinds, else of the keys' dtype."""
-    own = kind not in FLOAT
-    if own and (made := view.summarized(kind, block_size, first, last)) is not None:
+    if (made := view.summarized(kind, block_size, first, last)) is not None:
         return made
     rows = view.values if kind == "mean_value" else view.keys
     step = max(1, TILE_KEYS // block_size)

@@ -166,7 +166,9 @@ def test_dense_rows_of_unequal_length_agree_with_the_reference(dtype):
         assert float(error) < 2e-2
 
 
-@pytest.mark.parametrize(("kind", "size"), [("minmax", 16), ("cuboid", 32), ("cuboid", 64), ("moments", 32)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("minmax", 16), ("cuboid", 32), ("cuboid", 64), ("moments", 32), ("mean", 128)]
+)
 def test_a_prompts_blocks_are_summarized_where_they_lie(kind, size):
     """One launch, against torch on the CPU."""
     k, v = torch.randn(2, 4, 5000, 128).bfloat16()

@@ -1,7 +1,8 @@
 """FlexPrefill's selection on a GPU: every head at once, and no number read back to the host before the kernel runs.
 
-It decides as on a CPU, with two differences of rounding: sums are float32, and pooled block pairs of equal weight at
-gamma's edge are all taken.
+With ``lines="block"`` it is a handful of launches, for chunk by chunk and layer by layer the time between many small
+ones would add up. It decides as on a CPU, with two differences of rounding: sums are float32, and pooled block pairs of
+equal weight at gamma's edge are all taken.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.methods.base import Chunk
-from saccade.ops.scores import block_sums, mean_keys
+from saccade.ops.scores import block_sums
 from saccade.selection import Blocks, Mixed
 
 if TYPE_CHECKING:
@@ -21,13 +22,10 @@ if TYPE_CHECKING:
 
 def select_blocks(method: FlexPrefill, chunk: Chunk) -> Blocks:
     """Block lists of every query head for a chunk on the GPU: ``lines="block"``."""
-    from saccade.methods.flexprefill.triton_shares import needed_shares
     from saccade.ops.triton.block_sums import line_sums
 
     columns, slashes = line_sums(chunk.q, chunk.kv, chunk.shape, method.block_size, chunk.scale, chunk.softcap)
-    vertical, groups = needed_shares(columns), needed_shares(slashes)
-    diagonals = torch.minimum(groups, torch.cat([groups[:, :1], groups[:, :-1]], 1))
-    return _blocks(method, chunk, columns, vertical, diagonals)[0]
+    return _blocks(method, chunk, columns, slashes)[0]
 
 
 def select_lines(method: FlexPrefill, chunk: Chunk) -> Mixed:
@@ -45,61 +43,25 @@ def select_lines(method: FlexPrefill, chunk: Chunk) -> Mixed:
     return Mixed(shape, (lines, blocks), by_pooled.long())
 
 
-def _blocks(
-    method: FlexPrefill,
-    chunk: Chunk,
-    columns: Tensor,
-    vertical: Tensor | None = None,
-    diagonals: Tensor | None = None,
-) -> tuple[Blocks, Tensor]:
-    """The blocks of query-aware heads, and of the others by the lines ``vertical`` and ``diagonals`` (fp32 [heads,
-    k_blocks]) if there are any; and which heads are query-aware, bool [heads]. ``columns`` fp32 [heads, k_blocks]: the
-    weight of the representative rows by key block."""
-    from saccade.methods.flexprefill.triton_shares import close_to, pooled_shares
-    from saccade.ops.triton.choose import choose_blocks, mass_threshold
+def _blocks(method: FlexPrefill, chunk: Chunk, columns: Tensor, slashes: Tensor | None = None) -> tuple[Blocks, Tensor]:
+    """The blocks of query-aware heads, and of the others by their lines if there are ``slashes``; and which heads are
+    query-aware, bool [heads]. ``columns``, ``slashes`` fp32 [heads, k_blocks]: the weight of the representative rows by
+    key block and by group of distances."""
+    from saccade.methods.flexprefill.triton_blocks import choose_blocks
+    from saccade.methods.flexprefill.triton_pooled import pooled_shares
+    from saccade.methods.flexprefill.triton_shares import decide
+    from saccade.methods.flexprefill.triton_threshold import mass_threshold
 
     shape, size = chunk.shape, method.block_size
-    rows = min(size, shape.q_len)
-    chunk.cost.scored += rows * shape.k_len
-    pooled = mean_keys(chunk.kv, size)  # [G, k_blocks, d]
-    queries = _block_means(chunk.q, shape.q_start % size, size)  # [H, q_blocks, d]
-    scores = _grouped(queries, pooled) * chunk.scale  # [H, q_blocks, k_blocks]
-    q_blocks, k_blocks = scores.shape[1:]
-    chunk.cost.estimated += q_blocks * k_blocks
-    last = chunk.q[:, -rows:].mean(1, keepdim=True, dtype=torch.float32)
-    by_pooled = close_to(_grouped(last, pooled)[:, 0] * chunk.scale, columns, rows, method.tau)
-    shares = pooled_shares(scores, shape.q_start // size)
-    if method.flatten:
-        threshold = mass_threshold(shares.flatten(1), method.gamma, by_pooled)
-    else:
-        each = by_pooled.repeat_interleave(q_blocks, output_size=by_pooled.numel() * q_blocks)
-        threshold = mass_threshold(shares.flatten(0, 1), method.gamma, each)
-    threshold = threshold.view(shape.heads, -1).expand(-1, q_blocks).clone()
-    if method.mode == "fixed":
-        known = method.known_blocks(shape)  # the last query blocks, whose true weights count
-        shares[:, -known:] = (columns / rows)[:, None]
-        threshold[:, -known:] = mass_threshold(columns / rows, method.gamma, by_pooled)[:, None]
-    least, most = method.budget_blocks
-    blocks = choose_blocks(shape, size, vertical, diagonals, shares, by_pooled, threshold, method.gamma, least, most)
+    means = chunk.kv.summary("mean", size)
+    at = chunk.kv, means
+    by_pooled, vertical, groups = decide(chunk.q, *at, size, chunk.scale, method.tau, columns, slashes)
+    shares = pooled_shares(chunk.q, *at, shape, size, chunk.scale, by_pooled)
+    threshold = mass_threshold(shares.flatten(1), method.gamma, by_pooled) if method.flatten else None
+    chunk.cost.scored += min(size, shape.q_len) * shape.k_len
+    chunk.cost.estimated += shares.shape[1] * shares.shape[2]
+    known = method.known_blocks(shape) if method.mode == "fixed" else 0  # the last query blocks: true weights count
+    blocks = choose_blocks(
+        shape, size, vertical, groups, shares, by_pooled, threshold, columns, known, method.gamma, *method.budget_blocks
+    )
     return blocks, by_pooled
-
-
-def _grouped(rows: Tensor, keys: Tensor) -> Tensor:
-    """``rows`` [H, r, d] times the transposed ``keys`` [G, m, d] of each head's KV head: [H, r, m]."""
-    group = rows.shape[0] // keys.shape[0]
-    return (rows.unflatten(0, (-1, group)).flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, (group, -1)).flatten(0, 1)
-
-
-def _block_means(q: Tensor, ahead: int, size: int) -> Tensor:
-    """Mean query of every block of the grid that begins ``ahead`` rows before ``q`` [h, q_len, d]: fp32 [h, q_blocks,
-    d]."""
-    head = min(size - ahead, q.shape[1]) if ahead else 0
-    whole = (q.shape[1] - head) // size * size
-    parts = []
-    if head:
-        parts.append(q[:, :head].mean(1, keepdim=True, dtype=torch.float32))
-    if whole:
-        parts.append(q[:, head : head + whole].unflatten(1, (-1, size)).mean(2, dtype=torch.float32))
-    if head + whole < q.shape[1]:
-        parts.append(q[:, head + whole :].mean(1, keepdim=True, dtype=torch.float32))
-    return torch.cat(parts, 1)

@@ -9,25 +9,26 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.kv.paged import Paged
+from saccade.kv.summaries import PARTS, kept_dtype
 from saccade.ops.triton.common import pad, pool_rows
 
-KINDS = ("cuboid", "minmax", "stored_mean", "moments")  # those that are kept in the keys' dtype
+MEANS = ("mean", "stored_mean", "mean_value")
 LONGEST = 128  # keys of a block: more do not fit a program
 
 
 def summarize(paged: Paged, kind: str, block_size: int, first: int, last: int) -> Tensor | None:
-    """Summaries of full blocks ``first .. last - 1``, whose keys are resident: [last - first, parts, kv_heads,
-    head_dim] of the keys' dtype (see kv.summaries). None for what no kernel makes."""
-    if kind not in KINDS or not 1 < block_size <= LONGEST or block_size & (block_size - 1):
+    """Summaries of full blocks ``first .. last - 1``, whose keys and values are resident: [last - first, parts,
+    kv_heads, head_dim] of the dtype that they are kept in (see kv.summaries). None for what no kernel makes."""
+    if not 1 < block_size <= LONGEST or block_size & (block_size - 1):
         return None
-    layout, mean = paged.format, kind == "stored_mean"
+    layout, pool = paged.format, paged.v if kind == "mean_value" else paged.k
     heads, dim = layout.kv_heads, layout.head_dim
-    made = torch.empty(last - first, 1 if mean else 2, heads, dim, dtype=paged.k.dtype, device=paged.k.device)
+    made = torch.empty(last - first, PARTS[kind], heads, dim, dtype=kept_dtype(kind, pool.dtype), device=pool.device)
     if last > first:
         _summarize[(last - first, heads)](
-            paged.k, paged.block_table, made, first, paged.head_stride, HEADS=heads, D=dim, D_PAD=pad(dim, 1),
-            PAGE=layout.block_size, SIZE=block_size, CUBOID=kind == "cuboid", MEAN=mean, MOMENTS=kind == "moments",
-            num_warps=4,
+            pool, paged.block_table, made, first, paged.head_stride, HEADS=heads, D=dim, D_PAD=pad(dim, 1),
+            PAGE=layout.block_size, SIZE=block_size, CUBOID=kind == "cuboid", MEAN=kind in MEANS,
+            MOMENTS=kind == "moments", num_warps=4,
         )  # fmt: skip
     return made
 

@@ -2,8 +2,8 @@
 FlexPrefill decides by where its lines are blocks.
 
 The keys are read once: of every row and key block a kernel keeps the largest logit and the sums of the weights relative
-to it; once every row's log-sum-exp is known, a second weighs them. The weights [rows, keys] are never stored, and sums
-are added in a fixed order, so that they do not change from run to run.
+to it, and a head's last program finds every row's log-sum-exp; a second kernel weighs the sums. The weights [rows,
+keys] are never stored, and sums are added in a fixed order, so that they do not change from run to run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.layout import rows as in_rows
-from saccade.ops.triton.common import LOG2E, cap_logits, pad, pool_rows, precision, processors
+from saccade.ops.triton.common import LOG2E, arrivals, cap_logits, pad, pool_rows, precision, processors
 from saccade.ops.triton.line_sums import rows_of
 from saccade.selection import Shape
 
 BLOCKS_EACH = 16  # most key blocks one program reads with the same queries at hand
 MOST_BYTES = 1 << 28  # kept of heads at once
+WEIGHED = 4  # key blocks that one program weighs
+LOGS = 16  # stretches of keys whose logarithms are added at a time
 
 
 def line_sums(
@@ -41,10 +43,12 @@ def line_sums(
     ahead = first - lowest * block_size
     each = max(2, min(BLOCKS_EACH, used * heads // (4 * processors(q.device))))
     splits = -(-used // each)
-    sums = torch.zeros(heads, k_blocks, 4, dtype=torch.float32, device=q.device)
+    columns, slashes = torch.empty(2, heads, k_blocks, dtype=torch.float32, device=q.device)
     together = max(1, min(heads, MOST_BYTES // (16 * used * block_size)))
     parts = torch.empty(together, used, 4, block_size, dtype=torch.float32, device=q.device)
-    logs = torch.empty(together, splits, block_size, dtype=torch.float32, device=q.device)
+    logs = torch.empty(together, splits + 1, block_size, dtype=torch.float32, device=q.device)  # the last one: of all
+    arrived = arrivals(q.device, together)
+    lowest_block = min(0, lowest - k_blocks + 1)  # whose group is the last one
     given, paged = in_rows(q[:, -rows:]), kv.paged()
     for head in range(0, heads, together):
         count = min(together, heads - head)
@@ -54,6 +58,7 @@ def line_sums(
             paged.block_table,
             parts,
             logs,
+            arrived,
             head,
             given.stride(0),
             given.stride(1),
@@ -75,20 +80,28 @@ def line_sums(
             ALIGNED=ahead == block_size,
             CAPPED=softcap is not None,
             PRECISION=precision(q.dtype),
+            LOGS=LOGS,
             num_warps=4 if block_size == 64 else 8,
             maxnreg=128 if block_size == 128 else None,  # two programs at a time hide more than spilling costs
         )
-        row_log = torch.logsumexp(logs[:count] * (1 / LOG2E), 1) * LOG2E
-        _weigh_blocks[(used, count)](
-            parts, row_log, sums, head, rows, used, k_blocks, SIZE=block_size, ALIGNED=ahead == block_size, num_warps=1
+        _weigh_blocks[(triton.cdiv(k_blocks - lowest_block, WEIGHED), count)](
+            parts,
+            logs,
+            columns,
+            slashes,
+            head,
+            rows,
+            used,
+            k_blocks,
+            splits,
+            lowest,
+            lowest_block,
+            SIZE=block_size,
+            EACH=WEIGHED,
+            ALIGNED=ahead == block_size,
+            num_warps=4,
         )
-    slashes = torch.zeros(heads, k_blocks, dtype=torch.float32, device=q.device)
-    for part in range(3):  # part j of key block c belongs to group lowest - c + j
-        shift = k_blocks - 1 - lowest - part
-        start, stop = max(0, -shift), min(k_blocks, k_blocks - shift)
-        if start < stop:
-            slashes[:, start:stop] += sums[:, :, 1 + part].flip(1)[:, start + shift : stop + shift]
-    return sums[:, :, 0].contiguous(), slashes
+    return columns, slashes
 
 
 @triton.jit
@@ -132,10 +145,10 @@ def _read_block(
 
 @triton.jit(do_not_specialize=["head_from", "table_head", "rows", "first", "visible", "used", "ahead", "each"])
 def _read_blocks(
-    q_ptr, k_pool, table, parts, logs, head_from, q_head, q_row, table_head, rows, first, visible, used, ahead, each,
-    scale_log2, softcap,
+    q_ptr, k_pool, table, parts, logs, arrived, head_from, q_head, q_row, table_head, rows, first, visible, used, ahead,
+    each, scale_log2, softcap,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
     mine, split = tl.program_id(0), tl.program_id(1)
     head = head_from + mine
@@ -160,26 +173,52 @@ def _read_blocks(
             softcap, KV_HEADS, D, D_PAD, PAGE, SIZE, ALIGNED, CAPPED, PRECISION, True,
         )  # fmt: skip
     found = tl.where(weight == 0.0, float("-inf"), top + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
-    tl.store(logs + (mine * tl.num_programs(1) + split) * SIZE + row, found)
+    splits = tl.num_programs(1)
+    logs += mine.to(tl.int64) * (splits + 1) * SIZE + row
+    tl.store(logs + split * SIZE, found)
+    tl.debug_barrier()  # all threads' stores come before the arrival that one of them announces
+    others = tl.atomic_add(arrived + mine, tl.cast(1, tl.int64), sem="acq_rel", scope="gpu")
+    if others == splits - 1:
+        tl.store(arrived + mine, tl.cast(0, tl.int64))
+        top = tl.full([SIZE], float("-inf"), tl.float32)
+        weight = tl.zeros([SIZE], tl.float32)
+        for start in tl.range(0, splits, LOGS):  # in their order, whoever came last
+            part = start + tl.arange(0, LOGS)[:, None]
+            log = tl.load(logs[None, :] + part * SIZE, mask=part < splits, other=float("-inf"), volatile=True)
+            higher = tl.maximum(top, tl.max(log, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = weight * tl.exp2(top - base) + tl.sum(tl.exp2(log - base[None, :]), 0)
+            top = higher
+        tl.store(logs + splits * SIZE, top + tl.log2(weight))
 
 
-@triton.jit(do_not_specialize=["head_from", "rows", "used", "k_blocks"])
+@triton.jit
+def _share(parts, part: tl.constexpr, block, known, row, rows, used, SIZE: tl.constexpr):
+    """What weighs in part ``part`` of key blocks ``block`` [EACH], which may not be there, in all rows: [EACH]."""
+    there = ((block >= 0) & (block < used))[:, None] & (row < rows)[None, :]
+    at = parts + block[:, None] * 4 * SIZE + row[None, :]
+    high = tl.load(at, mask=there, other=float("-inf"))
+    return tl.sum(tl.exp2(high - known[None, :]) * tl.load(at + part * SIZE, mask=there, other=0.0), 1)
+
+
+@triton.jit(do_not_specialize=["head_from", "rows", "used", "k_blocks", "splits", "lowest", "lowest_block"])
 def _weigh_blocks(
-    parts, row_log, sums, head_from, rows, used, k_blocks, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+    parts, logs, columns, slashes, head_from, rows, used, k_blocks, splits, lowest, lowest_block,
+    SIZE: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    at, mine = tl.program_id(0), tl.program_id(1)
+    """Part j of key block c belongs to group ``lowest`` - c + j."""
+    mine = tl.program_id(1)
+    block = lowest_block + tl.program_id(0) * EACH + tl.arange(0, EACH)
     row = tl.arange(0, SIZE)
-    base = parts + (mine.to(tl.int64) * used + at) * 4 * SIZE + row
-    known = tl.load(row_log + mine * SIZE + row)
-    share = tl.where(row < rows, tl.exp2(tl.load(base) - known), 0.0)
-    low = tl.sum(share * tl.load(base + SIZE), 0)
-    middle = tl.sum(share * tl.load(base + 2 * SIZE), 0)
-    out = sums + ((head_from + mine).to(tl.int64) * k_blocks + at) * 4
-    whole = low + middle
+    parts += mine.to(tl.int64) * used * 4 * SIZE
+    known = tl.load(logs + (mine.to(tl.int64) * (splits + 1) + splits) * SIZE + row)
+    low = _share(parts, 1, block, known, row, rows, used, SIZE)
+    column = low + _share(parts, 2, block, known, row, rows, used, SIZE)
+    slash = low + _share(parts, 2, block + 1, known, row, rows, used, SIZE)
     if not ALIGNED:
-        far = tl.sum(share * tl.load(base + 3 * SIZE), 0)
-        whole += far
-        tl.store(out + 3, far)
-    tl.store(out, whole)
-    tl.store(out + 1, low)
-    tl.store(out + 2, middle)
+        column += _share(parts, 3, block, known, row, rows, used, SIZE)
+        slash += _share(parts, 3, block + 2, known, row, rows, used, SIZE)
+    group = lowest - block
+    line = (head_from + mine).to(tl.int64) * k_blocks
+    tl.store(columns + line + block, column, mask=(block >= 0) & (block < k_blocks))
+    tl.store(slashes + line + group, slash, mask=(group >= 0) & (group < k_blocks))
