@@ -485,7 +485,7 @@ def test_a_stretch_belongs_in_part_to_another():
     clock = Clock(lambda: next(now))
     clock.begin("step")
     clock.begin("attention")
-    clock.end("selection", 0.25)
+    clock.end({"selection": 0.25})
     clock.begin("attention")
     clock.end()
     clock.end()

@@ -26,7 +26,7 @@ from saccade.models.llama_kernels import (
 )
 from saccade.models.llama_weights import LlamaWeights, read_weights
 from saccade.ops import row_passes, triton
-from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
+from saccade.ops.layer_rows import MOST_ROWS, RowLayer, RowLayers, head, serves
 
 MLP_ROWS = 1024  # whose gate and up values stay in a CPU's caches until they have been multiplied
 
@@ -136,4 +136,5 @@ def _row_kernels(weights: LlamaWeights) -> KernelSet | None:
     def logits(hidden: Tensor, delta: Tensor | None) -> Tensor:
         return head(hidden if delta is None else hidden.add_(delta), weights.norm, weights.head)
 
-    return KernelSet([RowLayer(layer) for layer in weights.layers], logits)
+    layers = [RowLayer(layer) for layer in weights.layers]
+    return KernelSet(layers, logits, RowLayers(layers))
