@@ -3,6 +3,7 @@ the rows layer by layer."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.carried import REGION
+from saccade.engine.clock import Clock, timing
 from saccade.engine.host import HostAttention
 from saccade.engine.host_rows import JoinedRows
 from saccade.errors import SaccadeError
@@ -300,6 +302,28 @@ def test_rows_that_need_somebody_between_layers_have_him(folder, monkeypatch, po
     outputs, _, whole = served(folder, monkeypatch, policies, **options)
     assert whole <= 1  # where the other one's tokens have come sooner
     assert all(one.error is None for one in outputs)
+
+
+def test_a_clock_times_the_parts_of_a_call(folder, monkeypatch):
+    policies = ["dense", "psa(epsilon=0.7, block_size=8)", LISTED[0], LISTED[4], LISTED[-3]]
+    plain, _, _ = served(folder, monkeypatch, policies)
+    llm, clock = LLM(folder, kv_memory="16MiB", prefill_chunk=128, exact=False), Clock()
+    ids = [random_ids(110 + 9 * i, seed=i) for i in range(len(policies))]
+    requests = [llm.engine.add(one, FEW, Policy.parse(policy)) for one, policy in zip(ids, policies)]
+    calls = Calls(cpu.kernels())
+    while any(not one.output_ids for one in requests):
+        llm.engine.step()
+    monkeypatch.setattr(cpu, "_chosen", calls)
+    began = time.perf_counter()
+    with timing(llm.engine, clock):
+        while llm.engine.busy:
+            llm.engine.step()
+    assert calls.counts["run_layers"] > 5
+    assert calls.counts["run_step"] == 0
+    assert {"attention", "selection", "linear"} == clock.seconds.keys()
+    assert min(clock.seconds.values()) > 0
+    assert sum(clock.seconds.values()) < time.perf_counter() - began
+    assert [one.output_ids for one in requests] == [tokens(one) for one in plain[: len(policies)]]
 
 
 def test_somebody_who_looks_on_sees_every_layer(folder):
