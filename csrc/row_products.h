@@ -13,9 +13,10 @@ namespace saccade {
 namespace {
 namespace layer {
 
-constexpr int kRowTile = 4;        // rows of x in a register tile
-constexpr int64_t kTaskRows = 32;  // rows of a weight matrix to a task
-constexpr int64_t kAhead = 8192;   // bytes; harmless behind the end
+constexpr int kRowTile = 4;             // rows of x in a register tile
+constexpr int64_t kTaskBytes = 24576;   // of a weight matrix to a task: few enough for threads to end together
+constexpr int64_t kTaskRows = 4;        // but so many of its rows, and a multiple of that
+constexpr int64_t kAhead = 8192;        // bytes; harmless behind the end
 
 template <class T>
 struct RowMath {
@@ -141,25 +142,29 @@ const typename RowMath<T>::X* values(const T* x, int64_t count, float* room) {
     }
 }
 
-// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, kTaskRows at a time; `follows` as for
+// Rows of `bytes` each to a task, a multiple of `step`.
+inline int64_t task_rows(int64_t bytes, int64_t step) { return std::max<int64_t>(kTaskBytes / bytes / step, 1) * step; }
+
+// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, `each` at a time; `follows` as for
 // parallel_for.
 template <class Work>
-void over_rows(const int64_t* sizes, int pieces, int threads, bool follows, Work&& work) {
+void over_rows(const int64_t* sizes, int pieces, int64_t each, int threads, bool follows, Work&& work) {
     struct Context {
         const int64_t* sizes;
         int pieces;
+        int64_t each;
         Work* work;
-    } context{sizes, pieces, &work};
+    } context{sizes, pieces, each, &work};
     int64_t tasks = 0;
-    for (int p = 0; p < pieces; ++p) tasks += (sizes[p] + kTaskRows - 1) / kTaskRows;
+    for (int p = 0; p < pieces; ++p) tasks += (sizes[p] + each - 1) / each;
     parallel_for(
         tasks, threads,
         [](void* data, int64_t index) {
             Context& c = *static_cast<Context*>(data);
             for (int p = 0; p < c.pieces; ++p) {
-                const int64_t count = (c.sizes[p] + kTaskRows - 1) / kTaskRows;
+                const int64_t count = (c.sizes[p] + c.each - 1) / c.each;
                 if (index < count) {
-                    (*c.work)(p, index * kTaskRows, std::min(c.sizes[p], (index + 1) * kTaskRows));
+                    (*c.work)(p, index * c.each, std::min(c.sizes[p], (index + 1) * c.each));
                     return;
                 }
                 index -= count;
