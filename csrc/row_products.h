@@ -108,10 +108,20 @@ inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, flo
         }
 }
 
-// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded; y has `stride` values a row.
+// What T stores of x, as T or as a float.
 template <class T>
+SACCADE_INLINE void put(T* p, float x) {
+    store_value(p, x);
+}
+template <class T, std::enable_if_t<!std::is_same_v<T, float>, int> = 0>
+SACCADE_INLINE void put(float* p, float x) {
+    *p = rounded<T>(x);
+}
+
+// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded to T; y has `stride` values a row.
+template <class T, class Y>
 void multiply_rows(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
-                   int64_t last, T* y, int64_t stride) {
+                   int64_t last, Y* y, int64_t stride) {
     const T *w = static_cast<const T*>(m.weight), *bias = static_cast<const T*>(m.bias);
     auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
         constexpr int O = decltype(outs)::value, R = decltype(count)::value;
@@ -119,7 +129,7 @@ void multiply_rows(const RowMatrix& m, int64_t in, const typename RowMath<T>::X*
         product<T, O, R>(w + o * in, in, x + r * in, sums);
         for (int j = 0; j < O; ++j)
             for (int i = 0; i < R; ++i)
-                store_value(y + (r + i) * stride + o + j, sums[j][i] + (bias ? to_float(bias[o + j]) : 0.0f));
+                put<T>(y + (r + i) * stride + o + j, sums[j][i] + (bias ? to_float(bias[o + j]) : 0.0f));
     };
     auto all_rows = [&](auto outs, int64_t o) {
         int64_t r = 0;

@@ -147,8 +147,8 @@ Operand<T> operand(const T* x, int64_t rows, int64_t in, float* room, int thread
     else return {values<T>(x, rows * in, room)};
 }
 
-template <bool Tiles, class T>
-void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows, int64_t first, int64_t last, T* y,
+template <bool Tiles, class T, class Y>
+void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows, int64_t first, int64_t last, Y* y,
               int64_t stride) {
     if constexpr (Tiles)
         if (x.columns) first = multiply_tiles(m, in, x, rows, first, last, y, stride);
@@ -249,7 +249,7 @@ template <class T, bool Tiles = false>
 void head_rows_typed(const HeadRows& c) {
     const Operand<T> x = normed_operand<T, Tiles>(c);
     over_rows(&c.head.rows, 1, rows_of_task<T, Tiles>(c.channels), c.threads, false, [&](int, int64_t first, int64_t last) {
-        multiply<Tiles, T>(c.head, c.channels, x, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
+        multiply<Tiles, T>(c.head, c.channels, x, c.rows, first, last, c.out, c.head.rows);
     });
 }
 

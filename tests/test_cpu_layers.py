@@ -135,14 +135,14 @@ def test_one_call_is_three_calls_a_layer(dtype, threads, isa):
         apart.run(layer, q, k, v, out, scale, softcap, threads)
         layers[layer].finish(one, out.transpose(0, 1))
     together, _, right = step(dtype)
-    other, whole = hidden.clone(), RowLayers(layers)
+    other, whole = hidden.clone(), RowLayers(layers, asked)
     q = whole.queries(len(hidden))
-    assert together.run_layers(whole, other, q, rotary, asked, threads) == (0, 0)
+    assert together.run_layers(whole, other, q, rotary, threads) == (0, 0)
     assert not torch.equal(other, hidden)
     assert torch.equal(one, other)
     assert torch.equal(apart.lse, together.lse)
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(left, right))
-    shares = step(dtype)[0].run_layers(whole, hidden.clone(), q, rotary, asked, threads, watched=True)
+    shares = step(dtype)[0].run_layers(whole, hidden.clone(), q, rotary, threads, watched=True)
     assert min(shares) > 0
     assert sum(shares) < 1
 
@@ -159,10 +159,10 @@ def test_an_error_in_the_middle_is_the_layers_own():
         _attended(apart, layers[1], one, rotary[1], asked[1], layer=1)
     together, kv, right = step(torch.float32)
     kv.tables[1].fill_(-1)
-    other, whole = hidden.clone(), RowLayers(layers)
+    other, whole = hidden.clone(), RowLayers(layers, asked)
     q = whole.queries(len(hidden))
     with pytest.raises(ValueError) as theirs:
-        together.run_layers(whole, other, q, rotary, asked, 2)
+        together.run_layers(whole, other, q, rotary, 2)
     assert str(theirs.value) == str(ours.value)
     assert torch.equal(one, other)
     assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(left, right))
@@ -179,16 +179,16 @@ def test_layers_and_rows_must_fit():
     layers = [weights(layer, torch.float32) for layer in range(LAYERS)]
     hidden, rotary, asked = inputs(torch.float32)
     planned = step(torch.float32)[0]
-    few = RowLayers(layers[:2])
+    few = RowLayers(layers[:2], asked[:2])
     with pytest.raises(ValueError, match="as many layers"):
-        planned.run_layers(few, hidden, few.queries(len(hidden)), rotary[:2], asked[:2], 1)
+        planned.run_layers(few, hidden, few.queries(len(hidden)), rotary[:2], 1)
     with pytest.raises(ValueError, match="shape and storage type"):
-        RowLayers([layers[0], weights(1, torch.bfloat16)])
-    whole = RowLayers(layers)
+        RowLayers([layers[0], weights(1, torch.bfloat16)], asked[:2])
+    whole = RowLayers(layers, asked)
     with pytest.raises(SaccadeError, match="hidden"):
-        planned.run_layers(whole, hidden.bfloat16(), whole.queries(len(hidden)), rotary, asked, 1)
+        planned.run_layers(whole, hidden.bfloat16(), whole.queries(len(hidden)), rotary, 1)
     with pytest.raises(ValueError, match="is not among"):
-        planned.run_layers(whole, hidden[:3], whole.queries(3), [(c[:3], s[:3]) for c, s in rotary], asked, 1)
+        planned.run_layers(whole, hidden[:3], whole.queries(3), [(c[:3], s[:3]) for c, s in rotary], 1)
 
 
 FIXED = [

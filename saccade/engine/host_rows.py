@@ -243,14 +243,14 @@ class JoinedRows:
         self.settle_fixed(q, next((one for one in attention if one.sinks is not None), attention[0]))
         if self.chosen:
             return False
-        clock, asked = self.setting.watch.clock, [(one.scale, one.softcap) for one in attention]
+        clock, given = self.setting.watch.clock, (layers, hidden, q, rotary, self.setting.threads)
         if clock is None:
-            self._rows.run_layers(layers, hidden, q, rotary, asked, self.setting.threads)
+            self._rows.run_layers(*given)
         else:
             clock.begin("linear")
             shares = 0.0, 0.0
             try:
-                shares = self._rows.run_layers(layers, hidden, q, rotary, asked, self.setting.threads, watched=True)
+                shares = self._rows.run_layers(*given, watched=True)
             finally:
                 clock.end(dict(zip(("attention", "selection"), shares)))
         self._count()

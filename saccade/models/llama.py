@@ -51,7 +51,7 @@ class LlamaDecoder:
         self._weights = weights
         self._layers = layers
         self._many = self._products(passes or _passes(weights.head.weight), joined=False)
-        self._few = _row_kernels(weights) if passes is None and layers is None else None
+        self._few = _row_kernels(weights, self.attention) if passes is None and layers is None else None
         self._most = MOST_ROWS.get(weights.head.weight.dtype, 0)  # rows that these serve
         self._kernels = self._few, self._many
 
@@ -106,7 +106,8 @@ class LlamaDecoder:
             hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype."""
+        """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype or as float32 of such
+        values."""
         return self.kernels(hidden.shape[0]).logits(hidden, None)
 
     def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
@@ -128,7 +129,7 @@ def _passes(weight: Tensor) -> RowPasses:
     return rows
 
 
-def _row_kernels(weights: LlamaWeights) -> KernelSet | None:
+def _row_kernels(weights: LlamaWeights, attention: Sequence[LayerAttention]) -> KernelSet | None:
     """The C++ kernels for few rows, where they read the weights."""
     if serves(*(part for layer in weights.layers for part in layer.tensors), *weights.ends) is not None:
         return None
@@ -137,4 +138,4 @@ def _row_kernels(weights: LlamaWeights) -> KernelSet | None:
         return head(hidden if delta is None else hidden.add_(delta), weights.norm, weights.head)
 
     layers = [RowLayer(layer) for layer in weights.layers]
-    return KernelSet(layers, logits, RowLayers(layers))
+    return KernelSet(layers, logits, RowLayers(layers, [(one.scale, one.softcap) for one in attention]))

@@ -89,8 +89,9 @@ class TorchProducts:
 
 @dataclass(frozen=True, eq=False)
 class KernelSet:
-    """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``. ``whole``: the layers
-    as whoever attends can run them by himself, in one call, if there is such a thing; he then times them, too."""
+    """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``, or as float32 of such
+    values. ``whole``: the layers as whoever attends can run them by himself, in one call, if there is such a thing; he
+    then times them, too."""
 
     layers: Sequence[LayerKernels]
     logits: Callable[[Tensor, Tensor | None], Tensor]

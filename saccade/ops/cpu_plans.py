@@ -189,16 +189,15 @@ class PlannedRows:
         hidden: Tensor,
         q: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
-        asked: Sequence[tuple[float, float | None]],
         threads: int | None,
         watched: bool = False,
     ) -> tuple[float, float]:
-        """Take ``hidden`` [rows, channels] of all rows, which all say what they read, through the model's ``layers``, in
-        place: to the last bit what project, :meth:`run` and finish would do layer by layer, without the interpreter's
-        lock. ``q``: room for queries, as ``layers`` makes it; ``rotary`` and ``asked`` as of RowLayers.turns. If
+        """Take ``hidden`` [rows, channels] of all rows, which all say what they read, through the model's ``layers``,
+        in place: to the last bit what project, :meth:`run` and finish would do layer by layer, without the
+        interpreter's lock. ``q``: room for queries, as ``layers`` makes it; ``rotary`` as of RowLayers.turns. If
         ``watched``, returns which shares of the time went to attention, and to choosing and learning, else 0."""
         count, one = hidden.shape[0], layers.layers[0]
-        turns, kept = layers.turns(rotary, asked)
+        turns, kept = layers.turns(rotary)
         k, v = torch.empty(2, count, one.kv_heads, one.head_dim, dtype=one.dtype)
         out = torch.empty(count, one.heads, one.head_dim, dtype=one.dtype)
         self._room(count, one.heads)

@@ -96,38 +96,39 @@ class RowLayers:
     """All layers of a model, for rows whose attention the kernels know in advance (cpu_plans.PlannedRows.run_layers):
     what each by itself would make of them, in one call."""
 
-    def __init__(self, layers: Sequence[RowLayer]) -> None:
+    def __init__(self, layers: Sequence[RowLayer], asked: Sequence[tuple[float, float | None]]) -> None:
+        """``asked[i]``: scale and cap of the logits of layer i's attention."""
         self.layers = layers  # the kernels hold addresses of their weights
         self.native = native.DecoderLayers([layer.native for layer in layers])
+        self._kinds = [(layer.rotated, *one) for layer, one in zip(layers, asked, strict=True)]
 
     def queries(self, rows: int) -> Tensor:
         """Room for a layer's queries of ``rows`` rows: [heads, rows, head_dim], rows before heads in memory."""
         one = self.layers[0]
         return torch.empty(rows, one.heads, one.head_dim, dtype=one.dtype).transpose(0, 1)
 
-    def turns(
-        self, rotary: Sequence[tuple[Tensor, Tensor]], asked: Sequence[tuple[float, float | None]]
-    ) -> tuple[list[Any], list[Tensor]]:
-        """What layer i has of its own in a step, as a struct LayerTurn, and the tensors behind it: cos and sin
-        ``rotary[i]`` [rows, head_dim], and ``asked[i]``, scale and cap of its attention's logits."""
-        made: dict[tuple[Any, ...], Any] = {}
+    def turns(self, rotary: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Any], list[Tensor]]:
+        """What layer i has of its own in a step, as a struct LayerTurn, whose cos and sin are ``rotary[i]`` [rows,
+        head_dim], and the tensors behind it."""
+        made: dict[Any, Any] = {}  # most layers have the same
         turns, kept = [], []
-        for layer, (cos, sin), (scale, softcap) in zip(self.layers, rotary, asked, strict=True):
-            key = id(cos), id(sin), layer.rotated, scale, softcap
+        for kind, pair in zip(self._kinds, rotary, strict=True):
+            key = kind, id(pair)
             turn = made.get(key)
             if turn is None:
-                pair = [cos.contiguous(), sin.contiguous()] if layer.rotated else []
-                kept += pair
-                places = dict(zip(("cos", "sin"), (one.data_ptr() for one in pair)))
+                rotated, scale, softcap = kind
+                own = [one.contiguous() for one in pair] if rotated else []
+                kept += own
+                places = dict(zip(("cos", "sin"), (one.data_ptr() for one in own)))
                 turn = made[key] = native.LayerTurn(**places, scale=scale, softcap=softcap or 0.0)
             turns.append(turn)
         return turns, kept
 
 
 def head(hidden: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """Logits [rows, out] of ``hidden`` [rows, channels], in its dtype."""
+    """Logits fp32 [rows, out] of ``hidden`` [rows, channels], rounded to its dtype."""
     hidden = hidden.contiguous()
-    out = torch.empty(hidden.shape[0], matrix.weight.shape[0], dtype=hidden.dtype)
+    out = torch.empty(hidden.shape[0], matrix.weight.shape[0])
     rows, channels = hidden.shape
     cpu.kernels().head_rows(
         native.HeadRows(
