@@ -128,7 +128,7 @@ class Sampler:
 
 
 def _values(logits: Tensor) -> np.ndarray[Any, Any]:
-    """For numpy, which finds the greatest by itself; torch takes longer, and wakes threads beside the kernels' for it."""
+    """For numpy, which finds the greatest by itself; torch takes longer and wakes threads beside those of kernels."""
     return logits.cpu().numpy()
 
 
