@@ -112,6 +112,7 @@ NB_MODULE(_kernels, m) {
     saccade::bind_blocks(m, set);
     saccade::bind_rows(m, set);
     saccade::bind_step(m, set);
+    saccade::bind_layers(m, set);
     saccade::bind_flex_choice(m, set);
     saccade::bind_sharing(m);
     saccade::bind_shares(m);

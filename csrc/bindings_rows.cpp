@@ -1,53 +1,18 @@
 // Layers on a few rows, and what they do between matrix products: saccade/ops/layer_rows.py and row_passes.py keep the
 // tensors alive. What stays the same from call to call is handed over once, as a layer's weights.
-#include "bindings.h"
+#include "layer_calls.h"
 
 namespace nb = nanobind;
 
 namespace saccade {
 namespace {
 
-struct LayerWeights {
-    Storage storage;
-    int64_t channels, head_dim;
-    const void *norm, *query_norm, *key_norm, *second_norm;
-    double epsilon, head_epsilon, second_epsilon;
-    RowMatrix query, key, value, output, gate, up, down;
-};
-
-// What a step hands to a layer; see ProjectRows and FinishRows.
-struct LayerInput {
-    int64_t rows;
-    const void *hidden, *cos, *sin;
-    void *q, *k, *v;
-};
-
-struct LayerUpdate {
-    int64_t rows;
-    void* hidden;
-    const void* attended;
-};
-
 void project_rows(const KernelSet& set, int threads, const LayerWeights& w, const LayerInput& in) {
-    run(set.project_rows, ProjectRows{w.storage,
-                                      threads,
-                                      in.rows,
-                                      w.channels,
-                                      w.head_dim,
-                                      in.hidden,
-                                      w.norm,
-                                      w.epsilon,
-                                      w.head_epsilon,
-                                      {w.query, w.key, w.value},
-                                      {w.query_norm, w.key_norm},
-                                      in.cos,
-                                      in.sin,
-                                      {in.q, in.k, in.v}});
+    run(set.project_rows, project_call(threads, w, in));
 }
 
 void finish_rows(const KernelSet& set, int threads, const LayerWeights& w, const LayerUpdate& in) {
-    run(set.finish_rows, FinishRows{w.storage, threads, in.rows, w.channels, w.query.rows, in.hidden, in.attended,
-                                    w.second_norm, w.second_epsilon, w.output, w.gate, w.up, w.down});
+    run(set.finish_rows, finish_call(threads, w, in));
 }
 
 void head_rows(const KernelSet& set, const HeadRows& call) { run(set.head_rows, call); }

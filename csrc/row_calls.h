@@ -36,7 +36,7 @@ struct FinishRows {
     RowMatrix output, gate, up, down;
 };
 
-// out [rows, head.rows] = head(norm(hidden)).
+// out [rows, head.rows] = head(norm(hidden)), what the storage type holds of it.
 struct HeadRows {
     Storage storage;
     int threads;
@@ -44,7 +44,7 @@ struct HeadRows {
     const void *hidden, *norm;
     double epsilon;
     RowMatrix head;
-    void* out;
+    float* out;
 };
 
 // One operation on `rows` rows of `width` values (row_passes.h), all of one storage type. `x` and `other` have strides,

@@ -13,9 +13,10 @@ namespace saccade {
 namespace {
 namespace layer {
 
-constexpr int kRowTile = 4;        // rows of x in a register tile
-constexpr int64_t kTaskRows = 32;  // rows of a weight matrix to a task
-constexpr int64_t kAhead = 8192;   // bytes; harmless behind the end
+constexpr int kRowTile = 4;             // rows of x in a register tile
+constexpr int64_t kTaskBytes = 24576;   // of a weight matrix to a task: few enough for threads to end together
+constexpr int64_t kTaskRows = 4;        // but so many of its rows, and a multiple of that
+constexpr int64_t kAhead = 8192;        // bytes; harmless behind the end
 
 template <class T>
 struct RowMath {
@@ -107,10 +108,20 @@ inline void product(const T* w, int64_t in, const typename RowMath<T>::X* x, flo
         }
 }
 
-// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded; y has `stride` values a row.
+// What T stores of x, as T or as a float.
 template <class T>
+SACCADE_INLINE void put(T* p, float x) {
+    store_value(p, x);
+}
+template <class T, std::enable_if_t<!std::is_same_v<T, float>, int> = 0>
+SACCADE_INLINE void put(float* p, float x) {
+    *p = rounded<T>(x);
+}
+
+// y[r][first ..] = x w^T + bias for rows first .. last - 1 of w, rounded to T; y has `stride` values a row.
+template <class T, class Y>
 void multiply_rows(const RowMatrix& m, int64_t in, const typename RowMath<T>::X* x, int64_t rows, int64_t first,
-                   int64_t last, T* y, int64_t stride) {
+                   int64_t last, Y* y, int64_t stride) {
     const T *w = static_cast<const T*>(m.weight), *bias = static_cast<const T*>(m.bias);
     auto tile = [&](auto outs, auto count, int64_t o, int64_t r) {
         constexpr int O = decltype(outs)::value, R = decltype(count)::value;
@@ -118,7 +129,7 @@ void multiply_rows(const RowMatrix& m, int64_t in, const typename RowMath<T>::X*
         product<T, O, R>(w + o * in, in, x + r * in, sums);
         for (int j = 0; j < O; ++j)
             for (int i = 0; i < R; ++i)
-                store_value(y + (r + i) * stride + o + j, sums[j][i] + (bias ? to_float(bias[o + j]) : 0.0f));
+                put<T>(y + (r + i) * stride + o + j, sums[j][i] + (bias ? to_float(bias[o + j]) : 0.0f));
     };
     auto all_rows = [&](auto outs, int64_t o) {
         int64_t r = 0;
@@ -141,25 +152,29 @@ const typename RowMath<T>::X* values(const T* x, int64_t count, float* room) {
     }
 }
 
-// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, kTaskRows at a time; `follows` as for
+// Rows of `bytes` each to a task, a multiple of `step`.
+inline int64_t task_rows(int64_t bytes, int64_t step) { return std::max<int64_t>(kTaskBytes / bytes / step, 1) * step; }
+
+// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, `each` at a time; `follows` as for
 // parallel_for.
 template <class Work>
-void over_rows(const int64_t* sizes, int pieces, int threads, bool follows, Work&& work) {
+void over_rows(const int64_t* sizes, int pieces, int64_t each, int threads, bool follows, Work&& work) {
     struct Context {
         const int64_t* sizes;
         int pieces;
+        int64_t each;
         Work* work;
-    } context{sizes, pieces, &work};
+    } context{sizes, pieces, each, &work};
     int64_t tasks = 0;
-    for (int p = 0; p < pieces; ++p) tasks += (sizes[p] + kTaskRows - 1) / kTaskRows;
+    for (int p = 0; p < pieces; ++p) tasks += (sizes[p] + each - 1) / each;
     parallel_for(
         tasks, threads,
         [](void* data, int64_t index) {
             Context& c = *static_cast<Context*>(data);
             for (int p = 0; p < c.pieces; ++p) {
-                const int64_t count = (c.sizes[p] + kTaskRows - 1) / kTaskRows;
+                const int64_t count = (c.sizes[p] + c.each - 1) / c.each;
                 if (index < count) {
-                    (*c.work)(p, index * kTaskRows, std::min(c.sizes[p], (index + 1) * kTaskRows));
+                    (*c.work)(p, index * c.each, std::min(c.sizes[p], (index + 1) * c.each));
                     return;
                 }
                 index -= count;

@@ -54,8 +54,9 @@ inline Operand<uint16_t> packed(const uint16_t* x, int64_t rows, int64_t in, flo
 }
 
 // multiply() by tiles, for whole tiles of rows of w; returns the first row that is left.
-inline int64_t multiply_tiles(const RowMatrix& m, int64_t in, const Operand<uint16_t>& x, int64_t rows, int64_t first,
-                              int64_t last, uint16_t* y, int64_t stride) {
+template <class Y>
+int64_t multiply_tiles(const RowMatrix& m, int64_t in, const Operand<uint16_t>& x, int64_t rows, int64_t first,
+                       int64_t last, Y* y, int64_t stride) {
     const TileRegisters<true> registers;
     const int64_t units = in / 2;
     alignas(64) float sums[kTileKeys * kTileKeys];
@@ -75,7 +76,7 @@ inline int64_t multiply_tiles(const RowMatrix& m, int64_t in, const Operand<uint
                         lanes[i] = Simd::load(sums + (half * kTileSide + i) * kTileKeys + part);
                     Simd::transpose(lanes);
                     for (int64_t i = 0; i < kTileSide && r + part + i < rows; ++i)
-                        Simd::store_row(y + (r + part + i) * stride + at, Simd::add(lanes[i], more));
+                        Simd::store_row(y + (r + part + i) * stride + at, rounded<uint16_t>(Simd::add(lanes[i], more)));
                 }
             }
         }

@@ -11,7 +11,18 @@ namespace saccade {
 namespace {
 namespace layer {
 
-// y = weight * round(x / rms(x)) over `n` channels, the squares' mean raised by epsilon.
+// y = weight * round(x / rms(x)) over `n` channels whose squares have this `sum`, their mean raised by epsilon.
+template <class T>
+void scale_row(const T* x, const T* weight, float sum, double epsilon, int64_t n, T* y) {
+    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(n) + static_cast<float>(epsilon));
+    const F factor = Simd::set1(scale);
+    int64_t i = 0;
+    for (; i + W <= n; i += W)
+        Simd::store_row(y + i,
+                        Simd::mul(Simd::load_row(weight + i), rounded<T>(Simd::mul(Simd::load_row(x + i), factor))));
+    for (; i < n; ++i) store_value(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
+}
+
 template <class T>
 void rms_norm(const T* x, const T* weight, double epsilon, int64_t n, T* y) {
     F acc = Simd::set1(0);
@@ -21,20 +32,43 @@ void rms_norm(const T* x, const T* weight, double epsilon, int64_t n, T* y) {
         acc = Simd::fma(v, v, acc);
     }
     float sum = Simd::sum(acc);
-    for (int64_t j = i; j < n; ++j) sum += to_float(x[j]) * to_float(x[j]);
-    const float scale = 1.0f / std::sqrt(sum / static_cast<float>(n) + static_cast<float>(epsilon));
-    const F factor = Simd::set1(scale);
-    for (i = 0; i + W <= n; i += W)
-        Simd::store_row(y + i,
-                        Simd::mul(Simd::load_row(weight + i), rounded<T>(Simd::mul(Simd::load_row(x + i), factor))));
-    for (; i < n; ++i) store_value(y + i, to_float(weight[i]) * rounded<T>(to_float(x[i]) * scale));
+    for (; i < n; ++i) sum += to_float(x[i]) * to_float(x[i]);
+    scale_row(x, weight, sum, epsilon, n, y);
+}
+
+// rms_norm of x += more, in place.
+template <class T>
+void add_norm(T* x, const T* more, const T* weight, double epsilon, int64_t n, T* y) {
+    F acc = Simd::set1(0);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+        F v = rounded<T>(Simd::add(Simd::load_row(x + i), Simd::load_row(more + i)));
+        Simd::store_row(x + i, v);
+        acc = Simd::fma(v, v, acc);
+    }
+    float sum = Simd::sum(acc);
+    for (; i < n; ++i) {
+        store_value(x + i, to_float(x[i]) + to_float(more[i]));
+        sum += to_float(x[i]) * to_float(x[i]);
+    }
+    scale_row(x, weight, sum, epsilon, n, y);
 }
 
 // One head, in place: x cos + rotate_half(x) sin.
 template <class T>
 void rotate(T* x, const T* cos, const T* sin, int64_t n) {
     const int64_t half = n / 2;
-    for (int64_t i = 0; i < half; ++i) {
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+        const F a = Simd::load_row(x + i), b = Simd::load_row(x + i + half);
+        const F low = rounded<T>(Simd::mul(a, Simd::load_row(cos + i)));
+        const F turned = rounded<T>(Simd::mul(b, Simd::load_row(sin + i)));
+        const F high = rounded<T>(Simd::mul(b, Simd::load_row(cos + i + half)));
+        const F other = rounded<T>(Simd::mul(a, Simd::load_row(sin + i + half)));
+        Simd::store_row(x + i, Simd::sub(low, turned));
+        Simd::store_row(x + i + half, Simd::add(high, other));
+    }
+    for (; i < half; ++i) {
         const float a = to_float(x[i]), b = to_float(x[i + half]);
         const float low = rounded<T>(a * to_float(cos[i])) + rounded<T>(-b * to_float(sin[i]));
         const float high = rounded<T>(b * to_float(cos[i + half])) + rounded<T>(a * to_float(sin[i + half]));
@@ -93,6 +127,13 @@ void norm_rows(const void* hidden, const void* weight, double epsilon, int64_t r
     });
 }
 
+// Rows of a weight matrix to a task, a multiple of `step`. What an output is must not hang on where tasks begin: tiles are
+// whole ones.
+template <class T, bool Tiles>
+int64_t rows_of_task(int64_t in, int64_t step = kTaskRows) {
+    return task_rows(in * static_cast<int64_t>(sizeof(T)), Tiles ? kTileKeys : step);
+}
+
 // Room of a call for x as a product takes it: values, or columns of tiles.
 template <class T, bool Tiles>
 float* take_room(Carver& take, int64_t rows, int64_t in) {
@@ -106,8 +147,8 @@ Operand<T> operand(const T* x, int64_t rows, int64_t in, float* room, int thread
     else return {values<T>(x, rows * in, room)};
 }
 
-template <bool Tiles, class T>
-void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows, int64_t first, int64_t last, T* y,
+template <bool Tiles, class T, class Y>
+void multiply(const RowMatrix& m, int64_t in, const Operand<T>& x, int64_t rows, int64_t first, int64_t last, Y* y,
               int64_t stride) {
     if constexpr (Tiles)
         if (x.columns) first = multiply_tiles(m, in, x, rows, first, last, y, stride);
@@ -133,11 +174,11 @@ template <class T, bool Tiles = false>
 void project_rows_typed(const ProjectRows& c) {
     const Operand<T> x = normed_operand<T, Tiles>(c);
     const int64_t sizes[3] = {c.parts[0].rows, c.parts[1].rows, c.parts[2].rows};
-    over_rows(sizes, 3, c.threads, true, [&](int part, int64_t first, int64_t last) {
+    over_rows(sizes, 3, rows_of_task<T, Tiles>(c.channels), c.threads, true, [&](int part, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.parts[part], c.channels, x, c.rows, first, last, static_cast<T*>(c.out[part]),
                            sizes[part]);
     });
-    const int64_t turned = 4 * (sizes[0] + sizes[1]);  // one by one, which takes longer
+    const int64_t turned = 2 * (sizes[0] + sizes[1]);  // which takes longer than to add
     over_parts(c.rows, turned, c.threads, [&](int64_t first, int64_t last) {
         for (int part = 0; part < 2; ++part) {
             T* out = static_cast<T*>(c.out[part]);
@@ -178,38 +219,37 @@ void finish_rows_typed(const FinishRows& c) {
     const auto taken = [&](const T* from, int64_t in) {
         return operand<T, Tiles>(from, rows, in, room.wide, c.threads);
     };
-    const auto add_sums = [&] {
-        over_parts(rows, n, c.threads, [&](int64_t first, int64_t last) {
-            add_rows<T>(hidden + first * n, room.y + first * n, (last - first) * n);
-        });
-    };
-
     Operand<T> x = taken(static_cast<const T*>(c.attended), c.attended_channels);
-    over_rows(&n, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
+    over_rows(&n, 1, rows_of_task<T, Tiles>(c.attended_channels), c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
     });
-    add_sums();
-
-    norm_rows<T>(hidden, c.norm, c.epsilon, rows, n, c.threads, room.x);
+    over_parts(rows, n, c.threads, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r)
+            add_norm<T>(hidden + r * n, room.y + r * n, static_cast<const T*>(c.norm), c.epsilon, n, room.x + r * n);
+    });
     x = taken(room.x, n);
-    over_rows(&inner, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
+    constexpr int64_t kGated = 16;  // whole vectors, whose lanes are others' than single values' activations
+    static_assert(kGated % W == 0 && kTileKeys % kGated == 0);
+    over_rows(&inner, 1, rows_of_task<T, Tiles>(n, kGated), c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.gate, n, x, rows, first, last, room.gate, inner);
         multiply<Tiles, T>(c.up, n, x, rows, first, last, room.up, inner);
         for (int64_t r = 0; r < rows; ++r)
             gated<T>(room.gate + r * inner + first, room.up + r * inner + first, last - first);
     });
     x = taken(room.gate, inner);
-    over_rows(&n, 1, c.threads, true, [&](int, int64_t first, int64_t last) {
+    over_rows(&n, 1, rows_of_task<T, Tiles>(inner), c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.down, inner, x, rows, first, last, room.y, n);
     });
-    add_sums();
+    over_parts(rows, n, c.threads, [&](int64_t first, int64_t last) {
+        add_rows<T>(hidden + first * n, room.y + first * n, (last - first) * n);
+    });
 }
 
 template <class T, bool Tiles = false>
 void head_rows_typed(const HeadRows& c) {
     const Operand<T> x = normed_operand<T, Tiles>(c);
-    over_rows(&c.head.rows, 1, c.threads, false, [&](int, int64_t first, int64_t last) {
-        multiply<Tiles, T>(c.head, c.channels, x, c.rows, first, last, static_cast<T*>(c.out), c.head.rows);
+    over_rows(&c.head.rows, 1, rows_of_task<T, Tiles>(c.channels), c.threads, false, [&](int, int64_t first, int64_t last) {
+        multiply<Tiles, T>(c.head, c.channels, x, c.rows, first, last, c.out, c.head.rows);
     });
 }
 

@@ -412,7 +412,7 @@ def test_batches_that_pick_single_keys_do_as_their_hooks(folder, monkeypatch, dt
 
 @pytest.mark.parametrize("policy", [one for one in LISTED if one.startswith("cis")])
 def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch, policy):
-    """What later rows share, after steps in which some units retrieved and some did not, all in one call a layer."""
+    """What later rows share, after steps in which some units retrieved and some did not, all in one call."""
     few = SamplingParams(temperature=0, max_tokens=37, ignore_eos=True)
 
     def left():
@@ -423,8 +423,8 @@ def test_shared_keys_are_to_the_last_bit_those_of_the_hooks(folder, monkeypatch,
             return sequence.memory.states
 
     calls = []
-    real = PlannedRows.run
-    monkeypatch.setattr(PlannedRows, "run", lambda self, *rest, **more: calls.append(1) or real(self, *rest, **more))
+    real = PlannedRows.run_layers
+    monkeypatch.setattr(PlannedRows, "run_layers", lambda *rest, **more: calls.append(1) or real(*rest, **more))
     joined = left()
     assert calls
     monkeypatch.setattr(FixedPlans, "of", lambda self, rows: None)
@@ -485,7 +485,7 @@ def test_a_stretch_belongs_in_part_to_another():
     clock = Clock(lambda: next(now))
     clock.begin("step")
     clock.begin("attention")
-    clock.end("selection", 0.25)
+    clock.end({"selection": 0.25})
     clock.begin("attention")
     clock.end()
     clock.end()

@@ -55,25 +55,33 @@ def in_runner(patch, llm: LLM, plant: Plant) -> None:
 
 
 def in_joined_rows(patch, llm: LLM, plant: Plant) -> None:
-    real = host_rows.JoinedRows.run
+    layer_by_layer, in_one_call = host_rows.JoinedRows.run, host_rows.JoinedRows.run_layers
+
+    def blamed(self):
+        return any(one.scheduled.start >= LAST for one in [*(one.rows for _, one in self.fixed), *self.chosen])
 
     def run(self, layer, *rest):
         if layer == 1:
-            rows = [*(one.rows for _, one in self.fixed), *self.chosen]
-            plant(any(one.scheduled.start >= LAST for one in rows))
-        return real(self, layer, *rest)
+            plant(blamed(self))
+        return layer_by_layer(self, layer, *rest)
+
+    def run_layers(self, *rest):
+        plant(blamed(self))
+        return in_one_call(self, *rest)
 
     patch.setattr(host_rows.JoinedRows, "run", run)
+    patch.setattr(host_rows.JoinedRows, "run_layers", run_layers)
 
 
 def in_joined_attention(patch, llm: LLM, plant: Plant) -> None:
-    real = host_rows.PlannedRows.run
+    for name in ("run", "run_layers"):
+        real = getattr(host_rows.PlannedRows, name)
 
-    def run(self, *rest, **options):
-        plant(any(row.position >= LAST for row in self._rows))
-        return real(self, *rest, **options)
+        def run(self, *rest, real=real, **options):
+            plant(any(row.position >= LAST for row in self._rows))
+            return real(self, *rest, **options)
 
-    patch.setattr(host_rows.PlannedRows, "run", run)
+        patch.setattr(host_rows.PlannedRows, name, run)
 
 
 def in_allocation(patch, llm: LLM, plant: Plant) -> None:

@@ -134,9 +134,40 @@ def test_shapes_that_fill_no_vector(dtype, threads, channels, dim, inner, rows, 
     inside = normed(after, second)
     after = after + through(torch.nn.functional.silu(through(inside, gate)) * through(inside, up), down)
     near = TOLERANCE[dtype]
+    assert torch.equal(logits, logits.to(dtype).float())
     for ours, exact in (*zip(projected, wanted), (done, after), (logits, through(normed(x, second), gate))):
-        assert ours.dtype == dtype
+        assert ours.dtype == (dtype if ours is not logits else torch.float32)
         assert float((ours.double() - exact).abs().max()) <= near * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_outputs_do_not_hang_on_where_tasks_begin(dtype, isa):
+    """Parts of a matrix by themselves, and an MLP whose units have moved up behind some that give nothing."""
+    channels, inner, dim, shift = 80, 320, 16, 64
+    rng = torch.Generator().manual_seed(2)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5 * 2).to(dtype)
+
+    norm, wide = Norm(1 + draw(channels), 1e-5), draw(1000, channels)
+    hidden, attended = draw(3, channels) * 6, draw(3, 3, dim)
+    logits = head(hidden, norm, Matrix(wide))
+    for first, last in ((0, 7), (5, 333), (411, 1000)):
+        assert torch.equal(head(hidden, norm, Matrix(wide[first:last])), logits[:, first:last])
+    parts = [Matrix(draw(heads * dim, channels)) for heads in (3, 1, 1)]
+    output, down = draw(channels, 3 * dim), draw(channels, inner)
+    gate, up = draw(inner, channels), draw(inner, channels)
+
+    def done(gate, up, down):
+        matrices = (Matrix(one) for one in (gate, up, down))
+        layer = RowLayer(LayerWeights(norm, *parts, Matrix(output), norm, *matrices, dim, rotated=False))
+        own = hidden.clone()
+        layer.finish(own, attended)
+        return own
+
+    zero = torch.zeros(shift, channels, dtype=dtype)
+    moved = torch.cat([zero, gate]), torch.cat([zero, up]), torch.cat([zero.T, down], 1)
+    assert torch.equal(done(gate, up, down), done(*moved))
 
 
 def test_models_of_other_shapes_keep_their_modules(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -25,15 +25,16 @@ class Clock:
         self._turn()
         self._open.append(name)
 
-    def end(self, other: str = "", share: float = 0.0) -> None:
-        """The stretch that began last ends; ``share`` of the time since the clock was turned belongs to ``other``."""
+    def end(self, shares: Mapping[str, float] | None = None) -> None:
+        """The stretch that began last ends; these ``shares`` of the time since the clock was turned belong to
+        others."""
         before = self.seconds.get(self._open[-1], 0.0)
         self._turn()
         name = self._open.pop()
-        if share:
-            moved = share * (self.seconds[name] - before)
-            self.seconds[name] -= moved
-            self.seconds[other] = self.seconds.get(other, 0.0) + moved
+        since = self.seconds[name] - before
+        for other, share in (shares or {}).items():
+            self.seconds[name] -= share * since
+            self.seconds[other] = self.seconds.get(other, 0.0) + share * since
 
     def _turn(self) -> None:
         now = self.now()

@@ -17,7 +17,7 @@ from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.hosted import HostedPart, HostedRows, Hosting
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
-from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention
+from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, WholeRows
 from saccade.ops import cpu_rows
 
 
@@ -107,6 +107,13 @@ class HostAttention:
     def parts(self) -> list[HostedPart] | None:
         """The rows as parts that take turns on the device and the CPU; None where they are attended together."""
         return self.hosting.parts(self.hosted) if self.hosting is not None and len(self.hosted) > 1 else None
+
+    def whole(self) -> WholeRows | None:
+        """The rows where none needs anything between the layers; else None."""
+        joined, audits = self.joined, self.setting.watch.audits
+        if joined is None or joined.chosen or audits or len(joined.fixed) < len(self.rows):
+            return None
+        return joined if self.frozen is None else None
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         self._settle_resolved(layer, q, spec)

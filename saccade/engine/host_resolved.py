@@ -64,7 +64,7 @@ class ResolvedRow:
             try:
                 share = self._attend(layer, q, k, v, spec, out, watched=True)
             finally:
-                clock.end("selection", share)
+                clock.end({"selection": share})
         self._kv.written(layer, self._start, self._start + 1)
         if layer == self.setting.spec.layers - 1:
             assert self._planned is not None

@@ -29,6 +29,7 @@ from saccade.models.interface import LayerAttention
 from saccade.ops import Result, cpu, cpu_readings, cpu_rows
 from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Ruled
 from saccade.ops.cpu_readings import Listed, Readings, Shared
+from saccade.ops.layer_rows import RowLayers
 from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, RankedBlocks, Summarized
 
 PLANS = 4096  # of methods used last
@@ -220,17 +221,46 @@ class JoinedRows:
             try:
                 share = self._rows.run(*given, watched=True)
             finally:
-                clock.end("selection", share)
+                clock.end({"selection": share})
         if self.fixed and setting.watch.audits:
             seen = (out, self._rows.lse) if self._whole is None else self._whole(out, self._rows.lse)
             for _, row in self.fixed:
                 self._audit(row.rows, layer, q, spec, *seen)
         if layer == setting.spec.layers - 1:
-            backend = f"cpu/{cpu.isa()}"
-            for number, row in self.fixed:
-                self.plans.count(row, backend, self._rows.ruled(number))
+            self._count()
         if self.chosen:
             self._run_chosen(layer, q, spec, out)
+
+    def run_layers(
+        self,
+        layers: RowLayers,
+        hidden: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        attention: Sequence[LayerAttention],
+    ) -> bool:
+        """See models.interface.WholeRows, for rows of which none is chosen for and none audited."""
+        q = layers.queries(hidden.shape[0])
+        self.settle_fixed(q, next((one for one in attention if one.sinks is not None), attention[0]))
+        if self.chosen:
+            return False
+        clock, given = self.setting.watch.clock, (layers, hidden, q, rotary, self.setting.threads)
+        if clock is None:
+            self._rows.run_layers(*given)
+        else:
+            clock.begin("linear")
+            shares = 0.0, 0.0
+            try:
+                shares = self._rows.run_layers(*given, watched=True)
+            finally:
+                clock.end(dict(zip(("attention", "selection"), shares)))
+        self._count()
+        return True
+
+    def _count(self) -> None:
+        """All rows that need no help were attended in every layer."""
+        backend = f"cpu/{cpu.isa()}"
+        for number, row in self.fixed:
+            self.plans.count(row, backend, self._rows.ruled(number))
 
     def _audit(self, rows: RequestRows, layer: int, q: Tensor, spec: LayerAttention, out: Tensor, lse: Tensor) -> None:
         audit, at = self.setting.watch.audits.get(rows.scheduled.request_id), rows.first

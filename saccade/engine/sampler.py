@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ class Sampler:
         sampling parameters make it so: some token would come out of it, and mean nothing."""
         scores = self._sound(ids, logits)
         if self.params.greedy:
-            return int(torch.argmax(scores))
+            return int(_values(scores).argmax())
         weights, sample = torch.softmax(scores.double(), -1), self.params.sample
         if proposal is not None:
             return decided(proposal, weights, self.seed, sample, position)
@@ -83,10 +85,10 @@ class Sampler:
 
     def _sound(self, ids: list[int], logits: Tensor) -> Tensor:
         """:meth:`processed`, or what :meth:`sample` raises."""
-        if not math.isfinite(logits.max()):
+        if not math.isfinite(_values(logits).max()):
             raise ModelError(NOT_FINITE)
         scores = self.processed(ids, logits)
-        if scores is not logits and not math.isfinite(scores.max()):
+        if scores is not logits and not math.isfinite(_values(scores).max()):
             raise RequestError(
                 f"the logits are not finite once repetition_penalty={self.params.repetition_penalty!r} and "
                 f"temperature={self.params.temperature!r} are applied; choose values nearer to 1"
@@ -123,6 +125,11 @@ class Sampler:
                 "bad_words, min_tokens and the constraint forbid every token that the model knows; allow some"
             )
         return self.warpers.warp(scores)
+
+
+def _values(logits: Tensor) -> np.ndarray[Any, Any]:
+    """For numpy, which finds the greatest by itself; torch takes longer and wakes threads beside those of kernels."""
+    return logits.cpu().numpy()
 
 
 def top_logprobs(logits: Tensor, chosen: int, count: int) -> dict[int, tuple[float, int]]:

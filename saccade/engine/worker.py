@@ -197,6 +197,7 @@ class Worker:
             ahead=context.ahead_rows(),
             inputs=context.input_rows(),
             parts=context.parts(),
+            whole=context.whole(),
         )
         take_logits(step, result, logits, there=logits.is_cuda)
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from saccade.ops.layer_rows import RowLayers
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -116,6 +118,22 @@ class RowsPart(Protocol):
         ...
 
 
+class WholeRows(Protocol):
+    """A pass's rows whose attention needs nothing from anybody between two layers."""
+
+    def run_layers(
+        self,
+        layers: RowLayers,
+        hidden: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        attention: Sequence[LayerAttention],
+    ) -> bool:
+        """Take ``hidden`` [rows, channels] through all ``layers``, in place, where layer i has cos and sin
+        ``rotary[i]`` [rows, head_dim] and asks its attention for ``attention[i]``. False where that cannot be after
+        all: nothing has happened then."""
+        ...
+
+
 class Stopwatch(Protocol):
     """Adds up the time of named stretches."""
 
@@ -192,8 +210,10 @@ class Runner(Protocol):
         ahead: AheadRows | None = None,
         inputs: InputRows | None = None,
         parts: Sequence[RowsPart] | None = None,
+        whole: WholeRows | None = None,
     ) -> Tensor:
         """``token_ids``, ``positions`` int64 [rows]; ``parts``, which tile the rows, attend in place of ``ctx`` where
-        the runner can take rows in parts; returns float32 logits [len(logit_rows), vocab_size]. A frozen
-        row's logits are those of its hidden state where it was frozen."""
+        the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over its layers; returns
+        float32 logits [len(logit_rows), vocab_size]. A frozen row's logits are those of its hidden state where it was
+        frozen."""
         ...

@@ -26,7 +26,7 @@ from saccade.models.llama_kernels import (
 )
 from saccade.models.llama_weights import LlamaWeights, read_weights
 from saccade.ops import row_passes, triton
-from saccade.ops.layer_rows import MOST_ROWS, RowLayer, head, serves
+from saccade.ops.layer_rows import MOST_ROWS, RowLayer, RowLayers, head, serves
 
 MLP_ROWS = 1024  # whose gate and up values stay in a CPU's caches until they have been multiplied
 
@@ -51,7 +51,7 @@ class LlamaDecoder:
         self._weights = weights
         self._layers = layers
         self._many = self._products(passes or _passes(weights.head.weight), joined=False)
-        self._few = _row_kernels(weights) if passes is None and layers is None else None
+        self._few = _row_kernels(weights, self.attention) if passes is None and layers is None else None
         self._most = MOST_ROWS.get(weights.head.weight.dtype, 0)  # rows that these serve
         self._kernels = self._few, self._many
 
@@ -106,7 +106,8 @@ class LlamaDecoder:
             hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype."""
+        """``hidden`` [rows, channels], before the final norm -> [rows, vocab_size], in its dtype or as float32 of such
+        values."""
         return self.kernels(hidden.shape[0]).logits(hidden, None)
 
     def _products(self, passes: RowPasses, joined: bool, products: Products | None = None) -> KernelSet:
@@ -128,7 +129,7 @@ def _passes(weight: Tensor) -> RowPasses:
     return rows
 
 
-def _row_kernels(weights: LlamaWeights) -> KernelSet | None:
+def _row_kernels(weights: LlamaWeights, attention: Sequence[LayerAttention]) -> KernelSet | None:
     """The C++ kernels for few rows, where they read the weights."""
     if serves(*(part for layer in weights.layers for part in layer.tensors), *weights.ends) is not None:
         return None
@@ -136,4 +137,5 @@ def _row_kernels(weights: LlamaWeights) -> KernelSet | None:
     def logits(hidden: Tensor, delta: Tensor | None) -> Tensor:
         return head(hidden if delta is None else hidden.add_(delta), weights.norm, weights.head)
 
-    return KernelSet([RowLayer(layer) for layer in weights.layers], logits)
+    layers = [RowLayer(layer) for layer in weights.layers]
+    return KernelSet(layers, logits, RowLayers(layers, [(one.scale, one.softcap) for one in attention]))

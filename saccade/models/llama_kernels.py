@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from saccade.models.interface import Stopwatch
+from saccade.ops.layer_rows import RowLayers
 from saccade.ops.layer_weights import HeadNorms, LayerWeights, Matrix, Norm
 
 Projected = tuple[Tensor, Tensor, Tensor]
@@ -88,10 +89,13 @@ class TorchProducts:
 
 @dataclass(frozen=True, eq=False)
 class KernelSet:
-    """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``."""
+    """All layers, and ``logits(hidden, delta)`` -> [rows, vocab_size] in the dtype of ``hidden``, or as float32 of such
+    values. ``whole``: the layers as whoever attends can run them by himself, in one call, if there is such a thing; he
+    then times them, too."""
 
     layers: Sequence[LayerKernels]
     logits: Callable[[Tensor, Tensor | None], Tensor]
+    whole: RowLayers | None = None
 
     def timed(self, stopwatch: Stopwatch) -> KernelSet:
         """The same kernels, timed as "linear"."""
@@ -102,7 +106,7 @@ class KernelSet:
             stopwatch.end()
             return out
 
-        return KernelSet([_TimedLayer(layer, stopwatch) for layer in self.layers], logits)
+        return KernelSet([_TimedLayer(layer, stopwatch) for layer in self.layers], logits, self.whole)
 
 
 class ProductLayer:

@@ -24,6 +24,7 @@ from saccade.models.interface import (
     ScoredRows,
     Segment,
     Stopwatch,
+    WholeRows,
 )
 from saccade.models.llama import LlamaDecoder
 from saccade.models.modules import ModuleLayers
@@ -91,6 +92,7 @@ class HFRunner:
         ahead: AheadRows | None = None,
         inputs: InputRows | None = None,
         parts: Sequence[RowsPart] | None = None,
+        whole: WholeRows | None = None,
     ) -> Tensor:
         """See ``interface.Runner.run``. ``segments`` must tile the rows in order; ValueError if they do not."""
         _check_rows(token_ids, positions, segments)
@@ -99,11 +101,15 @@ class HFRunner:
         hidden = self.embed(sent(token_ids, device))
         rotary = self.rotary.embed(hidden, positions, segments)
         kernels = None if llama is None else llama.kernels(hidden.shape[0])
-        apart = parts is not None and llama is not None
-        if parts is not None and llama is not None:
-            self._run_parts(hidden, rotary, parts, llama)
+        done = False  # without this loop
+        if llama is not None and kernels is not None:
+            if parts is not None:
+                self._run_parts(hidden, rotary, parts, llama)
+                done = True
+            elif whole is not None and kernels.whole is not None and ahead is None and inputs is None:
+                done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
         delta: Tensor | None = None  # what is still to be added to hidden
-        for index in range(0 if apart else self.spec.layers):
+        for index in range(0 if done else self.spec.layers):
             freezes = frozen is not None and bool(frozen.skip(index).any())
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None

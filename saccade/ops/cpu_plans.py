@@ -18,8 +18,8 @@ from saccade.errors import SaccadeError
 from saccade.kv.block_codes import BlockCodes
 from saccade.ops import cpu
 from saccade.ops.cpu_readings import Listed, Readings, Shared
-from saccade.ops.cpu_structs import codes_of, native, pool_of
-from saccade.ops.layer_rows import MOST_ROWS
+from saccade.ops.cpu_structs import address, codes_of, native, pool_of
+from saccade.ops.layer_rows import MOST_ROWS, RowLayers
 from saccade.ops.layout import written as checked
 
 Array = np.ndarray[Any, Any]
@@ -183,6 +183,45 @@ class PlannedRows:
         """:meth:`run` for rows that are stored already."""
         return self._run(layer, q, NOTHING_NEW, out, scale, softcap, threads, True, watched)
 
+    def run_layers(
+        self,
+        layers: RowLayers,
+        hidden: Tensor,
+        q: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        threads: int | None,
+        watched: bool = False,
+    ) -> tuple[float, float]:
+        """Take ``hidden`` [rows, channels] of all rows, which all say what they read, through the model's ``layers``,
+        in place: to the last bit what project, :meth:`run` and finish would do layer by layer, without the
+        interpreter's lock. ``q``: room for queries, as ``layers`` makes it; ``rotary`` as of RowLayers.turns. If
+        ``watched``, returns which shares of the time went to attention, and to choosing and learning, else 0."""
+        count, one = hidden.shape[0], layers.layers[0]
+        turns, kept = layers.turns(rotary)
+        k, v = torch.empty(2, count, one.kv_heads, one.head_dim, dtype=one.dtype)
+        out = torch.empty(count, one.heads, one.head_dim, dtype=one.dtype)
+        self._room(count, one.heads)
+        own = max(1, torch.get_num_threads())
+        call = native.LayersCall(
+            rows=count,
+            hidden=address(checked("hidden", hidden, one.dtype)),
+            q=q.data_ptr(),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            attended=out.data_ptr(),
+            lse=self._lse.data_ptr(),
+            threads=own,
+            attending=own if threads is None else max(1, threads),
+        )
+        kernels: Any = cpu.kernels()
+        shares: tuple[float, float] = kernels.run_layers(self._step, layers.native, self._pool, call, turns, watched)
+        del kept  # which the call has read
+        return shares
+
+    def _room(self, count: int, heads: int) -> None:
+        if self._lse.shape != (count, heads):
+            self._lse = torch.empty(count, heads)
+
     def _run(
         self,
         layer: int,
@@ -198,8 +237,7 @@ class PlannedRows:
         checked("out", out, q.dtype)
         count, heads, _ = out.shape
         head_stride, row_stride, _ = q.stride()
-        if self._lse.shape != (count, heads):
-            self._lse = torch.empty(count, heads)
+        self._room(count, heads)
         queries = native.Queries(
             q=q.data_ptr(),
             head_stride=head_stride,

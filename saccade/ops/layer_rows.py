@@ -3,6 +3,7 @@ rows. torch's bfloat16 product of one row reads weights at a fraction of the mem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class RowLayer:
         self.heads, self.kv_heads = (part.weight.shape[0] // weights.head_dim for part in (weights.query, weights.key))
         self.head_dim, self.dtype, self.rotated = weights.head_dim, weights.query.weight.dtype, weights.rotated
         norms = weights.head_norms
-        self._layer = native.LayerWeights(
+        self.native = native.LayerWeights(
             storage=STORAGE[self.dtype],
             channels=weights.norm.weight.numel(),
             head_dim=self.head_dim,
@@ -79,7 +80,7 @@ class RowLayer:
             k=k.data_ptr(),
             v=v.data_ptr(),
         )
-        cpu.kernels().project_rows(torch.get_num_threads(), self._layer, given)
+        cpu.kernels().project_rows(torch.get_num_threads(), self.native, given)
         return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> None:
@@ -88,13 +89,46 @@ class RowLayer:
         rows = written("hidden", hidden, self.dtype).shape[0]
         attended = attended.transpose(0, 1).contiguous()
         update = native.LayerUpdate(rows=rows, hidden=address(hidden), attended=attended.data_ptr())
-        cpu.kernels().finish_rows(torch.get_num_threads(), self._layer, update)
+        cpu.kernels().finish_rows(torch.get_num_threads(), self.native, update)
+
+
+class RowLayers:
+    """All layers of a model, for rows whose attention the kernels know in advance (cpu_plans.PlannedRows.run_layers):
+    what each by itself would make of them, in one call."""
+
+    def __init__(self, layers: Sequence[RowLayer], asked: Sequence[tuple[float, float | None]]) -> None:
+        """``asked[i]``: scale and cap of the logits of layer i's attention."""
+        self.layers = layers  # the kernels hold addresses of their weights
+        self.native = native.DecoderLayers([layer.native for layer in layers])
+        self._kinds = [(layer.rotated, *one) for layer, one in zip(layers, asked, strict=True)]
+
+    def queries(self, rows: int) -> Tensor:
+        """Room for a layer's queries of ``rows`` rows: [heads, rows, head_dim], rows before heads in memory."""
+        one = self.layers[0]
+        return torch.empty(rows, one.heads, one.head_dim, dtype=one.dtype).transpose(0, 1)
+
+    def turns(self, rotary: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Any], list[Tensor]]:
+        """What layer i has of its own in a step, as a struct LayerTurn, whose cos and sin are ``rotary[i]`` [rows,
+        head_dim], and the tensors behind it."""
+        made: dict[Any, Any] = {}  # most layers have the same
+        turns, kept = [], []
+        for kind, pair in zip(self._kinds, rotary, strict=True):
+            key = kind, id(pair)
+            turn = made.get(key)
+            if turn is None:
+                rotated, scale, softcap = kind
+                own = [one.contiguous() for one in pair] if rotated else []
+                kept += own
+                places = dict(zip(("cos", "sin"), (one.data_ptr() for one in own)))
+                turn = made[key] = native.LayerTurn(**places, scale=scale, softcap=softcap or 0.0)
+            turns.append(turn)
+        return turns, kept
 
 
 def head(hidden: Tensor, norm: Norm, matrix: Matrix) -> Tensor:
-    """Logits [rows, out] of ``hidden`` [rows, channels], in its dtype."""
+    """Logits fp32 [rows, out] of ``hidden`` [rows, channels], rounded to its dtype."""
     hidden = hidden.contiguous()
-    out = torch.empty(hidden.shape[0], matrix.weight.shape[0], dtype=hidden.dtype)
+    out = torch.empty(hidden.shape[0], matrix.weight.shape[0])
     rows, channels = hidden.shape
     cpu.kernels().head_rows(
         native.HeadRows(

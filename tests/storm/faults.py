@@ -69,8 +69,10 @@ class Faults:
         yield "kernel", host_calls, "run_call", 0.004
         if cpu.available():
             yield "kernel", cpu_plans.PlannedRows, "run", 0.004
+            yield "kernel", cpu_plans.PlannedRows, "run_layers", 0.008
         yield "layer loop", HostAttention, "run", 0.004
         yield "layer loop", JoinedRows, "run", 0.004
+        yield "layer loop", JoinedRows, "run_layers", 0.008
         yield "layer loop", self.runner, "run", 0.008
         yield "step", Worker, "run", 0.008
         yield "choice", Sampler, "sample", 0.008
