@@ -160,7 +160,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             for per_row, warps in ((False, flex_blocks.warps_for(blocks)), (True, flex_blocks.warps_for(blocks)))
         ]
         found.append(
-            (triton_threshold._threshold, {"SPAN": span}, {"num_warps": min(triton_threshold.WARPS, span // 128)})
+            (
+                triton_threshold._threshold,
+                {"SPAN": span, "STAGES": triton_threshold.STAGES},
+                {"num_warps": min(triton_threshold.WARPS, span // 128)},
+            )
         )
         found.append((choose._count, {**width, "WIDTH": choose.width_of(blocks)}, {"num_warps": 4}))
         found.append((choose._compact, {"WIDTH": choose.width_of(blocks)}, {"num_warps": 4}))

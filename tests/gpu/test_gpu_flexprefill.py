@@ -14,7 +14,9 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill, triton_threshold
 from saccade.methods.flexprefill.triton_threshold import mass_threshold
+from saccade.ops.pairs import pairs
 from saccade.ops.triton import pages
+from saccade.selection import Corrected
 
 METHODS = [
     FlexPrefill(lines="block", min_budget=256, max_budget=1024, gamma=0.9, tau=0.0),
@@ -88,3 +90,10 @@ def test_a_choice_is_a_handful_of_kernels(q_len, n):
         torch.cuda.synchronize()
     kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert 0 < len(kernels) <= 8, kernels
+
+
+def test_pairs_are_counted_as_in_torch():
+    chunk, _ = chunk_of(8, 2, 3001, 7999, 64, torch.bfloat16)
+    found = METHODS[0].select_prefill(chunk)
+    for selection in (found, Corrected(found, 128)):
+        assert torch.equal(pairs(selection), found.pairs())
