@@ -24,6 +24,7 @@ from saccade.ops.triton import (
     batched_best,
     batched_rank,
     best_parts,
+    block_pairs,
     block_rows,
     block_summaries,
     block_sums,
@@ -60,6 +61,7 @@ OTHERS = {
     means._means: {"out": "*fp32"},
     prefill_together._together: {"table": "*i64", "none": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
+    block_pairs._pairs: {"found": "*i64"},
     choose._count: {"arrived": "*i64"},
     block_summaries._summarize: {"made": "*fp32"},
     block_sums._read_blocks: {"parts": "*fp32", "arrived": "*i64", "rows": "i32"},
@@ -124,6 +126,7 @@ HEADS = {"HEADS": 32, "KV_HEADS": 8, "UNITS": 32, "CAPPED": False, "PAGE": 32, "
 def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """(kernel, constants, launch options)."""
     found: list[tuple[Any, dict[str, Any], dict[str, int]]] = [
+        (block_pairs._pairs, {"SIZE": 128, "SPAN": block_pairs.SPAN}, {"num_warps": 4}),
         (heaviest._heaviest, {"SPAN": 4096}, {"num_warps": 8}),
         (reach.reach, {"EACH": 8, "WIDTH": 1024, "SHARES": False}, {"num_warps": 4}),
         (block_rows._split, {"PER_UNIT": 4, "WIDTH": block_rows.WIDTH}, {"num_warps": 4}),
@@ -157,7 +160,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             for per_row, warps in ((False, flex_blocks.warps_for(blocks)), (True, flex_blocks.warps_for(blocks)))
         ]
         found.append(
-            (triton_threshold._threshold, {"SPAN": span}, {"num_warps": min(triton_threshold.WARPS, span // 128)})
+            (
+                triton_threshold._threshold,
+                {"SPAN": span, "STAGES": triton_threshold.STAGES},
+                {"num_warps": min(triton_threshold.WARPS, span // 128)},
+            )
         )
         found.append((choose._count, {**width, "WIDTH": choose.width_of(blocks)}, {"num_warps": 4}))
         found.append((choose._compact, {"WIDTH": choose.width_of(blocks)}, {"num_warps": 4}))

@@ -21,7 +21,7 @@ from saccade.methods.lfps import triton_stand_ins, triton_tables
 from saccade.methods.lfps.tables import ScoreTables
 from saccade.methods.loopserve.triton_line_cover import cover
 from saccade.ops import attend
-from saccade.ops.triton import batched_decode, batched_rank, block_sums, choose, line_sums, rows
+from saccade.ops.triton import batched_decode, batched_rank, block_pairs, block_sums, choose, line_sums, rows
 from saccade.ops.triton.candidates import choose as choose_candidates
 from saccade.ops.triton.decode import KeyLists, attend_decode
 from saccade.ops.triton.dispatch import pages_of
@@ -57,6 +57,8 @@ def test_attention(kind, q_len):
     agrees(lambda q: attend(q, view, selection, backend="triton"), q, layouts=("sliced",))
     if kind in ("dense", "band", "blocks") and q_len > 1:
         agrees(lambda q: attend_prefill(q, view, selection, scale=0.2), q)
+    if kind == "blocks":
+        agrees(block_pairs.pairs, selection)
     if kind == "lines":
         agrees(lambda q, lines: attend_lines(q, view, lines, scale=0.2), q, selection)
 

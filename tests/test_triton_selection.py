@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from helpers import Planted, planted_heads
+from launches import Launches
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
@@ -25,7 +28,7 @@ from saccade.ops.scores import (
     row_weights,
     slash_sums,
 )
-from saccade.ops.triton import antidiagonals, reach
+from saccade.ops.triton import antidiagonals, block_pairs, reach
 from saccade.ops.triton import line_sums as sums
 from saccade.ops.triton import row_shares as on_device
 from saccade.ops.triton.block_energies import energies
@@ -196,6 +199,22 @@ def test_compaction_gives_the_lists_of_the_mask():
     assert torch.equal(got.indices[: expected.indices.numel()], expected.indices)
     assert torch.equal(got.block_mask(), taken)
     assert torch.equal(got.unit_pairs(), expected.unit_pairs())
+
+
+@pytest.mark.parametrize(("q_len", "n", "units"), [(500, 700, 4), (700, 700, 2), (40, 333, 1), (1, 129, 2), (9, 60, 4)])
+def test_pairs_of_blocks_are_counted_in_one_launch(q_len, n, units, monkeypatch):
+    """Query blocks that the call cuts at either end; empty lists; lists without their diagonal block."""
+    monkeypatch.setattr(block_pairs, "SPAN", 4)
+    shape, k_blocks = Shape.suffix(4, 2, q_len, n), -(-n // 64)
+    rng = torch.Generator().manual_seed(n)
+    mask = torch.rand(units, k_blocks - shape.q_start // 64, k_blocks, generator=rng) < 0.4
+    mask[0, 0] = False
+    lists = Blocks.from_block_mask(shape, 64, mask)
+    roomy = replace(lists, indices=torch.cat([lists.indices, torch.full((9,), 999, dtype=torch.int32)]))
+    with Launches() as launches:
+        counted = block_pairs.pairs(roomy)
+    assert launches.total == 1
+    assert torch.equal(counted, lists.mask().flatten(1).sum(1))
 
 
 TOKEN = [

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from saccade.engine.device_counts import DeviceCounts, LayerCounts
 from saccade.engine.step import CallCount, RequestResult
+from saccade.ops.pairs import pairs as pairs_of
 from saccade.selection import Selection
 
 
@@ -86,7 +87,7 @@ class LayerStats:
         self.least_covered = min(self.least_covered, counts.least)
 
     def _attend(self, used: Selection) -> None:
-        pairs = used.pairs()
+        pairs = pairs_of(used)
         if pairs.numel() == 1:
             pairs = pairs.expand(used.shape.heads)
         if self.attended is not None and self.attended.is_cuda:

@@ -55,8 +55,8 @@ def mean_rows(rows, head_at, row_stride, low, high, D: tl.constexpr, D_PAD: tl.c
     """Mean of rows ``low .. high - 1``, at most SIZE, of one head; zeros where there are none: fp32 [D_PAD]."""
     channel = tl.arange(0, D_PAD)
     total = tl.zeros([D_PAD], tl.float32)
-    for start in tl.range(low, high, SIZE // 2):  # halves take half the registers
-        row = start + tl.arange(0, SIZE // 2)
+    for half in tl.static_range(2):
+        row = low + half * (SIZE // 2) + tl.arange(0, SIZE // 2)
         at = rows + head_at + row[:, None].to(tl.int64) * row_stride + channel[None, :]
         values = tl.load(at, mask=(row < high)[:, None] & (channel < D)[None, :], other=0.0)
         total += tl.sum(values.to(tl.float32), 0)
