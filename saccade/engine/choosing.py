@@ -119,7 +119,7 @@ def _warped(scores: Tensor, asked: Sequence[RowSampling]) -> Tensor:
         limited = whole([rank < vocab for rank in ranks], scores.device).bool()[:, None]
         scores = scores.masked_fill(limited & (scores < last), -torch.inf)
     if any(one.top_p < 1.0 for one in asked):
-        rising, order = torch.sort(scores)
+        rising, order = torch.sort(scores, stable=True)  # equals leave in the order of their ids, as of any sampler's
         # `1 - top_p` is rounded once, as the number that transformers compares with.
         rest = torch.tensor([1 - one.top_p for one in asked], dtype=torch.float64)
         rest = _over(rest, scores.device, scores.dtype)[:, None]
