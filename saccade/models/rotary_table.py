@@ -50,7 +50,7 @@ class RotaryTable:
     @torch.inference_mode()  # the table is written to in steps
     def _fill(self, stretch: int) -> int:
         """Ask for a stretch, in place of the one used longest ago where all slots are taken."""
-        cos, sin = self._ask(torch.arange(stretch * SPAN, (stretch + 1) * SPAN))
+        cos, sin = self._ask(torch.arange(stretch * SPAN, (stretch + 1) * SPAN, device="cpu"))
         if self._table is None:
             self._table = cos.new_empty(KEPT * SPAN, cos.shape[1]), sin.new_empty(KEPT * SPAN, sin.shape[1])
         try:
