@@ -40,7 +40,7 @@ def _take_likeliest(logits: Tensor, rows: Sequence[Row]) -> set[int]:
     """Give ``rows`` their likeliest tokens; the places of those whose logits are sound."""
     if not rows:
         return set()
-    tokens = likeliest(_of(logits, rows)).tolist()
+    tokens = likeliest(_of(logits, rows))
     return {_take(row, token) for row, token in zip(rows, tokens) if token != LEFT}
 
 
