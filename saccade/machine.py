@@ -36,6 +36,8 @@ _UNITS = {
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """``values``, of the host, on ``device``, without a wait for what runs there: a GPU takes them from pinned memory
     when it comes to it. They must not change meanwhile where ``device`` is the host."""
+    if values.device == device:  # asked several times a step: `to` would take as long as an operator
+        return values
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

@@ -58,8 +58,7 @@ class Sequences:
             for number, (start, policy) in enumerate(zip(starts, self.policies))
         )  # fmt: skip
         self.done += 1
-        none = torch.empty(0, dtype=torch.int64)
-        return StepInput(scheduled, ids, torch.tensor(starts), tuple(range(len(ids) + 1)), (none,) * len(ids), none)
+        return StepInput(scheduled, ids, torch.tensor(starts), tuple(range(len(ids) + 1)))
 
 
 class Reference:

@@ -31,5 +31,11 @@ def test_rules_are_counted_whenever_somebody_asks():
 def test_the_likeliest_of_each_row():
     logits = torch.tensor([[1.0, 3.0, 3.0], [math.nan, 9.0, 1.0], [-math.inf, 2.0, -1.0], [0.0, math.inf, 1.0]])
     # The lowest of equals; none where the greatest is no finite number.
-    assert likeliest(logits).tolist() == [1, LEFT, 1, LEFT]
-    assert likeliest(logits[:0]).tolist() == []
+    assert likeliest(logits) == [1, LEFT, 1, LEFT]
+    assert likeliest(logits[:0]) == []
+    random = torch.Generator().manual_seed(3)
+    for vocab in (1, 7, 500, 128_256):
+        wide = torch.randn(5, vocab + 3, generator=random).bfloat16().float()[:, 1 : vocab + 1]  # of many equals
+        assert likeliest(wide) == wide.argmax(-1).tolist() == [int(row.argmax()) for row in wide]
+        wide[3, -1], wide[1] = math.nan, -math.inf
+        assert [at for at, token in enumerate(likeliest(wide)) if token == LEFT] == [1, 3]

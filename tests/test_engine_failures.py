@@ -220,7 +220,8 @@ def test_interleaved_streams_lose_nothing(llm, prompts, solo):
 
 
 def test_a_failure_in_choosing_a_token_takes_nobody_down(llm, prompts, solo, monkeypatch):
-    good, bad = start(llm, prompts[0]), start(llm, prompts[2])
+    drawn = SamplingParams(temperature=1, max_tokens=10, seed=1)  # by its own sampler
+    good, bad = start(llm, prompts[0]), start(llm, prompts[2], drawn)
     monkeypatch.setattr(bad.sampler, "sample", lambda *_: [][0])
     finish(llm.engine)
     assert good.final_ids == solo[0]

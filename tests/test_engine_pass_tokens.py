@@ -25,7 +25,7 @@ def run(step, logits, there):
     result = StepResult({one.request_id: RequestResult.of(one) for one in step})
     result.requests[4].error = "broke before"
     loc = torch.zeros(0, dtype=torch.long)
-    take_logits(StepInput(tuple(step), loc, loc, (), (), loc), result, logits, there)
+    take_logits(StepInput(tuple(step), loc, loc, ()), result, logits, there)
     return result.requests
 
 

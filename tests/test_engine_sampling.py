@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from engine_helpers import LAYERS, make, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS, make_checkpoint, oracle, oracle_logits, random_ids
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from saccade import LLM, SamplingParams
 from saccade.engine.sampler import Sampler, top_logprobs
 from saccade.engine.stopping import StopText
 from saccade.errors import RequestError
+from saccade.models.warpers import TopP
 
 PROMPT = random_ids(60, seed=5)
 
@@ -68,6 +72,42 @@ def test_probabilities_are_those_of_generate(llm, theirs, options):
         ids = out.sequences[0, : 60 + step].tolist()
         ours = torch.softmax(sampler.warpers.process(ids, raw[0].float()), -1)
         torch.testing.assert_close(ours, torch.softmax(scores[0].float(), -1), atol=1e-6, rtol=1e-5)
+
+
+def stable_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """transformers' rule over a sort that leaves equals in their order."""
+    rising, order = torch.sort(scores, stable=True)
+    gone = rising.softmax(-1).cumsum(-1) <= 1 - top_p
+    gone[..., -1] = False
+    return scores.masked_fill(gone.scatter(1, order, gone), -math.inf)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 50, 32_000, 128_256])
+def test_top_p_equals_transformers_to_the_last_bit(vocab):
+    random = torch.Generator().manual_seed(vocab)
+    plain = torch.randn(1, vocab, generator=random) * 3
+    few = torch.where(plain < plain.topk(min(vocab, 20))[0][:, -1:], -math.inf, plain)  # as top-k leaves them
+    cases = {
+        "plain": plain,
+        "few": few,
+        "bfloat16": plain.bfloat16().float(),  # equal logits everywhere, as a model in bfloat16 gives them
+        "coarse": plain.round(),
+        "all alike": torch.zeros(1, vocab),
+        "signed zeros": torch.where(plain < 0, -0.0, 0.0),
+        "one": torch.where(torch.arange(vocab) == vocab // 2, 0.0, -math.inf)[None],
+        "too great": plain * 1e39,
+        "no number": torch.where(torch.arange(vocab) == vocab // 2, math.nan, plain),
+    }
+    for name, scores in cases.items():
+        for top_p in (0.001, 0.3, 0.8, 0.95, 0.999, 1.0 - 1e-9):
+            given = scores.clone()
+            got = TopP(top_p)(torch.empty(1, 0, dtype=torch.long), given)
+            assert torch.equal(given.nan_to_num(7.0), scores.nan_to_num(7.0)), name
+            wanted = [stable_top_p(scores, top_p)]
+            if name in ("plain", "few", "one"):
+                wanted.append(TopPLogitsWarper(top_p)(torch.empty(1, 0, dtype=torch.long), scores))
+            for one in wanted:
+                assert torch.equal(got.view(torch.int32), one.view(torch.int32)), (name, top_p)
 
 
 def test_greedy_with_repetition_penalty_equals_generate(llm, theirs):

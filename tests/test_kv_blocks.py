@@ -143,18 +143,6 @@ def test_thousands_of_operations_against_plain_counts(seed, heads_apart):
     assert (pool.used_blocks, pool.free_logical) == (0, 14)
 
 
-def test_last_use_is_the_step_that_reserved():
-    pool = pool_of(30)
-    a, b = SequenceKV(pool), SequenceKV(pool)
-    a.reserve(20)
-    pool.advance()
-    b.reserve(20)
-    pool.advance()
-    a.reserve(20)
-    assert pool.last_use[a.block_table].tolist() == [2, 2]
-    assert pool.last_use[b.block_table].tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("heads_apart", [False, True])
 def test_a_block_that_leaves_and_comes_back_is_found_again(heads_apart):
     """Views follow the map: content written to a block's new slots is read, in one layer, and by one head."""

@@ -9,6 +9,8 @@ import torch
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
+from saccade.cli.main import main
+from saccade.engine.config import EngineConfig
 from saccade.engine.freezing import READ_ROWS
 from saccade.errors import CapacityError, PolicyError, RequestError, SaccadeError
 from saccade.kv.format import KVFormat
@@ -114,7 +116,7 @@ def test_a_prompt_that_can_never_fit_the_pool_is_refused(tiny_llama):
         ({"kv_memory": float("nan")}, "kv_memory=nan"),
         ({"kv_memory": float("inf")}, "kv_memory=inf"),
         ({"kv_memory": 100}, "give at least"),
-        ({"prefill_chunk": 0}, "prefill_chunk=0"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0 must be an integer >= 1, or None for the device's default"),
         ({"max_requests": -1}, "max_requests=-1"),
         ({"threads": 0}, "threads=0"),
         ({"threads": 5000}, "threads=5000 must be an integer from 1 to 1024"),
@@ -133,6 +135,24 @@ def test_bad_engine_options_are_named(tiny_llama, options, message):
         LLM(tiny_llama, **options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_device_says_how_many_rows_a_prefills_step_has(tiny_llama, monkeypatch, capsys):
+    """One number from then on, whoever asks; a given one stays."""
+    for device, rows in (("cpu", 4096), ("cuda", 8192), ("cuda:1", 8192)):
+        assert EngineConfig(device=device).chunk == EngineConfig(device=device).prefill_chunk == rows
+        assert EngineConfig(device=device, prefill_chunk=100).chunk == 100
+        monkeypatch.setattr("saccade.engine.config.best_device", lambda: device)  # noqa: B023
+        assert EngineConfig(prefill_chunk=None).chunk == rows
+    with LLM(tiny_llama, dtype="float32", kv_memory="8MiB", device="cpu", enable_prefix_caching=True) as llm:
+        engine = llm.engine
+        assert engine.config.prefill_chunk == engine.scheduler.chunk == engine.sessions.chunk == 4096
+        assert engine.prefixes.chunk == 4096
+        assert engine.scheduler.max_batch_rows == 4096 + engine.config.max_requests
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--help"])
+    assert ended.value.code == 0
+    assert "8192 on a GPU" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

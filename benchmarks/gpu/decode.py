@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,12 +19,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kv import KVFormat, KVStorage
+from saccade.methods import parse_method
+from saccade.ops.triton.batched_decode import Summaries, score_blocks
+from saccade.ops.triton.batched_rank import choose_blocks
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.progressive import Rule, attend_progressive
 
 SCALE = HEAD_DIM**-0.5
 PAGE = 32
 MOST_BYTES = 72 << 30
+SHARE = 0.02  # of the keys, that methods choose
+CHOICES = ("quest(budget={}, dense_layers=0)", "arkvale(budget={})", "arkvale(budget={}, unit=kv_head)")
+SPEC = SimpleNamespace(layers=1, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, windows=(None,))
+COLD = 256 << 20  # bytes of summaries that calls read in turn: more than a cache holds
 TRIED = ((32, 4, 3), (32, 4, 2), (32, 4, 4), (64, 4, 3), (64, 8, 3))  # keys, warps, stages; the first are the defaults
 
 
@@ -144,6 +152,8 @@ class Part:
             cases.append((f"{'tokens' if size == 1 else f'blocks {size}'} ({density:g})", list(lists)))
         if context == 131072 and batch <= 8:
             self.results.attempt("psa", lambda: self.progressive(q, pages))
+            for text in CHOICES:
+                self.results.attempt(text, lambda text=text: self.choice(text.format(round(SHARE * context)), q, pages))
         for name, lists in cases:
             ms = self.results.attempt(f"{name} b{batch} n{context}", lambda lists=lists: self.measure(q, pages, lists))
             if ms is not None:
@@ -183,6 +193,38 @@ class Part:
                 self.row(
                     batch, context, f"psa ({epsilon:g})", ms, keys, None, over_one_call=ms / whole, read_beyond=beyond
                 )
+
+    def choice(self, text: str, q: Tensor, pages: Pages) -> None:
+        """A method's choice of blocks by their summaries and attention over them, beside attention alone over the same
+        blocks; ``floor_us``: summaries and chosen keys read once at the copy's bandwidth. Each call has summaries of
+        its own, and a query, so that neither comes from a cache."""
+        batch, context = q.shape[1], pages.longest
+        plan = parse_method(text).device_plan(SPEC)
+        choice, pointers = plan.blocks, []
+        blocks, row = context // choice.size, 2 * KV_HEADS * HEAD_DIM
+        copies = max(2, min(q.shape[0], -(-COLD // (batch * blocks * row * DTYPE.itemsize))))
+        made = torch.randn(copies, batch, blocks, row, device="cuda").to(DTYPE)
+        for one in made:
+            first = one.data_ptr() + torch.arange(batch, device="cuda") * blocks * row * DTYPE.itemsize
+            pointers.append(Summaries(first, choice.size, choice.summary))
+        take, dense = (torch.full((batch,), n, dtype=torch.int32, device="cuda") for n in choice.numbers[:2])
+
+        def chosen(i: int) -> KeyLists:
+            return choose_blocks(score_blocks(q[i], pages, pointers[i], choice), pages, choice, take, dense)
+
+        def both(i: int) -> tuple[Tensor, Tensor]:
+            return attend_decode(q[i], pages, chosen(i), scale=SCALE)
+
+        lists = [chosen(i) for i in range(copies)]
+        alone = self.measure(q, pages, list(lists))
+        choosing = graph_ms([lambda i=i: chosen(i) for i in range(copies)])
+        whole = graph_ms([lambda i=i: both(i) for i in range(copies)])
+        keys = float(lists[0].counts.double().mean()) * choice.size
+        moved = 2 * batch * KV_HEADS * (keys + blocks) * HEAD_DIM * DTYPE.itemsize  # two parts of a summary
+        floor = moved / self.limits["copy_gbps"] / 1e3
+        self.row(batch, context, f"attention over the blocks of {text}", alone, keys, None)
+        more = {"choice_us": 1000 * choosing, "over_attention": whole / alone, "floor_us": floor}
+        self.row(batch, context, f"choice + attention, {text}", whole, keys, None, **more)
 
     def measure(self, q: Tensor, pages: Pages, lists: list[KeyLists | None], tiles: Any = None) -> float:
         options = {} if tiles is None else dict(zip(("keys", "warps", "stages"), tiles))

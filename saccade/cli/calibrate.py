@@ -29,7 +29,7 @@ def calibrate(
     ] = None,
     dtype: Annotated[str, DTYPE] = "auto",
     kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
+    prefill_chunk: Annotated[int | None, CHUNK] = None,
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Learn what a method needs to know of a model from a text, once, and store it in the model's folder.

@@ -46,7 +46,7 @@ def inspect(
     dtype: Annotated[str, DTYPE] = "auto",
     max_model_len: Annotated[int | None, MAX_LENGTH] = None,
     kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
+    prefill_chunk: Annotated[int | None, CHUNK] = None,
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Draw what each head read in prefill and decode over the attention it would have paid when dense.

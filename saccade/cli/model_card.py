@@ -30,7 +30,7 @@ def model_card(
     causes: Annotated[Path | None, typer.Option(help="JSON file: gate name -> one line on why it fails.")] = None,
     dtype: Annotated[str, DTYPE] = "auto",
     kv_memory: Annotated[str | None, MEMORY] = None,
-    prefill_chunk: Annotated[int, CHUNK] = 4096,
+    prefill_chunk: Annotated[int | None, CHUNK] = None,
     device: Annotated[str, DEVICE] = "auto",
 ) -> None:
     """Measure dense accuracy and the attention gates of a model; failures are reported, not hidden."""

@@ -33,7 +33,9 @@ HOST = typer.Option("--kv-host", help="Host memory for what that has no room for
 UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block, or the head that reads it.")
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
-CHUNK = typer.Option("--prefill-chunk", help="Most prompt tokens computed in one step.")
+CHUNK = typer.Option(
+    "--prefill-chunk", help="Most prompt tokens computed in one step; by default 8192 on a GPU, 4096 on a CPU."
+)
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
 FA4 = typer.Option("--fa4/--no-fa4", help="FlashAttention-4's kernels for long prefills; by default where installed.")
@@ -55,7 +57,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "kv_unit": (Annotated[str, UNIT], "block"),
     "kv_compute": (Annotated[str, COMPUTE], "device"),
     "kv_disk": (Annotated[str | None, DISK], None),
-    "prefill_chunk": (Annotated[int, CHUNK], 4096),
+    "prefill_chunk": (Annotated[int | None, CHUNK], None),
     "max_token_gap": (Annotated[float | None, GAP], None),
     "backend": (Annotated[str, BACKEND], "auto"),
     "fa4": (Annotated[bool | None, FA4], None),

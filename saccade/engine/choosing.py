@@ -7,6 +7,7 @@ that are not finite, of which it says what is wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,10 +22,15 @@ from saccade.randomness import uniform
 LEFT = -1  # in place of a token: the row's own sampler is to say what is wrong
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """The likeliest token of each row [rows, vocab], the lowest of equals, where the logits lie: int64 [rows].
-    ``LEFT`` where the greatest logit is no finite number."""
-    return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), LEFT)
+def likeliest(logits: Tensor) -> list[int]:
+    """The likeliest token of each row fp32 [rows, vocab], the lowest of equals. ``LEFT`` where the greatest logit is no
+    finite number. Waits for the device."""
+    if logits.is_cpu:  # numpy's search takes a tenth of torch's time over a vocabulary of 128K
+        rows = logits.numpy()
+        best: list[int] = rows.argmax(-1).tolist()  # of a row with NaN, where it is
+        return [token if math.isfinite(rows.item(row, token)) else LEFT for row, token in enumerate(best)]
+    found: list[int] = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), LEFT).tolist()
+    return found
 
 
 def choose_tokens(
@@ -113,7 +119,7 @@ def _warped(scores: Tensor, asked: Sequence[RowSampling]) -> Tensor:
         limited = whole([rank < vocab for rank in ranks], scores.device).bool()[:, None]
         scores = scores.masked_fill(limited & (scores < last), -torch.inf)
     if any(one.top_p < 1.0 for one in asked):
-        rising, order = torch.sort(scores)
+        rising, order = torch.sort(scores, stable=True)  # equals leave in the order of their ids, as of any sampler's
         # `1 - top_p` is rounded once, as the number that transformers compares with.
         rest = torch.tensor([1 - one.top_p for one in asked], dtype=torch.float64)
         rest = _over(rest, scores.device, scores.dtype)[:, None]

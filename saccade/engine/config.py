@@ -22,6 +22,7 @@ UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
 POOLS = "unified", "per_layer"  # of slots
 SESSIONS = "16GiB"  # of a session_dir that names no size
+CHUNKS = {"cpu": 4096, "cuda": 8192}  # rows of a prefill's step by default: a GPU is not busy with fewer
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class EngineConfig:
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/hosted.py); or ``auto``,
     by what either was measured to take (kv/compute.py).
-    ``prefill_chunk``: most prompt tokens of one request in one step. ``max_requests``: most requests that run at once.
+    ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU and 4,096 on a CPU, from
+    then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that run at once.
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
     them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
@@ -82,7 +84,7 @@ class EngineConfig:
     kv_pool: str = "unified"
     kv_unit: str = "block"
     kv_compute: str = "device"
-    prefill_chunk: int = 4096
+    prefill_chunk: int | None = None
     max_requests: int = 64
     max_token_gap: float | None = None
     max_waiting: int = 1024
@@ -105,9 +107,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.parse(self.policy))
         for name in ("prefill_chunk", "max_requests", "max_waiting"):
-            value = getattr(self, name)
-            if not whole_number(value, 1):
-                raise SaccadeError(f"{name}={shown(value)} must be an integer >= 1")
+            value, by_device = getattr(self, name), name == "prefill_chunk"
+            if not whole_number(value, 1) and not (by_device and value is None):
+                allowed = "an integer >= 1, or None for the device's default" if by_device else "an integer >= 1"
+                raise SaccadeError(f"{name}={shown(value)} must be {allowed}")
         if self.max_token_gap is not None:
             gap = self.max_token_gap
             if not finite_number(gap) or not 0.001 <= gap <= 3600:
@@ -128,6 +131,9 @@ class EngineConfig:
             )
         if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
+        if self.prefill_chunk is None:
+            on_gpu = isinstance(self.device, str) and self.device.startswith("cuda")
+            object.__setattr__(self, "prefill_chunk", CHUNKS["cuda" if on_gpu else "cpu"])
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.kv_host is not None:
@@ -180,6 +186,12 @@ class EngineConfig:
             check_threads(self.threads)
         if not isinstance(self.backend, str) or self.backend not in BACKENDS:
             raise SaccadeError(f"backend={shown(self.backend)} is unknown; known: {', '.join(BACKENDS)}")
+
+    @property
+    def chunk(self) -> int:
+        """``prefill_chunk``, decided."""
+        assert self.prefill_chunk is not None
+        return self.prefill_chunk
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:

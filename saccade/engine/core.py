@@ -70,11 +70,11 @@ class Engine:
         self.layers = model.spec.layers
         self.prefixes: PrefixCache | None = None
         if config.enable_prefix_caching:
-            self.prefixes = PrefixCache(pool, config.prefill_chunk, model.runner.rope_regime)
+            self.prefixes = PrefixCache(pool, config.chunk, model.runner.rope_regime)
         self.scheduler = Scheduler(
             pool,
-            chunk=config.prefill_chunk,
-            max_batch_rows=config.prefill_chunk + config.max_requests,
+            chunk=config.chunk,
+            max_batch_rows=config.chunk + config.max_requests,
             max_requests=config.max_requests,
             prefixes=self.prefixes,
             control=BatchControl(pool, exact, config.max_token_gap),
@@ -90,7 +90,7 @@ class Engine:
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
-        self.sessions = Sessions(model, pool, config.prefill_chunk, self.settling)
+        self.sessions = Sessions(model, pool, config.chunk, self.settling)
         self._suspects: set[int] = set()  # ids of requests, one of which broke a step
         self._driver = threading.Lock()
 

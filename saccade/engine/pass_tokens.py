@@ -18,7 +18,7 @@ def take_logits(step: StepInput, result: StepResult, logits: Tensor, there: bool
     or its logits. Waits for the device.
 
     ``there``: choose every token where the logits lie that can be, as on a GPU: to bring a row of 128K logits to the
-    host and look for the greatest takes half a millisecond. Otherwise the likeliest ones of several greedy rows are.
+    host and look for the greatest takes half a millisecond. Otherwise those of greedy rows alone.
     """
     rows: list[Row] = []
     alone: set[int] = set()  # places of rows whose request wants one token
@@ -29,11 +29,9 @@ def take_logits(step: StepInput, result: StepResult, logits: Tensor, there: bool
             alone.add(len(rows))
         rows += [(len(rows) + at, own.rows[at] if one.together else own, one) for at in range(wanted)]
     greedy = [row for row in rows if row[0] in alone and row[2].greedy]
-    drawn = [row for row in rows if row[0] in alone and not row[2].greedy and row[2].sampling is not None]
-    done = set[int]()
-    if there or len(greedy) > 1:
-        done = _take_likeliest(logits, greedy)
+    done = _take_likeliest(logits, greedy)
     if there:
+        drawn = [row for row in rows if row[0] in alone and not row[2].greedy and row[2].sampling is not None]
         done |= _draw(logits, drawn)
     _leave(logits, [row for row in rows if row[0] not in done])
 
@@ -42,7 +40,7 @@ def _take_likeliest(logits: Tensor, rows: Sequence[Row]) -> set[int]:
     """Give ``rows`` their likeliest tokens; the places of those whose logits are sound."""
     if not rows:
         return set()
-    tokens = likeliest(_of(logits, rows)).tolist()
+    tokens = likeliest(_of(logits, rows))
     return {_take(row, token) for row, token in zip(rows, tokens) if token != LEFT}
 
 

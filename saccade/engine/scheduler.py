@@ -236,22 +236,16 @@ def _sampling(request: Request, stop: int) -> RowSampling | None:
 
 def step_input(batch: list[tuple[Request, ScheduledRequest]]) -> StepInput:
     """The scheduled rows as one step."""
-    ids, positions, slots, starts = array("q"), array("q"), array("q"), [0]
-    tables = []
+    ids, positions, starts = array("q"), array("q"), [0]
     for request, rows in batch:
-        sequence, (start, stop) = request.sequence, (rows.start, rows.stop)
-        kv = sequence.memory.kv
-        ids.extend(sequence.tokens[start:stop])
+        start, stop = rows.start, rows.stop
+        ids.extend(request.sequence.tokens[start:stop])
         ids.extend(rows.drafts)
         positions.extend(range(start, stop))
-        slots.extend(kv.logical_slots(start, stop))
         starts.append(starts[-1] + stop - start)
-        tables.append(kv.block_table)
     return StepInput(
         tuple([rows for _, rows in batch]),
         torch.frombuffer(ids, dtype=torch.int64),  # a tensor of a list looks at every element
         torch.frombuffer(positions, dtype=torch.int64),
         tuple(starts),
-        tuple(tables),
-        torch.frombuffer(slots, dtype=torch.int64),
     )

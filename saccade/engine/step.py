@@ -94,17 +94,14 @@ class ScheduledRequest(NamedTuple):
 class StepInput:
     """One step. Request i owns rows ``query_start_loc[i] .. query_start_loc[i + 1] - 1``.
 
-    ``input_ids``, ``positions`` int64 [rows]. ``seq_lens[i]``: keys that request i has after the step.
-    ``block_tables[i]``: int64 [blocks], the logical blocks of its sequence. ``slot_mapping`` int64 [rows]: logical
-    block * block_size + offset, where each row's key and value go in every layer.
+    ``input_ids``, ``positions`` int64 [rows]. ``seq_lens[i]``: keys that request i has after the step. Where they lie
+    is for the worker to look up, by the sequence's id (kv/sequence.py): block table, slot mapping.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
     input_ids: Tensor
     positions: Tensor
     query_start_loc: tuple[int, ...]
-    block_tables: tuple[Tensor, ...]
-    slot_mapping: Tensor
 
     @property
     def request_ids(self) -> tuple[int, ...]:
@@ -122,15 +119,12 @@ class StepInput:
         if not [one for one in self.scheduled if one.drafts and not one.together]:
             return self
         scheduled: list[ScheduledRequest] = []
-        starts, tables = [0], []
-        for one, table in zip(self.scheduled, self.block_tables):
+        starts = [0]
+        for one in self.scheduled:
             for rows in [one] if one.together else one.apart():
                 scheduled.append(rows)
                 starts.append(starts[-1] + rows.length)
-                tables.append(table)
-        return StepInput(
-            tuple(scheduled), self.input_ids, self.positions, tuple(starts), tuple(tables), self.slot_mapping
-        )
+        return StepInput(tuple(scheduled), self.input_ids, self.positions, tuple(starts))
 
     def part(self, which: Sequence[int]) -> StepInput:
         """The requests ``which`` (rising numbers) as a step of their own."""
@@ -146,8 +140,6 @@ class StepInput:
             torch.cat([self.input_ids[row] for row in rows]),
             torch.cat([self.positions[row] for row in rows]),
             tuple(starts),
-            tuple(self.block_tables[i] for i in which),
-            torch.cat([self.slot_mapping[row] for row in rows]),
         )
 
 

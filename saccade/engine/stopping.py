@@ -27,7 +27,7 @@ class StopText:
             return True
         before = len(self.text)
         self.text += piece
-        if not counts:
+        if not counts or not self.stops:
             return False
         hits = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.stops]
         found = min((hit for hit in hits if hit[0] >= 0), key=lambda hit: hit[0], default=None)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,6 +119,8 @@ class Worker:
     def _parts(self, step: StepInput) -> list[list[int]]:
         """Which requests share a pass."""
         apart = self._alone.take(step.request_ids) if self._alone else ()
+        if not apart and not self.exact:
+            return [list(range(len(step)))]
         alone = [[number] for number, one in enumerate(step.scheduled) if self.exact or one.request_id in apart]
         single = {number for (number,) in alone}
         together = [number for number in range(len(step)) if number not in single]
@@ -191,7 +194,7 @@ class Worker:
             step.positions,
             context,
             segments=segments,
-            logit_rows=torch.tensor(wanted, dtype=torch.long),
+            logit_rows=torch.from_numpy(np.array(wanted, dtype=np.int64)),  # torch looks at every number by itself
             scored=_prompt_scores(scored, result) if scored else None,
             frozen=context.frozen,
             ahead=context.ahead_rows(),

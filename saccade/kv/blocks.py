@@ -78,8 +78,6 @@ class BlockManager(SlotMap):
         self._free = list(range(count - 1, -1, -1))
         self._holders: list[tuple[int, ...]] = [()] * count  # sequences, the owner first
         self.keepers = Keepers(self._holders)
-        self.last_use = np.zeros(count, dtype=np.int64)  # the step in which a sequence last reserved with the block
-        self.step = 0
         self._ids = 0
         self._newest = 0  # greatest number of a sequence that has held a block
 
@@ -127,8 +125,7 @@ class BlockManager(SlotMap):
         return self._ids
 
     def advance(self) -> None:
-        """A step begins: what is used from now on is used later than all before."""
-        self.step += 1
+        """A step begins."""
         if self.tiers is not None:
             self.tiers.settle_charges()
 
@@ -141,10 +138,6 @@ class BlockManager(SlotMap):
     def spare_blocks(self) -> int:
         """Slots that may be taken while it stays ``roomy``; less than 0 where it is not."""
         return self.free_blocks - ROOMY * self.layers
-
-    def touch(self, blocks: np.ndarray) -> None:
-        """Note that ``blocks`` (int ids) are used in this step."""
-        self.last_use[blocks] = self.step
 
     def slots_for(self, tokens: int) -> int:
         """Slots that ``tokens`` tokens of one sequence need over all layers."""
@@ -200,7 +193,6 @@ class BlockManager(SlotMap):
         self._newest = max(self._newest, owner)
         for block in blocks:
             self._holders[block] = (owner,)
-        self.last_use[blocks] = self.step
         return blocks
 
     def share(self, blocks: Sequence[int], holder: int) -> None:

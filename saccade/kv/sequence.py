@@ -108,8 +108,8 @@ class SequenceKV:
         return self.layers * (wanted + self._shared_tail(tokens, self.length))
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens in every layer, in blocks that may be written to, and note the use of all
-        blocks in this step. Raises CapacityError, taking nothing, when the pool is short."""
+        """Make room for ``tokens`` tokens in every layer, in blocks that may be written to. Raises CapacityError,
+        taking nothing, when the pool is short."""
         length = self.length
         copied, tail = self._shared_tail(tokens, length), length // self._size
         wanted = max(0, -(-tokens // self._size) - len(self._table.ids))
@@ -121,7 +121,6 @@ class SequenceKV:
                 self._table.replace(tail, fresh)
                 fresh.pop()
             self._table.extend(fresh)
-        self.pool.touch(self._table.numbers)
         if self.pool.tiers is not None:
             self.pool.tiers.opened(slice(None), self._table.numbers[tail:])
         self._charge()

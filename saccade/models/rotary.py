@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saccade.errors import shown
 from saccade.models.interface import Segment
+from saccade.models.rotary_table import KEPT, RotaryTable
 
 CosSin = tuple[Tensor, Tensor]  # each [rows, rotary_dim]
 
@@ -38,6 +39,7 @@ class Rotary:
         self._module = module
         self._layer_types = tuple(config.layer_types) if per_layer_type else None
         self._layers = config.num_hidden_layers
+        self._tables: dict[tuple[Any, ...], RotaryTable] = {}  # by dtype and layer type, of a CPU's decode steps
         self.long_from: int | None = None  # longrope: lengths beyond this use the long factors
         self._grows_from: int | None = None  # dynamic NTK: lengths beyond this have factors of their own
         kind = rope_type(config)
@@ -60,10 +62,21 @@ class Rotary:
     def embed(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> RotaryRows:
         """cos, sin for ``positions`` [rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
         if self._layer_types is not None:
-            pairs = {kind: self._ask(x, positions, kind) for kind in sorted(set(self._layer_types))}
+            pairs = {kind: self._by_position(x, positions, kind) for kind in sorted(set(self._layer_types))}
             return RotaryRows(tuple(pairs[kind] for kind in self._layer_types))
-        pair = self._ask(x, positions) if self.by_position else self._by_regime(x, positions, segments)
+        pair = self._by_position(x, positions) if self.by_position else self._by_regime(x, positions, segments)
         return RotaryRows((pair,) * self._layers)
+
+    def _by_position(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
+        """:meth:`_ask`, where a row's factors hang on its position alone; a few rows on a CPU are looked up."""
+        if not (x.is_cpu and 0 < len(positions) <= KEPT):
+            return self._ask(x, positions, *layer_type)
+        key = (x.dtype, *layer_type)
+        table = self._tables.get(key)
+        if table is None:
+            like = x.new_empty(0)
+            table = self._tables[key] = RotaryTable(lambda asked: self._ask(like, asked, *layer_type))
+        return table.rows(positions)
 
     def _ask(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
         cos, sin = self._module(x, positions[None], *layer_type)
