@@ -180,7 +180,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         own = {"dtype": dtype, "D": width, "D_PAD": width, "PRECISION": precision, **HEADS}
         grouped = {**own, "GROUP": 4, "SIZE": 128}
         pooling = {name: getattr(triton_pooled, name) for name in ("ROWS", "KEYS", "WIDE")}
-        pooling |= {"STAGES": triton_pooled.stages(width), "PRECISION": "tf32x3"}
+        pooling |= {"STAGES": triton_pooled.STAGES, "PRECISION": "tf32x3"}
         deciding = {"WIDTH": 1024, "EACH": triton_shares.EACH, "SPAN": triton_shares.SPAN, "KEYS": triton_shares.KEYS}
         found += [
             (triton_pooled._pool, {**grouped, **pooling}, {"num_warps": triton_pooled.WARPS}),

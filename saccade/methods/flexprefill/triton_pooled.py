@@ -14,17 +14,12 @@ from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.common import pad, pool_rows, precision
 from saccade.selection import Shape
 
-# Not timed: these leave room for three programs on a Hopper multiprocessor and fit other GPUs' shared memory. KEYS 64
-# with WARPS 8 (one program), STAGES 1 (four), and WIDE 128 or 512 are worth a try.
+# The fastest of nine on a Hopper GPU at 32K and 128K keys; they fit other GPUs' shared memory.
 ROWS = 16  # query blocks of a program, as few as a product takes
-KEYS = 32  # mean keys of a product
-WIDE = 256  # key blocks brought to a sum of 1 at a time
+KEYS = 64  # mean keys of a product
+WIDE = 512  # key blocks brought to a sum of 1 at a time
 WARPS = 4
-
-
-def stages(head_dim: int) -> int:
-    """Pipeline depth of the products: what fits shared memory."""
-    return 2 if head_dim <= 128 else 1
+STAGES = 1  # pipeline depth of the products
 
 
 def pooled_shares(
@@ -45,7 +40,7 @@ def pooled_shares(
         k_blocks, full, kv.length, scale,
         GROUP=heads // kv.kv_heads, KV_HEADS=kv.kv_heads, D=head_dim, D_PAD=pad(head_dim), PAGE=kv.block_size,
         SIZE=block_size, ROWS=ROWS, KEYS=KEYS, WIDE=min(WIDE, pad(k_blocks)), PRECISION=precision(torch.float32),
-        STAGES=stages(head_dim), num_warps=WARPS,
+        STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return shares
 

@@ -22,8 +22,7 @@ from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.fp8_tiles import pack_keys, pack_queries, width_of
-from saccade.ops.triton.pages import gather
-from saccade.ops.triton.prefill import LONG
+from saccade.ops.triton.pages import LONG, gather
 from saccade.ops.triton.reach import NO_BAR, reach, room
 from saccade.selection import Blocks, Shape
 

@@ -162,7 +162,7 @@ def _read_blocks(
     end = tl.minimum(begin + each, used)
     plain = tl.minimum((first + 1) // SIZE, end)  # blocks up to here lie before all rows
     out = parts + mine.to(tl.int64) * used * 4 * SIZE
-    for at in tl.range(begin, plain, num_stages=3):
+    for at in tl.range(begin, plain, num_stages=2):
         top, weight = _read_block(
             top, weight, q, k_pool, table, kv_head, at, out + at * 4 * SIZE, rows, first, visible, ahead, scale_log2,
             softcap, KV_HEADS, D, D_PAD, PAGE, SIZE, ALIGNED, CAPPED, PRECISION, False,

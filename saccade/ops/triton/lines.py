@@ -20,13 +20,12 @@ from saccade.ops.layout import flat, rows
 from saccade.ops.triton import line_blocks
 from saccade.ops.triton.choose import lists_of
 from saccade.ops.triton.common import LN2, LOG2E, also, cap_logits, pad, pool_rows, precision
-from saccade.ops.triton.pages import gather
+from saccade.ops.triton.pages import LONG, gather
 from saccade.selection import Lines
 from saccade.selection.window import Cone
 
 TILE = 64
 WARPS, STAGES = 4, 3
-LONG = 8192  # rows from which on keys are laid out in one piece first, as in prefill.py
 
 
 def attend_lines(

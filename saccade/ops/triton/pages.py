@@ -28,6 +28,7 @@ __all__ = [
     "tiles_of",
 ]
 
+LONG = 2048  # rows from which on kernels of prefill lay keys out in one piece: for fewer it costs more than it saves
 RESOLVED = 1024  # entries of a block table that a program looks up
 COPIERS = 32  # programs that copy blocks at once: as many as fill a link of 55 GB/s, few beside what computes
 WORDS = 1024  # of 8 bytes that one of them has on the way

@@ -18,11 +18,11 @@ from saccade.kv.view import KVView
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.means import Means, mean_steps
-from saccade.ops.triton.pages import gather, tiles_of
+from saccade.ops.triton.pages import LONG, gather, tiles_of
 from saccade.selection import Band, Blocks, Dense, Selection
 
 DENSE, BAND, BLOCKS = 0, 1, 2
-LONG = 8192  # rows from which on a copy of the keys was measured to pay; for few rows it costs more than attention
+LONG_BLOCKS = 4096  # LONG of calls that read few of the keys
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def config_for(q: Tensor, selection: Selection) -> Config:
     if row_bytes > 256:
         return Config(min(rows, 64), 64, 4, 2)
     if rows == 128 and q.element_size() == 2 and not isinstance(selection, Band) and is_hopper(q.device):
-        if q.shape[1] >= LONG:
+        if q.shape[1] >= (LONG_BLOCKS if isinstance(selection, Blocks) else LONG):
             return Config(128, 128, 8, 3, copy=True)
         return Config(128, 128, 8, 2) if isinstance(selection, Blocks) else Config(64, 64, 4, 3)
     return Config(rows, 64, 8 if rows == 128 else 4, 3)

@@ -21,7 +21,8 @@ from saccade.machine import sent
 from saccade.ops.layout import flat, rows
 from saccade.ops.triton.common import LN2, LOG2E, pad, precision
 from saccade.ops.triton.few_rows import pays
-from saccade.ops.triton.prefill import BAND, BLOCKS, DENSE, LONG, attend_tile, config_for
+from saccade.ops.triton.pages import LONG
+from saccade.ops.triton.prefill import BAND, BLOCKS, DENSE, attend_tile, config_for
 from saccade.selection import Band, Blocks, Dense, Selection
 
 NUMBERS = 8  # of a sequence in the table

@@ -20,9 +20,10 @@ from saccade.ops.layout import rows as in_rows
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import LOG2E, cap_logits, is_hopper, pad, pool_rows, precision
 from saccade.ops.triton.pages import gather, tiles_of
-from saccade.ops.triton.prefill import LONG
 from saccade.ops.triton.reach import MOST_BYTES, reach, room
 from saccade.selection import Blocks, Shape
+
+LONG = 8192  # rows from which on a copy of the keys was measured to pay; not tried for fewer
 
 
 @dataclass(frozen=True)
