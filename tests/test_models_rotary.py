@@ -8,6 +8,7 @@ from dense_store import DenseStore, greedy, run_packed
 from tiny_models import make_checkpoint, one_thread, oracle, oracle_greedy, oracle_logits, random_ids  # noqa: F401
 
 from saccade.models import load_model
+from saccade.models.rotary import STRETCH, STRETCHES
 
 TRAINED = 16
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -116,3 +117,31 @@ def test_regimes_tell_apart_what_must_not_be_mixed(pair):
 def test_plain_rope_has_one_regime(tmp_path):
     runner = load_model(make_checkpoint("llama", tmp_path)).runner
     assert runner.rope_regime(1) == runner.rope_regime(10**6) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi", "yarn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_that_are_looked_up_are_those_of_the_module(family, dtype, tmp_path):
+    """Of one row and several, near to one another and far apart, and of more stretches than are kept."""
+    yarn = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 512}
+    folder = make_checkpoint("llama" if family == "yarn" else family, tmp_path, **(yarn if family == "yarn" else {}))
+    rotary = load_model(folder, dtype=dtype).runner.rotary
+    asked, real = [], rotary._ask
+    rotary._ask = lambda *rest: asked.append(1) or real(*rest)
+    x = torch.zeros(1, 48, dtype=dtype)
+    kinds = sorted(set(rotary._layer_types or [None]), key=str)
+    far = [STRETCH * 7 * i + i for i in range(STRETCHES + 20)]
+    rows = [[0], [1], [STRETCH - 1, STRETCH, STRETCH + 1], [5000, 3, 131071], *([one] for one in far), [2, far[0]]]
+    for positions in rows:
+        given = torch.tensor(positions)
+        found = rotary.embed(x, given, ()).layers
+        for i, pair in enumerate(found):
+            kind = () if rotary._layer_types is None else (rotary._layer_types[i],)
+            for ours, theirs in zip(pair, real(x, given, *kind)):
+                assert ours.dtype == dtype
+                assert torch.equal(ours, theirs)
+    assert len(rotary._kept) == STRETCHES
+    before = len(asked)
+    rotary.embed(x, torch.tensor([2, far[0], far[-1]]), ())
+    assert len(asked) == before
+    assert before < len(kinds) * (len(far) + 10)

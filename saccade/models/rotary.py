@@ -17,6 +17,9 @@ from saccade.errors import shown
 from saccade.models.interface import Segment
 
 CosSin = tuple[Tensor, Tensor]  # each [rows, rotary_dim]
+FEW = 16  # rows of a step whose factors are looked up
+STRETCH = 128  # positions whose factors are made at once, for that
+STRETCHES = 64  # that are kept
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Rotary:
         self._layers = config.num_hidden_layers
         self.long_from: int | None = None  # longrope: lengths beyond this use the long factors
         self._grows_from: int | None = None  # dynamic NTK: lengths beyond this have factors of their own
+        self._kept: dict[tuple[Any, ...], CosSin] = {}  # stretches of positions, the one asked for last at the end
         kind = rope_type(config)
         if kind == "longrope":
             self.long_from = config.rope_parameters["original_max_position_embeddings"]
@@ -59,15 +63,34 @@ class Rotary:
 
     def embed(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> RotaryRows:
         """cos, sin for ``positions`` [rows] in the dtype of ``x``, each row by its own segment's ``rope_length``."""
+        ask = self._look_up if self.by_position and x.is_cpu and 0 < len(positions) <= FEW else self._ask
         if self._layer_types is not None:
-            pairs = {kind: self._ask(x, positions, kind) for kind in sorted(set(self._layer_types))}
+            pairs = {kind: ask(x, positions, kind) for kind in sorted(set(self._layer_types))}
             return RotaryRows(tuple(pairs[kind] for kind in self._layer_types))
-        pair = self._ask(x, positions) if self.by_position else self._by_regime(x, positions, segments)
+        pair = ask(x, positions) if self.by_position else self._by_regime(x, positions, segments)
         return RotaryRows((pair,) * self._layers)
 
     def _ask(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
         cos, sin = self._module(x, positions[None], *layer_type)
         return cos[0], sin[0]
+
+    def _look_up(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
+        """:meth:`_ask` for few rows on a CPU, where a decode step asks for the position after the last one's: the module
+        is a dozen operations of torch."""
+        found = []
+        for position in positions.tolist():
+            number, at = divmod(position, STRETCH)
+            key = *layer_type, x.dtype, number
+            stretch = self._kept.pop(key, None)
+            if stretch is None:
+                stretch = self._ask(x, torch.arange(number * STRETCH, (number + 1) * STRETCH), *layer_type)
+                if len(self._kept) >= STRETCHES:
+                    self._kept.pop(next(iter(self._kept)), None)
+            self._kept[key] = stretch
+            found.append((stretch[0][at : at + 1], stretch[1][at : at + 1]))
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([cos for cos, _ in found]), torch.cat([sin for _, sin in found])
 
     def _by_regime(self, x: Tensor, positions: Tensor, segments: Sequence[Segment]) -> CosSin:
         regimes: dict[int, list[Segment]] = {}
