@@ -75,7 +75,7 @@ class Rotary:
         return cos[0], sin[0]
 
     def _look_up(self, x: Tensor, positions: Tensor, *layer_type: str) -> CosSin:
-        """:meth:`_ask` for few rows on a CPU, where a decode step asks for the position after the last one's: the module
+        """:meth:`_ask` for few rows on a CPU. A decode step asks for the position after the last step's, and the module
         is a dozen operations of torch."""
         found = []
         for position in positions.tolist():
