@@ -1,4 +1,4 @@
-"""How much of the package's own Python a decode step runs: calls per layer and request, and the way to a kernel.
+"""How much of the package's own Python a decode step runs: calls per request, kernels, and the way to a kernel.
 
     python benchmarks/python_overhead.py [--policies "dense;psa;lfps(k=64)"] [--batches 1,16] [--exact] [--chains]
 
@@ -178,13 +178,13 @@ def main() -> None:
         )
         LLM(folder, dtype="float32", kv_memory="64MiB", device=options.device).generate([1, 2, 3])  # imports the rest
         watch_kernels(counter)
-        print("policy                     batch  calls a step  a layer and request  frames to a kernel")
+        print("policy                     batch  calls a step  a request  kernels  frames to a kernel")
         for policy in options.policies.split(";"):
             for batch in map(int, options.batches.split(",")):
                 step, calls = decode(counter, folder, policy, batch, options.exact, options.device)
-                share = calls / LAYERS / batch
+                share = calls / batch
                 deepest = f"{len(step.chain)} ({step.kernel})"
-                print(f"{policy:26} {batch:5}  {calls:12.0f}  {share:19.1f}  {deepest}")
+                print(f"{policy:26} {batch:5}  {calls:12.0f}  {share:9.1f}  {step.kernels:7}  {deepest}")
                 if options.chains:
                     print("  " + " > ".join([*step.chain, step.kernel]))
 

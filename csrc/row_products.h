@@ -14,8 +14,8 @@ namespace {
 namespace layer {
 
 constexpr int kRowTile = 4;             // rows of x in a register tile
-constexpr int64_t kTaskBytes = 24576;   // of a weight matrix to a task: few enough for threads to end together
-constexpr int64_t kTaskRows = 4;        // but so many of its rows, and a multiple of that
+constexpr int64_t kTaskBytes = 24576;   // of a weight matrix to the last tasks
+constexpr int64_t kTaskRows = 4;        // tasks have a multiple of so many of its rows
 constexpr int64_t kAhead = 8192;        // bytes; harmless behind the end
 
 template <class T>
@@ -152,32 +152,52 @@ const typename RowMath<T>::X* values(const T* x, int64_t count, float* room) {
     }
 }
 
-// Rows of `bytes` each to a task, a multiple of `step`.
-inline int64_t task_rows(int64_t bytes, int64_t step) { return std::max<int64_t>(kTaskBytes / bytes / step, 1) * step; }
+// How rows of weights are handed out: to each thread a share of half of what is left, and so on down to the `least`. So
+// streams are long, and threads end together. Counted in units of rows.
+struct Turns {
+    int64_t units, least;
+    int threads;
 
-// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, `each` at a time; `follows` as for
-// parallel_for.
+    // Where task `index` begins; `units` for those that there are not.
+    int64_t begin(int64_t index) const {
+        for (int64_t at = 0;;) {
+            const int64_t each = std::max((units - at) / (2 * threads), least);
+            if (index < threads || each == least) return std::min(at + index * each, units);
+            at += threads * each;
+            index -= threads;
+        }
+    }
+    int64_t tasks() const {
+        for (int64_t at = 0, before = 0;; before += threads) {
+            const int64_t each = std::max((units - at) / (2 * threads), least);
+            if (each == least) return before + (units - at + each - 1) / each;
+            at += threads * each;
+        }
+    }
+};
+
+// Runs work(piece, first, last) over pieces of `sizes` rows of weight matrices, of `bytes` each. `first` is a multiple of
+// `step`. `follows` as for parallel_for.
 template <class Work>
-void over_rows(const int64_t* sizes, int pieces, int64_t each, int threads, bool follows, Work&& work) {
+void over_rows(const int64_t* sizes, int pieces, int64_t bytes, int64_t step, int threads, bool follows,
+               const Work& work) {
     struct Context {
         const int64_t* sizes;
         int pieces;
-        int64_t each;
-        Work* work;
-    } context{sizes, pieces, each, &work};
-    int64_t tasks = 0;
-    for (int p = 0; p < pieces; ++p) tasks += (sizes[p] + each - 1) / each;
+        int64_t step;
+        Turns turns;
+        const Work* work;
+    } context{sizes, pieces, step, {0, std::max<int64_t>(kTaskBytes / (bytes * step), 1), threads}, &work};
+    for (int p = 0; p < pieces; ++p) context.turns.units += (sizes[p] + step - 1) / step;
     parallel_for(
-        tasks, threads,
+        context.turns.tasks(), threads,
         [](void* data, int64_t index) {
-            Context& c = *static_cast<Context*>(data);
-            for (int p = 0; p < c.pieces; ++p) {
-                const int64_t count = (c.sizes[p] + c.each - 1) / c.each;
-                if (index < count) {
-                    (*c.work)(p, index * c.each, std::min(c.sizes[p], (index + 1) * c.each));
-                    return;
-                }
-                index -= count;
+            const Context& c = *static_cast<const Context*>(data);
+            int64_t first = c.turns.begin(index) * c.step, last = c.turns.begin(index + 1) * c.step;
+            for (int p = 0; p < c.pieces && last > 0; ++p) {
+                const int64_t size = c.sizes[p], room = (size + c.step - 1) / c.step * c.step;
+                if (first < size) (*c.work)(p, std::max<int64_t>(first, 0), std::min(last, size));
+                first -= room, last -= room;
             }
         },
         &context, follows);

@@ -127,11 +127,10 @@ void norm_rows(const void* hidden, const void* weight, double epsilon, int64_t r
     });
 }
 
-// Rows of a weight matrix to a task, a multiple of `step`. What an output is must not hang on where tasks begin: tiles are
-// whole ones.
-template <class T, bool Tiles>
-int64_t rows_of_task(int64_t in, int64_t step = kTaskRows) {
-    return task_rows(in * static_cast<int64_t>(sizeof(T)), Tiles ? kTileKeys : step);
+// over_rows for weights [sizes, in]. What an output is must not hang on where tasks begin: tiles are whole ones.
+template <class T, bool Tiles, int64_t Step = kTaskRows, class Work>
+void over_weights(const int64_t* sizes, int pieces, int64_t in, int threads, bool follows, const Work& work) {
+    over_rows(sizes, pieces, in * static_cast<int64_t>(sizeof(T)), Tiles ? kTileKeys : Step, threads, follows, work);
 }
 
 // Room of a call for x as a product takes it: values, or columns of tiles.
@@ -174,7 +173,7 @@ template <class T, bool Tiles = false>
 void project_rows_typed(const ProjectRows& c) {
     const Operand<T> x = normed_operand<T, Tiles>(c);
     const int64_t sizes[3] = {c.parts[0].rows, c.parts[1].rows, c.parts[2].rows};
-    over_rows(sizes, 3, rows_of_task<T, Tiles>(c.channels), c.threads, true, [&](int part, int64_t first, int64_t last) {
+    over_weights<T, Tiles>(sizes, 3, c.channels, c.threads, true, [&](int part, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.parts[part], c.channels, x, c.rows, first, last, static_cast<T*>(c.out[part]),
                            sizes[part]);
     });
@@ -220,7 +219,7 @@ void finish_rows_typed(const FinishRows& c) {
         return operand<T, Tiles>(from, rows, in, room.wide, c.threads);
     };
     Operand<T> x = taken(static_cast<const T*>(c.attended), c.attended_channels);
-    over_rows(&n, 1, rows_of_task<T, Tiles>(c.attended_channels), c.threads, true, [&](int, int64_t first, int64_t last) {
+    over_weights<T, Tiles>(&n, 1, c.attended_channels, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.output, c.attended_channels, x, rows, first, last, room.y, n);
     });
     over_parts(rows, n, c.threads, [&](int64_t first, int64_t last) {
@@ -230,14 +229,14 @@ void finish_rows_typed(const FinishRows& c) {
     x = taken(room.x, n);
     constexpr int64_t kGated = 16;  // whole vectors, whose lanes are others' than single values' activations
     static_assert(kGated % W == 0 && kTileKeys % kGated == 0);
-    over_rows(&inner, 1, rows_of_task<T, Tiles>(n, kGated), c.threads, true, [&](int, int64_t first, int64_t last) {
+    over_weights<T, Tiles, kGated>(&inner, 1, n, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.gate, n, x, rows, first, last, room.gate, inner);
         multiply<Tiles, T>(c.up, n, x, rows, first, last, room.up, inner);
         for (int64_t r = 0; r < rows; ++r)
             gated<T>(room.gate + r * inner + first, room.up + r * inner + first, last - first);
     });
     x = taken(room.gate, inner);
-    over_rows(&n, 1, rows_of_task<T, Tiles>(inner), c.threads, true, [&](int, int64_t first, int64_t last) {
+    over_weights<T, Tiles>(&n, 1, inner, c.threads, true, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.down, inner, x, rows, first, last, room.y, n);
     });
     over_parts(rows, n, c.threads, [&](int64_t first, int64_t last) {
@@ -248,7 +247,7 @@ void finish_rows_typed(const FinishRows& c) {
 template <class T, bool Tiles = false>
 void head_rows_typed(const HeadRows& c) {
     const Operand<T> x = normed_operand<T, Tiles>(c);
-    over_rows(&c.head.rows, 1, rows_of_task<T, Tiles>(c.channels), c.threads, false, [&](int, int64_t first, int64_t last) {
+    over_weights<T, Tiles>(&c.head.rows, 1, c.channels, c.threads, false, [&](int, int64_t first, int64_t last) {
         multiply<Tiles, T>(c.head, c.channels, x, c.rows, first, last, c.out, c.head.rows);
     });
 }

@@ -170,6 +170,34 @@ def test_outputs_do_not_hang_on_where_tasks_begin(dtype, isa):
     assert torch.equal(done(gate, up, down), done(*moved))
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("rows", [1, 3, 14])
+def test_results_do_not_hang_on_the_threads(dtype, rows, isa):
+    """Which share the weights out each in their own way."""
+    channels, inner, dim = 160, 1000, 24
+    rng = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=rng) / shape[-1] ** 0.5 * 2).to(dtype)
+
+    norm, hidden, attended = Norm(1 + draw(channels), 1e-5), draw(rows, channels) * 6, draw(5, rows, dim)
+    q, k, v = (Matrix(draw(heads * dim, channels)) for heads in (5, 1, 1))
+    output, gate, up = (Matrix(draw(*shape)) for shape in ((channels, 5 * dim), (inner, channels), (inner, channels)))
+    down = Matrix(draw(channels, inner))
+    layer = RowLayer(LayerWeights(norm, q, k, v, output, norm, gate, up, down, dim, rotated=False))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 16):
+            torch.set_num_threads(threads)
+            own = hidden.clone()
+            layer.finish(own, attended)
+            results.append((*layer.project(hidden, hidden, hidden), own, head(hidden, norm, gate)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other))
+
+
 def test_models_of_other_shapes_keep_their_modules(tmp_path):
     for family in ("gemma", "phi3", "mixtral", "granite"):
         assert family in CONFIGS
