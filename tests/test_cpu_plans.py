@@ -14,7 +14,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.engine.clock import Clock, timing
-from saccade.engine.host_rows import FixedPlans
+from saccade.engine.host_plans import FixedPlans
 from saccade.errors import SaccadeError
 from saccade.kv import kept_summaries
 from saccade.kv.sequence import SequenceKV

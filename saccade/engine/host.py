@@ -10,8 +10,9 @@ from torch import Tensor
 
 from saccade.engine.freezing import frozen_at, frozen_rows, interleaved, runs
 from saccade.engine.host_calls import RequestRows, Setting, choose, finish, read
+from saccade.engine.host_plans import FixedPlans
 from saccade.engine.host_resolved import ResolvedRow, resolved
-from saccade.engine.host_rows import FixedPlans, JoinedRows
+from saccade.engine.host_rows import JoinedRows
 from saccade.engine.host_tiers import HeldRows, count_tiers, tier_counts
 from saccade.engine.host_together import TogetherRows, waits
 from saccade.engine.hosted import HostedPart, HostedRows, Hosting

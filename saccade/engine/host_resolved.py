@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from saccade.engine.host_calls import RequestRows, Setting
-from saccade.engine.host_rows import FixedPlans, FixedRow
+from saccade.engine.host_plans import FixedPlans, FixedRow
 from saccade.engine.host_tiers import count_tiers, tier_counts
 from saccade.kv.host import HostTier
 from saccade.kv.tier import TierCounts, TierError

@@ -1,174 +1,25 @@
 """The decode rows of a step on a CPU: stored in one call a layer, and attended in one call where that can be.
 
-A row whose method has a device plan (selection.plan) is planned once a step for all layers where the kernels serve its
-readings, so that a layer costs no Python of its own. So are rows whose method picks single keys and has told the
-kernels of its state (methods/host_state.py). All other rows are chosen for one by one, and share the call where their
-selections allow it.
+Rows whose readings are known (engine/host_plans.py) are, in a step without others even in one call for all layers. All
+other rows are chosen for one by one, and share the call where their selections allow it.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from saccade.engine.carried import REGION, Choice, carries
-from saccade.engine.device_counts import LateCounts
+from saccade.engine.carried import REGION, Choice
 from saccade.engine.host_calls import Chosen, RequestRows, Setting, choose, finish, read
-from saccade.engine.phase_stats import ran_dense
+from saccade.engine.host_plans import FixedPlans, FixedRow
 from saccade.kv.block_codes import BlockCodes
-from saccade.methods.base import Method
-from saccade.methods.device_state import Opening
-from saccade.methods.host_state import HostState
-from saccade.methods.verified import Verified
 from saccade.models.interface import LayerAttention
-from saccade.ops import Result, cpu, cpu_readings, cpu_rows
-from saccade.ops.cpu_plans import PlannedRow, PlannedRows, Ruled
-from saccade.ops.cpu_readings import Listed, Readings, Shared
+from saccade.ops import Result, cpu, cpu_rows
+from saccade.ops.cpu_plans import PlannedRow, PlannedRows
+from saccade.ops.cpu_readings import Readings
 from saccade.ops.layer_rows import RowLayers
-from saccade.selection.plan import BestBlocks, DevicePlan, Everything, OwnReading, RankedBlocks, Summarized
-
-PLANS = 4096  # of methods used last
-
-
-class Prepared(NamedTuple):
-    """``readings``: None where each sequence has its own."""
-
-    plan: DevicePlan
-    readings: Readings | None
-
-
-class FixedRow(NamedTuple):
-    """A row that needs no help of its method in this step. ``state``: what its sequence knows, where that matters."""
-
-    rows: RequestRows
-    plan: DevicePlan
-    reads: Readings | Listed | Shared
-    state: HostState | None
-    weighs: bool = False  # rows of a verification that say where they looked
-
-
-class FixedPlans:
-    """The plans that the kernels serve without a method's help, and what rows under them have counted."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self._everything = Readings([Everything()] * setting.spec.layers)
-        self._plan = lru_cache(maxsize=PLANS)(self._planned)
-        self._counts: weakref.WeakValueDictionary[tuple[int, str], LateCounts] = weakref.WeakValueDictionary()
-
-    def of(self, rows: RequestRows) -> FixedRow | None:
-        """How a decode row reads; None where something else decides, somebody looks on, or the row may be rejected,
-        which leaves no trace in counts."""
-        if self._followed(rows):
-            return None
-        if rows.together:
-            plan = rows.scheduled.policy.decode.device_plan(self.setting.spec)
-            if plan is None or set(plan.layers) != {Everything()}:
-                return None
-            return FixedRow(rows, plan, self._everything, None, self._weighs(rows.scheduled.policy.decode))
-        prepared = self._plan(rows.method)
-        if prepared is None:
-            return None
-        return self._listed(rows, prepared.plan) if prepared.readings is None else self._read(rows, prepared)
-
-    def of_blocks(self, rows: RequestRows) -> FixedRow | None:
-        """The same of a row that chooses blocks in every layer, where no audit follows the step and nothing is carried;
-        None else."""
-        if not rows.decodes or self._followed(rows) or self.setting.watch.audits or rows.memory.carried is not None:
-            return None
-        prepared = self._plan(rows.method)
-        fixed = None if prepared is None else self._read(rows, prepared)
-        if fixed is None:
-            return None
-        for reading in set(fixed.plan.layers):
-            if not isinstance(reading, BestBlocks | RankedBlocks) or rows.scheduled.stop <= reading.dense_upto:
-                return None
-        return fixed
-
-    def _followed(self, rows: RequestRows) -> bool:
-        """Whether somebody looks on layer by layer, or the row may be rejected or reads over evicted keys."""
-        watch = self.setting.watch
-        return rows.drafted or watch.sees_calls or rows.memory.has_gone or rows.scheduled.request_id in watch.bounds
-
-    def _read(self, rows: RequestRows, prepared: Prepared) -> FixedRow | None:
-        """A row that the kernels read by its plan alone."""
-        if prepared.readings is None or rows.memory.has_state or rows.scheduled.policy.window is not None:
-            return None
-        return FixedRow(rows, prepared.plan, prepared.readings, None)
-
-    def count(self, row: FixedRow, backend: str, ruled: Ruled | None) -> None:
-        """Count a row that was attended in every layer, and what rules let it do."""
-        rows, plan, state = row.rows, row.plan, row.state
-        key = rows.scheduled.request_id, plan.name
-        counts = self._counts.get(key)
-        if counts is None:
-            counts = self._counts[key] = LateCounts(plan, self.setting.spec.heads)
-        if rows.together:
-            rows.result.late["host", plan.name] = counts
-            rows.result.stay = partial(counts.add_first, rows.scheduled.start, backend)
-            return
-        if state is not None:
-            state.done(rows.scheduled.stop)
-            counts.follow(state)
-        if ruled is not None and plan.blocks is not None:
-            counts.note_rule(ruled.used * plan.blocks.size, ruled.coverage)
-        if counts.add(rows.scheduled.stop, backend) and not rows.method.means_dense:
-            rows.result.note(ran_dense("decode", plan.method))
-        rows.result.late["host", plan.name] = counts
-
-    def _weighs(self, method: Method) -> bool:
-        """Whether the next draft is to know where rows under ``method`` looked."""
-        if not isinstance(method, Verified):
-            return False
-        prepared = self._plan(method.draft)
-        return prepared is not None and carries(prepared.plan, method.carried)
-
-    def _listed(self, rows: RequestRows, plan: DevicePlan) -> FixedRow | None:
-        method, length, window = rows.method, rows.scheduled.stop, rows.scheduled.policy.window
-        reading = plan.layers[0]
-        assert isinstance(reading, OwnReading)
-        dense = reading.cost(length).kind == "dense"
-        if dense and (window is not None or (method.wants_weights and reading.learns_from_all)):
-            return None  # it reads what the window leaves, or reads everything and learns from it
-        if window is not None and not reading.windows:
-            return None
-        state = rows.memory.on_host(method, partial(self._opened, rows))
-        if state is None or (window is not None and not state.windows):
-            return None
-        if length > state.room:
-            state.grow(length)
-        reads = state.reads(length, window)
-        if reads is None:
-            state.tally[:, : self.setting.spec.heads] += length
-        return FixedRow(rows, state.plan(plan), reads or self._everything, state)
-
-    @torch.inference_mode()  # in which the states were made
-    def _opened(self, rows: RequestRows, states: list[Any]) -> HostState | None:
-        one, memory = rows.scheduled, rows.memory
-        opening = Opening(states, memory.kv, self.setting.spec, one.span_start, one.stop, memory.apart)
-        return rows.method.host_state(opening)
-
-    def summarized(self, method: Method) -> Summarized | None:
-        """Blocks whose summaries rows under ``method`` read, if it knows how to say so."""
-        prepared = self._plan(method)
-        blocks = None if prepared is None else prepared.plan.blocks
-        return blocks if isinstance(blocks, Summarized) else None
-
-    def _planned(self, method: Method) -> Prepared | None:
-        spec = self.setting.spec
-        plan = method.device_plan(spec)
-        if plan is None:
-            return None
-        if len(set(plan.layers)) == 1 and isinstance(plan.layers[0], OwnReading):
-            return Prepared(plan, None)
-        if any(cpu_readings.serves(one, spec.kv_heads) is not None for one in set(plan.layers)):
-            return None
-        return Prepared(plan, Readings(plan.layers))
+from saccade.selection.plan import Summarized
 
 
 class JoinedRows:

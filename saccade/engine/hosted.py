@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from saccade.engine.host_calls import RequestRows, Setting
-from saccade.engine.host_rows import FixedPlans, JoinedRows
+from saccade.engine.host_plans import FixedPlans
+from saccade.engine.host_rows import JoinedRows
 from saccade.engine.hosted_memory import HostedMemory, first_of, lives_on_host
 from saccade.engine.memory import SequenceMemory
 from saccade.kv.blocks import BlockManager
