@@ -173,6 +173,19 @@ def gpu_name(device: str) -> str | None:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
 
 
+def gpu_bytes(device: str) -> int | None:
+    """Memory of the GPU that ``device`` is; None for a CPU, or one that torch does not see."""
+    import torch
+
+    try:
+        index = torch.device(device).index or 0
+    except (RuntimeError, TypeError):
+        return None
+    if not device.startswith("cuda") or not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return None
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
 def processor() -> str:
     """The processor's name."""
     try:

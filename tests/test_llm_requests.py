@@ -139,7 +139,9 @@ def test_bad_engine_options_are_named(tiny_llama, options, message):
 
 def test_the_device_says_how_many_rows_a_prefills_step_has(tiny_llama, monkeypatch, capsys):
     """One number from then on, whoever asks; a given one stays."""
-    for device, rows in (("cpu", 4096), ("cuda", 8192), ("cuda:1", 8192)):
+    sizes = {"cuda": 80 << 30, "cuda:1": 24 << 30}
+    monkeypatch.setattr("saccade.engine.config.gpu_bytes", sizes.get)
+    for device, rows in (("cpu", 4096), ("cuda", 8192), ("cuda:1", 4096), ("cuda:2", 8192)):
         assert EngineConfig(device=device).chunk == EngineConfig(device=device).prefill_chunk == rows
         assert EngineConfig(device=device, prefill_chunk=100).chunk == 100
         monkeypatch.setattr("saccade.engine.config.best_device", lambda: device)  # noqa: B023

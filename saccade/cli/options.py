@@ -34,7 +34,8 @@ UNIT = typer.Option("--kv-unit", help="What moves to host memory and back: block
 COMPUTE = typer.Option("--kv-compute", help="Where decoding attends what lies there: device, host or auto.")
 DISK = typer.Option("--kv-disk", help="Folder and size for what memory, or --kv-host, has no room for: ~/kv:100GiB.")
 CHUNK = typer.Option(
-    "--prefill-chunk", help="Most prompt tokens computed in one step; by default 8192 on a GPU, 4096 on a CPU."
+    "--prefill-chunk",
+    help="Most prompt tokens computed in one step; by default 8192 on a GPU from 32 GiB on, else 4096.",
 )
 GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")

@@ -13,7 +13,7 @@ from saccade.files import is_folder
 from saccade.kv import BLOCK_SIZES
 from saccade.kv.compute import MODES
 from saccade.kv.replacement import POLICIES as REPLACEMENTS
-from saccade.machine import best_device, check_threads, folder_and_size, parse_bytes
+from saccade.machine import best_device, check_threads, folder_and_size, gpu_bytes, parse_bytes
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.ops.attend import BACKENDS
 from saccade.ops.fp8 import QUANTIZATIONS
@@ -22,7 +22,8 @@ UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
 POOLS = "unified", "per_layer"  # of slots
 SESSIONS = "16GiB"  # of a session_dir that names no size
-CHUNKS = {"cpu": 4096, "cuda": 8192}  # rows of a prefill's step by default: a GPU is not busy with fewer
+CHUNK, CHUNK_ON_GPU = 4096, 8192  # rows of a prefill's step by default: a GPU is not busy with fewer
+ROOMY = 32 << 30  # bytes of a GPU that has room for what so many rows of a large model take
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class EngineConfig:
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/hosted.py); or ``auto``,
     by what either was measured to take (kv/compute.py).
-    ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU and 4,096 on a CPU, from
-    then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that run at once.
+    ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU of 32 GiB or more,
+    else 4,096, and from then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that run at once.
     ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
     them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
@@ -132,8 +133,7 @@ class EngineConfig:
         if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
         if self.prefill_chunk is None:
-            on_gpu = isinstance(self.device, str) and self.device.startswith("cuda")
-            object.__setattr__(self, "prefill_chunk", CHUNKS["cuda" if on_gpu else "cpu"])
+            object.__setattr__(self, "prefill_chunk", _chunk(self.device))
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.kv_host is not None:
@@ -201,3 +201,11 @@ class EngineConfig:
         if unknown:
             raise SaccadeError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls(**settings)
+
+
+def _chunk(device: object) -> int:
+    """``prefill_chunk`` where none is given. ``device`` may still be wrong."""
+    if not isinstance(device, str) or not device.startswith("cuda"):
+        return CHUNK
+    size = gpu_bytes(device)
+    return CHUNK if size is not None and size < ROOMY else CHUNK_ON_GPU
