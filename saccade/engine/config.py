@@ -47,14 +47,14 @@ class EngineConfig:
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/hosted.py); or ``auto``,
     by what either was measured to take (kv/compute.py).
-    ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU of 32 GiB or more,
-    else 4,096, and from then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that run at once.
-    ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
-    (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind
-    them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``,
-    ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
-    FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default
-    where it is installed and ``backend`` is ``auto``.
+    ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU of 32 GiB or more, else
+    4,096, and from then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that
+    run at once. ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
+    (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind them;
+    whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu``
+    (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``: FlashAttention-4's
+    kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default where it is installed
+    and ``backend`` is ``auto``.
     ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the
     last bit, at the price of one pass over the weights per request, and per drafted row; by default yes in float32 and
     no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
