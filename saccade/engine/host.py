@@ -111,10 +111,10 @@ class HostAttention:
 
     def whole(self) -> WholeRows | None:
         """The rows where none needs anything between the layers; else None."""
-        joined, audits = self.joined, self.setting.watch.audits
-        if joined is None or joined.chosen or audits or len(joined.fixed) < len(self.rows):
+        joined = self.joined
+        if joined is None or len(joined.fixed) < len(self.rows) or self.frozen is not None or self.setting.watch.audits:
             return None
-        return joined if self.frozen is None else None
+        return joined
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
         self._settle_resolved(layer, q, spec)
