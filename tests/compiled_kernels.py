@@ -22,6 +22,8 @@ from saccade.methods.loopserve import triton_blocks, triton_round_steps, triton_
 from saccade.ops.triton import (
     antidiagonals,
     batched_best,
+    batched_choice,
+    batched_decode,
     batched_rank,
     best_parts,
     block_pairs,
@@ -29,6 +31,7 @@ from saccade.ops.triton import (
     block_summaries,
     block_sums,
     choose,
+    decode,
     fp8,
     fp8_tiles,
     heaviest,
@@ -110,6 +113,17 @@ OTHERS = {
         **dict.fromkeys(("lengths", "takes", "denses", "always", "order", "counts", "sorts"), "*i32"),
     },
     batched_rank._rank: dict.fromkeys(("sorts", "lengths", "takes", "denses", "order"), "*i32"),
+    decode._decode: {
+        **dict.fromkeys(("tables", "lengths", "limits", "starts", "counts"), "*i32"),
+        **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
+    },
+    batched_decode._choose_best: dict.fromkeys(("lengths", "takes", "denses", "counts"), "*i32"),
+    batched_choice._search_chunks: {
+        **dict.fromkeys(("lengths", "takes", "denses", "their"), "*i32"), "left": "*fp32",
+    },
+    batched_choice._search_left: {
+        **dict.fromkeys(("lengths", "takes", "denses", "their", "counts"), "*i32"), "left": "*fp32",
+    },
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
         **dict.fromkeys(("epsilons", "part_out", "part_lse"), "*fp32"), "epsilon": "fp32",
@@ -302,6 +316,17 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
     ]  # fmt: skip
     found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))
+    found += [
+        (
+            decode._decode,
+            {
+                **decoding, "PER": per, "ROWS": rows, "SIZE": size, "SPACED": True, "COUNTED": True, "KEYS": 32,
+                "MANY": True, "D": head_dim, "D_PAD": head_dim,
+            },
+            {"num_warps": 4, "num_stages": 3, **({} if head_dim > 128 else {"maxnreg": 96})},
+        )
+        for per, rows, size, head_dim in ((4, 1, 32, 128), (1, 1, 1, 64), (7, 1, 0, 128), (8, 2, 0, 256))
+    ]  # fmt: skip
     ordering = {"UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "AFTER_FULL": True, "EARLY": True}
     for everything, blocks in ((True, 6144), (False, 3072), (True, 1 << 16)):
         chunk, warps, looked_up, others, rank_warps = batched_rank.tiles_for(blocks, None if everything else 64)
@@ -319,6 +344,12 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
             (batched_rank._order, {**own, **sorting}, {"num_warps": warps}),
             (batched_rank._rank, {**own, **looking}, {"num_warps": rank_warps}),
         ]
+    listing = {"UNITS": 8, "SIZE": 16, "FIRST": 1, "LAST": 1, "ROOM": 128, "TAKES": True, "EARLY": True}
+    found += [
+        (batched_decode._choose_best, {**listing, "WIDTH": 8192}, {"num_warps": 8}),
+        (batched_choice._search_chunks, {**listing, "CHUNK": batched_choice.CHUNK}, {"num_warps": 4}),
+        (batched_choice._search_left, {**listing, "WIDTH": 1024, "FORCED": 2}, {"num_warps": 4}),
+    ]
     return found
 
 

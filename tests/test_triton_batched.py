@@ -22,6 +22,7 @@ from saccade.models.interface import Segment
 from saccade.models.llama import LlamaDecoder
 from saccade.models.loader import load_model
 from saccade.ops import Call, attend, run
+from saccade.ops.triton.batched_choice import choose_in_parts
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, choose_best, score_blocks
 from saccade.ops.triton.batched_rank import choose_ranked, rank_blocks
 from saccade.ops.triton.block_summaries import summarize
@@ -145,7 +146,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("choose", [choose_best, choose_ranked])
+@pytest.mark.parametrize("choose", [choose_best, choose_ranked, choose_in_parts])
 @pytest.mark.parametrize("methods", METHODS, ids=lambda methods: methods[0].text)
 def test_rows_choose_the_pages_that_their_methods_choose(methods, choose):
     """Rows of one form in one launch, each with its own budget."""
@@ -195,7 +196,7 @@ def eight_blocks():
     return Pages(torch.empty(1, 1, 16, 16), torch.empty(1, 1, 16, 16), table, int32(128), 128)
 
 
-@pytest.mark.parametrize("choose", [choose_best, choose_ranked])
+@pytest.mark.parametrize("choose", [choose_best, choose_ranked, choose_in_parts])
 def test_equal_scores_go_to_the_lower_block(choose):
     scores = torch.tensor([[[-torch.inf, 2.0, -0.0, 0.0, 2.0, -3.0, 0.0, -torch.inf]]])
     pages = eight_blocks()

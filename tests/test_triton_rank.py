@@ -9,6 +9,7 @@ import triton.language as tl
 import triton_helpers  # noqa: F401  (sets the interpreter up first)
 from rank_cases import KINDS, ordered, pages_of, scores_of
 
+from saccade.ops.triton.batched_choice import choose_blocks, choose_in_parts, way_of
 from saccade.ops.triton.batched_decode import choose_best
 from saccade.ops.triton.batched_rank import Tiles, choose_ranked, rank_blocks, tiles_for
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
@@ -135,12 +136,50 @@ def test_the_best_are_those_of_a_stable_sort(take, tiles):
                 assert sorted(chosen) == others.indices[at, : others.counts[at]].tolist()
 
 
+@pytest.mark.parametrize(("take", "chunk"), [(1, 64), (62, 32), (62, 128), (5, 256), (30, 16)])
+def test_the_best_of_parts_are_the_best(take, chunk):
+    """Parts with more and with fewer blocks than are taken, and such as have none."""
+    lengths = [150 * 32, 0, 149 * 32 + 1, 64 * 32, 4500, 64 * 32 + 1, 150 * 32, 4096]
+    scores = torch.stack([scores_of(KINDS[row], (2, 150), row) for row in range(len(lengths))])
+    takes = torch.tensor([max(1, take - row % 3) for row in range(len(lengths))], dtype=torch.int32)
+    choice = BestBlocks(32, "cuboid", 2, 2, 1, take, 66 * 32).form
+    dense_upto = torch.full((len(lengths),), 65 * 32, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        scores[row, :, :2], scores[row, :, max(0, -(-length // 32) - 1) :] = -torch.inf, -torch.inf
+    at = scores, pages_of(lengths, 150 * 32), choice, takes, dense_upto
+    lists, others = choose_in_parts(*at, chunk), choose_best(*at)
+    assert lists.counts.tolist() == others.counts.tolist()
+    for own, other, count in zip(lists.indices, others.indices, lists.counts.tolist()):
+        assert sorted(own[:count].tolist()) == other[:count].tolist()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "take", "way"),
+    [(80, 20, choose_ranked), (300, 70, choose_best), (4200, 70, choose_ranked), (8300, 130, choose_in_parts)],
+)
+def test_every_way_to_choose_gives_the_same_lists(blocks, take, way):
+    assert way_of(1, 3, blocks, take) is way
+    scores = scores_of("tied", (1, 3, blocks), 1)
+    scores[..., 0] = scores[..., -1] = -torch.inf
+    numbers = torch.tensor([[take], [(take + 2) * 16]], dtype=torch.int32)
+    at = (
+        scores,
+        pages_of([blocks * 16], blocks * 16),
+        BestBlocks(16, "minmax", 3, 1, 1, take, (take + 2) * 16),
+        *numbers,
+    )
+    lists, others = choose_blocks(*at), choose_best(*at)
+    assert lists.counts.tolist() == others.counts.tolist() == [take + 2] * 3
+    assert lists.indices.view(3, -1).sort(1).values.tolist() == others.indices.view(3, -1).tolist()
+
+
 def test_lists_without_best_blocks():
     """All that is read is forced: nothing is sorted."""
     choice = BestBlocks(16, "minmax", 1, 2, 3, 0, 128).form
     numbers = torch.tensor([[0], [128]], dtype=torch.int32)
-    lists = choose_ranked(torch.full((1, 1, 100), torch.nan), pages_of([1600], 1600), choice, *numbers)
-    assert lists.indices[0, : lists.counts[0]].tolist() == [0, 1, 97, 98, 99]
+    for choose in (choose_ranked, choose_in_parts):
+        lists = choose(torch.full((1, 1, 100), torch.nan), pages_of([1600], 1600), choice, *numbers)
+        assert lists.indices[0, : lists.counts[0]].tolist() == [0, 1, 97, 98, 99]
 
 
 @pytest.mark.parametrize("take", [None, 1, 62, 1000])

@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.kv import KVFormat, KVStorage
 from saccade.methods import parse_method
+from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, score_blocks
-from saccade.ops.triton.batched_rank import choose_blocks
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.progressive import Rule, attend_progressive
 

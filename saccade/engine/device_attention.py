@@ -15,9 +15,10 @@ from saccade.kv.listed import SHORT
 from saccade.kv.offers import Offers
 from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
+from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
 from saccade.ops.triton.batched_moments import score_moments
-from saccade.ops.triton.batched_rank import choose_blocks, rank_blocks
+from saccade.ops.triton.batched_rank import rank_blocks
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES

@@ -10,14 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat
-from saccade.ops.triton.batched_decode import choose_best, room_for
+from saccade.ops.triton.batched_decode import room_for
 from saccade.ops.triton.common import begin, launched
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.sorting import in_line, neighbours, sort_falling
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
-MOST_RANKED = 1 << 17  # blocks of all lists
-FEW_LISTS = 16  # which radix search leaves most of the device idle
 FEW = 256  # blocks of a list that are taken
 LEAST = 128  # blocks of a chunk
 NEVER: tl.constexpr = tl.constexpr(-2147483648)  # as a score's bits: where no block is
@@ -67,13 +65,6 @@ def rank_blocks(
     counts = torch.empty(2, rows * units, dtype=torch.int32, device=scores.device)
     _launch(scores, pages, choice, always, order, counts, None, dense_upto, tiles)
     return always, order, counts
-
-
-def choose_blocks(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
-    """:func:`choose_ranked` or batched_decode.choose_best, whichever is faster at this size."""
-    rows, units, blocks = scores.shape
-    ranks = rows * units <= FEW_LISTS or rows * units * blocks <= MOST_RANKED
-    return (choose_ranked if ranks else choose_best)(scores, pages, choice, take, dense_upto)
 
 
 def choose_ranked(

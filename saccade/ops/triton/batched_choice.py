@@ -1,0 +1,142 @@
+"""Lists of the best blocks of many rows: which of three ways to take, and the one for wide lists of many heads, whose
+parts are searched apart before what they leave is searched together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade.ops.layout import flat
+from saccade.ops.triton.batched_decode import choose_best, room_for
+from saccade.ops.triton.batched_rank import choose_ranked
+from saccade.ops.triton.common import begin, launched, pad
+from saccade.ops.triton.decode import KeyLists, Pages
+from saccade.ops.triton.radix_select import least_held, ordered_bits
+from saccade.selection.plan import BestBlocks
+
+CHUNK = 2048  # blocks that a program searches at first
+WIDE = 8192  # blocks: above, one program a list takes longer than two launches
+MOST_RANKED = 1 << 17  # blocks of all lists that are ranked
+FEW_LISTS = 16  # of which one program each leaves most of the device idle
+
+
+def choose_blocks(scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor) -> KeyLists:
+    """The lists of batched_decode.choose_best, in some order, the way that is fastest at this size (tried on an H100
+    with 8 to 256 lists of 1,024 to 32,768 blocks; benchmarks/gpu/choices.py)."""
+    rows, units, blocks = scores.shape
+    return way_of(rows, units, blocks, choice.take)(scores, pages, choice, take, dense_upto)
+
+
+def way_of(rows: int, units: int, blocks: int, take: int) -> Callable[..., KeyLists]:
+    """To rank blocks pays where few lists take few of them; to search parts where lists are long."""
+    lists = rows * units
+    few = lists <= FEW_LISTS
+    if blocks <= 2 * WIDE and (
+        (take <= 64 and (few or lists * blocks <= MOST_RANKED)) or (take <= 128 and few and 2048 < blocks <= 9 * 1024)
+    ):
+        return choose_ranked
+    if blocks > WIDE and triton.cdiv(blocks, CHUNK) * pad(take) <= blocks // 2:
+        return choose_in_parts
+    return choose_best
+
+
+def choose_in_parts(
+    scores: Tensor, pages: Pages, choice: BestBlocks, take: Tensor, dense_upto: Tensor, chunk: int = CHUNK
+) -> KeyLists:
+    """The lists of batched_decode.choose_best, in another order: a program finds the best of every ``chunk`` (a power
+    of two), and another one the best of those."""
+    scores = flat(scores, torch.float32)
+    rows, units, blocks = scores.shape
+    longest, lists, room = room_for(choice, pages), rows * units, pad(max(1, choice.take))
+    chunks = triton.cdiv(blocks, chunk)
+    left = torch.empty(lists, chunks * room, dtype=torch.float32, device=scores.device)
+    their = torch.empty(lists, chunks * room, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(lists, dtype=torch.int32, device=scores.device)
+    indices = torch.empty(lists, longest, dtype=torch.int32, device=scores.device)
+    numbers = pages.lengths, take, dense_upto
+    form = {"UNITS": units, "SIZE": choice.size, "FIRST": choice.first, "LAST": choice.last, "ROOM": room}
+    _search_chunks[(chunks, units, rows)](
+        scores, *numbers, left, their, blocks, CHUNK=chunk, num_warps=4, **form, **launched(scores.device)
+    )
+    width = pad(chunks * room)
+    _search_left[(units, rows)](
+        left, their, *numbers, counts, indices, chunks, longest, TAKES=choice.take > 0, WIDTH=width,
+        FORCED=pad(choice.first + choice.last, 1), num_warps=4 if width <= 1024 else 8, **form,
+        **launched(scores.device),
+    )  # fmt: skip
+    return KeyLists(None, counts, indices, units, choice.size, longest)
+
+
+@triton.jit
+def _best_of(score, take):
+    """Which of the scores that one program holds are among the ``take`` best (at least one), ties to the first; none
+    that is -inf."""
+    free = score > float("-inf")
+    order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
+    bound, spare = least_held(tl.where(free, order, 0), take)
+    level = free & (order == bound)
+    return (free & (order > bound)) | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
+
+
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "takes", "denses"])
+def _search_chunks(
+    scores, lengths, takes, denses, left, their, blocks,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ROOM: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = (row * UNITS + unit).to(tl.int64)
+    length, take = tl.load(lengths + row), tl.load(takes + row)
+    if (length > tl.load(denses + row)) & (take > 0):
+        block = chunk * CHUNK + tl.arange(0, CHUNK)
+        wanted = (block >= FIRST) & (block < tl.cdiv(length, SIZE) - LAST) & (block < blocks)
+        score = tl.load(scores + entry * blocks + block, mask=wanted, other=float("-inf"))
+        taken = _best_of(score, take)
+        place = (entry * tl.num_programs(0) + chunk) * ROOM
+        at = place + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(left + at, score, mask=taken)
+        tl.store(their + at, block, mask=taken)
+        number = tl.arange(0, ROOM)
+        none = tl.full([ROOM], float("-inf"), tl.float32)
+        tl.store(left + place + number, none, mask=number >= tl.sum(taken.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["chunks", "longest"], do_not_specialize_on_alignment=["lengths", "takes", "denses"])
+def _search_left(
+    left, their, lengths, takes, denses, counts, indices, chunks, longest,
+    UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ROOM: tl.constexpr,
+    TAKES: tl.constexpr, WIDTH: tl.constexpr, FORCED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    unit, row = tl.program_id(0), tl.program_id(1)
+    entry = (row * UNITS + unit).to(tl.int64)
+    length = tl.load(lengths + row)
+    pages = tl.cdiv(length, SIZE)
+    out = indices + entry * longest
+    if length <= tl.load(denses + row):
+        for start in tl.range(0, pages, WIDTH):
+            block = start + tl.arange(0, WIDTH)
+            tl.store(out + block, block, mask=block < pages)
+        tl.store(counts + entry, pages)
+    else:
+        place = tl.arange(0, FORCED)
+        behind = tl.maximum(pages - LAST, FIRST)  # where the last ones begin
+        forced = tl.minimum(pages, FIRST + tl.maximum(pages - behind, 0))
+        tl.store(out + place, tl.where(place < FIRST, place, behind + place - FIRST), mask=place < forced)
+        if TAKES:
+            take = tl.load(takes + row)
+            if take > 0:
+                number = tl.arange(0, WIDTH)
+                line = entry * chunks * ROOM + number
+                score = tl.load(left + line, mask=number < chunks * ROOM, other=float("-inf"))
+                taken = _best_of(score, take)
+                at = out + forced + tl.cumsum(taken.to(tl.int32), 0) - 1
+                tl.store(at, tl.load(their + line, mask=taken, other=0), mask=taken)
+                forced += tl.sum(taken.to(tl.int32), 0)
+        tl.store(counts + entry, forced)
