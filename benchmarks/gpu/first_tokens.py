@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/first_tokens.py [--lengths 32768,131072] [--repeats 3] [--fp8-dense]
 
-A random Llama of 8B shape, as in ``endtoend.py``; needs ``saccade-llm[fa4]``. Each row is the median of ``--repeats``
-prompts after one that warms up; own dense has no warm-up of its own beyond the first prompt of all.
+A random Llama of 8B shape, as in ``endtoend.py``; needs ``saccade-llm[fa4]`` but for ``--own``, which leaves both out.
+Budgets are 8,192 tokens and a 16th of the prompt, which is a density of some 12 % at any length. Each row is the median
+of ``--repeats`` prompts after one that warms up; own dense has no warm-up of its own beyond the first prompt of all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import endtoend
 import torch
 
-SPARSE = "flexprefill(lines=block, max_budget=8192)"
+SPARSE = "flexprefill(lines=block, max_budget={})"
 
 
 @torch.inference_mode()
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="32768,131072")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fp8-dense", action="store_true", help="dense with FP8 products, too")
+    parser.add_argument("--own", action="store_true", help="our own kernels in bfloat16 alone")
     given = parser.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
     torch.manual_seed(0)
@@ -33,16 +35,18 @@ def main() -> None:
     own = {length: timed(bench, length, "dense", given.repeats) for length in lengths}
     for length, seconds in own.items():
         print(f"{length} own dense, bfloat16: {seconds:.3f} s", flush=True)
-    endtoend.FA4 = True
-    for quantize in (None, "fp8"):
+    endtoend.FA4 = not given.own
+    for quantize in (None,) if given.own else (None, "fp8"):
         bench.serve(quantize)
-        for policy in (SPARSE, *(["dense"] if quantize and given.fp8_dense else [])):
-            for length in lengths:
+        for length in lengths:
+            policies = [SPARSE.format(budget) for budget in sorted({length // 16, 8192})]
+            for policy in (*policies, *(["dense"] if quantize and given.fp8_dense else [])):
                 bench.first_token(length, policy, None)
                 seconds = timed(bench, length, policy, given.repeats)
+                density = bench.results.rows[-1]["density"]
                 print(
-                    f"{length} {policy}, FlashAttention-4, {quantize or 'bfloat16'}: {seconds:.3f} s, "
-                    f"{own[length] / seconds:.2f} x own dense",
+                    f"{length} {policy}, density {density:.3f}, {'own kernels' if given.own else 'FlashAttention-4'}, "
+                    f"{quantize or 'bfloat16'}: {seconds:.3f} s, {own[length] / seconds:.2f} x own dense",
                     flush=True,
                 )
 

@@ -20,7 +20,7 @@ from saccade.ops.triton.radix_select import least_held, ordered_bits
 from saccade.selection.plan import BestBlocks
 
 CHUNK = 2048  # blocks that a program searches at first
-WIDE = 8192  # blocks: above, one program a list takes longer than two launches
+WIDE = 8192  # blocks, from which on one program a list takes longer than two launches
 MOST_RANKED = 1 << 17  # blocks of all lists that are ranked
 FEW_LISTS = 16  # of which one program each leaves most of the device idle
 
@@ -40,7 +40,7 @@ def way_of(rows: int, units: int, blocks: int, take: int) -> Callable[..., KeyLi
         (take <= 64 and (few or lists * blocks <= MOST_RANKED)) or (take <= 128 and few and 2048 < blocks <= 9 * 1024)
     ):
         return choose_ranked
-    if blocks > WIDE and triton.cdiv(blocks, CHUNK) * pad(take) <= blocks // 2:
+    if blocks >= WIDE and triton.cdiv(blocks, CHUNK) * pad(take) <= blocks // 2:
         return choose_in_parts
     return choose_best
 
