@@ -16,7 +16,7 @@ from saccade.ops.triton.batched_decode import choose_best, room_for
 from saccade.ops.triton.batched_rank import choose_ranked
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists, Pages
-from saccade.ops.triton.radix_select import least_held, ordered_bits
+from saccade.ops.triton.radix_select import best_of
 from saccade.selection.plan import BestBlocks
 
 CHUNK = 2048  # blocks that a program searches at first
@@ -72,17 +72,6 @@ def choose_in_parts(
     return KeyLists(None, counts, indices, units, choice.size, longest)
 
 
-@triton.jit
-def _best_of(score, take):
-    """Which of the scores that one program holds are among the ``take`` best (at least one), ties to the first; none
-    that is -inf."""
-    free = score > float("-inf")
-    order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
-    bound, spare = least_held(tl.where(free, order, 0), take)
-    level = free & (order == bound)
-    return (free & (order > bound)) | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
-
-
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "takes", "denses"])
 def _search_chunks(
     scores, lengths, takes, denses, left, their, blocks,
@@ -97,7 +86,7 @@ def _search_chunks(
         block = chunk * CHUNK + tl.arange(0, CHUNK)
         wanted = (block >= FIRST) & (block < tl.cdiv(length, SIZE) - LAST) & (block < blocks)
         score = tl.load(scores + entry * blocks + block, mask=wanted, other=float("-inf"))
-        taken = _best_of(score, take)
+        taken = best_of(score, take)
         place = (entry * tl.num_programs(0) + chunk) * ROOM
         at = place + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(left + at, score, mask=taken)
@@ -135,7 +124,7 @@ def _search_left(
                 number = tl.arange(0, WIDTH)
                 line = entry * chunks * ROOM + number
                 score = tl.load(left + line, mask=number < chunks * ROOM, other=float("-inf"))
-                taken = _best_of(score, take)
+                taken = best_of(score, take)
                 at = out + forced + tl.cumsum(taken.to(tl.int32), 0) - 1
                 tl.store(at, tl.load(their + line, mask=taken, other=0), mask=taken)
                 forced += tl.sum(taken.to(tl.int32), 0)

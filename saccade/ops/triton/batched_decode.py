@@ -20,7 +20,7 @@ from saccade.ops.layout import flat, rows
 from saccade.ops.triton.block_summaries import parts
 from saccade.ops.triton.common import begin, launched, pad, pool_rows, precision
 from saccade.ops.triton.decode import KeyLists, Pages
-from saccade.ops.triton.radix_select import least_held, ordered_bits
+from saccade.ops.triton.radix_select import best_of
 from saccade.selection.plan import BestBlocks, RankedBlocks
 
 
@@ -265,12 +265,7 @@ def _choose_best(
         if TAKES:
             take = tl.load(takes + row)
             score = tl.load(scores + entry.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
-            order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
-            free = score > float("-inf")
-            bound, spare = least_held(tl.where(free, order, 0), take)
-            over = free & (order > bound)
-            level = free & (order == bound)
-            taken = taken | over | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
+            taken = taken | best_of(score, take)
         taken = taken & (block < pages)
         listed = taken.to(tl.int32)
         tl.store(out + tl.cumsum(listed, 0) - 1, block, mask=taken)

@@ -38,6 +38,17 @@ def least_held(order, wanted):
 
 
 @triton.jit
+def best_of(score, take):
+    """Which of the scores that one program holds are among the ``take`` best (at least one), ties to the first; none
+    that is -inf."""
+    free = score > float("-inf")
+    order = ordered_bits(score + 0.0)  # -0.0 and 0.0 are equal, but not their bits
+    bound, spare = least_held(tl.where(free, order, 0), take)
+    level = free & (order == bound)
+    return (free & (order > bound)) | (level & (tl.cumsum(level.to(tl.int32), 0) <= spare))
+
+
+@triton.jit
 def least_taken(line, first, last, low, high, wanted, SPAN: tl.constexpr):
     """The same search by one program, for entries ``first .. last - 1`` of a short list but those from ``low`` to
     ``high`` (the same where none are left out): the bits of the least score among the ``wanted`` highest, and how many
