@@ -265,8 +265,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found += [
         (batched_decode._choose_best, {**listing, "WIDTH": 8192}, {"num_warps": 8}),
         (batched_choice._search_chunks, {**listing, "CHUNK": batched_choice.CHUNK}, {"num_warps": 4}),
-        (batched_choice._search_left, {**listing, "WIDTH": 1024, "FORCED": 2}, {"num_warps": 4}),
-        (batched_choice._search_left, {**listing, "WIDTH": 128, "FORCED": 1, "TAKES": False}, {"num_warps": 4}),
+        (batched_choice._search_left, {**listing, "WIDTH": 1024, "LISTED": 128}, {"num_warps": 4}),
     ]
     return found
 

@@ -162,12 +162,8 @@ def test_every_way_to_choose_gives_the_same_lists(blocks, take, way):
     scores = scores_of("tied", (1, 3, blocks), 1)
     scores[..., 0] = scores[..., -1] = -torch.inf
     numbers = torch.tensor([[take], [(take + 2) * 16]], dtype=torch.int32)
-    at = (
-        scores,
-        pages_of([blocks * 16], blocks * 16),
-        BestBlocks(16, "minmax", 3, 1, 1, take, (take + 2) * 16),
-        *numbers,
-    )
+    choice = BestBlocks(16, "minmax", 3, 1, 1, take, (take + 2) * 16)
+    at = scores, pages_of([blocks * 16], blocks * 16), choice, *numbers
     lists, others = choose_blocks(*at), choose_best(*at)
     assert lists.counts.tolist() == others.counts.tolist() == [take + 2] * 3
     assert lists.indices.view(3, -1).sort(1).values.tolist() == others.indices.view(3, -1).tolist()

@@ -1,10 +1,11 @@
 """Time to first token with FlashAttention-4's kernels and FP8 products over own dense in bfloat16, in one run.
 
-    python benchmarks/gpu/first_tokens.py [--lengths 32768,131072] [--repeats 3] [--fp8-dense]
+    python benchmarks/gpu/first_tokens.py [--lengths 32768,131072] [--repeats 3] [--fp8-dense | --own]
 
-A random Llama of 8B shape, as in ``endtoend.py``; needs ``saccade-llm[fa4]`` but for ``--own``, which leaves both out.
-Budgets are 8,192 tokens and a 16th of the prompt, which is a density of some 12 % at any length. Each row is the median
-of ``--repeats`` prompts after one that warms up; own dense has no warm-up of its own beyond the first prompt of all.
+A random Llama of 8B shape, as in ``endtoend.py``; needs ``saccade-llm[fa4]`` but for ``--own``, which leaves FP8 out,
+too. Budgets are 8,192 tokens and a 16th of the prompt, which is a density of some 12 % at any length. Each row is the
+median of ``--repeats`` prompts after one that warms up; own dense has no warm-up of its own beyond the first prompt of
+all.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="32768,131072")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--fp8-dense", action="store_true", help="dense with FP8 products, too")
-    parser.add_argument("--own", action="store_true", help="our own kernels in bfloat16 alone")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--fp8-dense", action="store_true", help="dense with FP8 products, too")
+    either.add_argument("--own", action="store_true", help="our own kernels in bfloat16 alone")
     given = parser.parse_args()
     lengths = [int(length) for length in given.lengths.split(",")]
     torch.manual_seed(0)

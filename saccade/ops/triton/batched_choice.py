@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.ops.layout import flat
 from saccade.ops.triton.batched_decode import choose_best, room_for
-from saccade.ops.triton.batched_rank import choose_ranked
+from saccade.ops.triton.batched_rank import blocks_at, choose_ranked, put_forced
 from saccade.ops.triton.common import begin, launched, pad
 from saccade.ops.triton.decode import KeyLists, Pages
 from saccade.ops.triton.radix_select import best_of
@@ -36,9 +36,9 @@ def way_of(rows: int, units: int, blocks: int, take: int) -> Callable[..., KeyLi
     """To rank blocks pays where few lists take few of them; to search parts where lists are long."""
     lists = rows * units
     few = lists <= FEW_LISTS
-    if blocks <= 2 * WIDE and (
-        (take <= 64 and (few or lists * blocks <= MOST_RANKED)) or (take <= 128 and few and 2048 < blocks <= 9 * 1024)
-    ):
+    if take <= 64 and blocks <= 2 * WIDE and (few or lists * blocks <= MOST_RANKED):
+        return choose_ranked
+    if take <= 128 and few and 2048 < blocks <= 9 * 1024:
         return choose_ranked
     if blocks >= WIDE and triton.cdiv(blocks, CHUNK) * pad(take) <= blocks // 2:
         return choose_in_parts
@@ -52,7 +52,7 @@ def choose_in_parts(
     of two), and another one the best of those."""
     scores = flat(scores, torch.float32)
     rows, units, blocks = scores.shape
-    longest, lists, room = room_for(choice, pages), rows * units, pad(max(1, choice.take))
+    longest, lists, room = room_for(choice, pages), rows * units, pad(choice.take)
     chunks = triton.cdiv(blocks, chunk)
     left = torch.empty(lists, chunks * room, dtype=torch.float32, device=scores.device)
     their = torch.empty(lists, chunks * room, dtype=torch.int32, device=scores.device)
@@ -65,9 +65,8 @@ def choose_in_parts(
     )
     width = pad(chunks * room)
     _search_left[(units, rows)](
-        left, their, *numbers, counts, indices, chunks, longest, TAKES=choice.take > 0, WIDTH=width,
-        FORCED=pad(choice.first + choice.last, 1), num_warps=4 if width <= 1024 else 8, **form,
-        **launched(scores.device),
+        left, their, *numbers, counts, indices, chunks, longest, WIDTH=width, LISTED=pad(longest, 1),
+        num_warps=4 if width <= 1024 else 8, **form, **launched(scores.device),
     )  # fmt: skip
     return KeyLists(None, counts, indices, units, choice.size, longest)
 
@@ -81,10 +80,11 @@ def _search_chunks(
     begin(EARLY)
     chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
-    length, take = tl.load(lengths + row), tl.load(takes + row)
+    length, _pages, stop = blocks_at(lengths, row, SIZE, LAST, False)
+    take = tl.load(takes + row)
     if (length > tl.load(denses + row)) & (take > 0):
         block = chunk * CHUNK + tl.arange(0, CHUNK)
-        wanted = (block >= FIRST) & (block < tl.cdiv(length, SIZE) - LAST) & (block < blocks)
+        wanted = (block >= FIRST) & (block < stop) & (block < blocks)
         score = tl.load(scores + entry * blocks + block, mask=wanted, other=float("-inf"))
         taken = best_of(score, take)
         place = (entry * tl.num_programs(0) + chunk) * ROOM
@@ -100,32 +100,21 @@ def _search_chunks(
 def _search_left(
     left, their, lengths, takes, denses, counts, indices, chunks, longest,
     UNITS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, ROOM: tl.constexpr,
-    TAKES: tl.constexpr, WIDTH: tl.constexpr, FORCED: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, LISTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     entry = (row * UNITS + unit).to(tl.int64)
-    length = tl.load(lengths + row)
-    pages = tl.cdiv(length, SIZE)
+    length, pages, stop = blocks_at(lengths, row, SIZE, LAST, False)
+    dense_upto, take = tl.load(denses + row), tl.load(takes + row)
     out = indices + entry * longest
-    if length <= tl.load(denses + row):
-        for start in tl.range(0, pages, WIDTH):
-            block = start + tl.arange(0, WIDTH)
-            tl.store(out + block, block, mask=block < pages)
-        tl.store(counts + entry, pages)
-    else:
-        place = tl.arange(0, FORCED)
-        behind = tl.maximum(pages - LAST, FIRST)  # where the last ones begin
-        forced = tl.minimum(pages, FIRST + tl.maximum(pages - behind, 0))
-        tl.store(out + place, tl.where(place < FIRST, place, behind + place - FIRST), mask=place < forced)
-        if TAKES:
-            take = tl.load(takes + row)
-            if take > 0:
-                number = tl.arange(0, WIDTH)
-                line = entry * chunks * ROOM + number
-                score = tl.load(left + line, mask=number < chunks * ROOM, other=float("-inf"))
-                taken = best_of(score, take)
-                at = out + forced + tl.cumsum(taken.to(tl.int32), 0) - 1
-                tl.store(at, tl.load(their + line, mask=taken, other=0), mask=taken)
-                forced += tl.sum(taken.to(tl.int32), 0)
-        tl.store(counts + entry, forced)
+    count = put_forced(out, length <= dense_upto, pages, stop, FIRST, LISTED)
+    if (length > dense_upto) & (take > 0):
+        number = tl.arange(0, WIDTH)
+        line = entry * chunks * ROOM + number
+        score = tl.load(left + line, mask=number < chunks * ROOM, other=float("-inf"))
+        taken = best_of(score, take)
+        at = out + count + tl.cumsum(taken.to(tl.int32), 0) - 1
+        tl.store(at, tl.load(their + line, mask=taken, other=0), mask=taken)
+        count += tl.sum(taken.to(tl.int32), 0)
+    tl.store(counts + entry, count)

@@ -137,7 +137,7 @@ def _words(scores, block, real):
 
 
 @triton.jit
-def _blocks_at(lengths, row, SIZE: tl.constexpr, LAST: tl.constexpr, AFTER_FULL: tl.constexpr):
+def blocks_at(lengths, row, SIZE: tl.constexpr, LAST: tl.constexpr, AFTER_FULL: tl.constexpr):
     """A row's length, its blocks, and the first behind those that are ranked."""
     length = tl.load(lengths + row)
     pages = tl.cdiv(length, SIZE)
@@ -145,6 +145,16 @@ def _blocks_at(lengths, row, SIZE: tl.constexpr, LAST: tl.constexpr, AFTER_FULL:
     if AFTER_FULL:
         stop = length // SIZE
     return length, pages, stop - LAST
+
+
+@triton.jit
+def put_forced(out, everything, pages, stop, FIRST: tl.constexpr, LISTED: tl.constexpr):
+    """Lists a row's first blocks and those from ``stop`` on, or all of them; returns how many."""
+    number = tl.arange(0, LISTED)
+    forced = tl.where(everything, pages, FIRST + pages - stop)
+    block = tl.where(everything | (number < FIRST), number, stop - FIRST + number)
+    tl.store(out + number, block, mask=number < forced)
+    return forced
 
 
 @triton.jit(
@@ -161,16 +171,13 @@ def _order(
     begin(EARLY)
     chunk, unit, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
-    length, pages, stop = _blocks_at(lengths, row, SIZE, LAST, AFTER_FULL)
+    length, pages, stop = blocks_at(lengths, row, SIZE, LAST, AFTER_FULL)
     dense_upto, take = tl.load(denses + row), stop
     if TAKES and not ALL:
         take = tl.load(takes + row)
     everything = length <= dense_upto
     if chunk == 0:
-        number = tl.arange(0, LISTED)
-        forced = tl.where(everything, pages, FIRST + pages - stop)
-        block = tl.where(everything | (number < FIRST), number, stop - FIRST + number)
-        tl.store(always + entry * longest + number, block, mask=number < forced)
+        forced = put_forced(always + entry * longest, everything, pages, stop, FIRST, LISTED)
         if ALL:
             tl.store(counts + entry, forced)
             tl.store(counts + UNITS * tl.num_programs(2) + entry, tl.where(everything, 0, stop - FIRST))
@@ -206,7 +213,7 @@ def _rank(
     TILES: tl.constexpr = WANTED // TILE
     chunk, tile, unit, row = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1), tl.program_id(2)
     entry = (row * UNITS + unit).to(tl.int64)
-    length, _pages, stop = _blocks_at(lengths, row, SIZE, LAST, AFTER_FULL)
+    length, _pages, stop = blocks_at(lengths, row, SIZE, LAST, AFTER_FULL)
     take = stop
     if not ALL:
         take = tl.load(takes + row)
