@@ -21,6 +21,7 @@ from saccade.ops.triton import (
     line_blocks,
     lines,
     means,
+    pages,
     prefill_together,
     products,
     progressive,
@@ -42,6 +43,7 @@ FP8 = {"out": "*fp8e4nv", "scale": "*fp32"}
 OTHERS = {
     lines._lines: {"columns": "*i32"},
     means._means: {"out": "*fp32"},
+    pages._copy: {"v_from": "i64", "v_to": "i64", "which": "*i64", "where": "*i64", "count": "*i64"},  # keys lie low
     prefill_together._together: {"table": "*i64", "none": "*fp32"},
     reach.reach: {"found": "*fp32", "rows": "i32"},
     block_pairs._pairs: {"found": "*i64"},

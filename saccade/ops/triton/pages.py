@@ -146,7 +146,7 @@ def copy_lists(
     """The share of one of ``programs`` that copy: tiles of ``WIDTH`` words of 8 bytes, of the keys' halves of blocks
     and of the values', one after the other; the lists' tiles follow each other, so that programs have the same share
     of all of them. ``PADDED``: a power of two from ``LISTS`` on. The addresses are integers, for Triton takes no tensor
-    of the host."""
+    of the host; it gives one below 2^31, as memory of the heap may have, a type of its own."""
     word = tl.pointer_type(tl.int64)
     step = tl.arange(0, WIDTH)
     lists = tl.arange(0, PADDED)
@@ -158,9 +158,9 @@ def copy_lists(
         item, part = rest // (2 * TILES), rest % (2 * TILES)
         block = tl.load(which + own * list_row + item).to(tl.int64)
         place = tl.load(where + own * list_row + item).to(tl.int64)
-        source, target = k_from, k_to
+        source, target = tl.cast(k_from, tl.int64), tl.cast(k_to, tl.int64)
         if part >= TILES:
-            source, target = v_from, v_to
+            source, target = tl.cast(v_from, tl.int64), tl.cast(v_to, tl.int64)
             part -= TILES
         at = part * WIDTH + step
         inside = at < tl.where(block >= 0, PIECES, 0)
