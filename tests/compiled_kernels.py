@@ -220,7 +220,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     rule = {
         "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,
         **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},
-        "KNOWN": True, "RAGGED": True, "EACH": True,
+        "AT_END": progressive.WINDOW_AT_END, "KNOWN": True, "RAGGED": True, "EACH": True,
     }  # fmt: skip
     found += [
         (

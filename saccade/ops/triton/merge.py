@@ -8,6 +8,8 @@ from torch import Tensor
 
 from saccade.ops.triton.common import begin, launched, pad
 
+WIDE = 32  # channels that a program of one warp merges: there is little to read, so it should not take turns
+
 
 def merge(
     part_out: Tensor,
@@ -25,7 +27,7 @@ def merge(
     ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., turns *
     per] are set to zero."""
     turns, per, head_dim = part_out.shape[-3:]
-    _merge[(lse.numel(),)](
+    _merge[(lse.numel(), pad(head_dim) // min(WIDE, pad(head_dim)))](
         part_out,
         part_lse,
         part_lse if stops is None else stops,
@@ -38,10 +40,10 @@ def merge(
         PER=per,
         ROWS=rows,
         D=head_dim,
-        D_PAD=pad(head_dim),
+        WIDTH=min(WIDE, pad(head_dim)),
         PARTS=min(32, pad(programs, 1)),
         STOPPED=stops is not None,
-        num_warps=4,
+        num_warps=1,
         **launched(out.device),
     )
 
@@ -49,13 +51,13 @@ def merge(
 @triton.jit(do_not_specialize=["programs", "turns", "units"])
 def _merge(
     part_out, part_lse, stops, out, lse, words, programs, turns, units, PER: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     listed = head // PER
     first = listed * turns * PER + head % PER
-    channel = tl.arange(0, D_PAD)
-    acc = tl.zeros([D_PAD], tl.float32)
+    channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    acc = tl.zeros([WIDTH], tl.float32)
     weight = 0.0
     top = float("-inf")
     begin(EARLY)
@@ -89,9 +91,10 @@ def _merge(
         row = listed // units * ROWS + head % PER // OWN
         place = (row * units + listed % units) * OWN + head % OWN
     tl.store(out + place * D + channel, (acc / total).to(out.dtype.element_ty), mask=channel < D)
-    tl.store(lse + place, tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453)
+    natural = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + place, natural, mask=tl.program_id(1) == 0)
     if STOPPED:
-        number = tl.arange(0, 1024)
-        for start in tl.range(0, turns, 1024):
+        number = tl.program_id(1) * 256 + tl.arange(0, 256)
+        for start in tl.range(0, turns, 256 * tl.num_programs(1)):
             word = words + first - head % PER + head % PER * turns + start + number
-            tl.store(word, tl.zeros([1024], tl.int64), mask=start + number < turns)
+            tl.store(word, tl.zeros([256], tl.int64), mask=start + number < turns)

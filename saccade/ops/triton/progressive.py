@@ -40,6 +40,7 @@ from saccade.ops.triton.stop_rule import follow
 
 MOST_KEYS = 512  # of one microbatch
 WINDOW = 64  # published microbatches looked at in one go
+WINDOW_AT_END = 256  # by the last program of a unit, for which all others are done
 HELD_BACK = 4  # looks at what is published before a microbatch is read that the rule will most likely not want
 SHARE = 4  # eighths of the way to the expected stop that are read before the next look
 LONGEST = 4  # turns in one go
@@ -162,6 +163,7 @@ def attend_progressive(
         LEAST=rule.rest == "min",
         MEAN=rule.stop == "mean",
         WINDOW=WINDOW,
+        AT_END=WINDOW_AT_END,
         SHARE=SHARE,
         LONGEST=LONGEST,
         NEARLY=NEARLY,
@@ -188,8 +190,8 @@ def _read(
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
     GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr,
-    NEARLY: tl.constexpr, KNOWN: tl.constexpr, RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, AT_END: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr, NEARLY: tl.constexpr,
+    KNOWN: tl.constexpr, RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     TILES: tl.constexpr = BLOCKS * SIZE // TILE  # of a microbatch
@@ -310,7 +312,7 @@ def _read(
         while (found == 0) & (cursor < parts):  # all was read before this program saw the rule hold
             cursor, anchor, total, least, aim, found, covered = follow(
                 words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
-                MICROBATCH, LEAST, MEAN, WINDOW,
+                MICROBATCH, LEAST, MEAN, AT_END,
             )  # fmt: skip
         found = tl.where(found == 0, parts, found)
         tl.store(used + unit, found - ahead)
