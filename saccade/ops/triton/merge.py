@@ -8,7 +8,8 @@ from torch import Tensor
 
 from saccade.ops.triton.common import begin, launched, pad
 
-WIDE = 32  # channels that a program of one warp merges: there is little to read, so it should not take turns
+WIDE = 32  # channels of a head that one program merges: it waits for reads, so many small ones end sooner
+CLEARED = 256  # words that a program sets to zero in one go
 
 
 def merge(
@@ -27,7 +28,8 @@ def merge(
     ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., turns *
     per] are set to zero."""
     turns, per, head_dim = part_out.shape[-3:]
-    _merge[(lse.numel(), pad(head_dim) // min(WIDE, pad(head_dim)))](
+    width = min(WIDE, pad(head_dim))
+    _merge[(lse.numel(), pad(head_dim) // width)](
         part_out,
         part_lse,
         part_lse if stops is None else stops,
@@ -40,9 +42,10 @@ def merge(
         PER=per,
         ROWS=rows,
         D=head_dim,
-        WIDTH=min(WIDE, pad(head_dim)),
+        WIDTH=width,
         PARTS=min(32, pad(programs, 1)),
         STOPPED=stops is not None,
+        STEP=CLEARED,
         num_warps=1,
         **launched(out.device),
     )
@@ -51,7 +54,8 @@ def merge(
 @triton.jit(do_not_specialize=["programs", "turns", "units"])
 def _merge(
     part_out, part_lse, stops, out, lse, words, programs, turns, units, PER: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     listed = head // PER
@@ -94,7 +98,7 @@ def _merge(
     natural = tl.where(weight == 0.0, float("-inf"), top + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + place, natural, mask=tl.program_id(1) == 0)
     if STOPPED:
-        number = tl.program_id(1) * 256 + tl.arange(0, 256)
-        for start in tl.range(0, turns, 256 * tl.num_programs(1)):
+        number = tl.program_id(1) * STEP + tl.arange(0, STEP)
+        for start in tl.range(0, turns, STEP * tl.num_programs(1)):
             word = words + first - head % PER + head % PER * turns + start + number
-            tl.store(word, tl.zeros([256], tl.int64), mask=start + number < turns)
+            tl.store(word, tl.zeros([STEP], tl.int64), mask=start + number < turns)
