@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from server_helpers import serving
 from tiny_models import CHAT_TEMPLATE, byte_tokenizer, make_checkpoint
 
 from saccade.server import grammar_parts, reasoning
+from saccade.server.messages import conversation
 
 PARAMETERS = {
     "type": "object",
@@ -172,3 +174,58 @@ def test_line_breaks_that_a_grammar_made_are_kept_behind_thoughts():
             text = "hm</think>\n\nyes"
             read = [reader.feed(text[at : at + size]) for at in range(0, len(text), size)] + [reader.feed("", True)]
             assert ("".join(one for one, _ in read), "".join(other for _, other in read)) == ("hm", rest)
+
+
+def test_items_of_a_response_are_the_models_in_its_order(server, monkeypatch):
+    """Streamed or not: thoughts, text, a call, text."""
+    monkeypatch.setattr(server.serving, "config", replace(server.serving.config, reasoning_parser="qwen3"))
+    own = '{"city":  "Bern", "n": 1e999}'
+    said = f'<think>hm</think>one <tool_call>{{"name": "weather", "arguments": {own}}}</tool_call> two'
+    tools = [{"type": "function", **TOOL["function"]}]
+    fields = {**SAMPLED, "tools": tools, "structured_outputs": {"choice": [said]}, "input": "x", "store": False}
+    fields["max_output_tokens"] = fields.pop("max_tokens")
+    for shown in (True, False):
+        body = {**fields, "include_reasoning": shown}
+        whole = server.ask("/v1/responses", body).json()
+        streamed = server.events("/v1/responses", body)[-2]["response"]
+        for answer in (whole, streamed):
+            items = [item.get("arguments") or item["content"][0]["text"] for item in answer["output"]]
+            assert items == ["hm", "one ", own, " two"][not shown :]
+            assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+
+
+def test_what_a_response_format_asks_for_is_no_call(server, monkeypatch):
+    monkeypatch.setattr(server.serving, "config", replace(server.serving.config, tool_parser="llama3_json"))
+    value = {"name": "weather", "parameters": {"city": "Bern"}}
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"const": value}}}
+    choice = server.chat(**SAMPLED, tools=[TOOL], response_format=wanted).json()["choices"][0]
+    assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == (value, "stop")
+    free = {"structured_outputs": {"choice": [json.dumps(value)]}}
+    choice = server.chat(**SAMPLED, tools=[TOOL], **free).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    record = {"structured_outputs": {"choice": ['{"name": "Alice", "parameters": {"age": 3}}']}}
+    choice = server.chat(**SAMPLED, tools=[TOOL], **record).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (
+        record["structured_outputs"]["choice"][0],
+        "stop",
+    )
+
+
+@pytest.mark.parametrize("kind", ["required", "named"])
+def test_half_a_call_is_content(server, kind):
+    fields = asked(kind, "free", "qwen3", max_tokens=5)
+    for streamed in (False, True):
+        thoughts, content = chat_answer(server, streamed, fields)
+        assert (thoughts, len(content)) == ("", 5)
+        assert response_answer(server, streamed, fields) == ("", content)
+    choice = server.chat("hello", **fields).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"]
+
+
+def test_arguments_of_earlier_calls_reach_the_template_with_all_their_digits():
+    digits = "9" * 5000
+    call = {"function": {"name": "f", "arguments": f'{{"a": 1e999, "b": {digits}, "c": 1.5, "d": 7}}'}}
+    [message] = conversation([{"role": "assistant", "tool_calls": [call]}])
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"a": "1e999", "b": digits, "c": 1.5, "d": 7}
