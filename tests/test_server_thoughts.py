@@ -56,6 +56,8 @@ GRAMMARS = {
     "named": ({"tools": [TOOL], "tool_choice": NAMED}, CITY),
 }
 
+SHORT = ("choice", "named")
+
 
 def asked(kind: str, ends: str, parser: str, **fields):
     format = reasoning.FORMATS[parser]
@@ -98,8 +100,10 @@ def response_answer(server, streamed: bool, fields) -> tuple[str, str]:
     return thoughts, "".join([*texts, *(item["arguments"] for item in output if item["type"] == "function_call")])
 
 
-@pytest.mark.parametrize("parser", reasoning.FORMATS)
-@pytest.mark.parametrize("kind", GRAMMARS)
+@pytest.mark.parametrize(
+    ("parser", "kind"),
+    [*(("deepseek_r1", kind) for kind in GRAMMARS), *((one, kind) for one in ("qwen3", "granite") for kind in SHORT)],
+)
 def test_what_a_grammar_made_is_content(server, monkeypatch, parser, kind):
     """However the prompt ends, whatever is asked for. Thoughts that the prompt opened come before, here a few letters:
     a random model would never end them by itself."""
@@ -184,14 +188,12 @@ def test_items_of_a_response_are_the_models_in_its_order(server, monkeypatch):
     tools = [{"type": "function", **TOOL["function"]}]
     fields = {**SAMPLED, "tools": tools, "structured_outputs": {"choice": [said]}, "input": "x", "store": False}
     fields["max_output_tokens"] = fields.pop("max_tokens")
-    for shown in (True, False):
-        body = {**fields, "include_reasoning": shown}
-        whole = server.ask("/v1/responses", body).json()
-        streamed = server.events("/v1/responses", body)[-2]["response"]
-        for answer in (whole, streamed):
-            items = [item.get("arguments") or item["content"][0]["text"] for item in answer["output"]]
-            assert items == ["hm", "one ", own, " two"][not shown :]
-            assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+    whole = server.ask("/v1/responses", {**fields, "include_reasoning": False}).json()
+    streamed = server.events("/v1/responses", fields)[-2]["response"]
+    for answer, first in ((whole, 1), (streamed, 0)):
+        items = [item.get("arguments") or item["content"][0]["text"] for item in answer["output"]]
+        assert items == ["hm", "one ", own, " two"][first:]
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
 def test_what_a_response_format_asks_for_is_no_call(server, monkeypatch):
@@ -229,3 +231,25 @@ def test_arguments_of_earlier_calls_reach_the_template_with_all_their_digits():
     [message] = conversation([{"role": "assistant", "tool_calls": [call]}])
     arguments = message["tool_calls"][0]["function"]["arguments"]
     assert arguments == {"a": "1e999", "b": digits, "c": 1.5, "d": 7}
+
+
+@pytest.mark.parametrize("parser", reasoning.FORMATS)
+def test_thoughts_are_read_alike_for_every_split(parser):
+    """Marked or not, ended or not, exact or not: two pieces give what the whole gives, and no letter is lost."""
+    format = reasoning.FORMATS[parser]
+    for text in ("{b}\n\nhm {e}\n\n yes {e}", "hm {e}yes{b}", " {b}hm", "yes", "\n\n", "{b}{e}", "{b} {b} {e}"):
+        said = text.format(b=format.begin, e=format.end)
+        for inside, exact in ((True, True), (True, False), (False, True), (False, False)):
+            whole = None
+            for cut in range(len(said) + 1):
+                reader = reasoning.ReasoningReader(format, inside, exact)
+                pieces = [reader.feed(said[:cut]), reader.feed(said[cut:]), reader.feed("", True)]
+                read = "".join(one for one, _ in pieces), "".join(other for _, other in pieces)
+                whole = whole or read
+                assert read == whole
+            assert letters("".join(whole or ()), format) == letters(said, format)
+
+
+def letters(text: str, format: reasoning.ReasoningFormat) -> str:
+    """A text without markers and white space."""
+    return "".join(text.replace(format.begin, "").replace(format.end, "").split())
