@@ -187,6 +187,13 @@ def test_xml_that_is_more_than_calls_or_less_stays_text():
         assert read_however_it_comes("qwen3_coder", text) == [text]
 
 
+def test_what_is_no_call_is_told_as_soon_as_its_end_is_there():
+    for inside in ("<b>x</b>", "", "say 'hi", "5", '{"a": 1}'):
+        for format in ("hermes", "qwen3_coder"):
+            reader = tools.ToolReader(tools.FORMATS[format], TOOLS)
+            assert joined(reader.feed(f"<tool_call>{inside}</tool_call> so")) == [f"<tool_call>{inside}</tool_call> so"]
+
+
 def test_what_is_no_call_is_told_whole_for_any_mixture_of_its_pieces():
     """Texts out of a grammar of troublesome pieces: calls that are found, written back, and text give the answer."""
     pieces = [

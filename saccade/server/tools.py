@@ -37,16 +37,18 @@ def _unmarked(text: str, tools: list[JSON]) -> list[Call] | None:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Calls stand between ``begin`` and ``end``; where ``begin`` is empty, an answer that is JSON is calls."""
+    """Calls stand between ``begin`` and ``end``; where ``begin`` is empty, an answer that is JSON is calls. ``xml``:
+    they may be XML."""
 
     begin: str
     end: str
     read: Callable[[str, list[JSON]], list[Call] | None]
+    xml: bool = False
 
 
 FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>", _hermes),
-    "qwen3_coder": ToolFormat("<tool_call>", "</tool_call>", _coder),
+    "qwen3_coder": ToolFormat("<tool_call>", "</tool_call>", _coder, xml=True),
     "llama3_json": ToolFormat("", "", _unmarked),
 }
 
@@ -110,7 +112,7 @@ class ToolReader:
         self._say(parts, before[:kept])
         self._held = before[kept:]
         if marker:
-            self._inside = _Inside(self._format.end, self._retreats < _RETREATS)
+            self._inside = _Inside(self._format.end, self._retreats < _RETREATS, self._format.xml)
         return rest
 
     def _close(self, inside: _Inside, found: int | None, parts: list[Part]) -> str:
@@ -167,13 +169,13 @@ class ToolReader:
 class _Inside:
     """Looks for the end of one call in text that comes piece by piece, in time linear in it. A marker does not end a
     call inside of its strings, where it is JSON and ``quotes`` are heeded, nor before ``</function>``, where it is
-    XML."""
+    ``xml``."""
 
-    def __init__(self, end: str, quotes: bool) -> None:
-        self.quotes = quotes
+    def __init__(self, end: str, quotes: bool, xml: bool) -> None:
+        self.quotes, self._xml = quotes, xml
         self._end, self._pieces, self._base = end, [""], 0
         self._rest = ""  # seen, and not passed: part of a marker, or half of an escape
-        self._kind = ""  # the first letter
+        self._head = ""  # the first letters, without white space before them
         self._string = False
         self._tail = ""  # the last letters that have been passed, white space behind them as one space
         self._marker, self._either = re.compile(re.escape(end)), re.compile(f'"|{re.escape(end)}')
@@ -186,9 +188,9 @@ class _Inside:
         """Where the end marker stands in all that was fed; None while it has not come."""
         self._pieces.append(text)
         rest, at = self._rest + text, 0
-        if not self._kind and (bare := rest.lstrip()):
-            self._kind = bare[0]
-            self.quotes = self.quotes and bare[0] in "{["
+        if len(self._head) < len(_FUNCTION):
+            self._head = (self._head + text).lstrip()[: len(_FUNCTION)]
+            self.quotes = self.quotes and self._head[:1] in ("", "{", "[")
         while True:
             if self._string:
                 at = _IN_STRING.match(rest, at).end()  # type: ignore[union-attr]
@@ -203,21 +205,21 @@ class _Inside:
                 self._string, at = True, found.end()
                 continue
             self._pass(rest, at, found.start())
-            if self._kind != "<" or self._tail.rstrip().endswith(_FUNCTION_END):
+            if not (self._xml and self._head == _FUNCTION) or self._tail.rstrip().endswith(_FUNCTION_END):
                 return self._base + found.start()
             at = self._pass(rest, found.start(), found.end())
         self._base, self._rest = self._base + at, rest[at:]
         return None
 
     def _pass(self, rest: str, start: int, stop: int) -> int:
-        if self._kind == "<":
+        if self._xml:
             passed = self._tail + rest[start:stop]
             self._tail = passed.rstrip()[-len(_FUNCTION_END) :] + (" " if passed[-1:].isspace() else "")
         return stop
 
 
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
-_FUNCTION_END = "</function>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
 
 
 class ForcedReader:
