@@ -10,7 +10,7 @@ from engine_helpers import make
 from server_helpers import error, serving
 from tiny_models import CHAT_TEMPLATE, make_checkpoint
 
-from saccade.server import reasoning, tools
+from saccade.server import reasoning
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": False}
 SCHEMA = {
@@ -178,38 +178,6 @@ def read(reader, text: str, size: int):
         first, second = (one, other) if first is None else (first + one, second + other)
     one, other = reader.feed("", True)
     return (one, other) if first is None else (first + one, second + other)
-
-
-CALL = '{"name": "f", "arguments": {"a": "<b> \\" }"}}'
-HARD = '<b> " }'
-XML = "<function=weather>\n<parameter=city>\nBern\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-@pytest.mark.parametrize(
-    ("format", "text", "said", "calls"),
-    [
-        ("hermes", "plain < text <tool", "plain < text <tool", []),
-        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("f", {"a": HARD})]),
-        ("hermes", "so " + f"<tool_call>{CALL}</tool_call>" * 2, "so ", [("f", {"a": HARD})] * 2),
-        ("hermes", f"<tool_call>{CALL}", "", [("f", {"a": HARD})]),
-        ("hermes", "<tool_call>no json</tool_call> so", "<tool_call>no json</tool_call> so", []),
-        ("hermes", "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
-        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}', "", [("f", {"x": 1})]),
-        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g"}', "", [("f", {}), ("g", {})]),
-        ("llama3_json", '{"answer": 5}', '{"answer": 5}', []),
-        ("llama3_json", "plain {text}", "plain {text}", []),
-        ("qwen3_coder", f"so <tool_call>\n{XML}\n</tool_call>", "so ", [("weather", {"city": "Bern", "days": 3})]),
-        ("qwen3_coder", f"<tool_call>{CALL}</tool_call>", "", [("f", {"a": HARD})]),
-    ],
-)  # fmt: skip
-def test_calls_are_read_however_the_text_comes(size, format, text, said, calls):
-    schema = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-    known = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
-    got, found = read(tools.ToolReader(tools.FORMATS[format], known), text, size)
-    assert got.strip() == said.strip()
-    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-    assert len({call.id for call in found}) == len(found)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from saccade.engine.messages import StepOutput
@@ -12,43 +11,17 @@ from saccade.server.admission import Caller
 from saccade.server.endpoint import JSON, Choices
 from saccade.server.errors import ApiError, bad_request, renamed
 from saccade.server.generation import Ask, Generation
-from saccade.server.grammar import constraint_of, grammar_of, json_grammar
+from saccade.server.grammar import LONGEST, Grammar, constraint_of, grammar_of
+from saccade.server.grammar_parts import after_thoughts
 from saccade.server.logprobs import chat_logprobs, prompt_logprobs
 from saccade.server.messages import conversation
 from saccade.server.params import sampling_params
 from saccade.server.protocol import ChatRequest
+from saccade.server.reader import Delta, Reader
 from saccade.server.serving import Serving
+from saccade.server.tool_choice import tool_choice
 
-
-@dataclass
-class Delta:
-    """What is new of a message."""
-
-    content: str = ""
-    thoughts: str = ""
-    calls: list[tools.Call] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.thoughts or self.calls)
-
-
-class Reader:
-    """Reads one choice's text: thoughts, then text and calls of tools, the first of them alone where ``single``."""
-
-    def __init__(self, thoughts: reasoning.ReasoningReader | None, calls: Any = None, single: bool = False) -> None:
-        self._thoughts, self._calls, self._single = thoughts, calls, single
-        self.called = 0  # calls so far
-
-    def feed(self, text: str, final: bool) -> Delta:
-        thoughts, calls = "", []
-        if self._thoughts is not None:
-            thoughts, text = self._thoughts.feed(text, final)
-        if self._calls is not None:
-            text, calls = self._calls.feed(text, final)
-        if self._single:
-            calls = calls[: 1 - self.called]
-        self.called += len(calls)
-        return Delta(text, thoughts, calls)
+_TAIL = 64  # tokens at the end of a prompt that may open or close thoughts
 
 
 class Chat(Choices):
@@ -59,7 +32,7 @@ class Chat(Choices):
     def __init__(self, serving: Serving, caller: Caller, body: ChatRequest) -> None:
         super().__init__(serving, caller, body)
         self.body = body
-        self.tools = tools.tool_choice(body)
+        self.tools = tool_choice(body)
 
     async def ask(self) -> Ask:
         body, serving = self.body, self.serving
@@ -82,12 +55,7 @@ class Chat(Choices):
             params = sampling_params(body, serving.defaults, most, logprobs=self.top if body.logprobs else None)
         except ApiError as error:
             raise renamed(error, {"max_tokens": named}) from error
-        grammar = grammar_of(body)
-        if self.tools.forced:
-            if grammar is not None:
-                raise bad_request("tool_choice and a grammar exclude each other", "tool_choice")
-            grammar = json_grammar(self.tools.schema), "tools"
-        constraint = await constraint_of(serving, grammar)
+        constraint = await self._constraint(prompt, variables)
         self.policy, self.n, self.samples = policy, params.n, params.n
         self.readers = [self._reader() for _ in range(params.n)]
         self.echoed = str(messages[-1]["content"]) if body.echo else ""
@@ -104,15 +72,40 @@ class Chat(Choices):
                 "unsupported_field",
             )
 
+    async def _constraint(self, prompt: Sequence[int], variables: Mapping[str, Any]) -> Grammar | None:
+        """What the answer must follow: from its beginning on, or behind thoughts that the prompt opens. Sets how
+        answers are read."""
+        body, serving = self.body, self.serving
+        grammar = grammar_of(body)
+        if self.tools.forced:
+            if grammar is not None:
+                raise bad_request("tool_choice and a grammar exclude each other", "tool_choice")
+            grammar = self.tools.grammar()
+        # What a response format asks for is no call, whatever it looks like.
+        self.calls = bool(self.tools.tools) and (grammar is None or grammar[1] != "response_format")
+        self.exact, self.begins, named = grammar is not None, "answer", serving.config.reasoning_parser
+        if named is not None:
+            format, end = reasoning.FORMATS[named], serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+            self.begins = reasoning.beginning(format, end, variables, self.exact)
+            opened = self.begins == "thoughts"
+            if grammar is not None and (opened or (self.begins == "either" and reasoning.switched(variables, True))):
+                grammar = after_thoughts(grammar[0], format.begin, format.end, opened), grammar[1]
+        try:
+            return await constraint_of(serving, grammar)
+        except ApiError as error:
+            fault = await serving.off_loop(LONGEST, lambda: self.tools.fault(serving))
+            raise fault or error from error
+
     def _reader(self) -> Reader:
         config, choice = self.serving.config, self.tools
         single = self.body.parallel_tool_calls is False
-        if choice.forced:
-            return Reader(None, tools.ForcedReader(choice.name), single)
         thoughts = None
-        if config.reasoning_parser is not None:
-            thoughts = reasoning.ReasoningReader(reasoning.FORMATS[config.reasoning_parser])
-        if not choice.tools or config.tool_parser is None:
+        if config.reasoning_parser is not None and self.begins != "answer":
+            format = reasoning.FORMATS[config.reasoning_parser]
+            thoughts = reasoning.ReasoningReader(format, self.begins == "thoughts", self.exact)
+        if choice.forced:
+            return Reader(thoughts, tools.ForcedReader(choice.name), single)
+        if not self.calls or config.tool_parser is None:
             return Reader(thoughts)
         return Reader(thoughts, tools.ToolReader(tools.FORMATS[config.tool_parser], choice.tools), single)
 

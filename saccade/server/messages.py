@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from saccade.errors import shown
 from saccade.server.errors import bad_request
 
 JSON = dict[str, Any]
+
+
+def _number(kind: Callable[[str], float]) -> Callable[[str], Any]:
+    """Reads numbers; one that Python cannot hold stays text: a template would write ``Infinity`` for 1e999."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:  # thousands of digits
+            return text
+        return value if math.isfinite(value) else text
+
+    return read
+
+
+_decode = json.JSONDecoder(parse_int=_number(int), parse_float=_number(float)).decode
 _TEXT = ("text", "input_text", "output_text")
 
 
@@ -63,7 +80,7 @@ def _call(index: int, call: Any) -> JSON:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = _decode(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise bad_request(f"messages[{index}].tool_calls has arguments that are no JSON", "messages") from error
     return {**call, "function": {**function, "arguments": arguments}}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """``begin`` and ``end`` of the thoughts; ``inside``: the answer begins with thoughts whether it says so or not,
-    because the template has written ``begin`` already."""
+    """``begin`` and ``end`` of the thoughts; ``inside``: an answer begins with thoughts whether it says so or not,
+    unless its prompt or a grammar tells otherwise."""
 
     begin: str = "<think>"
     end: str = "</think>"
@@ -22,11 +24,35 @@ FORMATS = {
 }
 
 
-class ReasoningReader:
-    """Reads one answer piece by piece: pieces of thoughts, and of the rest."""
+# How an answer begins: with thoughts, whether it says so or not; with thoughts where it says so; without any.
+Beginning = Literal["thoughts", "either", "answer"]
+_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates
 
-    def __init__(self, format: ReasoningFormat) -> None:
-        self._format, self._held = format, ""
+
+def switched(variables: Mapping[str, Any], on: bool) -> bool:
+    """Whether a request's variables for the chat template turn thoughts ``on``, or off."""
+    return any(variables.get(name) is on for name in _SWITCHES)
+
+
+def beginning(format: ReasoningFormat, prompt: str, variables: Mapping[str, Any], grammar: bool) -> Beginning:
+    """How the answer to a prompt, of which ``prompt`` is the end at least, begins. What the template wrote there
+    decides; then whether a ``grammar`` holds from the answer's beginning; then what models of the format do."""
+    bare = prompt.rstrip()
+    if bare.endswith(format.begin):
+        return "thoughts"
+    if bare.endswith(format.end):
+        return "answer"
+    return "thoughts" if format.inside and not grammar and not switched(variables, False) else "either"
+
+
+class ReasoningReader:
+    """Reads one answer piece by piece: pieces of thoughts, and of the rest. ``inside``: it begins with thoughts whether
+    it says so or not; by default as the format has it. ``exact``: line breaks behind the thoughts belong to the
+    answer."""
+
+    def __init__(self, format: ReasoningFormat, inside: bool | None = None, exact: bool = False) -> None:
+        self._format, self._held, self._exact = format, "", exact
+        self._inside = format.inside if inside is None else inside
         self._state = "before"  # the thoughts; then "begun", "inside", "between" and "after" them
 
     def feed(self, text: str, final: bool = False) -> tuple[str, str]:
@@ -40,14 +66,14 @@ class ReasoningReader:
             elif format.begin.startswith(bare) and not final:
                 return "", ""
             else:
-                self._state = "inside" if format.inside else "after"
+                self._state = "inside" if self._inside else "after"
         if self._state == "begun":
             self._held = self._held.lstrip("\n")
             self._state = "inside" if self._held else "begun"
         if self._state == "inside":
             thoughts, marker, rest = self._held.partition(format.end)
             if marker:
-                self._held, self._state = rest.lstrip("\n"), "between"
+                self._held, self._state = rest, "after" if self._exact else "between"
             else:
                 kept = 0 if final else overlap(self._held, format.end)
                 cut = len(self._held) - kept

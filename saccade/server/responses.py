@@ -44,7 +44,7 @@ class Responses(Endpoint):
         frame: Callable[[str, JSON], bytes] = named_event,
     ) -> None:
         super().__init__(serving, caller, body)
-        self.body, self.writer = body, Writer(frame)
+        self.body, self.writer = body, Writer(frame, body.include_reasoning is not False)
         earlier = body.previous_response_id
         if before is None:
             before = [] if earlier is None else serving.responses.get(caller, earlier, "previous_response_id").messages

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from saccade.errors import shown
 from saccade.server.errors import bad_request
-from saccade.server.tools import Call
+from saccade.server.tool_json import Call
 
 JSON = dict[str, Any]
 _COMPACTED = "saccade1:"  # the form of encrypted_content

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from saccade.server.chat import Delta
 from saccade.server.events import named_event
+from saccade.server.reader import Delta
 from saccade.server.responses_items import call_item, message_item, reasoning_item, text_part
-from saccade.server.tools import Call
+from saccade.server.tool_json import Call
 
 JSON = dict[str, Any]
 
 
 class Writer:
     """``output``: the items that are complete. One item at most is open: thoughts, or a message. ``frame``: how an
-    event of a kind is sent."""
+    event of a kind is sent. ``shown``: whether thoughts are told; ``thoughts`` has them anyway."""
 
-    def __init__(self, frame: Callable[[str, JSON], bytes] = named_event) -> None:
-        self._frame = frame
+    def __init__(self, frame: Callable[[str, JSON], bytes] = named_event, shown: bool = True) -> None:
+        self._frame, self._shown = frame, shown
         self.output: list[JSON] = []
         self.thoughts = ""
         self._number = 0
@@ -34,22 +34,23 @@ class Writer:
     def feed(self, delta: Delta, scores: list[JSON]) -> list[bytes]:
         """Take over what is new; the events that say so. ``scores``: log-probabilities of its tokens."""
         events: list[bytes] = []
-        if delta.thoughts:
+        self.thoughts += delta.thoughts
+        if delta.thoughts and self._shown:
             events += self._begin("reasoning")
-            self.thoughts += delta.thoughts
             self._text += delta.thoughts
             events.append(self.event("response.reasoning_text.delta", delta=delta.thoughts, **self._place()))
-        if delta.content:
-            events += self._begin("message")
-            self._text += delta.content
+        for part in delta.parts:
+            if isinstance(part, Call):
+                events += self._close("completed")
+                events += self._call(part)
+            elif part:
+                events += self._begin("message")
+                self._text += part
+                self._scores += scores
+                events.append(self.event("response.output_text.delta", delta=part, logprobs=scores, **self._place()))
+                scores = []
+        if self._open is not None and self._open["type"] == "message":
             self._scores += scores
-            place = self._place()
-            events.append(self.event("response.output_text.delta", delta=delta.content, logprobs=scores, **place))
-        elif scores and self._open is not None and self._open["type"] == "message":
-            self._scores += scores
-        for call in delta.calls:
-            events += self._close("completed")
-            events += self._call(call)
         return events
 
     def end(self, status: str) -> list[bytes]:

@@ -1,222 +1,242 @@
-"""Tools: what a model may call, and its calls, read out of its answer.
+"""Calls of tools, read out of a model's answer.
 
-Formats: ``hermes`` (Qwen 2.5 and 3 write it too), ``qwen3_coder`` (XML of Qwen3-Coder), ``llama3_json``.
+Formats: ``hermes`` (Qwen 2.5 and 3 write it too), ``qwen3_coder`` (XML of Qwen3-Coder), ``llama3_json``. What only
+looks like a call, or was cut short, stays text, whole. Parts are the same however an answer comes.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from saccade.errors import shown
-from saccade.server.errors import bad_request
-from saccade.server.protocol import ChatRequest
 from saccade.server.reasoning import overlap
+from saccade.server.tool_json import JSON, Call, is_json, json_calls, leading_calls
+from saccade.server.tool_xml import xml_calls
 
-JSON = dict[str, Any]
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-@dataclass
-class Call:
-    """``arguments``: JSON as text."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-
-    def as_dict(self) -> JSON:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+Part = str | Call  # of an answer: text, or a call
+_PYTHON = "<|python_tag|>"
+_CHUNK = 256  # characters
+_RETREATS = 8  # how often an answer is read again from a marker inside of quotes: each time may take its whole length
 
 
-def _call(value: Any) -> Call | None:
-    """A call of an object that names a function and its arguments."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return Call(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+def _hermes(text: str, tools: list[JSON]) -> list[Call] | None:
+    return json_calls(text)
 
 
-def _json_calls(text: str) -> list[Call] | None:
-    """The calls of JSON objects, one after the other or in a list, semicolons between them; None for anything else."""
-    decoder, calls, at = json.JSONDecoder(), [], 0
-    text = text.strip()
-    try:
-        while at < len(text):
-            value, at = decoder.raw_decode(text, at)
-            for one in value if isinstance(value, list) else [value]:
-                call = _call(one)
-                if call is None:
-                    return None
-                calls.append(call)
-            while at < len(text) and text[at] in "; \n\t\r,":
-                at += 1
-    except (ValueError, RecursionError):
-        return None
-    return calls or None
+def _coder(text: str, tools: list[JSON]) -> list[Call] | None:
+    return xml_calls(text, tools) or json_calls(text)
 
 
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _xml_calls(text: str, tools: list[JSON]) -> list[Call] | None:
-    """Qwen3-Coder's: values are JSON where the tool's schema says that they are no text."""
-    types = {
-        tool["function"]["name"]: (tool["function"].get("parameters") or {}).get("properties") or {} for tool in tools
-    }
-    calls = []
-    for name, inside in _FUNCTION.findall(text):
-        arguments = {}
-        for key, value in _PARAMETER.findall(inside):
-            known = types.get(name, {}).get(key)
-            arguments[key] = value if not isinstance(known, dict) or known.get("type") == "string" else _value(value)
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
-    return calls or None
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+def _unmarked(text: str, tools: list[JSON]) -> list[Call] | None:
+    """Calls that are a whole answer. Without a marker only the names of tools tell them from other JSON."""
+    if text.startswith(_PYTHON):
+        return json_calls(text.removeprefix(_PYTHON))
+    return json_calls(text, {tool["function"]["name"] for tool in tools})
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Calls stand between ``begin`` and ``end``; where ``begin`` is empty, an answer that is JSON is calls."""
+    """Calls stand between ``begin`` and ``end``; where ``begin`` is empty, an answer that is JSON is calls. ``xml``:
+    they may be XML."""
 
     begin: str
     end: str
     read: Callable[[str, list[JSON]], list[Call] | None]
+    xml: bool = False
 
 
 FORMATS = {
-    "hermes": ToolFormat("<tool_call>", "</tool_call>", lambda text, tools: _json_calls(text)),
-    "qwen3_coder": ToolFormat(
-        "<tool_call>", "</tool_call>", lambda text, tools: _xml_calls(text, tools) or _json_calls(text)
-    ),
-    "llama3_json": ToolFormat("", "", lambda text, tools: _json_calls(text.removeprefix("<|python_tag|>"))),
+    "hermes": ToolFormat("<tool_call>", "</tool_call>", _hermes),
+    "qwen3_coder": ToolFormat("<tool_call>", "</tool_call>", _coder, xml=True),
+    "llama3_json": ToolFormat("", "", _unmarked),
 }
 
 
+def _chunks(text: str) -> list[str]:
+    """``text`` in pieces, the last one first: what is left behind a call is copied, which must not be all."""
+    return [text[at : at + _CHUNK] for at in range(0, len(text), _CHUNK)][::-1]
+
+
 class ToolReader:
-    """Reads one answer piece by piece: text, and calls, each whole. What only looks like a call stays text."""
+    """Reads one answer piece by piece: text, and calls, each whole. White space before the first text is told with
+    that text; beside calls alone it is none."""
 
     def __init__(self, format: ToolFormat, tools: list[JSON]) -> None:
-        self._format, self._tools, self._held, self._inside = format, tools, "", False
-        self._lead = True  # nothing but white space came yet
+        self._format, self._tools = format, tools
+        self._blank: list[str] = []  # white space before the first text
+        self._spoken = self._called = False
+        self._held = ""  # what may still become `begin`
+        self._inside: _Inside | None = None  # the call that is being read
+        self._whole: list[str] | None = None  # an answer that may be JSON, where calls have no markers
+        self._retreats = 0
 
-    def feed(self, text: str, final: bool = False) -> tuple[str, list[Call]]:
-        """(text, calls) of what may be told now."""
-        self._held += text
-        if self._lead and not final and not self._held.strip():
-            return "", []
-        if not self._format.begin:
-            return self._whole(final)
-        said, calls = "", []
+    def feed(self, text: str, final: bool = False) -> list[Part]:
+        """What may be told now, in order."""
+        parts: list[Part] = []
+        if self._format.begin:
+            self._marked(text, final, parts)
+        else:
+            self._unmarked(text, final, parts)
+        if final and not self._called:
+            parts += ["".join(self._blank)] if self._blank else []
+        return parts
+
+    def _say(self, parts: list[Part], text: str) -> None:
+        if self._spoken or text.strip():
+            parts += ["".join([*self._blank, text])] if text else []
+            self._blank, self._spoken = [], True
+        elif text:
+            self._blank.append(text)
+
+    def _marked(self, text: str, final: bool, parts: list[Part]) -> None:
+        pending = _chunks(text)
         while True:
-            if not self._inside:
-                before, marker, rest = self._held.partition(self._format.begin)
-                if not marker:
-                    cut = len(self._held) - (0 if final else overlap(self._held, self._format.begin))
-                    said += self._held[:cut]
-                    self._held = self._held[cut:]
-                    break
-                said, self._held, self._inside = said + before, rest, True
-            inside, marker, rest = self._held.partition(self._format.end)
-            if not marker and not final:
-                break
-            found = self._format.read(inside, self._tools)
-            if found is None:
-                said += self._format.begin + inside + marker
-            else:
-                calls += found
-            self._held, self._inside = rest, False
-            if not marker:
-                break
-        self._lead = self._lead and not said.strip()
-        return said, calls
+            while pending:
+                pending += _chunks(self._step(pending.pop(), parts))
+            if not final:
+                return
+            if self._inside is None:
+                self._say(parts, self._held)
+                self._held = ""
+                return
+            pending = _chunks(self._close(self._inside, None, parts))
 
-    def _whole(self, final: bool) -> tuple[str, list[Call]]:
-        bare = self._held.lstrip()
-        if not bare.startswith(("{", "[", "<|python_tag|>"[: len(bare)] or "<")) or not self._lead:
-            self._lead = False
-            said, self._held = self._held, ""
-            return said, []
+    def _step(self, text: str, parts: list[Part]) -> str:
+        """Read on; what is left of ``text`` behind a marker."""
+        if self._inside is not None:
+            found = self._inside.feed(text)
+            return "" if found is None else self._close(self._inside, found, parts)
+        before, marker, rest = (self._held + text).partition(self._format.begin)
+        kept = len(before) - (0 if marker else overlap(before, self._format.begin))
+        self._say(parts, before[:kept])
+        self._held = before[kept:]
+        if marker:
+            self._inside = _Inside(self._format.end, self._retreats < _RETREATS, self._format.xml)
+        return rest
+
+    def _close(self, inside: _Inside, found: int | None, parts: list[Part]) -> str:
+        """Take what stands before the end marker that was ``found``, or before the answer's end, as calls or as text;
+        what is left behind it. Where it is no call, the first marker of all ends it."""
+        end, written = self._format.end, inside.text
+        self._inside = None
+        stop = len(written) if found is None else found
+        calls = self._read(written[:stop], cut=found is None)
+        if calls is not None:
+            parts += calls
+            self._called = True
+        else:
+            first = written.find(end)
+            self._retreats += inside.quotes and first not in (-1, found)
+            stop = len(written) if first < 0 else first
+            self._say(parts, self._format.begin + written[: stop + len(end)])
+        return written[stop + len(end) :]
+
+    def _read(self, inside: str, cut: bool) -> list[Call] | None:
+        """Calls; where the answer was ``cut`` behind them, the end marker may be cut too."""
+        kept = overlap(inside, self._format.end) if cut else 0
+        calls = self._format.read(inside, self._tools)
+        return self._format.read(inside[:-kept], self._tools) if calls is None and kept else calls
+
+    def _unmarked(self, text: str, final: bool, parts: list[Part]) -> None:
+        if self._spoken:
+            self._say(parts, text)
+            return
+        if self._whole is None:
+            if not self._held:
+                bare = text.lstrip()
+                self._say(parts, text[: len(text) - len(bare)])
+                text = bare
+            self._held += text
+            if not self._held.startswith(("{", "[", _PYTHON)):
+                if final or not _PYTHON.startswith(self._held):
+                    self._say(parts, self._held)
+                    self._held = ""
+                return
+            text, self._held, self._whole = self._held, "", []
+        self._whole.append(text)
         if not final:
-            return "", []
-        said, self._held = self._held, ""
-        calls = self._format.read(said.strip(), self._tools)
-        return (said, []) if calls is None else ("", calls)
+            return
+        written, self._whole = "".join(self._whole), None
+        calls = self._format.read(written.strip(), self._tools)
+        if calls is None:
+            self._say(parts, written)
+        else:
+            parts += calls
+            self._called = True
+
+
+class _Inside:
+    """Looks for the end of one call in text that comes piece by piece, in time linear in it. A marker does not end a
+    call inside of its strings, where it is JSON and ``quotes`` are heeded, nor before ``</function>``, where it is
+    ``xml``."""
+
+    def __init__(self, end: str, quotes: bool, xml: bool) -> None:
+        self.quotes, self._xml = quotes, xml
+        self._end, self._pieces, self._base = end, [""], 0
+        self._rest = ""  # seen, and not passed: part of a marker, or half of an escape
+        self._head = ""  # the first letters, without white space before them
+        self._string = False
+        self._tail = ""  # the last letters that have been passed, white space behind them as one space
+        self._marker, self._either = re.compile(re.escape(end)), re.compile(f'"|{re.escape(end)}')
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def feed(self, text: str) -> int | None:
+        """Where the end marker stands in all that was fed; None while it has not come."""
+        self._pieces.append(text)
+        rest, at = self._rest + text, 0
+        if len(self._head) < len(_FUNCTION):
+            self._head = (self._head + text).lstrip()[: len(_FUNCTION)]
+            self.quotes = self.quotes and self._head[:1] in ("", "{", "[")
+        while True:
+            if self._string:
+                at = _IN_STRING.match(rest, at).end()  # type: ignore[union-attr]
+                if rest[at : at + 1] != '"':  # half of an escape, or nothing
+                    break
+                self._string, at = False, at + 1
+            found = (self._either if self.quotes else self._marker).search(rest, at)
+            if found is None:
+                at = self._pass(rest, at, max(at, len(rest) - overlap(rest[at:], self._end)))
+                break
+            if found[0] == '"':
+                self._string, at = True, found.end()
+                continue
+            self._pass(rest, at, found.start())
+            if not (self._xml and self._head == _FUNCTION) or self._tail.rstrip().endswith(_FUNCTION_END):
+                return self._base + found.start()
+            at = self._pass(rest, found.start(), found.end())
+        self._base, self._rest = self._base + at, rest[at:]
+        return None
+
+    def _pass(self, rest: str, start: int, stop: int) -> int:
+        if self._xml:
+            passed = self._tail + rest[start:stop]
+            self._tail = passed.rstrip()[-len(_FUNCTION_END) :] + (" " if passed[-1:].isspace() else "")
+        return stop
+
+
+_IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
 
 
 class ForcedReader:
-    """Reads an answer that a grammar made a call: the arguments of ``name``, or a list of calls where it is None."""
+    """Reads an answer that a grammar made a call: the arguments of ``name``, or a list of calls where it is None. What
+    was cut short stays text."""
 
     def __init__(self, name: str | None) -> None:
-        self._name, self._held = name, ""
+        self._name, self._held = name, [""]
 
-    def feed(self, text: str, final: bool = False) -> tuple[str, list[Call]]:
-        self._held += text
+    def feed(self, text: str, final: bool = False) -> list[Part]:
+        self._held.append(text)
         if not final:
-            return "", []
-        calls = [Call(self._name, self._held)] if self._name is not None else _json_calls(self._held)
-        return ("", calls) if calls else (self._held, [])
-
-
-@dataclass
-class ToolChoice:
-    """What a request says of tools. ``tools``: those that the template shows. ``schema``: what the answer must follow
-    where a call is asked for. ``name``: the function that must be called."""
-
-    tools: list[JSON]
-    schema: Any = None
-    name: str | None = None
-
-    @property
-    def forced(self) -> bool:
-        return self.schema is not None
-
-
-def tool_choice(body: ChatRequest) -> ToolChoice:
-    """400 for tools that are none, and for a choice among none."""
-    tools, choice = body.tools or [], body.tool_choice
-    for index, tool in enumerate(tools):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise bad_request(f"tools[{index}] must be {{'type': 'function', 'function': {{...}}}}", "tools")
-        if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
-            raise bad_request(f"tools[{index}].function.name={shown(function.get('name'))} is no name", "tools")
-        if not isinstance(function.get("parameters", {}), (dict, type(None))):
-            raise bad_request(f"tools[{index}].function.parameters must be a JSON schema", "tools")
-    names = [tool["function"]["name"] for tool in tools]
-    if choice in (None, "auto", "none"):
-        return ToolChoice([] if choice == "none" else tools)
-    if not tools:
-        raise bad_request("tool_choice needs tools", "tool_choice")
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
-    if choice == "required":
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schemas[name]},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name in names
-        ]
-        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-        return ToolChoice(tools, schema | ({"maxItems": 1} if body.parallel_tool_calls is False else {}))
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
-        raise bad_request(
-            f"tool_choice={shown(choice)} must be auto, none, required or name one of: {', '.join(names)}",
-            "tool_choice",
-        )
-    return ToolChoice(tools, schemas[name], name)
+            return []
+        written = "".join(self._held)
+        if self._name is not None:
+            parts: list[Part] = [Call(self._name, written)] if is_json(written) else [written]
+            return parts if written else []
+        calls, end = leading_calls(written)
+        rest = written[end:].lstrip(" \t\r\n,") if calls else written
+        return [*calls, rest] if rest else list(calls)

@@ -1,0 +1,93 @@
+"""What a request says of tools: those that a model may call, and those of which it must call one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from saccade.errors import shown
+from saccade.server.errors import ApiError, bad_request
+from saccade.server.grammar import json_grammar
+from saccade.server.grammar_parts import arguments_grammar, arguments_schema, calls_grammar
+from saccade.server.protocol import ChatRequest
+from saccade.server.serving import Serving
+from saccade.server.tool_json import JSON
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass
+class ToolChoice:
+    """``tools``: those that the template shows. ``called``: the functions of which one must be called. ``name``: the
+    one function that must be called. ``most``: how many calls may be made."""
+
+    tools: list[JSON]
+    called: Sequence[JSON] = ()
+    name: str | None = None
+    most: int | None = None
+
+    @property
+    def forced(self) -> bool:
+        return bool(self.called)
+
+    def grammar(self) -> tuple[str, str]:
+        """What an answer that must be a call follows, as llguidance writes it, and the field that says so."""
+        try:
+            if self.name is not None:
+                return arguments_grammar(self.called), "tools"
+            return calls_grammar(self.called, self.most), "tools"
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"the parameters of the tools cannot be read: {error}", "tools") from error
+
+    def fault(self, serving: Serving) -> ApiError | None:
+        """The first of the tools whose parameters no grammar can be made of."""
+        for index, tool in enumerate(self.tools):
+            if any(tool["function"] is one for one in self.called):
+                try:
+                    serving.grammars.compile(
+                        json_grammar(arguments_schema(tool["function"])), f"tools[{index}].function.parameters"
+                    )
+                except ApiError as error:
+                    return ApiError(error.status, error.message, error.code, "tools")
+        return None
+
+
+def tool_choice(body: ChatRequest) -> ToolChoice:
+    """400 for tools that are none, and for a choice among none."""
+    tools, choice = body.tools or [], body.tool_choice
+    for index, tool in enumerate(tools):
+        _check(tool, f"tools[{index}]")
+    functions = [tool["function"] for tool in tools]
+    if choice in (None, "auto", "none"):
+        return ToolChoice([] if choice == "none" else tools)
+    if not tools:
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if choice == "required":
+        return ToolChoice(tools, functions, most=1 if body.parallel_tool_calls is False else None)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    called = [one for one in functions if one["name"] == name]
+    if not called:
+        names = ", ".join(one["name"] for one in functions)
+        raise bad_request(
+            f"tool_choice={shown(choice)} must be auto, none, required or name one of: {names}", "tool_choice"
+        )
+    return ToolChoice(tools, called, name)
+
+
+def _check(tool: Any, where: str) -> None:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise bad_request(f"{where} must be {{'type': 'function', 'function': {{...}}}}", "tools")
+    if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
+        raise bad_request(f"{where}.function.name={shown(function.get('name'))} is no name", "tools")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, (dict, type(None))):
+        raise bad_request(f"{where}.function.parameters must be a JSON schema", "tools")
+    kind = "object" if parameters is None else parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise bad_request(
+            f"{where}.function.parameters.type={shown(kind, 60)} must be object: arguments have names", "tools"
+        )
