@@ -8,8 +8,10 @@ from typing import Any
 
 from saccade.errors import shown
 from saccade.server.errors import bad_request
+from saccade.server.shape import check_shape
 
 JSON = dict[str, Any]
+MOST_NESTING = 64  # brackets within brackets of arguments
 _TEXT = ("text", "input_text", "output_text")
 
 
@@ -62,6 +64,7 @@ def _call(index: int, call: Any) -> JSON:
         raise bad_request(f"messages[{index}].tool_calls has a call without function.name", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        check_shape(arguments.encode("utf-8", "surrogatepass"), MOST_NESTING)  # the body's check passed over texts
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:

@@ -20,11 +20,16 @@ class Writer:
     def __init__(self, frame: Callable[[str, JSON], bytes] = named_event) -> None:
         self._frame = frame
         self.output: list[JSON] = []
-        self.thoughts = ""
+        self._thoughts: list[str] = []
         self._number = 0
         self._open: JSON | None = None
-        self._text = ""
+        self._text: list[str] = []  # of the open item, piece by piece: text that grows would be copied at each
         self._scores: list[JSON] = []
+
+    @property
+    def thoughts(self) -> str:
+        """All of them."""
+        return "".join(self._thoughts)
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """One event, numbered."""
@@ -36,12 +41,12 @@ class Writer:
         events: list[bytes] = []
         if delta.thoughts:
             events += self._begin("reasoning")
-            self.thoughts += delta.thoughts
-            self._text += delta.thoughts
+            self._thoughts.append(delta.thoughts)
+            self._text.append(delta.thoughts)
             events.append(self.event("response.reasoning_text.delta", delta=delta.thoughts, **self._place()))
         if delta.content:
             events += self._begin("message")
-            self._text += delta.content
+            self._text.append(delta.content)
             self._scores += scores
             place = self._place()
             events.append(self.event("response.output_text.delta", delta=delta.content, logprobs=scores, **place))
@@ -66,7 +71,7 @@ class Writer:
         if self._open is not None and self._open["type"] == kind:
             return []
         events = self._close("completed")
-        self._text, self._scores = "", []
+        self._text, self._scores = [], []
         self._open = message_item("in_progress", []) if kind == "message" else reasoning_item("in_progress", "")
         part = text_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}
         events.append(self.event("response.output_item.added", output_index=len(self.output), item=self._open))
@@ -77,7 +82,7 @@ class Writer:
         item = self._open
         if item is None:
             return []
-        place, text = self._place(), self._text
+        place, text = self._place(), "".join(self._text)
         if item["type"] == "message":
             part = text_part(text, self._scores)
             done = message_item(status, [part], item["id"])

@@ -104,6 +104,9 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(serving.config.drain_seconds, serving.end_all)
 
 
+MOST_FRAMES = 65536  # of one message
+
+
 class Draining(WebSocketsSansIOProtocol):
     """WebSockets that the application closes when the server drains: uvicorn would cut their answers off. One that was
     refused with an answer is complete: uvicorn would log an error."""
@@ -112,6 +115,14 @@ class Draining(WebSocketsSansIOProtocol):
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
             self.handshake_complete = True  # as uvicorn says itself of one that was closed instead
+
+    def handle_cont(self, event: Any) -> None:
+        if len(self.frames) >= MOST_FRAMES:  # empty ones count towards no size
+            self.conn.fail(1009, "a message has too many frames")
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+            return
+        super().handle_cont(event)
 
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
@@ -123,9 +134,12 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
 
     class Guarded(HttpToolsProtocol):
         _timer: asyncio.TimerHandle | None = None
-        _read = 0
+        _read = 0  # bytes since the request began, while its headers come
+        _headers = 0  # bytes of its address, its headers and its trailers
+        _parts: list[bytes]  # of its body, since data came last
 
         def connection_made(self, transport: Any) -> None:
+            self._parts = []
             super().connection_made(transport)
             self._await_headers()
 
@@ -139,12 +153,47 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             if self._timer is not None:
                 self._read += len(data)
             super().data_received(data)
+            self._join()
             if self._timer is not None and self._read > MOST_HEADER_BYTES:
-                self._refuse(b"431 Request Header Fields Too Large", b"headers are too long")
+                self._refuse_headers()
+
+        def on_message_begin(self) -> None:
+            self._headers = 0
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._count(len(name) + len(value) + 4)
+            super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             self._stop()
             super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._parts.append(body)
+
+        def on_message_complete(self) -> None:
+            self._join()
+            super().on_message_complete()
+
+        def _count(self, size: int) -> None:
+            """So many bytes more of headers, or of the trailers that may follow a body in chunks. One read may hold
+            them all and the body too, so it is counted here as well."""
+            self._headers += size
+            if self._headers > MOST_HEADER_BYTES:
+                self._refuse_headers()
+                raise ValueError("headers are too long")  # the parser stops
+
+        def _join(self) -> None:
+            """Hand over what came of the body, at once: uvicorn would copy all that waits for each chunk, and a
+            chunk may be one byte."""
+            if self._parts:
+                body, self._parts = b"".join(self._parts), []
+                super().on_body(body)
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(b"400 Bad Request", b"this is no HTTP request")
@@ -164,6 +213,9 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+
+        def _refuse_headers(self) -> None:
+            self._refuse(b"431 Request Header Fields Too Large", b"headers are too long")
 
         def _refuse(self, status: bytes, said: bytes) -> None:
             self._stop()

@@ -22,7 +22,8 @@ class ServerConfig:
     choose. ``max_queue``: most samples that wait behind the engine's ``max_requests``; more are answered 429.
     ``deadline``: most seconds of a request, None for no limit; a request may ask for less. ``drain_seconds``: how long
     running requests may take to end after SIGTERM. ``ping_seconds``: between two signs of life on a quiet stream.
-    ``max_body``: most bytes of a request; ``max_nesting``: most brackets within brackets of its JSON.
+    ``max_body``: most bytes of a request; ``max_bodies``: of all that are held at one time;
+    ``max_nesting``: most brackets within brackets of its JSON.
     ``header_seconds``, ``body_seconds``: most seconds that a client may take to send them. ``max_sessions``: most
     sessions that are kept; ``session_seconds``: how long one is kept unused. ``max_responses``: most stored responses.
     ``hosts``: names beside the machine's own that clients may address a server without keys by. ``cors``: origins whose
@@ -41,6 +42,7 @@ class ServerConfig:
     drain_seconds: float = 120.0
     ping_seconds: float = 15.0
     max_body: int = 32 * MIB
+    max_bodies: int = 512 * MIB
     max_nesting: int = 64
     header_seconds: float = 20.0
     body_seconds: float = 60.0
@@ -59,7 +61,13 @@ class ServerConfig:
     tls_client_authorities: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("max_queue", 0), ("max_body", 1024), ("max_nesting", 4)):
+        for name, least in (
+            ("port", 0),
+            ("max_queue", 0),
+            ("max_body", 1024),
+            ("max_bodies", 1024),
+            ("max_nesting", 4),
+        ):
             value, most = getattr(self, name), 65535 if name == "port" else 2**40
             if not whole_number(value, least, most):
                 raise SaccadeError(f"{name}={shown(value)} must be an integer from {least} to {most}")
