@@ -43,6 +43,10 @@ def one_line(text: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
+class EngineStuck(EngineLost):
+    """An engine that does not get on. It may do so again; what it was asked is lost."""
+
+
 def brief(message: object) -> str:
     """An error's message as one line, the middle of a very long one left out, at no more cost than of a short one."""
     text = str(message)

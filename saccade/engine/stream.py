@@ -73,7 +73,7 @@ class AsyncOutputs:
         self, request_ids: Sequence[int], cancel: Callable[[Sequence[int]], None], threads: bool = True
     ) -> None:
         self._arrived, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._lost: str | None = None
+        self._lost: EngineLost | None = None
 
         def wake() -> None:
             if not loop.is_closed():
@@ -99,12 +99,12 @@ class AsyncOutputs:
                         del self._live[output.request_id]
                 return outputs
             if self._lost is not None:
-                raise EngineLost(self._lost)
+                raise type(self._lost)(str(self._lost))
             await self._arrived.wait()
             self._arrived.clear()
         return []
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: EngineLost) -> None:
         """Nothing will come any more. Called by the event loop's thread."""
         self._lost = why
         self._arrived.set()

@@ -249,12 +249,13 @@ def _state(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = serving.engine.alive
-        return JSONAnswer({"status": "ok" if alive else "broken"}, 200 if alive else 503)
+        state, why = serving.engine.state, serving.engine.trouble
+        return JSONAnswer({"status": state} | ({} if why is None else {"error": why}), 200 if state == "ok" else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        return JSONAnswer({"status": "ready" if serving.ready else "ending"}, 200 if serving.ready else 503)
+        state = "ending" if serving.admission.draining else serving.engine.state
+        return JSONAnswer({"status": "ready" if serving.ready else state}, 200 if serving.ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

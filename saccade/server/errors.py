@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saccade.errors import CapacityError, EngineLost, SaccadeError, brief, shown
+from saccade.errors import CapacityError, EngineLost, EngineStuck, SaccadeError, brief, shown
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _TYPE = re.compile(r"str|int|float|bool|(list|dict)\[.*\]")  # of a field that may be of several, in pydantic's paths
@@ -51,7 +51,8 @@ def too_long(message: str, param: str | None = None) -> ApiError:
 def from_saccade(error: SaccadeError) -> ApiError:
     """What the engine says of bad input."""
     if isinstance(error, EngineLost):
-        return ApiError(503, f"{error}; ask another server", "engine_lost")
+        code = "engine_stuck" if isinstance(error, EngineStuck) else "engine_lost"
+        return ApiError(503, f"{error}; ask another server", code, headers={"retry-after": "5"})
     if isinstance(error, CapacityError):
         return too_long(str(error))
     named = _NAMED.match(str(error))

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.errors import shown
-from saccade.server.admission import Caller
+from saccade.server.admission import Caller, shutting_down
 from saccade.server.bodies import Share, read_body, too_large
 from saccade.server.errors import ApiError
 from saccade.server.events import refuse
@@ -23,6 +23,7 @@ from saccade.server.settings import is_local
 from saccade.server.shape import check_shape
 
 OPEN = ("/health", "/ready", "/")  # for probes, which have no key, and the page that asks for one
+TO_THE_END = (*OPEN, "/metrics")  # answered while the server ends, too
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -56,6 +57,8 @@ class Gate:
             caller.span = tracing.request(scope["method"], scope["path"], caller.request_id, headers)
         try:
             caller.key = self._admit(scope, headers)
+            if self.serving.admission.draining and scope["path"] not in TO_THE_END:
+                raise shutting_down()
             if scope["method"] == "POST":
                 self.serving.admission.count(caller)
             receive = await self._body(scope, headers, receive, share)
@@ -97,7 +100,7 @@ class Gate:
             self._same_origin(headers)
             caller.key = self._admit(scope, headers)
             if self.serving.admission.draining:
-                raise ApiError(503, "this server is shutting down; ask another one", "shutting_down")
+                raise shutting_down()
             await self.app(scope, receive, reply)
         except ApiError as error:
             await refuse(reply, error, "websocket.http")

@@ -13,14 +13,16 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from saccade.errors import SaccadeError
+from saccade.errors import EngineLost, SaccadeError
 from saccade.server.app import make_app
 from saccade.server.engines import EngineFace
+from saccade.server.generation import GRACE
 from saccade.server.logs import logger
 from saccade.server.serving import Serving
 from saccade.server.settings import ServerConfig
 
 MOST_HEADER_BYTES = 65536
+SENDING = 2.0  # seconds, at least, in which what was said last may be sent
 _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 
 
@@ -55,8 +57,6 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=30,
-                # What is left then is told that it was ended (see handle_exit), and has this long to be sent.
-                timeout_graceful_shutdown=int(config.drain_seconds) + 10,
                 ssl_certfile=config.tls_certificate,
                 ssl_keyfile=config.tls_key,
                 ssl_ca_certs=None if config.tls_client_authorities is None else str(config.tls_client_authorities),
@@ -81,7 +81,24 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         self.serving.drain()  # whatever it is that ends the server
+        left = await self._drained()
+        self.config.timeout_graceful_shutdown = max(SENDING, left)  # type: ignore[assignment]
         await super().shutdown(sockets)
+
+    async def _drained(self) -> float:
+        """Listen on, and answer that the server ends, until what runs has ended or was told that it must: the seconds
+        that are left."""
+        serving, clock = self.serving, asyncio.get_running_loop().time
+        ends, told = clock() + serving.config.drain_seconds, False
+        while (serving.admission.samples or serving.sockets) and not self.force_exit:
+            if clock() > ends and not told:
+                serving.end_all()
+                told = True
+            if clock() > ends + 2 * GRACE:  # the engine answers nobody
+                serving.engine.give_up(EngineLost("this server shut down before the engine answered"))
+                break
+            await asyncio.sleep(0.05)
+        return ends - clock()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -101,7 +118,6 @@ class Server(uvicorn.Server):
         serving.drain()
         fields = {"running": serving.admission.samples, "seconds": serving.config.drain_seconds}
         logger.info("shutting down", extra={"fields": fields})
-        asyncio.get_running_loop().call_later(serving.config.drain_seconds, serving.end_all)
 
 
 MOST_FRAMES = 65536  # of one message
