@@ -153,6 +153,8 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
         _read = 0  # bytes since the request began, while its headers come
         _headers = 0  # bytes of its address, its headers and its trailers
         _parts: list[bytes]  # of its body, since data came last
+        _whole = True  # whether the last request has come to its end
+        _skips = False  # whether it was answered before, and the rest of its body is passed over
 
         def connection_made(self, transport: Any) -> None:
             self._parts = []
@@ -165,16 +167,19 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
 
         def data_received(self, data: bytes) -> None:
             if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-                self._await_headers()  # the next request of a connection that is kept alive
-            if self._timer is not None:
+                if self._whole:
+                    self._await_headers()  # the next request of a connection that is kept alive
+                else:
+                    self._skip()
+            if self._timer is not None and not self._skips:
                 self._read += len(data)
             super().data_received(data)
             self._join()
-            if self._timer is not None and self._read > MOST_HEADER_BYTES:
+            if self._timer is not None and not self._skips and self._read > MOST_HEADER_BYTES:
                 self._refuse_headers()
 
         def on_message_begin(self) -> None:
-            self._headers = 0
+            self._headers, self._whole = 0, False
             super().on_message_begin()
 
         def on_url(self, url: bytes) -> None:
@@ -193,6 +198,9 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             self._parts.append(body)
 
         def on_message_complete(self) -> None:
+            self._whole = True
+            if self._skips:
+                self._stop()
             self._join()
             super().on_message_complete()
 
@@ -225,7 +233,13 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
             else:
                 self.transport.close()
 
+        def _skip(self) -> None:
+            """Read what a client still sends of a request that was refused: closed at once, it would not see why."""
+            self._skips = True
+            self._timer = self.loop.call_later(config.body_seconds, self.transport.close)
+
         def _stop(self) -> None:
+            self._skips = False
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
