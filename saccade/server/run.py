@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import ssl
+import sys
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from saccade.server.serving import Serving
 from saccade.server.settings import ServerConfig
 
 MOST_HEADER_BYTES = 65536
+SWITCH = 0.001  # seconds that a thread with a large body works before the event loop goes on; Python's is 0.005
 SENDING = 2.0  # seconds, at least, in which what was said last may be sent
 _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 
@@ -30,11 +32,14 @@ def serve(engine: EngineFace, config: ServerConfig) -> None:
     """Serve a model until a signal ends it. SIGTERM and Ctrl-C: take no more requests, let those that run end for at
     most ``drain_seconds``, tell the others' clients. A second Ctrl-C ends at once. The engine is closed then."""
     server = Server(Serving(engine, config))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
     gc.collect()
     gc.freeze()  # what was imported and made stays: a collection that walks over it would hold up every stream
     try:
         server.run()
     finally:
+        sys.setswitchinterval(before)
         gc.unfreeze()  # or extension modules complain at the interpreter's end of what was never collected
 
 
