@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import socket
 import subprocess
@@ -273,7 +274,8 @@ def main(size: int, clients: int) -> int:
         began = time.monotonic()
         time.sleep(3)
         quiet, before = watch.between(began, time.monotonic())
-        print(f"{size / MIB:g} MiB, {clients} clients; before: {shown(quiet)}, {before} MiB\n")
+        load = " ".join(f"{one:.1f}" for one in os.getloadavg())
+        print(f"{size / MIB:g} MiB, {clients} clients; before: {shown(quiet)}, {before} MiB; load {load}\n")
         print(f"{'attack':34} {'statuses':24} {'seconds':>8} {'health: median':>15} {'longest':>8} {'MiB':>6}")
         broken = []
         for row in attack(address, size, clients):
@@ -294,7 +296,8 @@ def main(size: int, clients: int) -> int:
         time.sleep(2)
         after = memory(pid)
         watch.ending.set()
-        print(f"\nafter: {after} MiB, at most {memory(pid, 'VmHWM')} MiB")
+        load = " ".join(f"{one:.1f}" for one in os.getloadavg())
+        print(f"\nafter: {after} MiB, at most {memory(pid, 'VmHWM')} MiB; load {load}")
         if broken:
             print(f"over {LIMIT} s, {GROWTH} MiB more, or a 5xx: {', '.join(broken)}")
         return 1 if broken else 0

@@ -74,6 +74,13 @@ def test_the_shape_that_is_told_is_the_one_that_is_decoded():
     assert refused(json.dumps({"a": "\\", "b": [[[deep]]]}).encode()) == "too_deep"
     assert refused(b"[[]," * 65) == "too_deep"
     assert refused(b"[],]" * 65) is None, "is for the decoder to refuse"
+    for cut in ("", " " * 300_000, "\n"):
+        whole = json.dumps([plain, ["["] * 99, 1]) + cut
+        assert refused(whole.encode()) is None
+    for cut in (1, 3, 40, 499):
+        assert refused(whole.encode()[: -cut - 1]) == "invalid_json", "no decoder need read it to its end"
+    assert refused(json.dumps([["["] * 99, "x"]).encode()[:-3]) == "invalid_json"
+    assert refused(json.dumps([["["] * 99, "x\\"]).encode()[:-3]) == "invalid_json"
 
 
 def test_what_is_made_of_a_body_is_bounded(monkeypatch):
@@ -280,13 +287,15 @@ def test_a_body_in_small_chunks_is_handed_over_at_once(server, monkeypatch):
 
     parts, real = [], HttpToolsProtocol.on_body
     monkeypatch.setattr(HttpToolsProtocol, "on_body", lambda self, body: (parts.append(len(body)), real(self, body))[1])
-    body = json.dumps({"prompt": "x" * 20_000}).encode()
+    body = json.dumps({"prompt": "x" * 3000}).encode()
     head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     answer = raw(server, head + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
     assert b" 200 " in answer[:20]
     assert sum(parts) == len(body)
     assert len(parts) < 100
+    many = raw(server, head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50_000)
+    assert b" 400 " in many[:20] or not many, "closed before all was sent"
 
 
 def test_gzip_is_not_unpacked(server):

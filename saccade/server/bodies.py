@@ -61,18 +61,21 @@ def too_large(most: int) -> ApiError:
 async def read_body(receive: Receive, most: int, share: Share | None = None) -> bytes:
     """The whole body of a request, of at most ``most`` bytes: :func:`too_large` otherwise. ClientDisconnect where the
     client goes before its end. ``share``: takes its bytes as they come."""
-    body = bytearray()
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        body += message.get("body", b"")
-        if len(body) > most:
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
             raise too_large(most)
         if share is not None:
-            share.take(len(message.get("body", b"")))
+            share.take(len(part))
+        parts.append(part)
         if not message.get("more_body", False):
-            return bytes(body)
+            return b"".join(parts)
 
 
 def decoded(raw: bytes) -> Any:

@@ -23,6 +23,7 @@ from saccade.server.serving import Serving
 from saccade.server.settings import ServerConfig
 
 MOST_HEADER_BYTES = 65536
+MOST_CHUNKS = 4096  # that one read may bring: each costs more than the bytes in it
 SWITCH = 0.001  # seconds that a thread with a large body works before the event loop goes on; Python's is 0.005
 SENDING = 2.0  # seconds, at least, in which what was said last may be sent
 _ANSWER = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
@@ -201,6 +202,9 @@ def _protocol(config: ServerConfig) -> type[HttpToolsProtocol]:
 
         def on_body(self, body: bytes) -> None:
             self._parts.append(body)
+            if len(self._parts) > MOST_CHUNKS:
+                self._refuse(b"400 Bad Request", b"the chunks of the body are too small")
+                raise ValueError("chunks are too small")  # the parser stops
 
         def on_message_complete(self) -> None:
             self._whole = True

@@ -85,6 +85,7 @@ class Serving:
         self._most_letters = None if each is None else each * about.limits.max_model_len
         self.room = Room(max(config.max_bodies, config.max_body))
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
+        self._turns = asyncio.Lock()
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saccade-long-text")
         self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saccade-parser")
 
@@ -183,10 +184,15 @@ class Serving:
 
     async def parse(self, size: int, work: Callable[[], T]) -> T:
         """``work`` on a body of ``size`` bytes. A large one is worked on by one thread, one after the other: a decoder
-        holds the interpreter's lock for as long as it takes, and several of them would share it among themselves."""
-        if size <= _SMALL:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+        holds the interpreter's lock for as long as it takes, and several of them would share it among themselves. Of
+        others that come at once the event loop takes one a turn, so that they hold up nobody together."""
+        if size > _SMALL:
+            return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+        if size > _SHORT:
+            async with self._turns:
+                await asyncio.sleep(0)
+                return work()
+        return work()
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; 400 for text that is none."""
@@ -214,8 +220,8 @@ class Serving:
         most = self._most_letters
         if most is not None and letters > most:
             raise too_long(
-                f"this model's maximum context length is {self.about.limits.max_model_len} tokens, or {most} characters "
-                "at the very most, but the request has more; shorten the prompt"
+                f"this model's maximum context length is {self.about.limits.max_model_len} tokens, which have {most} "
+                "characters at the very most, but the request has more; shorten the prompt"
             )
 
     def check_length(self, prompt: Sequence[int], answer: int | None, param: str) -> None:

@@ -10,7 +10,7 @@ from saccade.server.errors import bad_request
 MOST_VALUES = 1 << 21  # commas: a prompt of two million tokens
 MOST_KEYS = 1 << 17  # colons; each key is hashed and has memory of its own
 MOST_CONTAINERS = 1 << 16  # brackets that open
-_STEP = 1 << 20  # bytes that one call of the regex engine looks at, at most: it holds the interpreter's lock meanwhile
+_STEP = 1 << 17  # bytes that one call of the regex engine looks at, at most: it holds the interpreter's lock meanwhile
 # A string is one token, up to its closing quote. Possessive: what it has taken it never gives back, so every byte is
 # looked at once, whatever comes.
 _TOKEN = re.compile(rb'[\[{\]},:]|"(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -20,7 +20,7 @@ _QUOTE, _COMMA, _COLON = b'",:'
 
 def check_shape(body: bytes, most_nesting: int) -> None:
     """400 for JSON whose brackets lie deeper than ``most_nesting``, or that has more values, keys or containers than
-    any request needs. Linear in ``body``; what is no JSON passes, for the decoder to say so."""
+    any request needs. Linear in ``body``; what else is no JSON passes, for the decoder to say so."""
     brackets = body.count(b"[") + body.count(b"{")
     if brackets <= most_nesting and body.count(b",") <= MOST_VALUES and body.count(b":") <= MOST_KEYS:
         return  # those within strings included
@@ -29,7 +29,7 @@ def check_shape(body: bytes, most_nesting: int) -> None:
     while at < end:
         found = _TOKEN.search(body, at, at + _STEP)
         if found is None:
-            at += _STEP
+            at = min(at + _STEP, end)
             continue
         at = found.end()
         kind = body[found.start()]
@@ -58,6 +58,8 @@ def check_shape(body: bytes, most_nesting: int) -> None:
             depth -= 1
             if depth < 0:
                 return
+    if depth or at > end:  # a decoder would read all of it to find out
+        raise bad_request("the body is not valid JSON: it ends within a text, a list or an object", code="invalid_json")
 
 
 def _rest(body: bytes, at: int) -> int:
