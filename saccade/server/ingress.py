@@ -18,7 +18,7 @@ from uuid import uuid4
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from saccade.server.bodies import read_body
+from saccade.server.bodies import Room, read_body
 from saccade.server.errors import ApiError
 from saccade.server.events import DONE, error_event, named_event, refuse
 from saccade.server.routing import ROUTE_HEADER, route_of
@@ -74,6 +74,7 @@ class Ingress:
 
     def __init__(self, replicas: Replicas, max_body: int = 32 * 2**20, probe_seconds: float = 5.0) -> None:
         self._replicas, self._max_body, self._probe_seconds = replicas, max_body, probe_seconds
+        self._room = Room(16 * max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -84,13 +85,17 @@ class Ingress:
             return
         if scope["type"] != "http":
             return
+        share = self._room.share()
         try:
-            body = await read_body(receive, self._max_body)
+            await self._pass_on(scope, receive, send, await read_body(receive, self._max_body, share))
         except ApiError as error:
             await refuse(send, error)
-            return
         except ClientDisconnect:
             return
+        finally:
+            share.give_back()
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         headers = [(name.lower(), value) for name, value in scope["headers"]]
         route = await _off_loop(len(body), lambda: route_of(scope["path"], dict(headers), body))
         kept = [pair for pair in headers if pair[0] not in (*_OWN_HEADERS, ROUTE_HEADER)]
