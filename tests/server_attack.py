@@ -45,7 +45,7 @@ def bodies(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "deep", CHAT, filled(b'{"messages":', b"[", b"", size)
     yield "empty lists", CHAT, filled(b"{" + MESSAGES + b',"metadata":{"a":[', b"[],", b"[]]}}", size)
     yield "keys", CHAT, filled(b"{" + MESSAGES + b',"metadata":{', b'"a":1,', b'"b":1}}', size)
-    yield "unknown fields", CHAT, b"{" + b",".join(b'"f%d":1' % n for n in range(size // 12)) + b"}"
+    yield "unknown fields", CHAT, b"{" + b",".join(b'"f%d":1' % n for n in range(size // 14)) + b"}"
     yield (
         "biases",
         TEXT,
@@ -160,7 +160,7 @@ class Row:
     began: float
     ended: float
     peak: int = 0  # MiB that the server held
-    latencies: list[float] = field(default_factory=list)
+    latencies: list[tuple[float, float]] = field(default_factory=list)  # seconds, and the server's own
 
 
 def attacks(size: int, clients: int, slow: float) -> Iterator[tuple[str, Callable[[Address], Counter[int]]]]:
@@ -206,17 +206,24 @@ def attack(address: Address, size: int, clients: int, slow: float = 3.0) -> Iter
 # --- by hand
 
 
-def poll(address: Address, results: Any, ending: Any) -> None:
-    """Ask for /health 50 times a second, from a process of its own, until told to end: (when, seconds) of each."""
+def processor(pid: int) -> float:
+    """Processor seconds of another process (clock_getcpuclockid)."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def poll(pid: int, address: Address, results: Any, ending: Any) -> None:
+    """Ask for /health 50 times a second, from a process of its own, until told to end: (when, seconds, the server's
+    own) of each. Its own are those that its process computed meanwhile: a machine that is busy with others makes a
+    client wait longer, and not because of the server."""
     request = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     while not ending.is_set():
-        began, received = time.monotonic(), b""
+        began, received, used = time.monotonic(), b"", processor(pid)
         with suppress(OSError), socket.create_connection(address, timeout=30) as client:
             client.sendall(request)
             while part := client.recv(4096):
                 received += part
-        fine = received.startswith(b"HTTP/1.1 200")
-        results.put((began, time.monotonic() - began if fine else float("inf")))
+        waited = time.monotonic() - began if received.startswith(b"HTTP/1.1 200") else float("inf")
+        results.put((began, waited, min(waited, processor(pid) - used) if waited < 30 else waited))
         time.sleep(0.02)
 
 
@@ -248,7 +255,7 @@ class Watch:
     def __init__(self, pid: int, address: Address) -> None:
         self.pid, self.seen, self.ending = pid, [], multiprocessing.Event()
         self._queue: Any = multiprocessing.Queue()
-        self._process = multiprocessing.Process(target=poll, args=(address, self._queue, self.ending), daemon=True)
+        self._process = multiprocessing.Process(target=poll, args=(pid, address, self._queue, self.ending), daemon=True)
         self._process.start()
         self.held: list[tuple[float, int]] = []
         threading.Thread(target=self._hold, daemon=True).start()
@@ -259,12 +266,12 @@ class Watch:
                 self.held.append((time.monotonic(), memory(self.pid)))
             time.sleep(0.05)
 
-    def between(self, began: float, ended: float) -> tuple[list[float], int]:
-        """Seconds of the answers that were asked for meanwhile, and the most memory."""
+    def between(self, began: float, ended: float) -> tuple[list[tuple[float, float]], int]:
+        """(seconds, the server's own) of the answers that were asked for meanwhile, and the most memory."""
         time.sleep(0.1)
         while not self._queue.empty():
             self.seen.append(self._queue.get())
-        asked = [seconds for when, seconds in self.seen if began <= when <= ended]
+        asked = [(seconds, own) for when, seconds, own in self.seen if began <= when <= ended]
         return asked, max((held for when, held in self.held if began <= when <= ended), default=0)
 
 
@@ -276,19 +283,21 @@ def main(size: int, clients: int) -> int:
         quiet, before = watch.between(began, time.monotonic())
         load = " ".join(f"{one:.1f}" for one in os.getloadavg())
         print(f"{size / MIB:g} MiB, {clients} clients; before: {shown(quiet)}, {before} MiB; load {load}\n")
-        print(f"{'attack':34} {'statuses':24} {'seconds':>8} {'health: median':>15} {'longest':>8} {'MiB':>6}")
+        print(
+            f"{'attack':34} {'statuses':24} {'seconds':>8} {'health: median':>15} {'longest':>8} {'own':>6} {'MiB':>6}"
+        )
         broken = []
         for row in attack(address, size, clients):
             row.latencies, row.peak = watch.between(row.began, row.ended)
-            longest = max(row.latencies, default=0.0)
+            waited, own = (sorted(one) or [0.0] for one in (zip(*row.latencies) if row.latencies else ((), ())))
             statuses = " ".join(f"{status}:{count}" for status, count in sorted(row.statuses.items()))
-            middle = sorted(row.latencies)[len(row.latencies) // 2] if row.latencies else 0.0
             print(
-                f"{row.name:34} {statuses:24} {row.ended - row.began:8.2f} {middle:15.3f} {longest:8.3f} {row.peak:6}",
+                f"{row.name:34} {statuses:24} {row.ended - row.began:8.2f} "
+                f"{waited[len(waited) // 2]:15.3f} {waited[-1]:8.3f} {own[-1]:6.3f} {row.peak:6}",
                 flush=True,
             )
             if (
-                longest > LIMIT
+                own[-1] > LIMIT
                 or row.peak > before + GROWTH
                 or any(status >= 500 and status != 503 for status in row.statuses)
             ):
@@ -299,12 +308,12 @@ def main(size: int, clients: int) -> int:
         load = " ".join(f"{one:.1f}" for one in os.getloadavg())
         print(f"\nafter: {after} MiB, at most {memory(pid, 'VmHWM')} MiB; load {load}")
         if broken:
-            print(f"over {LIMIT} s, {GROWTH} MiB more, or a 5xx: {', '.join(broken)}")
+            print(f"over {LIMIT} s of its own, {GROWTH} MiB more, or a 5xx: {', '.join(broken)}")
         return 1 if broken else 0
 
 
-def shown(latencies: list[float]) -> str:
-    ordered = sorted(latencies) or [0.0]
+def shown(latencies: list[tuple[float, float]]) -> str:
+    ordered = sorted(waited for waited, _ in latencies) or [0.0]
     return f"median {ordered[len(ordered) // 2]:.3f} s, longest {ordered[-1]:.3f} s of {len(ordered)}"
 
 
