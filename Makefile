@@ -14,7 +14,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
 .PHONY: setup demo test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
-  fuzz-server storm-server test-page conformance compliance test-ray aarch64 wheels clean
+  fuzz-server attack-server storm-server test-page conformance compliance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
 
@@ -70,6 +70,10 @@ types: setup
 
 fuzz-server: setup  # malformed requests against a server of its own; a quarter of an hour for 100,000
 	$(BIN)/python tests/server_fuzz.py $(or $(COUNT),100000)
+
+# Bodies of 32 MiB, slow and malformed ones and 500 clients at once, while /health is asked for 50 times a second.
+attack-server: setup
+	$(BIN)/python tests/server_attack.py $(or $(SIZE),32MiB) $(or $(CLIENTS),500)
 
 storm-server: setup  # many requests at once, a tenth of which go away; every answer is compared with the library's
 	$(BIN)/python tests/server_storm.py $(or $(SHORT),100000) $(or $(STREAMED),10000)

@@ -12,8 +12,7 @@ class SaccadeError(ValueError):
     one line that can be printed, whatever it quotes; the middle of a very long one is left out."""
 
     def __init__(self, message: object = "") -> None:
-        text = one_line(message)
-        super().__init__(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}")
+        super().__init__(brief(message))
 
 
 class ModelError(SaccadeError):
@@ -44,13 +43,53 @@ def one_line(text: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
+class EngineStuck(EngineLost):
+    """An engine that does not get on. It may do so again; what it was asked is lost."""
+
+
+def brief(message: object) -> str:
+    """An error's message as one line, the middle of a very long one left out, at no more cost than of a short one."""
+    text = str(message)
+    for _ in range(2):  # what is spelt out becomes longer
+        if len(text) > LONGEST:
+            text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+        text = one_line(text)
+    return text
+
+
 def shown(value: object, most: int = 200) -> str:
-    """A bad value as an error may quote it: one line of at most ``most`` characters, whatever it is."""
+    """A bad value as an error may quote it: one line of at most ``most`` characters, whatever it is, at no more cost
+    than of a value that fits."""
     try:
-        text = one_line(repr(value))
+        text = one_line(repr(_cut(value, [most + 1])))
     except Exception:  # a number of too many digits, an object that fails to show itself
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _cut(value: object, left: list[int]) -> object:
+    """``value`` without what lies behind its first ``left[0]`` letters and elements. Each is at least one letter of its
+    representation, which is as long as it may get then."""
+    left[0] -= 1
+    if isinstance(value, (str, bytes)):
+        part = value[: max(0, left[0]) + 1]
+        left[0] -= len(part)
+        return part
+    if type(value) in (list, tuple):
+        elements = []
+        for one in value:  # type: ignore[attr-defined]
+            if left[0] <= 0:
+                break
+            elements.append(_cut(one, left))
+        return type(value)(elements)  # type: ignore[call-arg]
+    if type(value) is dict:
+        pairs = {}
+        for name, one in value.items():
+            if left[0] <= 0:
+                break
+            pairs[_cut(name, left)] = _cut(one, left)
+        return pairs
+    return value
 
 
 def check_share(name: str, value: object, error: type[SaccadeError] = SaccadeError) -> None:

@@ -246,8 +246,8 @@ def test_a_server_that_ends_lets_requests_end_and_tells_those_that_do_not(tiny_l
             thread.join(20)
         assert answers[30][-2]["choices"][0]["finish_reason"] == "length"
         assert answers[1500][-2]["error"]["code"] == "shutting_down"
-        with pytest.raises(httpx.HTTPError):
-            server.client.get("/ready")
+        with pytest.raises(httpx.HTTPError):  # it listens to its end, and no longer
+            until(lambda: server.client.get("/ready").json() != {"status": "ending"}, 10)
         with pytest.raises(ApiError) as caught:  # whoever still comes over an open connection
             server.serving.admission.enter(None, 1)
         assert caught.value.status == 503

@@ -46,6 +46,12 @@ def serve(
     ] = True,
     deadline: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
     drain: Annotated[float, typer.Option(help="Most seconds that running requests have after SIGTERM.")] = 120.0,
+    step_limit: Annotated[
+        float, typer.Option(help="Seconds without progress after which the engine hangs, and /health says so.")
+    ] = 10.0,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start an engine that ended or hangs anew, up to 5 times in 10 minutes.")
+    ] = False,
     max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "32MiB",
     max_sessions: Annotated[int, typer.Option(help="Most sessions that are kept.")] = 256,
     session_dir: Annotated[
@@ -142,6 +148,7 @@ def serve(
         max_queue=max_queue,
         deadline=deadline,
         drain_seconds=drain,
+        step_limit=step_limit,
         max_body=parse_bytes(max_body),
         max_sessions=max_sessions,
         hosts=tuple(host_name or ()),
@@ -165,6 +172,10 @@ def serve(
         session_dir=session_dir,
         session_shared=session_shared,
     )
+    if restart and (ray or not engine_process):
+        raise SaccadeError(
+            "--restart starts the engine's own process anew: leave out --one-process, and --ray, which does so itself"
+        )
     if ray:
         if kv_events is not None:
             raise SaccadeError("replicas of --ray publish no KV events; Ray routes them. Leave --kv-events out")
@@ -177,9 +188,9 @@ def serve(
         return
     events = None if kv_events is None else {"endpoint": kv_events, "replay": kv_events_replay}
     if engine_process:
-        engine: EngineFace = EngineProcess(config, log_level, events)
+        engine: EngineFace = EngineProcess(config, log_level, events, step_limit, restart)
     else:
-        engine = LocalEngine(load_model(config, quiet=True), events)
+        engine = LocalEngine(load_model(config, quiet=True), events, step_limit)
     if engine.note:
         print(f"saccade: note: {engine.note}", file=sys.stderr)
     log_to_stderr(log_level)

@@ -13,6 +13,7 @@ from saccade.engine.bounds import Bounds
 from saccade.engine.clock import Clock
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.observe import AttentionCall, Observer
+from saccade.engine.pulse import Pulse
 from saccade.engine.step import RequestResult, StepInput
 from saccade.models.interface import LayerAttention
 
@@ -29,6 +30,7 @@ class Watch:
     replays: frozenset[int] = frozenset()  # those whose rows the device also runs densely
     replays_next: bool = False  # whether it will do so in the next step
     bounds: Mapping[int, Bounds] = field(default_factory=dict)  # of this step's rows, by request; on the host alone
+    pulse: Pulse = field(default_factory=Pulse)  # whether the engine's thread gets on
 
     @property
     def idle(self) -> bool:

@@ -117,6 +117,7 @@ class HostAttention:
         return joined
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: LayerAttention) -> Tensor:
+        self.setting.watch.pulse.beat()
         self._settle_resolved(layer, q, spec)
         served = self.joined is not None or self.hosted or self.resolved
         alone = len(self.rows) == 1 and not served and not batches(self.rows[0], q)

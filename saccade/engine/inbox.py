@@ -129,6 +129,7 @@ class Loop:
 
     def read(self, letter: Letter) -> None:
         """Do what a letter asks for, or put it off."""
+        self.engine.watch.pulse.beat()
         full = len(self.engine.scheduler.waiting) >= self.max_waiting
         if letter.streams and (full or self.held):
             self.held.append(letter)
@@ -227,6 +228,7 @@ class Loop:
     def step(self) -> None:
         """One engine step, and its outputs to whoever reads them."""
         engine, began, new = self.engine, time.perf_counter(), self._new
+        engine.watch.pulse.beat()
         self._new = False
         try:
             outputs = engine.step()
@@ -281,11 +283,14 @@ def _work(loop: Loop) -> None:
         if engine is None:
             loop.end()
             return
-        if not loop.read_all(letter) or not loop.gather():
-            return
-        del letter
-        while loop.live or loop.held:
-            loop.step()
-            if not loop.read_all():
+        try:
+            if not loop.read_all(letter) or not loop.gather():
                 return
+            del letter
+            while loop.live or loop.held:
+                loop.step()
+                if not loop.read_all():
+                    return
+        finally:
+            engine.watch.pulse.rest()
         del engine

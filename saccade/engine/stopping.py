@@ -11,6 +11,7 @@ class StopText:
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         self.stops = tuple(stops)
+        self._beginnings = [_Beginning(stop) for stop in self.stops]
         self.keep = keep
         self.text = ""
         self.shown = 0
@@ -27,6 +28,8 @@ class StopText:
             return True
         before = len(self.text)
         self.text += piece
+        for one in self._beginnings:
+            one.add(piece)
         if not counts or not self.stops:
             return False
         hits = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self.stops]
@@ -38,16 +41,34 @@ class StopText:
 
     def release(self, final: bool) -> str:
         """The text that may be shown now and was not before."""
-        end = len(self.text) if final else len(self.text) - self._held()
+        end = len(self.text) if final else len(self.text) - max((one.length for one in self._beginnings), default=0)
         fresh = self.text[self.shown : end]
         self.shown = max(self.shown, end)
         return fresh
 
-    def _held(self) -> int:
-        longest = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+
+class _Beginning:
+    """The longest beginning of ``stop``, itself aside, that some growing text ends with (Knuth, Morris and Pratt, SIAM
+    J. Comput. 6(2), 1977): each letter is looked at once, whatever the stop string repeats."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop, self._shorter = stop, [0, 0]  # by length of a beginning: the next shorter one that it ends with
+        self.length = 0
+
+    def add(self, piece: str) -> None:
+        for letter in piece:
+            self.length = self._after(self.length, letter)
+            if self.length == len(self._stop):
+                self.length = self._next_shorter(self.length)
+
+    def _after(self, length: int, letter: str) -> int:
+        while length and self._stop[length] != letter:
+            length = self._next_shorter(length)
+        return length + (self._stop[length] == letter)
+
+    def _next_shorter(self, length: int) -> int:
+        """Of a beginning of ``length``; made as far as a text has come."""
+        while len(self._shorter) <= length:
+            last = len(self._shorter) - 1
+            self._shorter.append(self._after(self._shorter[last], self._stop[last]))
+        return self._shorter[length]

@@ -22,13 +22,17 @@ class Stream:
         self.lost: str | None = None  # why nothing will come any more
         self._wake = wake
         self._lock = threading.Lock()
-        self._pending: StepOutput | None = None
+        self._pending: list[StepOutput] = []  # each worth more than twice the next: see put
 
     def put(self, output: StepOutput) -> None:
         """Hand over an output; called by the loop."""
         with self._lock:
-            first = self._pending is None
-            self._pending = output if self._pending is None else self._pending.joined(output)
+            first = not self._pending
+            self._pending.append(output)
+            # Joined in pairs of like size: with all before it at each step, a reader that sleeps would cost the square.
+            while len(self._pending) > 1 and len(self._pending[-2].new_tokens) <= 2 * len(self._pending[-1].new_tokens):
+                later = self._pending.pop()
+                self._pending[-1] = self._pending[-1].joined(later)
             self.ended = output.finished
         self.arrived.set()
         if first and self._wake is not None:
@@ -42,7 +46,10 @@ class Stream:
     def take(self) -> StepOutput | None:
         """What came since the last time, as one output; None if nothing did."""
         with self._lock:
-            output, self._pending = self._pending, None
+            pending, self._pending = self._pending, []
+        output = pending.pop() if pending else None
+        while pending:
+            output = pending.pop().joined(output)  # type: ignore[arg-type]
         return output
 
     def wait(self) -> StepOutput:
@@ -66,7 +73,7 @@ class AsyncOutputs:
         self, request_ids: Sequence[int], cancel: Callable[[Sequence[int]], None], threads: bool = True
     ) -> None:
         self._arrived, loop = asyncio.Event(), asyncio.get_running_loop()
-        self._lost: str | None = None
+        self._lost: EngineLost | None = None
 
         def wake() -> None:
             if not loop.is_closed():
@@ -92,12 +99,12 @@ class AsyncOutputs:
                         del self._live[output.request_id]
                 return outputs
             if self._lost is not None:
-                raise EngineLost(self._lost)
+                raise type(self._lost)(str(self._lost))
             await self._arrived.wait()
             self._arrived.clear()
         return []
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: EngineLost) -> None:
         """Nothing will come any more. Called by the event loop's thread."""
         self._lost = why
         self._arrived.set()

@@ -77,7 +77,7 @@ class Admission:
         """Let ``samples`` in, or raise: 429 with the seconds after which to try again, 503 while the server ends, 400
         for more than would ever be let in."""
         if self.draining:
-            raise ApiError(503, "this server is shutting down; ask another one", "shutting_down", headers=_after(5))
+            raise shutting_down()
         use, key = self._uses.setdefault(caller.name, _Use()), caller.key
         least = self.most if key is None or key.max_concurrent is None else min(self.most, key.max_concurrent)
         if samples > least:
@@ -95,6 +95,11 @@ class Admission:
         """They have ended."""
         self._uses[caller.name].samples -= samples
         self.samples -= samples
+
+
+def shutting_down() -> ApiError:
+    """The answer to whoever still comes."""
+    return ApiError(503, "this server is shutting down; ask another one", "shutting_down", headers=_after(5))
 
 
 def _limited(why: str, seconds: float) -> ApiError:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -45,6 +45,8 @@ from saccade.server.responses_protocol import CompactRequest, ResponsesRequest
 from saccade.server.responses_socket import ROUTE, ResponsesSocket
 from saccade.server.serving import Serving
 
+B = TypeVar("B", bound=Sampling)
+
 _SAID = {404: "there is no such path", 405: "this path does not know that method"}
 
 
@@ -62,6 +64,7 @@ def make_app(serving: Serving) -> ASGIApp:
         title="Saccade", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     app.router.route_class = JSONRoute
+    app.state.serving = serving
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     _errors(app)
     _completions(app, serving)
@@ -134,12 +137,13 @@ def _errors(app: FastAPI) -> None:
 
 
 def _completions(app: FastAPI, serving: Serving) -> None:
-    async def respond(request: Request, body: Sampling, job: Endpoint) -> Response:
+    async def respond(request: Request, body: B, kind: Callable[[Serving, Caller, B], Endpoint]) -> Response:
         """Check, admit, and answer at once or as a stream. A client that goes away ends what it asked for."""
         caller: Caller = request.state.caller
         header = request.headers.get("x-session-id")
         if header is not None and body.session_id is None:
             body.session_id = header
+        job = await serving.parse(len(await request.body()), lambda: kind(serving, caller, body))
 
         async def begin() -> tuple[Generation, Any]:
             generation = await Generation(serving, caller, await job.ask()).start()
@@ -163,15 +167,15 @@ def _completions(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
-        return await respond(request, body, Chat(serving, request.state.caller, body))
+        return await respond(request, body, Chat)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await respond(request, body, Completion(serving, request.state.caller, body))
+        return await respond(request, body, Completion)
 
     @app.post("/v1/responses")
     async def respond_to(request: Request, body: ResponsesRequest) -> Response:
-        return await respond(request, body, Responses(serving, request.state.caller, body))
+        return await respond(request, body, Responses)
 
     @app.websocket(ROUTE)
     async def respond_over_socket(socket: WebSocket) -> None:
@@ -179,7 +183,7 @@ def _completions(app: FastAPI, serving: Serving) -> None:
 
     @app.post("/v1/responses/compact")
     async def compact(request: Request, body: CompactRequest) -> Response:
-        return await respond(request, body, Compaction(serving, request.state.caller, body))
+        return await respond(request, body, Compaction)
 
     @app.post("/v1/selection_maps")
     async def selection_map(request: Request, body: SelectionMapRequest) -> Response:
@@ -245,12 +249,13 @@ def _state(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        alive = serving.engine.alive
-        return JSONAnswer({"status": "ok" if alive else "broken"}, 200 if alive else 503)
+        state, why = serving.engine.state, serving.engine.trouble
+        return JSONAnswer({"status": state} | ({} if why is None else {"error": why}), 200 if state == "ok" else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        return JSONAnswer({"status": "ready" if serving.ready else "ending"}, 200 if serving.ready else 503)
+        state = "ending" if serving.admission.draining else serving.engine.state
+        return JSONAnswer({"status": "ready" if serving.ready else state}, 200 if serving.ready else 503)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

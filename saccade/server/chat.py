@@ -14,7 +14,6 @@ from saccade.server.generation import Ask, Generation
 from saccade.server.grammar import LONGEST, Grammar, constraint_of, grammar_of
 from saccade.server.grammar_parts import after_thoughts
 from saccade.server.logprobs import chat_logprobs, prompt_logprobs
-from saccade.server.messages import conversation
 from saccade.server.params import sampling_params
 from saccade.server.protocol import ChatRequest
 from saccade.server.reader import Delta, Reader
@@ -43,7 +42,7 @@ class Chat(Choices):
         if self.tools.tools:
             self._check_tools()
             variables["tools"] = self.tools.tools
-        messages = conversation(body.messages)
+        messages = await serving.conversation(body.messages)
         prompt = await serving.template(messages, body.add_generation_prompt is not False, variables)
         if body.truncate_prompt_tokens is not None:
             prompt = prompt[-body.truncate_prompt_tokens :]

@@ -3,78 +3,111 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import socket
 import subprocess
-import sys
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.messages import AddRequest, EngineStatistics
 from saccade.engine.stream import AsyncOutputs, Stream
-from saccade.errors import EngineLost, SaccadeError
+from saccade.errors import EngineLost, EngineStuck, SaccadeError
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import load_tokenizer
 from saccade.server import wire, wire_forms
+from saccade.server.engine_launch import Launched, how, launch
+from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, Starts, look_after, processor_seconds
 
 logger = logging.getLogger("saccade.server")
 POLICIES = 1024  # whose checks are remembered
-PROGRAM = (sys.executable, "-m", "saccade.server.engine_process")  # what runs the engine
 CLOSING = 120.0  # seconds that an engine may take to end: it stores what sessions have said last
+SILENT = 2.0  # seconds without a sign of life after which one that is to end is killed
 
 
 class EngineProcess(asyncio.Protocol):
     """An engine in a process of its own (an EngineFace). The constructor returns when the model is loaded; it raises
-    what loading raises. ``kv_events``: the arguments of KVEvents, None for none.
+    what loading raises. ``kv_events``: the arguments of KVEvents, None for none. ``limit``: see EngineWatch.
 
-    Where the process ends by itself, everything that was asked of it fails with EngineLost and nothing can be asked any
-    more. It is not started again: sessions and stored prefixes are gone, and what killed it may do so again. Whoever
-    runs servers starts a new one.
+    Where the process ends by itself, or hangs, everything that was asked of it fails with EngineLost. One that hangs
+    may get on again, and then takes requests again. With ``restart`` a process that ended or hangs is started anew, its
+    weights loaded again: sessions that are stored come back, other ones and prefixes are gone. Without it a lost engine
+    stays lost: what killed it may do so again, and whoever runs servers starts a new one.
     """
 
     def __init__(
-        self, config: EngineConfig, log_level: str = "info", kv_events: dict[str, str | None] | None = None
+        self,
+        config: EngineConfig,
+        log_level: str = "info",
+        kv_events: dict[str, str | None] | None = None,
+        limit: float = STEP_LIMIT,
+        restart: bool = False,
     ) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [*PROGRAM, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self._frames = wire.Frames()
-        try:
-            start = json.dumps(
-                {"config": wire_forms.config_dict(config), "log_level": log_level, "kv_events": kv_events}
-            ).encode()
-            self._socket.sendall(len(start).to_bytes(4, "little") + start)
-            ready = self._first()
-        except BaseException:
-            self._kill()
-            raise
-        self.about, self.note = wire_forms.about_of(ready.about), ready.note
-        self.tokenizer = load_tokenizer(self.about.path)
-        self._transport: asyncio.Transport | None = None
-        self._lost: str | None = None
+        self._watch = EngineWatch(limit, lambda: processor_seconds(self.process.pid))
+        settings = {"config": wire_forms.config_dict(config), "log_level": log_level, "kv_events": kv_events}
+        self._launch = partial(launch, settings | {"beat": self._watch.every}, self._began)
+        self._starts = Starts() if restart else None
+        self._tasks: set[asyncio.Future[None]] = set()
         self._closing = False
-        assert ready.statistics is not None
-        self._statistics = ready.statistics
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self.epoch = 0
+        self._take_over(self._launch())
+        self.about, self.note = wire_forms.about_of(self._ready.about), self._ready.note
+        self.tokenizer = load_tokenizer(self.about.path)
         self._number = 0
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._asked: dict[int, tuple[Stream, list[int], AsyncOutputs]] = {}  # by request id, with its prompt
         self._checked: OrderedDict[str, SaccadeError | None] = OrderedDict()
 
+    def _began(self, process: subprocess.Popen[bytes]) -> None:
+        """A process has been started, whose model is not loaded yet."""
+        self.process = process
+        if self._closing:
+            process.kill()
+
+    def _take_over(self, launched: Launched) -> None:
+        """Go on with this process."""
+        self._socket, self._frames, self._ready = launched.socket, launched.frames, launched.ready
+        self._transport: asyncio.Transport | None = None
+        self._lost: str | None = None
+        self._stuck: str | None = None
+        self._starting = False
+        assert launched.ready.statistics is not None
+        self._statistics = launched.ready.statistics
+
     @property
     def alive(self) -> bool:
-        return self._lost is None and not self._closing and self.process.poll() is None
+        return self.state == "ok"
+
+    @property
+    def state(self) -> str:
+        if self._starting and not self._closing:
+            return "starting"
+        if self._lost is not None or self._closing or self.process.poll() is not None:
+            return "broken"
+        return "ok" if self._stuck is None else "stuck"
+
+    @property
+    def trouble(self) -> str | None:
+        if self.state == "ok":
+            return None
+        return self._lost or self._stuck or "the engine's process has ended"
 
     async def start(self) -> None:
+        await self._connect()
+        self._keep(look_after(self._look, self._watch.every))
+
+    async def _connect(self) -> None:
         self._socket.setblocking(False)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self, self._socket)
+        self._watch.begin()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def check_policy(self, policy: Policy) -> None:
         text = policy.text
@@ -135,17 +168,48 @@ class EngineProcess(asyncio.Protocol):
     def statistics(self) -> EngineStatistics:
         return self._statistics
 
+    def give_up(self, why: EngineLost) -> None:
+        for number, call in self._calls.items():
+            if not call.done():
+                call.set_exception(why)
+                self._send(wire.Withdraw(number))
+        self._cancel(list(self._asked))
+        for outputs in {id(one): one for _, _, one in self._asked.values()}.values():
+            outputs.lose(why)
+        self._calls.clear()
+        self._asked.clear()
+
     def close(self) -> None:
-        self._closing = True
+        stuck, self._closing = self._stuck, True
+        with suppress(RuntimeError):  # the event loop may be closed
+            for task in self._tasks:
+                task.cancel()
         try:
-            if self.process.poll() is None:
+            if self.process.poll() is None and stuck is None and not self._starting:
                 # The transport writes later, if at all: the event loop may be at its end.
-                self._socket_now().sendall(wire.framed(wire.Close()))
-            self.process.wait(CLOSING)
+                self._socket.settimeout(SILENT)
+                self._socket.sendall(wire.framed(wire.Close()))
+                self._await_end()
         except (OSError, subprocess.TimeoutExpired):
             pass
         finally:
             self._kill()
+
+    def _await_end(self) -> None:
+        """Until the process has ended, hangs, or has had its time."""
+        watch, ends = EngineWatch(min(SILENT, self._watch.limit), self._watch.used), time.monotonic() + CLOSING
+        self._socket.settimeout(watch.every)
+        while self.process.poll() is None and watch.look() is None and time.monotonic() < ends:
+            try:
+                data = self._socket.recv(1 << 16)
+            except TimeoutError:
+                continue
+            if not data:
+                self.process.wait(max(0.0, ends - time.monotonic()))
+            for content in self._frames.feed(data):
+                frame = wire.from_engine(content)
+                if isinstance(frame, wire.Beat):
+                    watch.heard(frame.quiet, frame.processor)
 
     # What comes from the engine, on the event loop.
 
@@ -159,21 +223,55 @@ class EngineProcess(asyncio.Protocol):
                 self._take(frame)
             elif isinstance(frame, wire.Reply):
                 self._replied(frame)
+            elif isinstance(frame, wire.Beat):
+                self._watch.heard(frame.quiet, frame.processor)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._closing:
-            why = "this engine was closed"
+            self._lost = "this engine was closed"
         else:
-            why = f"the engine's process ended by itself ({_how(self.process)})"
-            logger.error("the engine is gone", extra={"fields": {"why": why}})
-        self._lost = why
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EngineLost(why))
-        for _, _, outputs in self._asked.values():
-            outputs.lose(why)
-        self._calls.clear()
-        self._asked.clear()
+            self._lost = self._stuck or f"the engine's process ended by itself ({how(self.process)})"
+            logger.error("the engine is gone", extra={"fields": {"why": self._lost}})
+            if self._starts is not None:
+                self._starting = True
+                self._keep(self._start_anew(self._starts))
+        self.give_up(EngineLost(self._lost))
+
+    def _look(self) -> None:
+        """Now and then: does it hang?"""
+        if self._lost is not None or self._transport is None:
+            return
+        before, self._stuck = self._stuck, self._watch.look()
+        if self._stuck is not None and before is None:
+            logger.error("the engine hangs", extra={"fields": {"why": self._stuck}})
+            self.give_up(EngineStuck(self._stuck))
+            if self._starts is not None:
+                self.process.kill()  # its end is seen as that of any process
+        elif self._stuck is None and before is not None:
+            logger.warning("the engine gets on again")
+
+    async def _start_anew(self, starts: Starts) -> None:
+        """A process in place of the one that is lost."""
+        self.process.kill()
+        await asyncio.get_running_loop().run_in_executor(None, self.process.wait)
+        first = self._lost
+        while (seconds := starts.next()) is not None:
+            self._lost = f"{first}; it is being started anew"
+            await asyncio.sleep(seconds)
+            try:
+                launched = await asyncio.get_running_loop().run_in_executor(None, self._launch)
+            except Exception as error:  # what loading raises
+                first = f"the engine could not be started anew: {error}"
+                logger.error("no new engine", extra={"fields": {"why": str(error)}})
+                continue
+            self._take_over(launched)
+            self.epoch += 1
+            await self._connect()
+            logger.warning("the engine was started anew", extra={"fields": {"epoch": self.epoch}})
+            return
+        self._starting = False
+        self._lost = f"{first}; it was started anew too often and stays lost"
+        logger.error("the engine stays lost", extra={"fields": {"why": self._lost}})
 
     def _take(self, frame: wire.Outputs) -> None:
         if frame.statistics is not None:
@@ -200,6 +298,8 @@ class EngineProcess(asyncio.Protocol):
         """Send a frame and wait for its reply."""
         if self._lost is not None or self._transport is None:
             raise EngineLost(self._lost or "this engine has not been started")
+        if self._stuck is not None:
+            raise EngineStuck(self._stuck)
         self._number += 1
         frame.call = self._number
         reply = self._calls[frame.call] = asyncio.get_running_loop().create_future()
@@ -216,37 +316,12 @@ class EngineProcess(asyncio.Protocol):
     def _cancel(self, request_ids: Sequence[int]) -> None:
         self._send(wire.Cancel(0, list(request_ids)))
 
-    def _first(self) -> wire.Ready:
-        """The engine's first frame, however long its model takes to load."""
-        while data := self._socket.recv(1 << 16):
-            for content in self._frames.feed(data):
-                frame = wire.from_engine(content)
-                if isinstance(frame, wire.Ready):
-                    return frame
-                if isinstance(frame, wire.Reply) and frame.error is not None:
-                    raise wire_forms.raised(frame.error)
-        raise EngineLost(f"the engine's process ended before its model was loaded ({_how(self.process)})")
-
-    def _socket_now(self) -> socket.socket:
-        self._socket.setblocking(True)
-        return self._socket
-
     def _kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        transport: asyncio.Transport | None = getattr(self, "_transport", None)
         with suppress(RuntimeError):  # the event loop may be closed
-            if transport is not None:
-                transport.abort()
+            if self._transport is not None:
+                self._transport.abort()
                 return
         self._socket.close()
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, which it is about to if it has not."""
-    try:
-        code = process.wait(2)
-    except subprocess.TimeoutExpired:
-        return "its socket closed"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

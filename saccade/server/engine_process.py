@@ -22,6 +22,7 @@ from typing import Any
 
 from saccade.engine.config import EngineConfig
 from saccade.engine.messages import StepOutput
+from saccade.engine.pulse import Pulse
 from saccade.engine.stream import Stream
 from saccade.llm import LLM
 from saccade.machine import device_note
@@ -214,6 +215,8 @@ def main(descriptor: int) -> None:
     server = EngineServer(llm, outbox)
     note = device_note(llm.model.device)
     outbox.send(wire.Ready(0, wire_forms.about_dict(about_llm(llm)), note, llm.loop.statistics()))
+    pulse = llm.engine.watch.pulse
+    threading.Thread(target=_beat, args=(pulse, outbox, start["beat"]), name="saccade-beat", daemon=True).start()
     more = True
     while more:
         with suppress(Empty):
@@ -224,6 +227,14 @@ def main(descriptor: int) -> None:
     while not outbox.drained():
         time.sleep(0.01)
     gc.unfreeze()  # see serve()
+
+
+def _beat(pulse: Pulse, outbox: Outbox, seconds: float) -> None:
+    """Signs of life, so many seconds apart, from a thread of their own: the others may wait for a step."""
+    while True:
+        if outbox.drained():
+            outbox.send(wire.Beat(0, pulse.quiet, pulse.processor))
+        time.sleep(seconds)
 
 
 def _read(channel: socket.socket, into: SimpleQueue[bytes]) -> None:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from saccade.engine.checks import PromptLimits
 from saccade.engine.messages import AddRequest, EngineStatistics
 from saccade.engine.params import SamplingParams
 from saccade.engine.stream import AsyncOutputs
+from saccade.errors import EngineLost, EngineStuck
 from saccade.llm import LLM
 from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.models.tokenizer import Tokenizer
+from saccade.server.engine_watch import STEP_LIMIT, EngineWatch, look_after
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import logger
 from saccade.server.named_sessions import NamedSessions
+
+T = TypeVar("T")
 
 PREPARING = 30.0  # seconds, at most, before a server on a GPU takes requests
 
@@ -53,6 +63,21 @@ class EngineFace(Protocol):
     @property
     def alive(self) -> bool:
         """Whether requests can be added."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """``ok`` while requests can be added; else ``stuck``, ``starting`` (anew) or ``broken``."""
+        ...
+
+    @property
+    def trouble(self) -> str | None:
+        """Why none can be added; None where they can."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """How often the engine was started anew: ids of sessions are of one epoch."""
         ...
 
     async def start(self) -> None:
@@ -97,8 +122,12 @@ class EngineFace(Protocol):
         """How the engine stands: of another process, when it last said something."""
         ...
 
+    def give_up(self, why: EngineLost) -> None:
+        """Fail all that waits for the engine, and cancel what runs. Called on the event loop."""
+        ...
+
     def close(self) -> None:
-        """Cancel everything and wait until the engine has ended."""
+        """Cancel everything and wait until the engine has ended; not for one that hangs."""
         ...
 
 
@@ -130,31 +159,90 @@ def prepare(llm: LLM) -> None:
 
 
 class LocalEngine:
-    """An engine on a thread of this process. ``kv_events``: the arguments of KVEvents, None for none."""
+    """An engine on a thread of this process. ``kv_events``: the arguments of KVEvents, None for none. ``limit``: see
+    EngineWatch. A thread that hangs cannot be ended: a process that closes this engine then ends with exit code 1."""
 
-    def __init__(self, llm: LLM, kv_events: dict[str, str | None] | None = None) -> None:
+    epoch = 0
+
+    def __init__(self, llm: LLM, kv_events: dict[str, str | None] | None = None, limit: float = STEP_LIMIT) -> None:
         prepare(llm)
         if kv_events is not None:
             KVEvents(llm, **kv_events)  # type: ignore[arg-type]
         self.llm, self.about, self.tokenizer = llm, about_llm(llm), llm.tokenizer
         self._named = NamedSessions(llm)
         self.note = device_note(llm.model.device)
+        self._watch = EngineWatch(limit)
+        self._stuck: str | None = None
+        self._looking: asyncio.Future[None] | None = None
+        self._asking: set[asyncio.Future[None]] = set()  # one a call that waits, which fails it
+        self._outputs: weakref.WeakSet[AsyncOutputs] = weakref.WeakSet()
 
     @property
     def alive(self) -> bool:
-        return self.llm.loop.alive
+        return self.state == "ok"
+
+    @property
+    def state(self) -> str:
+        if not self.llm.loop.alive:
+            return "broken"
+        return "ok" if self._stuck is None else "stuck"
+
+    @property
+    def trouble(self) -> str | None:
+        return self._stuck if self.llm.loop.alive else "this engine has ended"
 
     async def start(self) -> None:
-        pass
+        self._watch.begin()
+        self._looking = asyncio.ensure_future(look_after(self._look, self._watch.every))
+
+    def give_up(self, why: EngineLost) -> None:
+        for call in list(self._asking):
+            if not call.done():
+                call.set_exception(why)
+        for outputs in list(self._outputs):
+            if not outputs.finished:
+                outputs.close()
+                outputs.lose(why)
+
+    def _look(self) -> str | None:
+        pulse = self.llm.engine.watch.pulse
+        self._watch.heard(pulse.quiet, pulse.processor)
+        before, self._stuck = self._stuck, self._watch.look()
+        if self._stuck is not None and before is None:
+            logger.error("the engine hangs", extra={"fields": {"why": self._stuck}})
+            self.give_up(EngineStuck(self._stuck))
+        return self._stuck
+
+    async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
+        """``work``, or what :meth:`give_up` says."""
+        if self._stuck is not None:
+            work.close()
+            raise EngineStuck(self._stuck)
+        task = asyncio.ensure_future(work)
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._asking.add(failed)
+        try:
+            both: list[asyncio.Future[Any]] = [task, failed]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            return await task
+        finally:
+            self._asking.discard(failed)
+            failed.cancel()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def check_policy(self, policy: Policy) -> None:
         self.llm.engine.checks.policy(policy)
 
     async def submit(self, messages: Sequence[AddRequest], coming: int = 0) -> AsyncOutputs:
-        return await self.llm.loop.submit(messages, coming)
+        outputs = await self._answer(self.llm.loop.submit(messages, coming))
+        self._outputs.add(outputs)
+        return outputs
 
     async def open_session(self, name: str, owner: str, held: int | None = None) -> int:
-        return await asyncio.wrap_future(self._named.open(name, owner, held))
+        return await self._answer(_done(self._named.open(name, owner, held)))
 
     def save_soon(self, session: int, name: str, owner: str) -> None:
         self._named.save_soon(session, name, owner)
@@ -163,17 +251,34 @@ class LocalEngine:
         self._named.leave(session, name, owner)
 
     async def forget(self, session: int | None, name: str, owner: str) -> bool:
-        return await asyncio.wrap_future(self._named.forget(session, name, owner))
+        return await self._answer(_done(self._named.forget(session, name, owner)))
 
     async def clear_prefixes(self) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.llm.reset_prefix_cache)
 
     async def running_reports(self, most: int) -> list[dict[str, Any]]:
-        return await asyncio.wrap_future(self.llm.loop.running_reports(most))
+        return await self._answer(_done(self.llm.loop.running_reports(most)))
 
     def statistics(self) -> EngineStatistics:
         return self._named.statistics()
 
     def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        leave = partial(os._exit, 1)  # at the interpreter's end, which would wait for the engine's thread
+        atexit.register(leave)
+        closing = threading.Thread(target=self._close, args=(leave,), name="saccade-closing", daemon=True)
+        closing.start()
+        while closing.is_alive():
+            closing.join(self._watch.every)
+            if closing.is_alive() and self._look() is not None:
+                return
+
+    def _close(self, leave: Callable[[], None]) -> None:
         self._named.close()
         self.llm.close()
+        atexit.unregister(leave)
+
+
+async def _done(future: Future[T]) -> T:
+    return await asyncio.wrap_future(future)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from saccade.errors import CapacityError, EngineLost, SaccadeError, one_line, shown
+from saccade.errors import CapacityError, EngineLost, EngineStuck, SaccadeError, brief, shown
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _TYPE = re.compile(r"str|int|float|bool|(list|dict)\[.*\]")  # of a field that may be of several, in pydantic's paths
@@ -26,7 +26,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, one_line(message), code, param
+        self.status, self.message, self.code, self.param = status, brief(message), code, param
         self.headers = dict(headers or {})
 
     @property
@@ -51,7 +51,8 @@ def too_long(message: str, param: str | None = None) -> ApiError:
 def from_saccade(error: SaccadeError) -> ApiError:
     """What the engine says of bad input."""
     if isinstance(error, EngineLost):
-        return ApiError(503, f"{error}; ask another server", "engine_lost")
+        code = "engine_stuck" if isinstance(error, EngineStuck) else "engine_lost"
+        return ApiError(503, f"{error}; ask another server", code, headers={"retry-after": "5"})
     if isinstance(error, CapacityError):
         return too_long(str(error))
     named = _NAMED.match(str(error))
@@ -105,6 +106,14 @@ def _of_any_type(errors: Sequence[Any]) -> tuple[list[str], str]:
     if at is None:
         return path, str(errors[0].get("msg", "is not valid")) if errors else "is not valid"
     tried = [(loc[:at] + loc[at + 1 :], str(one.get("msg"))) for one in errors if (loc := _path(one))[:at] == path[:at]]
-    path = max((place for place, _ in tried), key=lambda place: [int(part) if part.isdigit() else 0 for part in place])
+    path = max(
+        (place for place, _ in tried),
+        key=lambda place: [_index(part) for part in place],
+    )
     said = " or ".join(dict.fromkeys(msg for place, msg in tried if place == path))
     return path, said.replace(" or Input should be ", " or ")
+
+
+def _index(part: str) -> int:
+    """A place in a list; 0 for a name, which may be digits, too."""
+    return int(part) if part.isdecimal() and len(part) < 20 else 0

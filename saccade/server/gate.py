@@ -11,19 +11,20 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saccade.errors import shown
-from saccade.server.admission import Caller
-from saccade.server.bodies import read_body, too_large
-from saccade.server.errors import ApiError, bad_request
+from saccade.server.admission import Caller, shutting_down
+from saccade.server.bodies import Share, read_body, too_large
+from saccade.server.errors import ApiError
 from saccade.server.events import refuse
 from saccade.server.keys import Key
 from saccade.server.logs import logger
 from saccade.server.routing import ROUTE_HEADER, is_route
 from saccade.server.serving import Serving
 from saccade.server.settings import is_local
+from saccade.server.shape import check_shape
 
 OPEN = ("/health", "/ready", "/")  # for probes, which have no key, and the page that asks for one
+TO_THE_END = (*OPEN, "/metrics")  # answered while the server ends, too
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class Gate:
@@ -41,7 +42,7 @@ class Gate:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         caller = Caller(_request_id(headers), route=_route(headers))
-        status, began = 0, time.perf_counter()
+        status, began, share = 0, time.perf_counter(), self.serving.room.share()
 
         async def reply(message: Message) -> None:
             nonlocal status
@@ -56,9 +57,11 @@ class Gate:
             caller.span = tracing.request(scope["method"], scope["path"], caller.request_id, headers)
         try:
             caller.key = self._admit(scope, headers)
+            if self.serving.admission.draining and scope["path"] not in TO_THE_END:
+                raise shutting_down()
             if scope["method"] == "POST":
                 self.serving.admission.count(caller)
-            receive = await self._body(scope, headers, receive)
+            receive = await self._body(scope, headers, receive, share)
             if scope["method"] == "POST":
                 self.serving.admission.comes(caller)
             await self.app(scope, receive, reply)
@@ -71,6 +74,7 @@ class Gate:
             if not status:
                 await refuse(reply, ApiError(500, "the server failed to answer", "internal_error"))
         finally:
+            share.give_back()
             self.serving.admission.came(caller)
             route = getattr(scope.get("route"), "path", "none")
             self.serving.answered(caller, (scope["method"], scope["path"], route), status, began)
@@ -96,7 +100,7 @@ class Gate:
             self._same_origin(headers)
             caller.key = self._admit(scope, headers)
             if self.serving.admission.draining:
-                raise ApiError(503, "this server is shutting down; ask another one", "shutting_down")
+                raise shutting_down()
             await self.app(scope, receive, reply)
         except ApiError as error:
             await refuse(reply, error, "websocket.http")
@@ -136,8 +140,9 @@ class Gate:
             raise ApiError(401, said, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return key
 
-    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """A ``receive`` that gives the whole body at once, which is neither too long nor too deep."""
+    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, share: Share) -> Receive:
+        """A ``receive`` that gives the whole body at once, which is neither too long nor too deep, nor costs more than
+        its length says."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return receive
         config = self.serving.config
@@ -146,7 +151,7 @@ class Gate:
             raise too_large(config.max_body)
         try:
             async with asyncio.timeout(config.body_seconds):
-                body = await read_body(receive, config.max_body)
+                body = await read_body(receive, config.max_body, share)
         except TimeoutError:
             raise ApiError(
                 408, f"the body did not come within {config.body_seconds:g} seconds", "request_timeout"
@@ -156,28 +161,13 @@ class Gate:
             if kind != b"application/json" and not kind.endswith(b"+json"):
                 given = f", not {shown(kind.decode('latin-1'), 60)}" if kind else ""
                 raise ApiError(415, f"the content-type must be application/json{given}", "unsupported_media_type")
-            check_nesting(body, config.max_nesting)
+            await self.serving.parse(len(body), lambda: check_shape(body, config.max_nesting))
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
         return replay
-
-
-def check_nesting(body: bytes, most: int) -> None:
-    """400 for JSON whose brackets lie deeper than ``most``."""
-    if body.count(b"[") + body.count(b"{") <= most:
-        return
-    depth = 0
-    for found in _BRACKETS.finditer(body):
-        first = found.group()[:1]
-        if first in b"[{":
-            depth += 1
-            if depth > most:
-                raise bad_request(f"the body's brackets lie more than {most} deep", code="too_deep")
-        elif first in b"]}":
-            depth -= 1
 
 
 def _always(caller: Caller) -> list[tuple[bytes, bytes]]:

@@ -19,6 +19,7 @@ from saccade.server.errors import ApiError, bad_request, from_saccade
 from saccade.server.serving import Serving
 from saccade.server.sessions import Held
 
+GRACE = 1.0  # seconds that an engine has to end a request whose client is to be told now
 TURNS = 5  # of the event loop, in which connections that wait are seen, and their requests read
 
 Piece = tuple[int, StepOutput]  # a choice's number, and what is new of it
@@ -102,7 +103,7 @@ class Generation:
             self.close()
             raise
         if self._why is not None:
-            self._outputs.close()
+            self._end_soon(self._outputs)
         return self
 
     async def take(self) -> list[Piece]:
@@ -115,7 +116,7 @@ class Generation:
             try:
                 outputs = await self._outputs.take()
             except EngineLost as error:
-                raise from_saccade(error) from error
+                raise self._why or from_saccade(error) from error
             pieces = [
                 (self._places[output.request_id], output) for output in outputs if output.new_tokens or output.finished
             ]
@@ -154,7 +155,13 @@ class Generation:
         if self._why is None and not self.finished:
             self._why = why
             if self._outputs is not None:
-                self._outputs.close()
+                self._end_soon(self._outputs)
+
+    def _end_soon(self, outputs: AsyncOutputs) -> None:
+        """Have the engine end it; the client does not wait for one that does not answer."""
+        outputs.close()
+        if not outputs.finished:
+            asyncio.get_running_loop().call_later(GRACE, outputs.lose, EngineLost("the engine did not answer"))
 
     def close(self) -> None:
         """Give back all that it holds; what has not ended is cancelled. Closing twice does nothing."""

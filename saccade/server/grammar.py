@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade.errors import RequestError
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.protocol import Sampling
+from saccade.server.weight import weight
 
 if TYPE_CHECKING:
     from saccade.server.serving import Serving
@@ -87,6 +88,7 @@ def json_grammar(schema: Any) -> str:
 def grammar_of(body: Sampling) -> tuple[str, str] | None:
     """What a request's answer must follow, as llguidance writes it, and the field that says so."""
     wanted, asked = body.response_format, body.structured_outputs
+    _check_size(body)
     found: list[tuple[str, str]] = []
     try:
         if wanted is not None and wanted.type == "json_object":
@@ -121,6 +123,19 @@ def grammar_of(body: Sampling) -> tuple[str, str] | None:
     if found and body.ignore_eos:
         raise bad_request("ignore_eos and a grammar exclude each other: grammars end with an end token", "ignore_eos")
     return found[0] if found else None
+
+
+def _check_size(body: Sampling) -> None:
+    """400 for a grammar that is too long, before anything reads it."""
+    schema = None if body.response_format is None else body.response_format.json_schema
+    given = {
+        "response_format": None if schema is None else schema.schema_,
+        "structured_outputs": None if body.structured_outputs is None else vars(body.structured_outputs),
+    }
+    for name, value in given.items():
+        # As JSON a value has at least two characters, and counts as 64 of weight.
+        if weight(value, 32 * LONGEST) > 32 * LONGEST:
+            raise bad_request(f"a grammar may have {LONGEST} characters at most", name)
 
 
 async def constraint_of(serving: Serving, found: tuple[str, str] | None) -> Grammar | None:

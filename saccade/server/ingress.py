@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
@@ -18,12 +18,13 @@ from uuid import uuid4
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from saccade.server.bodies import read_body
+from saccade.server.bodies import Room, read_body
 from saccade.server.errors import ApiError
 from saccade.server.events import DONE, error_event, named_event, refuse
 from saccade.server.routing import ROUTE_HEADER, route_of
 
 logger = logging.getLogger("saccade.server")
+SMALL = 128 * 1024  # bytes of a body that are looked into on the event loop
 ATTEMPTS = 4
 PAUSE = 0.25  # seconds before the second attempt, and twice as many before each further one
 _OWN_HEADERS = (b"connection", b"transfer-encoding", b"keep-alive", b"upgrade")  # of one connection alone
@@ -73,6 +74,7 @@ class Ingress:
 
     def __init__(self, replicas: Replicas, max_body: int = 32 * 2**20, probe_seconds: float = 5.0) -> None:
         self._replicas, self._max_body, self._probe_seconds = replicas, max_body, probe_seconds
+        self._room = Room(16 * max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -83,15 +85,19 @@ class Ingress:
             return
         if scope["type"] != "http":
             return
+        share = self._room.share()
         try:
-            body = await read_body(receive, self._max_body)
+            await self._pass_on(scope, receive, send, await read_body(receive, self._max_body, share))
         except ApiError as error:
             await refuse(send, error)
-            return
         except ClientDisconnect:
             return
+        finally:
+            share.give_back()
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         headers = [(name.lower(), value) for name, value in scope["headers"]]
-        route = route_of(scope["path"], dict(headers), body)
+        route = await _off_loop(len(body), lambda: route_of(scope["path"], dict(headers), body))
         kept = [pair for pair in headers if pair[0] not in (*_OWN_HEADERS, ROUTE_HEADER)]
         if not any(name == b"x-request-id" for name, _ in kept):
             kept.append((b"x-request-id", uuid4().hex.encode()))
@@ -200,6 +206,13 @@ async def _live(receive: Receive, send: Send) -> None:
         await send({"type": f"{kind}.complete"})
         if kind == "lifespan.shutdown":
             return
+
+
+async def _off_loop(size: int, work: Callable[[], str]) -> str:
+    """``work`` on ``size`` bytes, on a thread where there are many."""
+    if size <= SMALL:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 async def _gone(receive: Receive) -> None:

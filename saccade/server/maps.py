@@ -9,7 +9,6 @@ from saccade.engine.params import SamplingParams
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError, bad_request
 from saccade.server.generation import Ask, Generation
-from saccade.server.messages import conversation
 from saccade.server.protocol import SelectionMapRequest
 from saccade.server.serving import Serving
 from saccade.server.usage import usage
@@ -38,7 +37,8 @@ class SelectionMap:
         if body.prompt is not None:
             prompt = await serving.encode(body.prompt)
         else:
-            prompt = await serving.template(conversation(body.messages or []), True, body.chat_template_kwargs or {})
+            messages = await serving.conversation(body.messages or [])
+            prompt = await serving.template(messages, True, body.chat_template_kwargs or {})
         if len(prompt) > most:
             raise bad_request(
                 f"the prompt has {len(prompt)} tokens, and this server makes maps of {most} at most; shorten it, or "

@@ -9,8 +9,11 @@ from typing import Any
 
 from saccade.errors import shown
 from saccade.server.errors import bad_request
+from saccade.server.shape import check_shape
 
 JSON = dict[str, Any]
+MOST_NESTING = 64  # brackets within brackets of arguments
+_TEXT = ("text", "input_text", "output_text")
 
 
 def _number(kind: Callable[[str], float]) -> Callable[[str], Any]:
@@ -27,7 +30,6 @@ def _number(kind: Callable[[str], float]) -> Callable[[str], Any]:
 
 
 _decode = json.JSONDecoder(parse_int=_number(int), parse_float=_number(float)).decode
-_TEXT = ("text", "input_text", "output_text")
 
 
 def conversation(messages: Sequence[JSON]) -> list[JSON]:
@@ -79,6 +81,7 @@ def _call(index: int, call: Any) -> JSON:
         raise bad_request(f"messages[{index}].tool_calls has a call without function.name", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
+        check_shape(arguments.encode("utf-8", "surrogatepass"), MOST_NESTING)  # the body's check passed over texts
         try:
             arguments = _decode(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:

@@ -8,16 +8,43 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from saccade.errors import finite_number
 
 JSON = dict[str, Any]
-_Texts = Annotated[list[str], Field(fail_fast=True)]
-_Tokens = Annotated[list[int], Field(fail_fast=True)]
-_Prompts = Annotated[list[_Tokens], Field(fail_fast=True)]
+
+
+def _first_wrong(given: Any) -> Any:
+    """Of numbers by name the first that is none, if there is one: pydantic leaves lists at their first error, but
+    writes one for each entry of a dictionary."""
+    if isinstance(given, dict):
+        return next(({name: value} for name, value in given.items() if not finite_number(value)), given)
+    return given
+
+
+# Lists are left at the first element that does not fit: an error for each of a million would cost gigabytes.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Numbers = Annotated[list[float], Field(fail_fast=True)]
+Objects = Annotated[list[JSON], Field(fail_fast=True)]
+_Prompts = Annotated[list[Tokens], Field(fail_fast=True)]
+_NumbersByName = Annotated[dict[str, float], BeforeValidator(_first_wrong)]
 
 
 class Body(BaseModel):
+    """Of fields that are unknown the first alone is told, whatever their number."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next((name for name in given if name not in known), None)
+        return {name: value for name, value in given.items() if name in known or name == first}
 
 
 class StreamOptions(Body):
@@ -33,7 +60,7 @@ class StructuredOutputs(Body):
 
     json_: JSON | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -62,7 +89,7 @@ class Ours(Body):
     audit: float | None = None
     audit_steps: float | None = None
     target: float | None = None
-    certify: list[float] | None = None
+    certify: Numbers | None = None
     bounds: float | None = None
 
 
@@ -81,14 +108,14 @@ class Sampling(Ours):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: _NumbersByName | None = None
+    bad_words: Texts | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
@@ -109,7 +136,7 @@ class Sampling(Ours):
     best_of: int | None = None
     use_beam_search: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Tokens | None = None
     logits_processors: list[Any] | None = None
     kv_transfer_params: JSON | None = None
 
@@ -139,7 +166,7 @@ class CompletionRequest(Sampling):
     """``POST /v1/completions``. ``prompt``: text, tokens, or a list of either. A form that does not fit is left at its
     first element: an error for each of a hundred thousand tokens would hold up every stream."""
 
-    prompt: str | _Tokens | _Prompts | _Texts = Field(union_mode="left_to_right")
+    prompt: str | Tokens | _Prompts | Texts = Field(union_mode="left_to_right")
     logprobs: int | None = Field(default=None, ge=0, le=100)
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -164,7 +191,7 @@ class Template(Body):
 class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: list[JSON] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=100)
@@ -174,21 +201,21 @@ class ChatRequest(Sampling):
     chat_template_kwargs: JSON | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    tools: list[JSON] | None = None
+    tools: Objects | None = None
     tool_choice: str | JSON | None = None
     parallel_tool_calls: bool | None = None
     store: bool | None = None
     # Honoured at one value alone.
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
     audio: JSON | None = None
     prediction: JSON | None = None  # a guess of the answer: it would change the speed alone
     verbosity: str | None = None
     web_search_options: JSON | None = None
-    functions: list[JSON] | None = None
+    functions: Objects | None = None
     function_call: str | JSON | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
-    documents: list[JSON] | None = None
+    documents: Objects | None = None
     mm_processor_kwargs: JSON | None = None
 
     def refused(self) -> tuple[str, str] | None:
@@ -219,16 +246,16 @@ class TokenizeRequest(Template):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[JSON] | None = None
+    messages: Objects | None = None
     return_token_strs: bool | None = None
-    tools: list[JSON] | None = None
+    tools: Objects | None = None
 
 
 class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Tokens
 
 
 class SelectionMapRequest(Body):
@@ -237,9 +264,9 @@ class SelectionMapRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[JSON] | None = None
+    messages: Objects | None = None
     chat_template_kwargs: JSON | None = None
     policy: str | JSON | None = None
-    layers: list[int] | None = Field(default=None, max_length=1024)
+    layers: Tokens | None = Field(default=None, max_length=1024)
     pixels: int = Field(default=96, ge=16, le=256)
     max_tokens: int = Field(default=33, ge=1, le=65)

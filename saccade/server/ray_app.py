@@ -26,7 +26,7 @@ from saccade.engine.config import PROFILE, EngineConfig
 from saccade.errors import SaccadeError, finite_number, shown, whole_number
 from saccade.llm import LLM
 from saccade.server.engine_client import EngineProcess
-from saccade.server.engines import LocalEngine
+from saccade.server.engines import EngineFace, LocalEngine
 from saccade.server.errors import ApiError
 from saccade.server.ingress import Forwarded, Head, Ingress, Part, ReplicaLost, Replicas
 from saccade.server.keys import KeyRing
@@ -90,7 +90,7 @@ class EngineReplica:
     ) -> None:
         log_to_stderr(log_level)
         made = await asyncio.get_running_loop().run_in_executor(
-            None, lambda: LocalEngine(LLM(config=engine)) if one_process else EngineProcess(engine, log_level)
+            None, lambda: _engine(engine, one_process, log_level, server.step_limit)
         )
         self._replica = Replica(made, server)
         await self._replica.start()
@@ -105,6 +105,12 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         self._replica.close()
+
+
+def _engine(config: EngineConfig, one_process: bool, log_level: str, limit: float) -> EngineFace:
+    if one_process:
+        return LocalEngine(LLM(config=config), limit=limit)
+    return EngineProcess(config, log_level, limit=limit)
 
 
 class RayReplicas:

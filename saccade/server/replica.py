@@ -31,9 +31,9 @@ class Replica:
         await self.serving.engine.start()
 
     def check(self) -> None:
-        """SaccadeError once the engine has ended."""
+        """SaccadeError once the engine has ended, and while it hangs."""
         if not self.serving.engine.alive:
-            raise SaccadeError("the engine of this replica has ended")
+            raise SaccadeError(f"this replica cannot answer: {self.serving.engine.trouble}")
 
     def queue_length(self) -> int:
         """Samples that run and wait."""

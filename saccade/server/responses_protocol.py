@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from saccade.server.protocol import JSON, Body, Sampling
+from saccade.server.protocol import JSON, Body, Objects, Sampling, Texts
 
 
 class TextFormat(Body):
@@ -41,18 +41,18 @@ class ResponsesRequest(Sampling):
     """``input``: text, or items: messages, function calls and their outputs. ``previous_response_id``: a stored
     response, whose conversation this one goes on from; its instructions are not carried over."""
 
-    input: str | list[JSON]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: int | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    tools: list[JSON] | None = None
+    tools: Objects | None = None
     tool_choice: str | JSON | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=100)
-    include: list[str] | None = None
+    include: Texts | None = None
     chat_template_kwargs: JSON | None = None
     include_reasoning: bool | None = None
     # Honoured at one value alone.
@@ -92,7 +92,7 @@ class CompactRequest(Sampling):
     ``model`` must be named, which Open Responses asks for here alone."""
 
     model: str
-    input: str | list[JSON] | None = None
+    input: str | Objects | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None

@@ -21,12 +21,12 @@ from saccade.server.admission import Caller
 from saccade.server.bodies import decoded
 from saccade.server.errors import ApiError, bad_request, from_saccade, from_validation
 from saccade.server.events import encoded
-from saccade.server.gate import check_nesting
 from saccade.server.generation import Generation
 from saccade.server.logs import logger
 from saccade.server.responses import Responses
 from saccade.server.responses_protocol import ResponsesRequest
 from saccade.server.serving import Serving
+from saccade.server.shape import check_shape
 
 JSON = dict[str, Any]
 ROUTE = "/v1/responses"
@@ -53,8 +53,9 @@ class ResponsesSocket:
         self.opener: Caller = socket.state.caller
         self._session = socket.headers.get("x-session-id")
         self._last: _Last | None = None
-        self._waiting: deque[str | bytes] = deque()
+        self._waiting: deque[bytes] = deque()
         self._news = asyncio.Event()
+        self._share = serving.room.share()
 
     async def run(self) -> None:
         """Until the client goes away, the server ends, or the connection has lasted for an hour."""
@@ -69,6 +70,7 @@ class ResponsesSocket:
                 await self._tell(ApiError(400, said, "websocket_connection_limit_reached"))
         finally:
             self.serving.sockets.discard(self)
+            self._share.give_back()
             for task in (reading, answering):
                 task.cancel()
             await asyncio.gather(reading, answering, return_exceptions=True)
@@ -87,11 +89,16 @@ class ResponsesSocket:
             if message["type"] == "websocket.disconnect":
                 return
             given = message.get("text")
-            data: str | bytes = message.get("bytes") or b"" if given is None else given
+            data = message.get("bytes") or b"" if given is None else given.encode("utf-8", "surrogatepass")
             held = sum(map(len, self._waiting)) + len(data)
             if len(self._waiting) >= MOST_WAITING or held > self.serving.config.max_body:
                 said = f"{len(self._waiting)} messages wait already; send the next once a response has ended"
                 await self._tell(ApiError(429, said, "rate_limit_exceeded"))
+                continue
+            try:
+                self._share.take(len(data))
+            except ApiError as error:
+                await self._tell(error)
                 continue
             self._waiting.append(data)
             self._news.set()
@@ -101,21 +108,22 @@ class ResponsesSocket:
         while not self.serving.admission.draining or self._waiting:
             while self._waiting:
                 await self._turn(self._waiting.popleft())
+            self._share.give_back()
             self._news.clear()
             if not self.serving.admission.draining:
                 await self._news.wait()
 
-    async def _turn(self, data: str | bytes) -> None:
+    async def _turn(self, data: bytes) -> None:
         caller = replace(self.opener, request_id=uuid4().hex, costs={}, span=None)
         tracing, began, status = self.serving.tracing, time.perf_counter(), 200
         if tracing is not None:
             caller.span = tracing.request("WEBSOCKET", ROUTE, caller.request_id, {})
         earlier: str | None = None
         try:
-            body = self._body(data)
+            body = await self._body(data)
             earlier = body.previous_response_id
             self.serving.admission.count(caller)
-            await self._respond(caller, body)
+            await self._respond(caller, body, len(data))
         except Exception as failure:
             error = _told(failure, caller)
             status = error.status
@@ -128,12 +136,12 @@ class ResponsesSocket:
         finally:
             self.serving.answered(caller, ("WEBSOCKET", ROUTE, ROUTE), status, began)
 
-    def _body(self, data: str | bytes) -> ResponsesRequest:
+    async def _body(self, raw: bytes) -> ResponsesRequest:
         """What a message asks for. ApiError where it is none."""
-        raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-        check_nesting(raw, self.serving.config.max_nesting)
+        parse, most = self.serving.parse, self.serving.config.max_nesting
+        await parse(len(raw), lambda: check_shape(raw, most))
         try:
-            given = decoded(raw)
+            given = await parse(len(raw), lambda: decoded(raw))
         except (ValueError, RecursionError) as error:
             raise bad_request("the message is not valid JSON", code="invalid_json") from error
         kind = given.pop("type", None) if isinstance(given, dict) else None
@@ -154,10 +162,12 @@ class ResponsesSocket:
             logger.info("asked", extra={"fields": {"body": body.model_dump()}})
         return body
 
-    async def _respond(self, caller: Caller, body: ResponsesRequest) -> None:
+    async def _respond(self, caller: Caller, body: ResponsesRequest, size: int) -> None:
         last, earlier = self._last, body.previous_response_id
         before = last.said if last is not None and last.id == earlier else None
-        job = Responses(self.serving, caller, body, before, lambda kind, data: encoded(data))
+        job = await self.serving.parse(
+            size, lambda: Responses(self.serving, caller, body, before, lambda kind, data: encoded(data))
+        )
         generation = await Generation(self.serving, caller, await job.ask()).start()
         async with aclosing(job.told(generation, [])) as told:
             async for events in told:

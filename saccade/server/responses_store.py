@@ -9,6 +9,7 @@ from typing import Any
 from saccade.errors import shown
 from saccade.server.admission import Caller
 from saccade.server.errors import ApiError
+from saccade.server.weight import weight
 
 JSON = dict[str, Any]
 MOST_CHARACTERS = 256 * 2**20
@@ -25,8 +26,8 @@ class Stored:
 
 
 class ResponseStore:
-    """In memory: at most ``most`` responses, and 256 Mi characters of conversations; the oldest go first. Nothing is
-    left when the server ends."""
+    """In memory: at most ``most`` responses, and 256 Mi characters of all that they hold; the oldest go first. Nothing
+    is left when the server ends."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -38,7 +39,7 @@ class ResponseStore:
 
     def put(self, caller: Caller, response: JSON, given: list[JSON], messages: list[JSON]) -> None:
         """Keep a response under its id."""
-        size = sum(len(str(message.get("content") or "")) + 200 for message in messages)
+        size = weight([response, given, messages])
         self._stored[caller.name, response["id"]] = Stored(response, given, messages, size)
         self._size += size
         while self._stored and (len(self._stored) > self._most or self._size > MOST_CHARACTERS):

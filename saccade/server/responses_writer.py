@@ -20,11 +20,16 @@ class Writer:
     def __init__(self, frame: Callable[[str, JSON], bytes] = named_event, shown: bool = True) -> None:
         self._frame, self._shown = frame, shown
         self.output: list[JSON] = []
-        self.thoughts = ""
+        self._thoughts: list[str] = []
         self._number = 0
         self._open: JSON | None = None
-        self._text = ""
+        self._text: list[str] = []  # of the open item, piece by piece: text that grows would be copied at each
         self._scores: list[JSON] = []
+
+    @property
+    def thoughts(self) -> str:
+        """All of them."""
+        return "".join(self._thoughts)
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """One event, numbered."""
@@ -34,10 +39,11 @@ class Writer:
     def feed(self, delta: Delta, scores: list[JSON]) -> list[bytes]:
         """Take over what is new; the events that say so. ``scores``: log-probabilities of its tokens."""
         events: list[bytes] = []
-        self.thoughts += delta.thoughts
+        if delta.thoughts:
+            self._thoughts.append(delta.thoughts)
         if delta.thoughts and self._shown:
             events += self._begin("reasoning")
-            self._text += delta.thoughts
+            self._text.append(delta.thoughts)
             events.append(self.event("response.reasoning_text.delta", delta=delta.thoughts, **self._place()))
         for part in delta.parts:
             if isinstance(part, Call):
@@ -45,7 +51,7 @@ class Writer:
                 events += self._call(part)
             elif part:
                 events += self._begin("message")
-                self._text += part
+                self._text.append(part)
                 self._scores += scores
                 events.append(self.event("response.output_text.delta", delta=part, logprobs=scores, **self._place()))
                 scores = []
@@ -67,7 +73,7 @@ class Writer:
         if self._open is not None and self._open["type"] == kind:
             return []
         events = self._close("completed")
-        self._text, self._scores = "", []
+        self._text, self._scores = [], []
         self._open = message_item("in_progress", []) if kind == "message" else reasoning_item("in_progress", "")
         part = text_part("") if kind == "message" else {"type": "reasoning_text", "text": ""}
         events.append(self.event("response.output_item.added", output_index=len(self.output), item=self._open))
@@ -78,7 +84,7 @@ class Writer:
         item = self._open
         if item is None:
             return []
-        place, text = self._place(), self._text
+        place, text = self._place(), "".join(self._text)
         if item["type"] == "message":
             part = text_part(text, self._scores)
             done = message_item(status, [part], item["id"])

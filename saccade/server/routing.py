@@ -14,6 +14,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from saccade.server.errors import ApiError
+from saccade.server.shape import check_shape
+
+MOST_NESTING = 64  # brackets within brackets of a body
 ROUTE_HEADER = b"x-saccade-route"
 PREFIX = 2048  # characters of a text that say where it belongs: the head of a system prompt, say, or of a document
 _ROUTE = re.compile(r"[0-9a-f]{16}")
@@ -34,10 +38,7 @@ def route_of(path: str, headers: Mapping[bytes, bytes], body: bytes) -> str:
     owner = headers.get(b"authorization", b"").decode("latin-1")
     if found := _SESSION_PATH.fullmatch(path):
         return _hashed("session", owner, found[1])
-    try:
-        asked = json.loads(body) if body else {}
-    except (ValueError, RecursionError):
-        asked = {}
+    asked = _asked(body)
     if not isinstance(asked, dict):
         asked = {}
     earlier = asked.get("previous_response_id")
@@ -50,6 +51,15 @@ def route_of(path: str, headers: Mapping[bytes, bytes], body: bytes) -> str:
         if asked.get(name):
             return _hashed(name, owner, asked[name])
     return _hashed("prefix", owner, _beginning(asked))
+
+
+def _asked(body: bytes) -> Any:
+    """What a body asks for; nothing where it is none, which the replica will say."""
+    try:
+        check_shape(body, MOST_NESTING)
+        return json.loads(body) if body else {}
+    except (ApiError, ValueError, RecursionError):
+        return {}
 
 
 def _of_response(name: str) -> str:

@@ -12,19 +12,25 @@ from typing import Any, Protocol, TypeVar
 from saccade.engine.messages import RequestOutcome
 from saccade.errors import EngineLost, RequestError, SaccadeError, shown
 from saccade.methods.policy import Policy
+from saccade.models.letters import most_letters
 from saccade.server.admission import Admission, Caller
+from saccade.server.bodies import Room
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
 from saccade.server.grammar import Grammars
 from saccade.server.insight import Insight
 from saccade.server.logs import add_costs, logger
+from saccade.server.messages import conversation
 from saccade.server.metrics import Metrics
 from saccade.server.responses_store import ResponseStore
 from saccade.server.sessions import Sessions
 from saccade.server.settings import ServerConfig
 from saccade.server.tracing import Tracing
+from saccade.server.weight import weight
 
 _SHORT = 4096  # characters that are turned into tokens on the event loop, in far less than a millisecond
+_LONG = 262_144  # characters of texts that become tokens one after the other: a token takes a kilobyte meanwhile
+_SMALL = 128 * 1024  # bytes of a body that are parsed there, in a few
 
 T = TypeVar("T")
 _parsed = lru_cache(1024)(Policy.parse)  # most clients ask for one of a few
@@ -75,7 +81,13 @@ class Serving:
         self.sockets: set[Socket] = set()
         self.mapping = False  # whether a selection map is being made
         self.grammars = Grammars(engine.tokenizer.hf, about.limits.vocab_size, about.eos_token_ids)
+        each = most_letters(engine.tokenizer.hf)
+        self._most_letters = None if each is None else each * about.limits.max_model_len
+        self.room = Room(max(config.max_bodies, config.max_body))
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="saccade-text")
+        self._turns = asyncio.Lock()
+        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saccade-long-text")
+        self._parser = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saccade-parser")
 
     @property
     def ready(self) -> bool:
@@ -95,7 +107,8 @@ class Serving:
 
     def close(self) -> None:
         """End the engine; nothing can be asked any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._long, self._parser):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
         if self.tracing is not None:
             self.tracing.close()
@@ -162,23 +175,54 @@ class Serving:
         return policy
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """``work`` on text of ``size`` characters: long ones must not hold up others' streams."""
+        """``work`` on text of ``size`` characters: long ones must not hold up others' streams, nor very long ones the
+        long ones."""
         if size <= _SHORT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._threads if size <= _LONG else self._long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    async def parse(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` on a body of ``size`` bytes. A large one is worked on by one thread, one after the other: a decoder
+        holds the interpreter's lock for as long as it takes, and several of them would share it among themselves. Of
+        others that come at once the event loop takes one a turn, so that they hold up nobody together."""
+        if size > _SMALL:
+            return await asyncio.get_running_loop().run_in_executor(self._parser, work)
+        if size > _SHORT:
+            async with self._turns:
+                await asyncio.sleep(0)
+                return work()
+        return work()
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text; 400 for text that is none."""
+        self._check_letters(len(text))
         tokenizer = self.tokenizer
         return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
+
+    async def conversation(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of a client, made ready for :meth:`template`. 400 for those that are none."""
+        return await self.off_loop(weight(messages, _SHORT), lambda: conversation(messages))
 
     async def template(
         self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
     ) -> list[int]:
         """Token ids of a conversation through the model's chat template."""
-        size = sum(len(str(message.get("content") or "")) for message in messages) + 64 * len(messages)
+        if self._most_letters is not None:  # a template may leave some of it out, thoughts say
+            said = sum(len(text) for one in messages if isinstance(text := one.get("content"), str))
+            self._check_letters(said // 4)
+        size = weight([messages, variables], _LONG)
         tokenizer = self.tokenizer
         return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables))
+
+    def _check_letters(self, letters: int) -> None:
+        """400 for a text that is longer than any prompt: turning it into tokens would take minutes and gigabytes."""
+        most = self._most_letters
+        if most is not None and letters > most:
+            raise too_long(
+                f"this model's maximum context length is {self.about.limits.max_model_len} tokens, which have {most} "
+                "characters at the very most, but the request has more; shorten the prompt"
+            )
 
     def check_length(self, prompt: Sequence[int], answer: int | None, param: str) -> None:
         """400 with the code ``context_length_exceeded`` for a prompt, or a prompt and its answer, that can never fit;

@@ -17,11 +17,13 @@ LONGEST = 256  # characters of a name
 
 @dataclass
 class Held:
-    """One session while the server keeps it. ``id``: the engine's, None until it has one."""
+    """One session while the server keeps it. ``id``: the engine's, None until it has one; ``epoch``: of the engine that
+    gave it. An engine that was started anew knows no ids of the one before."""
 
     owner: str
     name: str
     id: int | None = None
+    epoch: int = 0
     busy: bool = True
     used: float = field(default_factory=time.monotonic)
 
@@ -56,27 +58,29 @@ class Sessions:
             )
         held.busy = True
         self._held.move_to_end(place)
-        if self._engine.about.session_shared:  # another replica may have stored a later turn
+        # Another replica may have stored a later turn.
+        if self._engine.about.session_shared or self._known(held) is None:
             await self._open(place, held)
         return held
 
     def release(self, held: Held, answered: bool) -> None:
         """Its turn has ended; one that was ``answered`` is stored, unless it was forgotten meanwhile."""
         held.busy, held.used = False, time.monotonic()
-        if answered and held.id is not None and self._held.get((held.owner, held.name)) is held:
-            self._engine.save_soon(held.id, held.name, held.owner)
+        if answered and self._known(held) is not None and self._held.get((held.owner, held.name)) is held:
+            self._engine.save_soon(held.id, held.name, held.owner)  # type: ignore[arg-type]
 
     async def forget(self, caller: Caller, name: str) -> bool:
         """Drop a session with its keys and values, those that are stored too; a turn that runs is cancelled. False
         where there is none."""
         held = self._held.pop((caller.name, name), None)
-        stored = await self._engine.forget(None if held is None else held.id, name, caller.name)
+        stored = await self._engine.forget(None if held is None else self._known(held), name, caller.name)
         return stored or held is not None
 
     async def _open(self, place: tuple[str, str], held: Held) -> None:
         """Have the engine begin a session, restore it, or go on with it; it is left again where nobody wants it by
         then."""
-        opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner, held.id))
+        opening = asyncio.ensure_future(self._engine.open_session(held.name, held.owner, self._known(held)))
+        held.epoch = self._engine.epoch
         try:
             held.id = await asyncio.shield(opening)
             if self._held.get(place) is not held:
@@ -88,8 +92,12 @@ class Sessions:
             raise
 
     def _unwanted(self, opening: asyncio.Future[int], held: Held) -> None:
-        if not opening.cancelled() and opening.exception() is None:
+        if not opening.cancelled() and opening.exception() is None and held.epoch == self._engine.epoch:
             self._engine.leave(opening.result(), held.name, held.owner)
+
+    def _known(self, held: Held) -> int | None:
+        """The id by which the engine knows it; None where it does not."""
+        return held.id if held.epoch == self._engine.epoch else None
 
     @staticmethod
     def check(name: str) -> None:
@@ -112,5 +120,5 @@ class Sessions:
 
     def _drop(self, place: tuple[str, str]) -> None:
         held = self._held.pop(place)
-        if held.id is not None:
-            self._engine.leave(held.id, held.name, held.owner)
+        if (known := self._known(held)) is not None:
+            self._engine.leave(known, held.name, held.owner)

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from saccade.errors import SaccadeError, finite_number, shown, whole_number
+from saccade.server.engine_watch import STEP_LIMIT
 from saccade.server.keys import KeyRing
 from saccade.server.policies import PolicyRules
 
@@ -21,8 +22,10 @@ class ServerConfig:
     ask; nobody needs a key where it is empty, and then only this machine may be served. ``policies``: what requests may
     choose. ``max_queue``: most samples that wait behind the engine's ``max_requests``; more are answered 429.
     ``deadline``: most seconds of a request, None for no limit; a request may ask for less. ``drain_seconds``: how long
-    running requests may take to end after SIGTERM. ``ping_seconds``: between two signs of life on a quiet stream.
-    ``max_body``: most bytes of a request; ``max_nesting``: most brackets within brackets of its JSON.
+    running requests may take to end after SIGTERM. ``step_limit``: after so many seconds without progress an engine
+    hangs (EngineWatch). ``ping_seconds``: between two signs of life on a quiet stream.
+    ``max_body``: most bytes of a request; ``max_bodies``: of all that are held at one time;
+    ``max_nesting``: most brackets within brackets of its JSON.
     ``header_seconds``, ``body_seconds``: most seconds that a client may take to send them. ``max_sessions``: most
     sessions that are kept; ``session_seconds``: how long one is kept unused. ``max_responses``: most stored responses.
     ``hosts``: names beside the machine's own that clients may address a server without keys by. ``cors``: origins whose
@@ -39,8 +42,10 @@ class ServerConfig:
     max_queue: int = 256
     deadline: float | None = None
     drain_seconds: float = 120.0
+    step_limit: float = STEP_LIMIT
     ping_seconds: float = 15.0
     max_body: int = 32 * MIB
+    max_bodies: int = 512 * MIB
     max_nesting: int = 64
     header_seconds: float = 20.0
     body_seconds: float = 60.0
@@ -59,14 +64,16 @@ class ServerConfig:
     tls_client_authorities: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("port", 0), ("max_queue", 0), ("max_body", 1024), ("max_nesting", 4)):
+        least_of = {"port": 0, "max_queue": 0, "max_body": 1024, "max_bodies": 1024, "max_nesting": 4}
+        for name, least in least_of.items():
             value, most = getattr(self, name), 65535 if name == "port" else 2**40
             if not whole_number(value, least, most):
                 raise SaccadeError(f"{name}={shown(value)} must be an integer from {least} to {most}")
         for name in ("max_sessions", "max_responses", "selection_maps"):
             if not whole_number(getattr(self, name), 0):
                 raise SaccadeError(f"{name}={shown(getattr(self, name))} must be an integer >= 0")
-        for name in ("drain_seconds", "ping_seconds", "header_seconds", "body_seconds", "session_seconds", "deadline"):
+        times = ("drain_seconds", "step_limit", "ping_seconds", "header_seconds", "body_seconds", "session_seconds")
+        for name in (*times, "deadline"):
             value = getattr(self, name)
             if not (name == "deadline" and value is None) and (not finite_number(value) or value <= 0):
                 raise SaccadeError(f"{name}={shown(value)} must be a number of seconds above 0")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from saccade.server.errors import bad_request
-from saccade.server.messages import conversation
 from saccade.server.protocol import DetokenizeRequest, TokenizeRequest
 from saccade.server.serving import Serving
 
@@ -23,10 +22,14 @@ async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
         variables = dict(body.chat_template_kwargs or {})
         if body.tools:
             variables["tools"] = body.tools
-        messages = conversation(body.messages or [])
+        messages = await serving.conversation(body.messages or [])
         tokens = await serving.template(messages, body.add_generation_prompt is not False, variables)
     decode = serving.tokenizer.decode
-    texts = [decode([token], skip_special_tokens=False) for token in tokens] if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:
+        texts = await serving.off_loop(
+            len(tokens), lambda: [decode([token], skip_special_tokens=False) for token in tokens]
+        )
     return {
         "count": len(tokens),
         "max_model_len": serving.about.limits.max_model_len,

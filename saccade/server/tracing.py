@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 _QUIET = ("/health", "/ready", "/metrics", "/")  # probes, and what the page asks for all the time
+LONGEST_STATE = 2048  # characters of such a header
 _NS = 10**9
 
 
@@ -55,7 +56,8 @@ class Tracing:
         carrier = {
             name: headers[name.encode()].decode("latin-1")
             for name in ("traceparent", "tracestate")
-            if name.encode() in headers
+            # Longer ones are none: W3C asks for 512 characters, and OpenTelemetry's pattern is quadratic in spaces.
+            if len(headers.get(name.encode(), b"")) in range(1, LONGEST_STATE)
         }
         return self._tracer.start_span(
             method,

@@ -95,6 +95,13 @@ class Close(Frame, tag="close"):
     pass
 
 
+class Beat(Frame, tag="beat"):
+    """A sign of life (engine_watch.EngineWatch.heard)."""
+
+    quiet: float = 0.0
+    processor: float | None = None
+
+
 class Ready(Frame, tag="ready"):
     """The engine's first word: what :class:`~saccade.server.engines.About` says."""
 
@@ -143,7 +150,7 @@ ToEngine = (
     | ClearPrefixes
     | Close
 )
-FromEngine = Ready | Reply | Outputs
+FromEngine = Ready | Reply | Outputs | Beat
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 from_engine = msgspec.msgpack.Decoder(FromEngine).decode
