@@ -61,6 +61,12 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How the model marks its thoughts: qwen3, deepseek_r1 or granite.")
     ] = None,
+    allow_control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--allow-control-tokens", help="Let messages hold control tokens, <|im_end|> say; text by default."
+        ),
+    ] = False,
     selection_maps: Annotated[
         int, typer.Option(metavar="TOKENS", help="Longest prompt whose selection map clients may ask for; 0 for none.")
     ] = 0,
@@ -148,6 +154,7 @@ def serve(
         cors=tuple(cors_origin or ()),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        allow_control_tokens=allow_control_tokens,
         log_prompts=log_prompts,
         selection_maps=selection_maps,
         otlp_traces_endpoint=otlp_traces_endpoint,

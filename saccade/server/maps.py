@@ -38,7 +38,8 @@ class SelectionMap:
         if body.prompt is not None:
             prompt = await serving.encode(body.prompt)
         else:
-            prompt = await serving.template(conversation(body.messages or []), True, body.chat_template_kwargs or {})
+            messages, variables = conversation(body.messages or []), body.chat_template_kwargs or {}
+            prompt = await serving.template(messages, True, variables, body.allow_control_tokens)
         if len(prompt) > most:
             raise bad_request(
                 f"the prompt has {len(prompt)} tokens, and this server makes maps of {most} at most; shorten it, or "

@@ -173,12 +173,17 @@ class Serving:
         return await self.off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens=special))
 
     async def template(
-        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generate: bool,
+        variables: Mapping[str, Any],
+        control: bool | None = None,
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template."""
+        """Token ids of a conversation through the model's chat template. ``control``: whether what reads like a control
+        token in it is one; None leaves it to the server."""
         size = sum(len(str(message.get("content") or "")) for message in messages) + 64 * len(messages)
-        tokenizer = self.tokenizer
-        return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables))
+        tokenizer, allowed = self.tokenizer, self.config.allow_control_tokens if control is None else control
+        return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables, allowed))
 
     def check_length(self, prompt: Sequence[int], answer: int | None, param: str) -> None:
         """400 with the code ``context_length_exceeded`` for a prompt, or a prompt and its answer, that can never fit;

@@ -24,7 +24,8 @@ async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
         if body.tools:
             variables["tools"] = body.tools
         messages = conversation(body.messages or [])
-        tokens = await serving.template(messages, body.add_generation_prompt is not False, variables)
+        generate, control = body.add_generation_prompt is not False, body.allow_control_tokens
+        tokens = await serving.template(messages, generate, variables, control)
     decode = serving.tokenizer.decode
     texts = [decode([token], skip_special_tokens=False) for token in tokens] if body.return_token_strs else None
     return {
