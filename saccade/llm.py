@@ -240,6 +240,7 @@ class LLM:
         if self.sessions is not None:
             self.sessions.close()
         self.loop.close()
+        self.engine.masks.close()
         if self.pool.tiers is not None:
             self.pool.tiers.close()
 

@@ -44,6 +44,7 @@ def serve(
     prefix_caching: Annotated[
         bool, typer.Option(help="Share what requests of one key begin with; what ended ones leave is kept for others.")
     ] = True,
+    grammar_seconds: Annotated[float, typer.Option(help="Most seconds to follow one answer's grammar.")] = 30.0,
     deadline: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
     drain: Annotated[float, typer.Option(help="Most seconds that running requests have after SIGTERM.")] = 120.0,
     max_body: Annotated[str, typer.Option(help="Most bytes of a request.")] = "32MiB",
@@ -169,6 +170,7 @@ def serve(
         max_requests=max_requests,
         max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
         enable_prefix_caching=prefix_caching,
+        grammar_seconds=grammar_seconds,
         session_dir=session_dir,
         session_shared=session_shared,
     )

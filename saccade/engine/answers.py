@@ -57,12 +57,16 @@ class Answers:
         request.report.token()
         made = len(sequence.tokens) - request.output_start
         ended = not params.ignore_eos and token in self.model.eos_token_ids
-        reason = "stop" if ended or token in params.stop_token_ids else None
+        reason, steering = "stop" if ended or token in params.stop_token_ids else None, request.sampler.steering
+        if reason is not None and not steering.ends(request.output_ids, ended):
+            reason, ended = None, False
         if reason is not None and not ended:
             request.stop_reason = token
         stopper = request.stopper
         # A special token that ends the answer is no part of its text, even where such tokens are shown.
-        hidden = reason is not None and not stopper.keep and token in self.model.tokenizer.special_ids
+        # Nor is any under a constraint, which the text follows without it.
+        no_text = token in self.model.tokenizer.special_ids or (ended and steering.matcher is not None)
+        hidden = reason is not None and not stopper.keep and no_text
         if stopper.add("" if hidden else request.detokenizer.step(token), counts=made > params.min_tokens):
             reason, request.stop_reason = "stop", stopper.met
         elif reason is None and made >= request.max_tokens:
@@ -70,6 +74,8 @@ class Answers:
         if reason is not None and not stopper.stopped:
             stopper.add(request.detokenizer.flush())
         output.new_text += stopper.release(final=reason is not None)
+        if reason is None and steering.matcher is not None:
+            steering.matcher.ahead(request.output_ids)
         return reason
 
     def end(self, request: Request, reason: str) -> None:

@@ -113,6 +113,12 @@ class Request:
         return tuple((row, tokens[row + 1]) for row in rows if row + 1 not in self.prompt_scores)
 
     @property
+    def awaits_mask(self) -> bool:
+        """Whether the next token cannot be chosen yet, or that of a sample that waits for this prompt."""
+        matchers = (one.sampler.steering.matcher for one in (self, *self.forks))
+        return any(matcher is not None and not matcher.ready for matcher in matchers)
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

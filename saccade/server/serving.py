@@ -15,7 +15,7 @@ from saccade.methods.policy import Policy
 from saccade.server.admission import Admission, Caller
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
-from saccade.server.grammar import Grammars
+from saccade.server.grammars import Grammars
 from saccade.server.insight import Insight
 from saccade.server.logs import add_costs, logger
 from saccade.server.metrics import Metrics
@@ -96,6 +96,7 @@ class Serving:
     def close(self) -> None:
         """End the engine; nothing can be asked any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
         self.engine.close()
         if self.tracing is not None:
             self.tracing.close()
