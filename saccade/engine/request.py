@@ -18,6 +18,7 @@ from saccade.engine.steering import Steering
 from saccade.engine.step import LogprobEntries
 from saccade.engine.stopping import StopText
 from saccade.methods.policy import Policy
+from saccade.models.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from saccade.engine.speculation import Speculation
@@ -50,6 +51,7 @@ class Request:
         self.stopper = StopText(params.stop or (), params.include_stop_str_in_output)
         self.stop_reason: int | str | None = None  # the stop string or stop token that ended it
         self.text = ""
+        self.token_texts: TokenTexts | None = None  # of the answer, where log-probabilities are wanted
         self.logprobs: list[dict[int, TokenLogprob]] = []
         self.prompt_scores: dict[int, LogprobEntries] = {}  # by place in the sequence
         self.prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None  # one a prompt token, at the end

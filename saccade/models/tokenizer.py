@@ -12,6 +12,7 @@ from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
 from saccade.models.control_tokens import Change, ControlTokens
 from saccade.models.templates import render
+from saccade.models.token_texts import TokenBytes
 
 # Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -43,6 +44,7 @@ class Tokenizer:
         self.hf = hf
         self.special_ids: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
         self._texts: dict[tuple[int, bool], str] = {}  # of tokens by themselves
+        self.bytes = TokenBytes(self)
         self._backend = _backend(hf)
         self._control: ControlTokens | None = None  # once a conversation is rendered
 
