@@ -22,8 +22,11 @@ _WHITE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
 
 def json_grammar(schema: Any) -> str:
-    """JSON that is valid under ``schema``."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITE)  # type: ignore[arg-type]
+    """JSON that is valid under ``schema``. 400 for a schema that is too long."""
+    text = json.dumps(schema)
+    if len(text) > LONGEST:
+        raise bad_request(f"a grammar may have {LONGEST} characters at most; the schema has {len(text)}")
+    return LLMatcher.grammar_from_json_schema(text, overrides=_WHITE)  # type: ignore[arg-type]
 
 
 def grammar_of(body: Sampling) -> tuple[str, str] | None:

@@ -10,8 +10,11 @@ imports little: it begins in a tenth of a second.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
+import threading
+import time
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -46,7 +49,15 @@ def _first_line(error: object) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "it is no grammar")[:300]
 
 
+def _end_with(parent: int) -> None:
+    """Nobody ends a grammar that never compiles once the parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     tokens: LLTokenizer | None = None
     for line in sys.stdin:
