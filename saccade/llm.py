@@ -183,14 +183,18 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = False,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_control_tokens: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template. ``chat_template_kwargs`` are
-        variables of the template, ``{"enable_thinking": False}`` say."""
+        variables of the template, ``{"enable_thinking": False}`` say. What reads like a control token in messages is
+        text, unless ``allow_control_tokens``."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
         many = messages if not isinstance(messages[0], Mapping) else [messages]
         prompts = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt, chat_template_kwargs)
+            self.tokenizer.apply_chat_template(
+                conversation, add_generation_prompt, chat_template_kwargs, allow_control_tokens
+            )
             for conversation in many
         ]
         return self.generate(prompts, sampling_params, policy=policy, use_tqdm=use_tqdm)
@@ -236,6 +240,7 @@ class LLM:
         if self.sessions is not None:
             self.sessions.close()
         self.loop.close()
+        self.engine.masks.close()
         if self.pool.tiers is not None:
             self.pool.tiers.close()
 

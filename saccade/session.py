@@ -145,14 +145,15 @@ class Session:
         *,
         policy: PolicyLike = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_control_tokens: bool = False,
     ) -> RequestOutput:
         """Say something as the user and get the answer. The template is applied to the whole conversation, and what it
         shares with the stored context is not computed again; a stretch that a sparse prefill computed is kept whole or
-        not at all.
+        not at all. What reads like a control token in what was said is text, unless ``allow_control_tokens``.
 
         RequestError where the context holds what no message says, from ``generate``, ``stream`` or ``complete``: it
         would be lost."""
-        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
+        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs, allow_control_tokens)
         output = self._finished(request)
         if output.error is None:
             self._answered(turn, output.outputs[0].text)
@@ -165,9 +166,10 @@ class Session:
         *,
         policy: PolicyLike = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_control_tokens: bool = False,
     ) -> Iterator[StepOutput]:
         """Like ``chat``, step by step; leaving the loop early cancels the turn, which then was never said."""
-        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs)
+        turn, request = self._say(message, sampling_params, policy, chat_template_kwargs, allow_control_tokens)
         with self.llm.loop.asked([request]) as (stream,):
             for output in self.llm.loop.outputs(stream):
                 if output.outcome is not None and output.outcome.error is None:
@@ -185,6 +187,7 @@ class Session:
         params: SamplingParams | None,
         policy: PolicyLike,
         template: Mapping[str, Any] | None,
+        control: bool,
     ) -> tuple[dict[str, Any], AddRequest]:
         """A turn of a conversation: its message, and the request for its answer."""
         if not isinstance(message, (str, Mapping)):
@@ -196,7 +199,8 @@ class Session:
                 "this one"
             )
         turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        ids = self.llm.tokenizer.apply_chat_template([*self.messages, turn], template_kwargs=template)
+        messages = [*self.messages, turn]
+        ids = self.llm.tokenizer.apply_chat_template(messages, True, template, control)
         return turn, self._turn(ids, params, policy, whole=True)
 
     def close(self) -> None:

@@ -101,6 +101,9 @@ class Alphabet:
         assert answer == self.letters[: len(answer)]
         return mask
 
+    def accepts(self, answer):
+        return answer == self.letters
+
 
 def test_an_answer_follows_its_constraint_whatever_else_is_asked(tiny_llama):
     llm = make(tiny_llama)

@@ -170,6 +170,9 @@ class OnlyEven:
     def allowed(self, answer):
         return (torch.arange(256) + len(answer)) % 2 == 0
 
+    def accepts(self, answer):
+        return True
+
 
 def test_a_constraint_holds(any_llm, prompts):
     vocab = any_llm.model.spec.vocab_size

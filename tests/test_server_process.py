@@ -111,6 +111,7 @@ class Written:
     """A constraint that is its text."""
 
     source: str
+    name: str = "a grammar"
 
     def begin(self):
         raise AssertionError("no engine takes it")

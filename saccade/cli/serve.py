@@ -44,6 +44,7 @@ def serve(
     prefix_caching: Annotated[
         bool, typer.Option(help="Share what requests of one key begin with; what ended ones leave is kept for others.")
     ] = True,
+    grammar_seconds: Annotated[float, typer.Option(help="Most seconds to follow one answer's grammar.")] = 30.0,
     deadline: Annotated[float | None, typer.Option(help="Most seconds of a request.")] = None,
     drain: Annotated[float, typer.Option(help="Most seconds that running requests have after SIGTERM.")] = 120.0,
     step_limit: Annotated[
@@ -67,6 +68,12 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How the model marks its thoughts: qwen3, deepseek_r1 or granite.")
     ] = None,
+    allow_control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--allow-control-tokens", help="Let messages hold control tokens, <|im_end|> say; text by default."
+        ),
+    ] = False,
     selection_maps: Annotated[
         int, typer.Option(metavar="TOKENS", help="Longest prompt whose selection map clients may ask for; 0 for none.")
     ] = 0,
@@ -155,6 +162,7 @@ def serve(
         cors=tuple(cors_origin or ()),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        allow_control_tokens=allow_control_tokens,
         log_prompts=log_prompts,
         selection_maps=selection_maps,
         otlp_traces_endpoint=otlp_traces_endpoint,
@@ -169,6 +177,7 @@ def serve(
         max_requests=max_requests,
         max_waiting=max_requests + max_queue,  # the server turns away what the engine would have to wait for
         enable_prefix_caching=prefix_caching,
+        grammar_seconds=grammar_seconds,
         session_dir=session_dir,
         session_shared=session_shared,
     )

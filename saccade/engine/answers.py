@@ -9,6 +9,7 @@ from saccade.engine.messages import RequestOutcome, StepOutput, TokenLogprob
 from saccade.engine.request import Request
 from saccade.engine.sampler import top_logprobs
 from saccade.engine.step import LogprobEntries, RequestResult
+from saccade.models.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from saccade.models.loader import LoadedModel
@@ -36,40 +37,45 @@ class Answers:
         params, sequence = request.params, request.sequence
         if result.tokens is not None:
             token = result.tokens[-1]
-            if params.logprobs is not None:
-                assert result.logprobs is not None
-                self._record_logprobs(request, result.logprobs[-1], token)
+            entries = None if result.logprobs is None else result.logprobs[-1]
         else:
             assert result.logits is not None
             logits = result.logits[-1]
             place = len(sequence.tokens)
             proposal = None if request.speculation is None else request.speculation.proposals.get(place)
             token = request.sampler.sample(sequence.tokens, logits, place, proposal)
-            if params.logprobs is not None:
-                self._record_logprobs(request, top_logprobs(logits, token, params.logprobs), token)
+            entries = None if params.logprobs is None else top_logprobs(logits, token, params.logprobs)
         sequence.extend([token], "decode", request.decoding)
         if len(sequence.tokens) == self.model.runner.restart_length:
             sequence.restart(request.policy)
             request.report.note(f"rotary factors change at {len(sequence.tokens)} tokens: all keys were computed again")
         output.new_tokens.append(token)
-        if params.logprobs is not None:
-            output.new_logprobs.append(request.logprobs[-1])
         request.report.token()
         made = len(sequence.tokens) - request.output_start
         ended = not params.ignore_eos and token in self.model.eos_token_ids
-        reason = "stop" if ended or token in params.stop_token_ids else None
+        reason, steering = "stop" if ended or token in params.stop_token_ids else None, request.sampler.steering
+        if reason is not None and not steering.ends(request.output_ids, ended):
+            reason, ended = None, False
         if reason is not None and not ended:
             request.stop_reason = token
         stopper = request.stopper
         # A special token that ends the answer is no part of its text, even where such tokens are shown.
-        hidden = reason is not None and not stopper.keep and token in self.model.tokenizer.special_ids
-        if stopper.add("" if hidden else request.detokenizer.step(token), counts=made > params.min_tokens):
+        # Nor is any under a constraint, which the text follows without it.
+        no_text = token in self.model.tokenizer.special_ids or (ended and steering.matcher is not None)
+        hidden = reason is not None and not stopper.keep and no_text
+        piece = "" if hidden else request.detokenizer.step(token)
+        if params.logprobs is not None:
+            assert entries is not None
+            output.new_logprobs.append(self._record_logprobs(request, entries, token, piece, hidden))
+        if stopper.add(piece, counts=made > params.min_tokens):
             reason, request.stop_reason = "stop", stopper.met
         elif reason is None and made >= request.max_tokens:
             reason = "length"
         if reason is not None and not stopper.stopped:
             stopper.add(request.detokenizer.flush())
         output.new_text += stopper.release(final=reason is not None)
+        if reason is None and steering.matcher is not None:
+            steering.matcher.ahead(request.output_ids)
         return reason
 
     def end(self, request: Request, reason: str) -> None:
@@ -79,9 +85,7 @@ class Answers:
         request.final_ids = list(request.output_ids)
         request.report.finish(len(request.final_ids))
         if request.params.prompt_logprobs is not None:
-            places = range(request.output_start - len(request.prompt), request.output_start)
-            scores = [request.prompt_scores.get(place) for place in places]
-            request.prompt_logprobs = [None if entries is None else self._named(entries) for entries in scores]
+            request.prompt_logprobs = self._prompt_logprobs(request)
 
     def outcome(self, request: Request) -> RequestOutcome:
         """How a request ended, as plain data."""
@@ -103,14 +107,32 @@ class Answers:
             selection_map=None if request.maps is None else request.maps.as_dict(),
         )
 
-    def _record_logprobs(self, request: Request, entries: LogprobEntries, token: int) -> None:
+    def _record_logprobs(
+        self, request: Request, entries: LogprobEntries, token: int, piece: str, hidden: bool
+    ) -> dict[int, TokenLogprob]:
+        if request.token_texts is None:
+            request.token_texts = TokenTexts(self.model.tokenizer, request.params.skip_special_tokens)
         request.cumulative_logprob += entries[token][0]
-        request.logprobs.append(self._named(entries))
+        request.logprobs.append(_named(request.token_texts, entries, token, piece, hidden))
+        return request.logprobs[-1]
 
-    def _named(self, entries: LogprobEntries) -> dict[int, TokenLogprob]:
-        """``entries`` with the tokens' texts."""
-        decode = self.model.tokenizer.decode
-        return {
-            token: TokenLogprob(logprob, rank, decode([token], skip_special_tokens=False))
-            for token, (logprob, rank) in entries.items()
-        }
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, TokenLogprob] | None]:
+        """One entry a token of the prompt, None for those that nothing predicts."""
+        skip, found = request.params.skip_special_tokens, []
+        texts, stream = TokenTexts(self.model.tokenizer, skip), self.model.tokenizer.stream(skip)
+        for place, token in enumerate(request.prompt, request.output_start - len(request.prompt)):
+            entries = request.prompt_scores.get(place)
+            named = _named(texts, {} if entries is None else entries, token, stream.step(token))
+            found.append(None if entries is None else named)
+        return found
+
+
+def _named(
+    texts: TokenTexts, entries: LogprobEntries, token: int, piece: str, hidden: bool = False
+) -> dict[int, TokenLogprob]:
+    """``entries`` of the next ``token`` with the tokens' texts."""
+    mine, others = texts.take(token, piece, entries, hidden)
+    return {
+        other: TokenLogprob(logprob, rank, *(mine if other == token else others[other]))
+        for other, (logprob, rank) in entries.items()
+    }

@@ -61,6 +61,7 @@ class EngineConfig:
     its name. ``cuda_graphs`` records batched decode steps on a GPU and replays them; without it their kernels are
     launched one by one. ``generation_config``: where requests without sampling parameters take theirs from:
     ``auto`` (the checkpoint's generation_config.json), ``none`` or another folder that holds such a file.
+    ``grammar_seconds``: most seconds that following one answer's grammar may take (engine/masks.py).
     ``enable_prefix_caching``: requests and sessions that begin with the same tokens, computed the same way, share
     their blocks (engine/prefixes.py); what ended requests leave is kept until somebody needs the room.
     ``session_dir``: a folder, or ``"folder:SIZE"`` with the most bytes of it (``"~/sessions:20GiB"``; 16 GiB by
@@ -98,6 +99,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     generation_config: str | Path = "auto"
     revision: str | None = None
+    grammar_seconds: float = 30.0
     enable_prefix_caching: bool = False
     session_dir: str | Path | None = None
     session_shared: bool = False
@@ -118,6 +120,10 @@ class EngineConfig:
                 raise SaccadeError(
                     f"max_token_gap={shown(gap)} must be a number of seconds from 0.001 to 3600, or None"
                 )
+        if not finite_number(self.grammar_seconds) or not 0.01 <= self.grammar_seconds <= 86400:
+            raise SaccadeError(
+                f"grammar_seconds={shown(self.grammar_seconds)} must be a number of seconds from 0.01 to 86400"
+            )
         source = self.generation_config
         if isinstance(source, str) and source == "vllm":  # its spelling of "none"
             object.__setattr__(self, "generation_config", "none")

@@ -17,6 +17,7 @@ from saccade.engine.checks import Checks, certified
 from saccade.engine.drafting import Drafter, with_drafts
 from saccade.engine.host_calls import Setting
 from saccade.engine.maps import Maps
+from saccade.engine.masks import Masks
 from saccade.engine.messages import AddRequest, MapOrder, StepOutput
 from saccade.engine.params import SamplingParams
 from saccade.engine.prefixes import PrefixCache
@@ -79,6 +80,7 @@ class Engine:
             prefixes=self.prefixes,
             control=BatchControl(pool, exact, config.max_token_gap),
         )
+        self.masks = Masks(config.grammar_seconds)
         self.watch = Watch()
         calibrations = Calibrations(model.spec, model.path)
         by_fa4 = fa4.wanted(config.fa4, config.backend, getattr(model.runner, "device", None))
@@ -169,7 +171,7 @@ class Engine:
         self.checks.policy(policy)
         policy = certified(policy, params)
         control = self.auditing.control(params, policy)
-        steering = Steering.of(params, self.model, constraint)
+        steering = Steering.of(params, self.model, constraint, self.masks)
         if not 0 <= decoded <= len(prompt) or decoded == kept + len(prompt):
             raise RequestError(
                 f"decoded={decoded} must be from 0 to {len(prompt)}, the tokens that this turn appends, and leave at "
@@ -206,6 +208,9 @@ class Engine:
             shares.forks.append(request)
         else:
             self.scheduler.add(request)
+        if steering.matcher is not None:
+            steering.matcher.owner = request
+            steering.matcher.ahead([])
         return request
 
     def running_reports(self, most: int) -> list[dict[str, Any]]:
@@ -232,9 +237,13 @@ class Engine:
         if not self._driver.acquire(blocking=False):
             raise RuntimeError("two threads drive one engine; go through AsyncEngine")
         try:
+            self.masks.settle()
+            outputs = self._too_slow()
             batch = self._apart(self.scheduler.schedule())
-            outputs = [self.settling.starved(request) for request in list(self.scheduler.running) if request.finished]
+            outputs += [self.settling.starved(request) for request in list(self.scheduler.running) if request.finished]
             if not batch:
+                if not outputs:
+                    self.masks.wait()
                 return outputs
             if self.drafter is not None:
                 batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
@@ -279,6 +288,11 @@ class Engine:
             return outputs
         finally:
             self._driver.release()
+
+    def _too_slow(self) -> list[StepOutput]:
+        """The ends of requests whose constraints have taken too long. What computes goes on, and nobody waits."""
+        slow = [(one.owner, one.too_slow()) for one in self.masks.overdue() if one.owner is not None]
+        return [self.settling.failed(request, error) for request, error in slow]
 
     def _apart(self, batch: list[tuple[Request, ScheduledRequest]]) -> list[tuple[Request, ScheduledRequest]]:
         """After a step that failed as a whole, its requests run in steps of their own, so that only those are lost

@@ -116,11 +116,15 @@ class EngineStatistics:
 
 @dataclass
 class TokenLogprob:
-    """Log-probability of one token under the model's unprocessed distribution; rank 1 is the likeliest."""
+    """Log-probability of one token under the model's unprocessed distribution; rank 1 is the likeliest.
+    ``decoded_token``: the text that the token completes, empty for the first parts of a character. ``token_bytes``: its
+    own, None where it is no part of the text, as special tokens are. ``offset``: characters of the text before it."""
 
     logprob: float
     rank: int
     decoded_token: str
+    token_bytes: bytes | None = None
+    offset: int = 0
 
 
 @dataclass

@@ -18,6 +18,7 @@ from saccade.engine.steering import Steering
 from saccade.engine.step import LogprobEntries
 from saccade.engine.stopping import StopText
 from saccade.methods.policy import Policy
+from saccade.models.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from saccade.engine.speculation import Speculation
@@ -50,6 +51,7 @@ class Request:
         self.stopper = StopText(params.stop or (), params.include_stop_str_in_output)
         self.stop_reason: int | str | None = None  # the stop string or stop token that ended it
         self.text = ""
+        self.token_texts: TokenTexts | None = None  # of the answer, where log-probabilities are wanted
         self.logprobs: list[dict[int, TokenLogprob]] = []
         self.prompt_scores: dict[int, LogprobEntries] = {}  # by place in the sequence
         self.prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None  # one a prompt token, at the end
@@ -111,6 +113,12 @@ class Request:
         rows = range(max(start, first, self.first_row), min(stop, self.output_start - 1))
         tokens = self.sequence.tokens
         return tuple((row, tokens[row + 1]) for row in rows if row + 1 not in self.prompt_scores)
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether the next token cannot be chosen yet, or that of a sample that waits for this prompt."""
+        matchers = (one.sampler.steering.matcher for one in (self, *self.forks))
+        return any(matcher is not None and not matcher.ready for matcher in matchers)
 
     @property
     def finished(self) -> bool:

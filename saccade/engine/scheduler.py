@@ -67,7 +67,8 @@ class Scheduler:
         self.idle[id(sequence)] = sequence
 
     def schedule(self) -> list[tuple[Request, ScheduledRequest]]:
-        """Who runs in the next step, and which rows; empty when nothing waits or runs. Blocks for them are reserved."""
+        """Who runs in the next step, and which rows; empty when nothing waits or runs, or all that runs waits for what
+        its constraints allow. Blocks for them are reserved."""
         with self.pool.publishing_once():
             return self._schedule()
 
@@ -82,6 +83,8 @@ class Scheduler:
             if not self.control.lets(request):
                 continue
             work = next_rows(request, self.control.chunk(request, self.chunk))
+            if work.wants_logits and request.awaits_mask:
+                continue
             if batch and rows + work.length > self.max_batch_rows:
                 continue
             if self._reserve(request, work.stop, batch):
@@ -99,6 +102,8 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(request)
             if request.finished:  # its blocks could not be had
+                continue
+            if work.wants_logits and request.awaits_mask:
                 continue
             batch.append((request, work))
             rows += work.length

@@ -62,7 +62,10 @@ class Settling:
         reason: str | None = None
         stop, stayed = rows.start, 0
         each = zip(rows.apart(), result.rows) if rows.drafts else ((rows, result),)
+        matcher = request.sampler.steering.matcher
         for row, done in each:  # one after the other, as if none were drafted
+            if stayed and matcher is not None and not matcher.comes():
+                break  # what may come there is not known yet: the row is computed again
             report.take(row, done, ended)
             stop = row.stop
             if done.error is not None:
@@ -91,6 +94,8 @@ class Settling:
     def finish(self, request: Request, reason: str) -> None:
         self.answers.end(request, reason)
         self.scheduler.remove(request)
+        if request.sampler.steering.matcher is not None:
+            request.sampler.steering.matcher.end()
         if request.parent is not None:
             request.parent.forks.remove(request)
         for fork in request.forks:  # their prompt was never finished: they compute it themselves

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from saccade.engine.masks import Following, Masks
 from saccade.engine.params import SamplingParams
 from saccade.errors import RequestError
 
@@ -17,11 +18,16 @@ if TYPE_CHECKING:
 
 
 class Matcher(Protocol):
-    """Follows one answer along its constraint. It runs on the engine's thread."""
+    """Follows one answer along its constraint. One thread at a time calls it, and not the engine's where masks take
+    long (``engine.masks``)."""
 
     def allowed(self, answer: Sequence[int]) -> Tensor:
         """Which tokens may come after ``answer``, the tokens of the answer so far: bool [vocab], of the model's own
         vocabulary. What it raises ends the request with that error."""
+        ...
+
+    def accepts(self, answer: Sequence[int]) -> bool:
+        """Whether ``answer``, without a token that ends it, may end there."""
         ...
 
 
@@ -29,7 +35,7 @@ class Constraint(Protocol):
     """What an answer must follow, a grammar say. Many requests may have the same one."""
 
     def begin(self) -> Matcher:
-        """A matcher for one answer that begins."""
+        """A matcher for one answer that begins. It must not take long: what does belongs into its first mask."""
         ...
 
 
@@ -44,25 +50,34 @@ class Steering:
         answer_start: int = 0,
         ends: Sequence[int] = (),
         words: Sequence[Sequence[int]] = (),
-        matcher: Matcher | None = None,
+        matcher: Following | None = None,
     ) -> None:
         self.params, self.answer_start, self.words, self.matcher = params, answer_start, words, matcher
-        self.ends = list(ends)
+        self.end_tokens = list(ends)
         self.biases = params.logit_bias or {}
         self.counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self.steered = bool(self.words or params.min_tokens or self.biases or self.counts)  # without the matcher
         self.neutral = not self.steered and matcher is None
 
     @classmethod
-    def of(cls, params: SamplingParams, model: LoadedModel, constraint: Constraint | None = None) -> Steering:
-        """For one request of a model, which sets ``answer_start``. RequestError for tokens that the model lacks."""
+    def of(
+        cls,
+        params: SamplingParams,
+        model: LoadedModel,
+        constraint: Constraint | None = None,
+        masks: Masks | None = None,
+    ) -> Steering:
+        """For one request of a model, which sets ``answer_start``. ``masks``: where those of ``constraint`` are
+        computed. RequestError for tokens that the model lacks."""
         vocab = model.spec.vocab_size
         for token in params.logit_bias or ():
             if token >= vocab:
                 raise RequestError(f"logit_bias names token {token}; this model has tokens 0 to {vocab - 1}")
         ends = [end for end in {*model.eos_token_ids, *params.stop_token_ids} if 0 <= end < vocab]
         words = model.tokenizer.words(params.bad_words) if params.bad_words else []
-        return cls(params, 0, ends, words, None if constraint is None else constraint.begin())
+        if constraint is None or masks is None:
+            return cls(params, 0, ends, words)
+        return cls(params, 0, ends, words, Following(constraint.begin(), masks))
 
     def restrict(self, ids: list[int], logits: Tensor) -> Tensor:
         """Before the repetition penalty: the constraint, bad words, end tokens that come too early, biases. ``ids`` the
@@ -80,6 +95,11 @@ class Steering:
             logits[tokens] += values.to(logits.dtype)
         return logits
 
+    def ends(self, answer: list[int], end: bool) -> bool:
+        """Whether ``answer`` ends with its last token, which an end token (``end``) or a stop token is. Under a
+        constraint such a token may be what the constraint asks for next: then it ends nothing."""
+        return self.matcher is None or self.matcher.accepts(answer[:-1] if end else answer)
+
     @property
     def bans(self) -> bool:
         """Whether :meth:`banned` may name tokens."""
@@ -87,7 +107,7 @@ class Steering:
 
     def banned(self, answer: list[int]) -> list[int]:
         """Tokens that may not come after ``answer``: they would end a bad word, or the answer too early."""
-        ends = self.ends if len(answer) < self.params.min_tokens else []
+        ends = self.end_tokens if len(answer) < self.params.min_tokens else []
         last = [word[-1] for word in self.words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])]
         return [*ends, *last]
 

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from saccade.errors import ModelError, RequestError, shown
 from saccade.models.checkpoint import first_line
+from saccade.models.control_tokens import Change, ControlTokens
 from saccade.models.templates import render
+from saccade.models.token_texts import TokenBytes
 
 # Any of these makes a folder a tokenizer; without one transformers may invent an empty tokenizer.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
@@ -42,7 +44,9 @@ class Tokenizer:
         self.hf = hf
         self.special_ids: frozenset[int] = frozenset(hf.all_special_ids) if hf is not None else frozenset()
         self._texts: dict[tuple[int, bool], str] = {}  # of tokens by themselves
+        self.bytes = TokenBytes(self)
         self._backend = _backend(hf)
+        self._control: ControlTokens | None = None  # once a conversation is rendered
 
     @property
     def available(self) -> bool:
@@ -101,12 +105,15 @@ class Tokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        allow_control_tokens: bool = False,
     ) -> list[int]:
         """Token ids of a conversation through the checkpoint's chat template.
 
         Each message maps ``role`` and ``content`` (text, or a list of ``{"type": "text", "text": ...}``).
-        ``template_kwargs`` are variables of the template, ``{"enable_thinking": False}`` say. RequestError if there is
-        no template, the messages are malformed, or the template rejects them.
+        ``template_kwargs`` are variables of the template, ``{"enable_thinking": False}`` say. What reads like a control
+        token in messages or variables is text, unless ``allow_control_tokens``: then it is that token, and may end a
+        turn or begin a system message. RequestError if there is no template, the messages are malformed, or the
+        template rejects them.
         """
         extra = {} if template_kwargs is None else template_kwargs
         if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
@@ -121,13 +128,24 @@ class Tokenizer:
         if not hf.chat_template:
             raise RequestError("this model has no chat template; give a plain prompt instead of messages")
         conversation = [_checked_message(index, message) for index, message in enumerate(_checked_list(messages))]
-        try:
-            text = render(
+
+        def rendered(change: Change) -> str:
+            said, variables = change(conversation), change(dict(extra))
+            return render(
                 lambda: hf.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **extra
+                    said, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
                 ),
                 hf.chat_template,
             )
+
+        try:
+            text = rendered(lambda given: given)
+            if not allow_control_tokens:
+                if self._control is None:
+                    self._control = ControlTokens(hf)
+                apart = self._control.told_apart(text, rendered, [conversation, dict(extra)])
+                if apart is not None:
+                    return self._control.encode(apart)
         except RequestError:
             raise
         except Exception as error:  # jinja's own, or whatever the template raises

@@ -43,7 +43,8 @@ class Chat(Choices):
             self._check_tools()
             variables["tools"] = self.tools.tools
         messages = await serving.conversation(body.messages)
-        prompt = await serving.template(messages, body.add_generation_prompt is not False, variables)
+        generate, control = body.add_generation_prompt is not False, body.allow_control_tokens
+        prompt = await serving.template(messages, generate, variables, control)
         if body.truncate_prompt_tokens is not None:
             prompt = prompt[-body.truncate_prompt_tokens :]
         named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from saccade.engine.messages import RequestOutcome, StepOutput
+from saccade.models.token_texts import TokenTexts
 from saccade.server.admission import Caller
 from saccade.server.endpoint import JSON, Choices
 from saccade.server.errors import bad_request
@@ -54,13 +56,9 @@ class Completion(Choices):
         constraint = await constraint_of(serving, grammar_of(body))
         self.policy, self.n, self.prompts = policy, params.n, prompts
         self.samples = len(prompts) * params.n
-        decode = serving.tokenizer.decode
-        self.echoed = [decode(tokens) if body.echo else "" for tokens in prompts]
-        self.scores = [
-            TextLogprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids), 0 if body.echo else len(echoed))
-            for echoed in self.echoed
-            for _ in range(self.n)
-        ]
+        decode, self.skip = serving.tokenizer.decode, params.skip_special_tokens
+        self.echoed = [decode(tokens, skip_special_tokens=self.skip) if body.echo else "" for tokens in prompts]
+        self.scores = TextLogprobs(body.logprobs or 0, bool(body.return_tokens_as_token_ids))
         return Ask(prompts, params, policy, body.session_id, constraint, body.deadline_seconds, body.cache_salt)
 
     def _given(self) -> list[str | list[int]]:
@@ -84,13 +82,22 @@ class Completion(Choices):
         tokens, entries = list(outcome.token_ids), list(outcome.logprobs or [])
         if self.scores_alone:
             tokens, entries = [], []
+        echoed = self.echoed[index // self.n]
+        answer = self.scores.chunk(tokens, entries, len(echoed))
         if not self.body.echo:
-            return self.scores[index].chunk(tokens, entries, [""] * len(tokens))
+            return answer
         prompt = self.prompts[index // self.n]
         scored = self._prompt_scores[index // self.n]
-        decode = self.serving.tokenizer.decode
-        texts = [decode([token], skip_special_tokens=False) for token in prompt]
-        return self.scores[index].chunk([*prompt, *tokens], [*scored, *entries], [*texts, *([""] * len(tokens))])
+        scored = [*[None] * (len(prompt) - len(scored)), *scored]  # what a session holds is scored no more
+        whole = self.scores.of(prompt, scored, self._texts[index // self.n])
+        return {name: values + answer[name] for name, values in whole.items()}
+
+    def _places(self, prompt: list[int]) -> list[tuple[str, int]]:
+        """Each token's text and its place in the prompt's."""
+        tokenizer = self.serving.tokenizer
+        texts, stream = TokenTexts(tokenizer, self.skip), tokenizer.stream(self.skip)
+        taken = [texts.take(token, stream.step(token))[0] for token in prompt]
+        return [(one.text, one.offset) for one in taken]
 
     def usage(self, generation: Generation, outcomes: list[RequestOutcome]) -> JSON:
         counted = super().usage(generation, outcomes)
@@ -107,6 +114,9 @@ class Completion(Choices):
         self._prompt_scores = [
             one.prompt_logprobs or [None] * len(prompt) for one, prompt in zip(outcomes[:: self.n], self.prompts)
         ]
+        if self.body.echo and self.body.logprobs is not None:
+            off_loop = self.serving.off_loop
+            self._texts = [await off_loop(len(one), partial(self._places, one)) for one in self.prompts]
         for index, outcome in enumerate(outcomes):
             text = self.echoed[index // self.n] + ("" if self.scores_alone else outcome.text)
             ending = self.ending(outcome, outcome.finish_reason)
@@ -122,7 +132,7 @@ class Completion(Choices):
     def events(self, generation: Generation, index: int, output: StepOutput) -> Iterable[bytes]:
         outcome, scores = output.outcome, None
         if output.new_logprobs:
-            scores = self.scores[index].chunk(output.new_tokens, output.new_logprobs, [""] * len(output.new_tokens))
+            scores = self.scores.chunk(output.new_tokens, output.new_logprobs)
         if (output.new_text or scores) and not self.scores_alone:
             yield self.chunk(generation, index, {"text": output.new_text}, scores)
         if outcome is not None:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,12 +29,11 @@ from saccade.machine import device_note
 from saccade.methods.policy import Policy
 from saccade.server import wire, wire_forms
 from saccade.server.engines import about_llm, prepare
-from saccade.server.grammar import Grammar, Grammars
 from saccade.server.kv_events import KVEvents
 from saccade.server.logs import log_to_stderr
+from saccade.server.matchers import Compiler, Grammar
 from saccade.server.named_sessions import NamedSessions
 
-GRAMMARS = 64  # that are kept compiled
 SWITCH = 0.0005  # seconds that frames are worked on before the engine's thread goes on, at most; Python's is 0.005
 ALIVE = 1.0  # seconds between two looks at whether the loop still runs
 
@@ -102,13 +101,7 @@ class EngineServer:
         self._added: dict[int, tuple[Future[Any], list[Outlet]]] = {}
         self._flusher = 0  # the engine's thread, once it has flushed
         self._replies: list[wire.Frame] = []  # those it has given since
-        grammars = Grammars(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
-
-        @lru_cache(GRAMMARS)
-        def compile(text: str) -> Grammar:
-            return grammars.compile(text, "grammar")
-
-        self._compile = compile
+        self._compiler = Compiler(llm.get_tokenizer(), llm.model.spec.vocab_size, llm.model.eos_token_ids)
         llm.loop.after_steps(self._flush)
 
     def handle(self, frame: wire.ToEngine) -> bool:
@@ -116,7 +109,7 @@ class EngineServer:
         loop = self.llm.loop
         try:
             if isinstance(frame, wire.Add):
-                messages = [wire_forms.add_request(one, self._compile) for one in frame.requests]
+                messages = [wire_forms.add_request(one, self._grammar) for one in frame.requests]
                 outlets = [Outlet(one.request_id, self.collected) for one in messages]
                 self._answer(frame.call, future := loop.post(messages, outlets, frame.coming))
                 if not future.done():
@@ -140,6 +133,9 @@ class EngineServer:
         except Exception as error:
             self._reply(frame.call, error)
         return True
+
+    def _grammar(self, source: str, name: str) -> Grammar:
+        return Grammar(source, name, self._compiler)
 
     def close(self) -> None:
         """End the engine, once what is to be saved is."""

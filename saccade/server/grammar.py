@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import llguidance
-import llguidance.hf
-import numpy as np
-import torch
-from llguidance import LLMatcher, LLTokenizer
-from torch import Tensor
+from llguidance import LLMatcher
 
-from saccade.errors import RequestError
+from saccade.errors import SaccadeError
 from saccade.server.errors import ApiError, bad_request
+from saccade.server.grammar_check import gbnf_source
+from saccade.server.matchers import Grammar
 from saccade.server.protocol import Sampling
 from saccade.server.weight import weight
 
@@ -27,62 +22,12 @@ LONGEST = 262_144  # characters of a grammar
 _WHITE = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
 
-class GrammarMatcher:
-    """One answer along its grammar (a Matcher of the engine)."""
-
-    def __init__(self, matcher: LLMatcher, vocab: int) -> None:
-        self._matcher, self._vocab, self._taken = matcher, vocab, 0
-
-    def allowed(self, answer: Sequence[int]) -> Tensor:
-        """See :class:`saccade.engine.steering.Matcher`. Once the grammar is at its end, end tokens alone are left."""
-        self._matcher.consume_tokens(list(answer[self._taken :]))
-        self._taken = len(answer)
-        bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            raise RequestError(f"the grammar cannot be followed any further: {self._matcher.get_error()[:300]}")
-        return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._vocab]).bool()
-
-
-class Grammar:
-    """What answers must follow (a Constraint of the engine). ``source``: as llguidance writes it."""
-
-    def __init__(self, matcher: LLMatcher, vocab: int, source: str) -> None:
-        self._matcher, self._vocab, self.source = matcher, vocab, source
-
-    def begin(self) -> GrammarMatcher:
-        return GrammarMatcher(self._matcher.deep_copy(), self._vocab)
-
-
-class Grammars:
-    """Compiles grammars for one model's tokens. ``hf``: transformers' tokenizer, if there is one; ``vocab``: how many
-    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made at the first grammar."""
-
-    def __init__(self, hf: Any, vocab: int, ends: Sequence[int]) -> None:
-        self._hf, self._vocab, self._ends, self._lock = hf, vocab, list(ends), threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
-
-    def compile(self, grammar: str, param: str) -> Grammar:
-        """``grammar`` as llguidance writes it. 400 where it is none, or where the model has no tokenizer for it."""
-        matcher = LLMatcher(self._tokens(), grammar)
-        if matcher.is_error():
-            raise bad_request(f"{param} cannot be compiled: {matcher.get_error()[:500]}", param)
-        return Grammar(matcher, self._vocab, grammar)
-
-    def _tokens(self) -> LLTokenizer:
-        with self._lock:
-            if self._tokenizer is None:
-                try:
-                    self._tokenizer = llguidance.hf.from_tokenizer(self._hf, self._vocab, self._ends)
-                except Exception as error:  # no tokenizer, a slow one, no end token, or one llguidance cannot read
-                    raise bad_request(
-                        f"structured outputs need a fast tokenizer with an end token: {type(error).__name__}: {error}"
-                    ) from error
-            return self._tokenizer
-
-
 def json_grammar(schema: Any) -> str:
-    """JSON that is valid under ``schema``."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WHITE)  # type: ignore[arg-type]
+    """JSON that is valid under ``schema``. 400 for a schema that is too long."""
+    text = json.dumps(schema)
+    if len(text) > LONGEST:
+        raise bad_request(f"a grammar may have {LONGEST} characters at most; the schema has {len(text)}")
+    return LLMatcher.grammar_from_json_schema(text, overrides=_WHITE)  # type: ignore[arg-type]
 
 
 def grammar_of(body: Sampling) -> tuple[str, str] | None:
@@ -109,9 +54,11 @@ def grammar_of(body: Sampling) -> tuple[str, str] | None:
             if asked.choice is not None:
                 if not asked.choice or not all(asked.choice):
                     raise bad_request("structured_outputs.choice needs at least one text, none empty", "choice")
-                found.append((llguidance.grammar_from("choice", json.dumps(asked.choice)), "structured_outputs"))
+                # One terminal: alternatives of a rule are followed one by one, and there may be thousands.
+                texts = " | ".join(json.dumps(text) for text in asked.choice)
+                found.append((LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"), "structured_outputs"))
             if asked.grammar is not None:
-                found.append((llguidance.grammar_from("grammar", asked.grammar), "structured_outputs"))
+                found.append((gbnf_source(asked.grammar), "structured_outputs"))
     except ApiError:
         raise
     except (ValueError, RecursionError) as error:
@@ -139,7 +86,12 @@ def _check_size(body: Sampling) -> None:
 
 
 async def constraint_of(serving: Serving, found: tuple[str, str] | None) -> Grammar | None:
-    """``grammar_of``'s finding, compiled on another thread."""
+    """``grammar_of``'s finding, once it was compiled in another process. 400 where it cannot be, or not in time."""
     if found is None:
         return None
-    return await serving.off_loop(LONGEST, lambda: serving.grammars.compile(*found))
+    source, param = found
+    try:
+        checked = await serving.grammars.checked(source)
+    except SaccadeError as error:
+        raise bad_request(f"{param} cannot be compiled: {error}", param) from error
+    return Grammar(checked, f"the grammar of {param}", serving.grammars.compiler)

@@ -26,7 +26,8 @@ def chat_logprobs(tokens: Sequence[int], entries: Sequence[Entries], top: int, a
 
     def one(token: int, entry: TokenLogprob) -> JSON:
         text = _text(token, entry, as_ids)
-        return {"token": text, "logprob": finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+        data = None if entry.token_bytes is None else list(entry.token_bytes)
+        return {"token": text, "logprob": finite(entry.logprob), "bytes": data}
 
     content = []
     for token, row in zip(tokens, entries):
@@ -36,31 +37,42 @@ def chat_logprobs(tokens: Sequence[int], entries: Sequence[Entries], top: int, a
 
 
 class TextLogprobs:
-    """``choices[].logprobs`` of a text completion, chunk after chunk. ``offset``: characters of the text before."""
+    """``choices[].logprobs`` of a text completion, chunk after chunk."""
 
-    def __init__(self, top: int, as_ids: bool, offset: int = 0) -> None:
-        self.top, self.as_ids, self.offset = top, as_ids, offset
+    def __init__(self, top: int, as_ids: bool) -> None:
+        self.top, self.as_ids = top, as_ids
 
-    def chunk(self, tokens: Sequence[int], entries: Sequence[Entries | None], texts: Sequence[str]) -> JSON:
-        """``texts``: of tokens whose entry is None: the first of a prompt has none."""
+    def chunk(self, tokens: Sequence[int], entries: Sequence[Entries], before: int = 0) -> JSON:
+        """Tokens of an answer; ``before``: characters of the prompt, where that is part of the text."""
+        texts = [(row[token].decoded_token, before + row[token].offset) for token, row in zip(tokens, entries)]
+        return self.of(tokens, entries, texts)
+
+    def of(self, tokens: Sequence[int], entries: Sequence[Entries | None], texts: Sequence[tuple[str, int]]) -> JSON:
+        """``texts``: each token's, and where it stands. The first token of a prompt has no entry."""
         out: JSON = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, row, bare in zip(tokens, entries, texts):
-            entry = None if row is None else row[token]
-            text = bare if entry is None else _text(token, entry, self.as_ids)
-            out["tokens"].append(f"token_id:{token}" if self.as_ids else text)
-            out["token_logprobs"].append(None if entry is None else finite(entry.logprob))
-            out["top_logprobs"].append(
-                None
-                if row is None
-                else {
-                    _text(other, one, self.as_ids): finite(one.logprob)
-                    for other, one in row.items()
-                    if one.rank <= max(self.top, 1) or other == token
-                }
-            )
-            out["text_offset"].append(self.offset)
-            self.offset += len(bare if entry is None else entry.decoded_token)
+        for token, row, (text, offset) in zip(tokens, entries, texts):
+            name = f"token_id:{token}" if self.as_ids else text
+            out["tokens"].append(name)
+            out["token_logprobs"].append(None if row is None else finite(row[token].logprob))
+            out["top_logprobs"].append(None if row is None else self._likeliest(token, name, row))
+            out["text_offset"].append(offset)
         return out
+
+    def _likeliest(self, token: int, name: str, row: Entries) -> JSON:
+        """By text. Where several tokens have one text, parts of characters mostly, others go by their bytes."""
+        found: JSON = {}
+        for other, one in row.items():
+            if other != token and one.rank > max(self.top, 1):
+                continue
+            names = [name] if other == token else [_text(other, one, self.as_ids), _spelt(one), f"token_id:{other}"]
+            free = next(one for one in names if one not in found and (one != name or other == token))
+            found[free] = finite(one.logprob)
+        return found
+
+
+def _spelt(entry: TokenLogprob) -> str:
+    """A token's bytes in OpenAI's form."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.token_bytes or b"")
 
 
 def prompt_logprobs(entries: Sequence[Entries | None] | None) -> list[JSON | None] | None:

@@ -37,8 +37,8 @@ class SelectionMap:
         if body.prompt is not None:
             prompt = await serving.encode(body.prompt)
         else:
-            messages = await serving.conversation(body.messages or [])
-            prompt = await serving.template(messages, True, body.chat_template_kwargs or {})
+            messages, variables = await serving.conversation(body.messages or []), body.chat_template_kwargs or {}
+            prompt = await serving.template(messages, True, variables, body.allow_control_tokens)
         if len(prompt) > most:
             raise bad_request(
                 f"the prompt has {len(prompt)} tokens, and this server makes maps of {most} at most; shorten it, or "

@@ -122,6 +122,7 @@ class Sampling(Ours):
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=1)
     return_tokens_as_token_ids: bool | None = None
+    allow_control_tokens: bool | None = None
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     # Change no answer of this server: who asks, what for, and where such answers lie.
     user: str | None = None
@@ -175,6 +176,8 @@ class CompletionRequest(Sampling):
     def refused(self) -> tuple[str, str] | None:
         if self.suffix:
             return "suffix", "text is completed at its end alone"
+        if self.allow_control_tokens is False:
+            return "allow_control_tokens", "a prompt is encoded with its control tokens; give token ids, or use a chat"
         if self.stream and self.echo and self.logprobs is not None:
             return "logprobs", "those of an echoed prompt cannot be streamed; set stream=false"
         return super().refused()
@@ -186,6 +189,7 @@ class Template(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JSON | None = None
     add_special_tokens: bool | None = None
+    allow_control_tokens: bool | None = None
 
 
 class ChatRequest(Sampling):
@@ -266,6 +270,7 @@ class SelectionMapRequest(Body):
     prompt: str | None = None
     messages: Objects | None = None
     chat_template_kwargs: JSON | None = None
+    allow_control_tokens: bool | None = None
     policy: str | JSON | None = None
     layers: Tokens | None = Field(default=None, max_length=1024)
     pixels: int = Field(default=96, ge=16, le=256)

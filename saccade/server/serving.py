@@ -17,7 +17,7 @@ from saccade.server.admission import Admission, Caller
 from saccade.server.bodies import Room
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request, from_saccade, too_long
-from saccade.server.grammar import Grammars
+from saccade.server.grammars import Grammars
 from saccade.server.insight import Insight
 from saccade.server.logs import add_costs, logger
 from saccade.server.messages import conversation
@@ -109,6 +109,7 @@ class Serving:
         """End the engine; nothing can be asked any more."""
         for pool in (self._threads, self._long, self._parser):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
         self.engine.close()
         if self.tracing is not None:
             self.tracing.close()
@@ -205,15 +206,20 @@ class Serving:
         return await self.off_loop(weight(messages, _SHORT), lambda: conversation(messages))
 
     async def template(
-        self, messages: Sequence[Mapping[str, Any]], generate: bool, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generate: bool,
+        variables: Mapping[str, Any],
+        control: bool | None = None,
     ) -> list[int]:
-        """Token ids of a conversation through the model's chat template."""
+        """Token ids of a conversation through the model's chat template. ``control``: whether what reads like a control
+        token in it is one; None leaves it to the server."""
         if self._most_letters is not None:  # a template may leave some of it out, thoughts say
             said = sum(len(text) for one in messages if isinstance(text := one.get("content"), str))
             self._check_letters(said // 4)
         size = weight([messages, variables], _LONG)
-        tokenizer = self.tokenizer
-        return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables))
+        tokenizer, allowed = self.tokenizer, self.config.allow_control_tokens if control is None else control
+        return await self.off_loop(size, lambda: tokenizer.apply_chat_template(messages, generate, variables, allowed))
 
     def _check_letters(self, letters: int) -> None:
         """400 for a text that is longer than any prompt: turning it into tokens would take minutes and gigabytes."""

@@ -30,6 +30,7 @@ class ServerConfig:
     sessions that are kept; ``session_seconds``: how long one is kept unused. ``max_responses``: most stored responses.
     ``hosts``: names beside the machine's own that clients may address a server without keys by. ``cors``: origins whose
     pages may ask, none by default. ``log_prompts``: write prompts and answers to the log, for debugging alone.
+    ``allow_control_tokens``: what reads like a control token in messages is one, where a request does not say.
     ``selection_maps``: most tokens of a prompt whose selection map may be asked for, 0 for none.
     ``otlp_traces_endpoint``: where spans are sent to.
     """
@@ -56,6 +57,7 @@ class ServerConfig:
     cors: tuple[str, ...] = ()
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    allow_control_tokens: bool = False
     log_prompts: bool = False
     selection_maps: int = 0
     otlp_traces_endpoint: str | None = None

@@ -23,7 +23,8 @@ async def tokenize(serving: Serving, body: TokenizeRequest) -> JSON:
         if body.tools:
             variables["tools"] = body.tools
         messages = await serving.conversation(body.messages or [])
-        tokens = await serving.template(messages, body.add_generation_prompt is not False, variables)
+        generate, control = body.add_generation_prompt is not False, body.allow_control_tokens
+        tokens = await serving.template(messages, generate, variables, control)
     decode = serving.tokenizer.decode
     texts = None
     if body.return_token_strs:

@@ -24,7 +24,7 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
 
 
 class Request(msgspec.Struct, array_like=True):
-    """An AddRequest. ``grammar``: what its answer must follow, as llguidance writes it."""
+    """An AddRequest. ``grammar``: what its answer must follow, as llguidance writes it, and what errors call it."""
 
     request_id: int
     prompt: list[int]
@@ -35,7 +35,7 @@ class Request(msgspec.Struct, array_like=True):
     whole: bool
     decoded: int
     shares: int | None
-    grammar: str | None
+    grammar: tuple[str, str] | None
     cache_salt: bytes
     map_order: MapOrder | None
 

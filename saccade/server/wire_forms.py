@@ -23,7 +23,7 @@ _TEXTS = ("stop", "bad_words")
 
 
 def request(message: AddRequest) -> wire.Request:
-    """A message as it passes. Its constraint has a ``source``."""
+    """A message as it passes. Its constraint has a ``source`` and a ``name``."""
     constraint: Any = message.constraint
     return wire.Request(
         message.request_id,
@@ -35,13 +35,13 @@ def request(message: AddRequest) -> wire.Request:
         message.whole,
         message.decoded,
         message.shares,
-        None if constraint is None else constraint.source,
+        None if constraint is None else (constraint.source, constraint.name),
         encoded(message.cache_salt),
         message.map_order,
     )
 
 
-def add_request(given: wire.Request, compile: Callable[[str], Constraint]) -> AddRequest:
+def add_request(given: wire.Request, compile: Callable[[str, str], Constraint]) -> AddRequest:
     """The message of :func:`request`."""
     return AddRequest(
         given.request_id,
@@ -53,7 +53,7 @@ def add_request(given: wire.Request, compile: Callable[[str], Constraint]) -> Ad
         given.whole,
         given.decoded,
         given.shares,
-        None if given.grammar is None else compile(given.grammar),
+        None if given.grammar is None else compile(*given.grammar),
         decoded(given.cache_salt),
         given.map_order,
     )

@@ -1,0 +1,157 @@
+"""Answers along grammars, through llguidance (a Constraint of the engine, and its matchers)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance.hf
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from saccade.errors import RequestError
+
+KEPT = 64  # grammars that stay compiled
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # 2 KB a state
+LONG = 0.005  # seconds of a token, from which on the next one is read without Python's lock
+_TOO_COMPLEX = "is too complex to follow any further: make it simpler, with fewer alternatives that read alike and no "
+_TOO_COMPLEX += "repetition of repetitions"
+
+
+class Compiler:
+    """Compiles grammars for one model's tokens. ``hf``: transformers' tokenizer, if there is one; ``vocab``: how many
+    tokens the model has; ``ends``: those that end an answer. What llguidance needs is made at the first grammar."""
+
+    def __init__(self, hf: Any, vocab: int, ends: Sequence[int]) -> None:
+        self.hf, self.vocab = hf, vocab
+        # An end token that is ordinary text, a full stop say, would be no text any more to llguidance.
+        added = getattr(hf, "added_tokens_decoder", {})
+        marks = [end for end in ends if end in added and added[end].special]
+        self.ends = marks or list(ends)
+        self.texts_that_end = [end for end in ends if end not in self.ends and end < vocab]
+        self._lock = threading.Lock()
+        self._tokens: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._both = LLExecutor(2)
+
+    @property
+    def tokens(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = tokens_of(self.hf, self.vocab, self.ends)
+            return self._tokens
+
+    def matcher(self, source: str) -> LLMatcher:
+        """At the beginning of an answer. Takes as long as the grammar takes to compile."""
+        tokens = self.tokens
+        with self._lock:
+            known = self._compiled.get(source)
+            if known is not None:
+                self._compiled.move_to_end(source)
+        if known is None:
+            known = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits(**LIMITS))  # type: ignore[arg-type]
+            with self._lock:
+                self._compiled[source] = known
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+        return known.deep_copy()
+
+    def read(self, matcher: LLMatcher, token: int, unlocked: bool) -> bool:
+        """Have ``matcher`` go on with ``token``; False where it cannot. ``unlocked``: other threads run meanwhile,
+        which llguidance lets them for several matchers at once alone: another one reads the token, too."""
+        if not unlocked:
+            return matcher.consume_token(token)
+        return self._both.consume_token_par([(matcher, token), (self.matcher(_ANYTHING), token)])[0]
+
+
+_ANYTHING = LLMatcher.grammar_from_regex(r"(?s:.*)")
+
+
+def tokens_of(hf: Any, vocab: int, ends: Sequence[int]) -> LLTokenizer:
+    """``hf`` as llguidance has it. RequestError where it cannot."""
+    try:
+        return llguidance.hf.from_tokenizer(hf, vocab, list(ends))
+    except Exception as error:  # no tokenizer, a slow one, no end token, or one llguidance cannot read
+        raise RequestError(
+            f"structured outputs need a fast tokenizer with an end token: {type(error).__name__}: {error}"
+        ) from error
+
+
+class Grammar:
+    """What answers must follow. ``source``: as llguidance writes it; ``name``: what errors call it."""
+
+    def __init__(self, source: str, name: str, compiler: Compiler) -> None:
+        self.source, self.name, self._compiler = source, name, compiler
+
+    def begin(self) -> GrammarMatcher:
+        return GrammarMatcher(self, self._compiler)
+
+
+class GrammarMatcher:
+    """One answer along its grammar (a Matcher of the engine)."""
+
+    def __init__(self, grammar: Grammar, compiler: Compiler) -> None:
+        self.name, self._source, self._compiler = grammar.name, grammar.source, compiler
+        self._matcher: LLMatcher | None = None
+        self._taken = 0
+        self._seconds = 0.0  # of the last mask
+
+    def allowed(self, answer: Sequence[int]) -> Tensor:
+        """See :class:`saccade.engine.steering.Matcher`. Once the grammar is at its end, end tokens alone are left."""
+        began = time.perf_counter()
+        matcher, vocab = self._upto(answer), self._compiler.vocab
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise RequestError(f"{self.name} {_TOO_COMPLEX}")
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[:vocab].astype(bool)
+        left = np.flatnonzero(mask)
+        if matcher.is_accepting():
+            mask[self._compiler.texts_that_end] = True
+        elif len(left) == 1:
+            mask = self._spelt(matcher, mask, int(left[0]))
+        elif len(left) == 0:
+            raise self._unwritable()
+        self._seconds = time.perf_counter() - began
+        return torch.from_numpy(mask)
+
+    def accepts(self, answer: Sequence[int]) -> bool:
+        """Whether ``answer`` is whole."""
+        return self._upto(answer).is_accepting()
+
+    def _upto(self, answer: Sequence[int]) -> LLMatcher:
+        if self._matcher is None:
+            self._matcher = self._compiler.matcher(self._source)
+        matcher = self._matcher
+        for token in answer[self._taken :]:
+            if not self._compiler.read(matcher, token, self._seconds > LONG):
+                break
+        self._taken = len(answer)
+        if matcher.is_error():
+            raise RequestError(f"{self.name} {_TOO_COMPLEX}")
+        return matcher
+
+    def _spelt(self, matcher: LLMatcher, mask: np.ndarray[Any, Any], token: int) -> np.ndarray[Any, Any]:
+        """The grammar asks for a text that an added token bears, ``<|im_end|>`` say, and that token is all that is
+        left: but such tokens are no text, to llguidance itself. The text is spelt with others."""
+        compiler = self._compiler
+        if not compiler.tokens.is_special_token(token) and token not in compiler.ends:
+            return mask
+        if matcher.validate_tokens([token]) == 1:  # the grammar names the token itself
+            return mask
+        text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        spelt = [one for one in compiler.tokens.greedy_tokenize(text) if one != token]
+        if not spelt or spelt[0] >= len(mask) or matcher.validate_tokens(spelt[:1]) == 0:
+            raise self._unwritable()
+        mask = np.zeros_like(mask)
+        mask[spelt[0]] = True
+        return mask
+
+    def _unwritable(self) -> RequestError:
+        return RequestError(
+            f"{self.name} asks for what no token of this model writes; ask for other characters, and for no end token"
+        )
