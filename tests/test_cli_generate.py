@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tiny_models import EOS, make_checkpoint
 
 from saccade import LLM, SamplingParams
 from saccade.engine.answers import UNASKED
+from saccade.eval import suite
+from saccade.eval.metrics import score
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
 ENDS = SamplingParams(temperature=0, max_tokens=8, logit_bias={EOS: 100.0})  # the model ends its answer at once
@@ -113,3 +116,12 @@ def test_a_template_that_rejects_a_lone_question_names_the_way_out(capsys, tiny_
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert "a system message must come first; --raw completes" in err
     assert run(capsys, "generate", QUESTION, "-m", str(folder), "--raw", "-n", "2", "-q")[0] == 0
+
+
+def test_the_reference_model_answers_a_question_of_its_tasks(capsys, tmp_path):
+    """It was trained on messages: asked through the template it finds the fact."""
+    turn = suite.sample("generate", replace(suite.TASKS["shared"], wanted=1, asked=1), 640, 0, 3).turns[0]
+    (tmp_path / "document.txt").write_text(turn.message())
+    limit = str(turn.max_new_tokens)
+    code, out, _ = run(capsys, "generate", "-m", "reference", "-f", str(tmp_path / "document.txt"), "-n", limit, "-q")
+    assert (code, score(turn.metric, out.strip(), turn.answers)) == (0, 1.0)
