@@ -189,7 +189,6 @@ def test_words_are_cut_as_the_file_says(llama, tmp_path):
 
 CASES = {
     "no such file": (lambda file: file.unlink(), "there is no file"),
-    "a folder": (lambda file: (file.unlink(), file.mkdir()), "cannot be read"),
     "empty": (lambda file: file.write_bytes(b""), "does not begin with GGUF"),
     "something else": (lambda file: file.write_bytes(b"PK\x03\x04" * 9), "does not begin with GGUF"),
     "another version": (lambda file: edit(file, 4, b"\x01\0\0\0"), "of version 1"),
@@ -272,6 +271,12 @@ def test_what_has_no_place_is_refused_by_name(llama, tmp_path):
     unknown.write_bytes(write(llama, tmp_path / "known.gguf", "llama").read_bytes().replace(b"llama", b"mambo"))
     with pytest.raises(ModelError, match=r"'mambo' are not read, only those of llama, qwen2, qwen3, gemma3"):
         converted(unknown)
+
+
+def test_a_checkpoint_folder_may_be_named_as_a_file(llama, tmp_path):
+    (named := tmp_path / "model.gguf").symlink_to(llama)
+    assert checkpoint_folder(named) == named
+    assert load_model(named).spec.layers == 3
 
 
 def test_a_folder_of_gguf_files_says_to_give_the_file(llama, tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import ModelError, shown
+from saccade.files import is_folder
 from saccade.models.checkpoint import first_line
 
 MAGIC = b"GGUF"
@@ -54,9 +55,9 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether ``path`` is named as a GGUF file, or is a file that begins as one."""
+    """Whether ``path`` is named as a GGUF file, or is a file that begins as one. No folder is."""
     if path.suffix == ".gguf":
-        return True
+        return not is_folder(path)
     try:
         with path.expanduser().open("rb") as file:
             return file.read(4) == MAGIC
