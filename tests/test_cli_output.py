@@ -57,7 +57,7 @@ def test_what_cannot_be_written_is_one_line(command):
 @pytest.mark.parametrize(
     "command",
     [
-        "saccade generate -m reference hi --max-tokens 2 >&-",
+        "saccade generate -m reference hi --raw --max-tokens 2 >&-",
         "saccade --help | head -1",
         "saccade generate -m reference hi --max-tokens 90 --ignore-eos -q | true",
     ],

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from saccade.errors import ModelError
 from saccade.eval.facts import Fact, is_correct, make_facts, plant
 from saccade.eval.prose import generate
-from saccade.models import reference
+from saccade.models import cached, reference
 from saccade.models.reference import cache, codes, rotary
 from saccade.models.reference.layout import LAYERS
 from saccade.models.reference.retriever import Scales
@@ -265,7 +265,7 @@ def test_the_cached_checkpoint_is_built_once(tmp_path: Path, monkeypatch: pytest
 def test_an_unwritable_cache_falls_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path / "spare"))
+    monkeypatch.setattr(cached.tempfile, "gettempdir", lambda: str(tmp_path / "spare"))
     folder = reference.checkpoint()
     assert folder.is_relative_to(tmp_path / "spare")
     assert (folder / "config.json").is_file()
@@ -291,8 +291,8 @@ def test_a_folder_that_another_user_planted_is_not_taken(tmp_path, monkeypatch, 
     """The temporary directory is everybody's: whoever comes first names the weights that are loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("not a directory")
-    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
-    planted = tmp_path / f"saccade-{cache._user()}"
+    monkeypatch.setattr(cached.tempfile, "gettempdir", lambda: str(tmp_path))
+    planted = tmp_path / f"saccade-{cached._user()}"
     inside = planted / f"{reference.NAME}-{cache.version()}"
     inside.mkdir(parents=True)
     (inside / "config.json").write_text("{}")
@@ -321,7 +321,7 @@ def test_a_broken_cache_is_built_anew(tmp_path, monkeypatch, fast_save, harm) ->
     elif harm == "missing":
         weights.unlink()
     elif harm == "sums":
-        (folder / cache.SUMS).write_text("[1")
+        (folder / cached.SUMS).write_text("[1")
     else:
         shutil.rmtree(folder)
         folder.mkdir()
@@ -334,7 +334,7 @@ def test_a_broken_cache_is_built_anew(tmp_path, monkeypatch, fast_save, harm) ->
 
 def test_a_full_disk_is_said_in_one_line(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path / "spare"))
+    monkeypatch.setattr(cached.tempfile, "gettempdir", lambda: str(tmp_path / "spare"))
 
     def full(path, dtype=torch.float32):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""``saccade generate``: one prompt, completed as one watches."""
+"""``saccade generate``: one prompt, answered or completed as one watches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from saccade.cli.inputs import gather_prompt, write_json
 from saccade.cli.options import POLICY, load_model, takes_engine
 from saccade.cli.sampling import takes_sampling
 from saccade.cli.streaming import as_dict, hint, show_stream, summary
+from saccade.errors import RequestError
 from saccade.machine import check_writable
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
     from saccade.engine.params import SamplingParams
+    from saccade.llm import LLM
 
 
 @takes_sampling()
@@ -30,13 +32,17 @@ def generate(
     ] = None,
     policy: Annotated[str, POLICY] = "dense",
     report: Annotated[Path | None, typer.Option(help="Write what was really done to this JSON file.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt as it stands, without the model's chat template.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer alone.")] = False,
     *,
     params: SamplingParams,
     config: EngineConfig,
 ) -> None:
-    """Complete a prompt; tokens are printed as they come.
+    """Answer a prompt; tokens are printed as they come.
 
+    A model with a chat template is asked through it, as a user's message; others, and --raw, complete the text.
     The document may come from a file or a pipe and the question as the argument:
     saccade generate -f book.txt "The password is" --policy "flexprefill+psa(epsilon=0.98)"
     cat book.txt | saccade generate "The password is"
@@ -47,12 +53,22 @@ def generate(
 
     chosen = Policy.parse(policy)
     llm = load_model(config, quiet=quiet)
-    outcome = show_stream(llm.stream(text, params, policy=chosen), quiet)
+    asked = not raw and llm.tokenizer.has_chat_template
+    outcome = show_stream(llm.stream(_message(llm, text) if asked else text, params, policy=chosen), quiet)
     if report is not None:
-        write_json(report, {"model": config.model, "text": outcome.text, **as_dict(outcome)})
+        write_json(report, {"model": config.model, "chat_template": asked, "text": outcome.text, **as_dict(outcome)})
     if not quiet:
         summary(outcome)
         hint(str(config.model), outcome.text)
     if outcome.error is not None:
         print(f"saccade: error: the request failed: {outcome.error}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _message(llm: LLM, text: str) -> list[int]:
+    """``text`` as a user's message, in the model's chat template."""
+    try:
+        ids: list[int] = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        return ids
+    except RequestError as error:
+        raise RequestError(f"{error}; --raw completes the prompt without it") from error

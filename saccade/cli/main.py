@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from saccade.cli import calibrate, chat, demo, doctor, generate, inspect, methods, serve, sessions
+from saccade.cli import calibrate, chat, demo, doctor, fetch, generate, inspect, methods, serve, sessions
 from saccade.cli import eval as evaluation
 from saccade.cli.options import HELP_NAMES
 from saccade.errors import SaccadeError, shown
@@ -29,6 +29,7 @@ app.command("chat")(chat.chat)
 app.command("sessions")(sessions.sessions)
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("fetch")(fetch.fetch)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.command("calibrate")(calibrate.calibrate)

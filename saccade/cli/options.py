@@ -22,7 +22,8 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 MODEL = typer.Option(
     "--model",
     "-m",
-    help="Checkpoint folder, hub name (Qwen/Qwen3-8B, perhaps with @revision), retriever or reference.",
+    help="Checkpoint folder, GGUF file, hub name (Qwen/Qwen3-8B, perhaps with @revision), what saccade fetch brought, "
+    "retriever or reference.",
 )
 POLICY = typer.Option("--policy", "-p", help="For example dense, streaming, flexprefill+psa(epsilon=0.98).")
 DTYPE = typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")

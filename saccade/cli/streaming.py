@@ -60,7 +60,7 @@ def hint(model: str, text: str) -> bool:
     if needed:
         print(
             f"saccade: note: the built-in model '{model}' found nothing to say: {ABOUT[model]}. Give a language model "
-            "with -m: a checkpoint's folder or a hub name such as Qwen/Qwen3-8B",
+            "with -m: a folder, a GGUF file, a hub name such as Qwen/Qwen3-8B, or one that saccade fetch brings",
             file=sys.stderr,
         )
     return needed

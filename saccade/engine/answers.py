@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Instruct models end what looks like a whole text at once.
+UNASKED = (
+    "the model ended its answer at once: it has a chat template, and this prompt went in without it; ask through the "
+    "template (LLM.chat, /v1/chat/completions, saccade generate without --raw)"
+)
+
 
 class Answers:
     """Turns results into the answers of a model's requests."""
@@ -84,8 +90,17 @@ class Answers:
         request.text = request.stopper.text
         request.final_ids = list(request.output_ids)
         request.report.finish(len(request.final_ids))
+        if reason == "stop" and self._unasked(request):
+            request.report.note(UNASKED)
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = self._prompt_logprobs(request)
+
+    def _unasked(self, request: Request) -> bool:
+        """Whether the model's own end came first, for a prompt that does not end as its chat template has it."""
+        if request.text or request.stop_reason is not None or len(request.final_ids) > 1:
+            return False
+        end = self.model.tokenizer.template_end
+        return bool(end) and tuple(request.prompt[-len(end) :]) != end
 
     def outcome(self, request: Request) -> RequestOutcome:
         """How a request ended, as plain data."""

@@ -30,8 +30,9 @@ ROOMY = 32 << 30  # bytes of a GPU that has room for what so many rows of a larg
 class EngineConfig:
     """How a model is run.
 
-    ``model``: a checkpoint folder, a hub name such as ``"Qwen/Qwen3-8B"`` or ``"Qwen/Qwen3-8B@main"``, or a model that
-    is built in: ``"retriever"`` or ``"reference"``. ``revision``: of a hub's model: a branch, tag or commit.
+    ``model``: a checkpoint folder, a GGUF file, a hub name such as ``"Qwen/Qwen3-8B"`` or ``"Qwen/Qwen3-8B@main"``, a
+    model that ``saccade fetch`` brought (docs/models.md), or one that is built in: ``"retriever"`` or ``"reference"``.
+    ``revision``: of a hub's model: a branch, tag or commit.
     ``policy``: the default for requests that name none (text, mapping or Policy). ``dtype``: ``auto``, ``float32``,
     ``bfloat16`` or ``float16``. ``quantize``: ``fp8``: weights of the layers held, and their products run, in 8-bit
     floats on a GPU that has such products (docs/models.md); ``fp8_reference``: the same numbers by slow torch

@@ -176,6 +176,11 @@ class Method(PolicyPart):
         where nothing of the kind is known of it."""
         return None
 
+    def hidden_by(self, keys: int) -> str | None:
+        """The option that alone decides how many of ``keys`` keys a row reads, with its value: a least number that is
+        above what the method's other options ask for. None where these count."""
+        return None
+
     def acting(self, state: Any) -> Method:
         """The method that decodes with ``state``: itself, unless it chooses among others."""
         return self

@@ -115,6 +115,10 @@ class DoubleSparsity(Method):
         """Keys that a row with ``visible`` keys reads."""
         return max(budget_keys(self.k, visible), self.sinks + self.local)
 
+    def hidden_by(self, keys: int) -> str | None:
+        hidden = budget_keys(self.k, keys) < self.sinks + self.local
+        return f"sinks+local={self.sinks + self.local}" if hidden else None
+
     def _count(self, head_dim: int) -> int:
         return max(1, round(self.channels * head_dim))
 

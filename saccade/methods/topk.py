@@ -114,6 +114,10 @@ class TopK(Method):
         """Keys one row with ``visible`` keys attends to."""
         return max(budget_keys(self.k, visible), min(visible, self.sinks + self.local))
 
+    def hidden_by(self, keys: int) -> str | None:
+        hidden = budget_keys(self.k, keys) < min(keys, self.sinks + self.local)
+        return f"sinks+local={self.sinks + self.local}" if hidden else None
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         return self._select(chunk) if self.prefill else Dense(chunk.shape)
 

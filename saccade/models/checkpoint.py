@@ -60,7 +60,9 @@ def check_folder(path: str | Path) -> Path:
             "or a hub name such as Qwen/Qwen3-8B"
         )
     if not folder.is_dir():
-        raise ModelError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+        raise ModelError(
+            f"{folder} is a file; give the folder that holds config.json and the safetensors files, or a GGUF file"
+        )
     if (folder / "adapter_config.json").exists():
         raise ModelError(f"{folder} holds a PEFT adapter, which is not supported; merge it into its base model first")
     return folder
@@ -70,7 +72,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dict with a ``model_type``, or a ModelError."""
     file = folder / "config.json"
     if not file.is_file():
-        raise ModelError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+        gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+        way_out = (
+            "give the folder of a Hugging Face checkpoint" if gguf is None else f"give the GGUF file itself, {gguf}"
+        )
+        raise ModelError(f"{folder} has no config.json; {way_out}")
     config = _read_json(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} is not a JSON object")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,20 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """True if ``apply_chat_template`` can work."""
         return self.hf is not None and bool(self.hf.chat_template)
+
+    @cached_property
+    def template_end(self) -> tuple[int, ...]:
+        """The tokens that the chat template puts behind every message that is to be answered; none without a template,
+        or where it adds nothing there."""
+        if not self.has_chat_template:
+            return ()
+        try:
+            one, other = ([{"role": "user", "content": text}] for text in ("a", "b c"))
+            ends = [self.apply_chat_template(messages)[::-1] for messages in (one, other)]
+        except RequestError:  # a template that wants more than a message
+            return ()
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*ends))
+        return tuple(token for token, _ in same)[::-1]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; ``add_special_tokens`` adds those the tokenizer adds by default (a BOS, say).

@@ -16,7 +16,8 @@ MEAN, WORST = 0.90, 0.80
 class EqualRow(Measured):
     """``density`` and times where mean recall is at least ``mean`` and the worst head's at least ``worst``, by linear
     interpolation between two neighbours of the ladder; None where no step gets there: ``best_recall`` and
-    ``best_worst`` then say how far it came. ``below``: the sparsest step is there already, so that less would do.
+    ``best_worst`` then say how far it came. ``below``: the sparsest step is there already, so that less would do,
+    unless ``hidden_by`` names the option that keeps it from reading less.
     ``oracle``: the density of the fewest blocks with which every block of rows of every head keeps ``mean``."""
 
     phase: str
@@ -31,6 +32,7 @@ class EqualRow(Measured):
     below: bool
     best_recall: float
     best_worst: float
+    hidden_by: str | None = None
 
 
 def at_equal_recall(rows: Sequence[RecallRow], mean: float = MEAN, worst: float = WORST) -> list[EqualRow]:
@@ -47,7 +49,8 @@ def _equal(key: tuple[str, str, int, str], rows: Sequence[RecallRow], mean: floa
     oracle, ends = best.oracle_wanted, (best.recall, best.worst)
     if rows[0].recall >= mean and rows[0].worst >= worst:
         first = rows[0]
-        return EqualRow(*key, first.density, first.ms, first.choosing_ms, first.speedup or None, oracle, True, *ends)
+        found = first.density, first.ms, first.choosing_ms, first.speedup or None
+        return EqualRow(*key, *found, oracle, True, *ends, hidden_by=first.hidden_by)
     for left, right in pairwise(rows):
         if right.recall >= mean and right.worst >= worst:
             way = max(_way(left.recall, right.recall, mean), _way(left.worst, right.worst, worst))

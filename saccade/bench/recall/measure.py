@@ -31,7 +31,8 @@ class RecallRow(Measured):
     the sampled rows' outputs against true attention, None where it did not run. ``oracle``: density of the fewest
     blocks with which every block of rows (in decode: every row) of every head keeps ``recall``; ``oracle_mean``: of
     those with which the mean over all of them is ``recall``; ``oracle_wanted``: as ``oracle``, at the recall that the
-    run compares at. Times are medians in milliseconds, over all layers of
+    run compares at. ``hidden_by``: the option, with its value, that exceeds what the others ask for at this length, so
+    that the thresholds of a ladder change nothing. Times are medians in milliseconds, over all layers of
     the input together and 0 where they were not taken; ``dense_ms`` is our dense kernel's in the same run, ``sdpa_ms``
     that of torch's scaled_dot_product_attention (prefill on a GPU)."""
 
@@ -59,6 +60,7 @@ class RecallRow(Measured):
     sdpa_ms: float
     speedup: float
     backend: str
+    hidden_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def measure(
                 sdpa_ms=sdpa_ms,
                 speedup=dense_ms / (choosing + attention) if attention else 0.0,
                 backend=done[0].backend,
+                hidden_by=method.hidden_by(shape.k_len),
             )
             if recall > WHOLE:
                 break  # the ladder's other steps read no less

@@ -9,6 +9,7 @@ from saccade.bench.recall.equal import EqualRow
 from saccade.bench.recall.measure import RecallRow
 
 WIDTH = 210
+HIDDEN = "dial hidden by"  # a least number of keys: the thresholds of such rows change nothing
 
 
 def print_recall(rows: Sequence[RecallRow], equal: Sequence[EqualRow], mean: float, worst: float) -> None:
@@ -31,10 +32,11 @@ def _heading(mean: float, worst: float) -> str:
 
 def _rows(rows: Sequence[RecallRow]) -> tuple[list[str], list[list[str]]]:
     timed, sdpa = any(row.ms for row in rows), any(row.sdpa_ms for row in rows)
-    erring = any(row.error is not None for row in rows)
+    erring, hidden = (any(getattr(row, name) is not None for row in rows) for name in ("error", "hidden_by"))
     columns = ["input", "method", "density", "recall", "worst", "p1", *(["error"] if erring else [])]
     columns += ["oracle", "x oracle", "of the mean"]
     columns += (["ms", "choosing", "x dense"] if timed else []) + (["x sdpa"] if sdpa else [])
+    columns += [HIDDEN] if hidden else []
     cells = []
     for row in rows:
         line = [_input(row), row.method, _share(row.density), f"{row.recall:.3f}", f"{row.worst:.3f}", f"{row.p1:.3f}"]
@@ -45,13 +47,14 @@ def _rows(rows: Sequence[RecallRow]) -> tuple[list[str], list[list[str]]]:
             line += [_number(row.ms), f"{row.choosing_ms:.2f}", _number(row.speedup)]
         if sdpa:
             line.append(_number(row.sdpa_ms / row.ms if row.ms else None))
-        cells.append(line)
+        cells.append(line + ([row.hidden_by or "-"] if hidden else []))
     return columns, cells
 
 
 def _equal(rows: Sequence[EqualRow]) -> tuple[list[str], list[list[str]]]:
-    timed = any(row.ms for row in rows)
+    timed, hidden = any(row.ms for row in rows), any(row.hidden_by is not None for row in rows)
     columns = ["input", "method", "density", "oracle", "x oracle", *(["ms", "choosing", "x dense"] if timed else [])]
+    columns += [HIDDEN] if hidden else []
     cells = []
     for row in rows:
         if row.density is None:
@@ -64,7 +67,7 @@ def _equal(rows: Sequence[EqualRow]) -> tuple[list[str], list[list[str]]]:
             bound = "<= " if row.below else ""
             line = [bound + _share(row.density), _share(row.oracle), f"{bound}{row.density / row.oracle:.1f}"]
         line += [_number(row.ms), _number(row.choosing_ms), _number(row.speedup)] if timed else []
-        cells.append([_input(row), row.ladder, *line])
+        cells.append([_input(row), row.ladder, *line, *([row.hidden_by or "-"] if hidden else [])])
     return columns, cells
 
 

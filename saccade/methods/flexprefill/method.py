@@ -99,6 +99,10 @@ class FlexPrefill(BlockMethod):
         least = -(-self.min_budget // self.block_size)
         return least, None if self.max_budget is None else max(least, self.max_budget // self.block_size)
 
+    def hidden_by(self, keys: int) -> str | None:
+        whole = self.budget_blocks[0] * self.block_size
+        return f"min_budget={self.min_budget}" if 0 < keys <= whole else None
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         return self.with_tail(chunk, self._select(chunk), self.block_size)
 

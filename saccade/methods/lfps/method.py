@@ -156,7 +156,14 @@ class LFPS(Method):
 
     def budget(self, keys: int) -> int:
         """How many of ``keys`` keys that are no sinks a row reads, the local ones among them."""
-        return int(self.k) if self.k >= 1 else max(self.least, math.ceil(round(self.k * keys, 9)))
+        return int(self.k) if self.k >= 1 else max(self.least, self._asked(keys))
+
+    def _asked(self, keys: int) -> int:
+        return math.ceil(round(self.k * keys, 9))
+
+    def hidden_by(self, keys: int) -> str | None:
+        hidden = self.k < 1 and self._asked(max(0, keys - self.sinks)) < self.least
+        return f"least={self.least}" if hidden else None
 
     def best(self, keys: int) -> int:
         """How many candidates a row reads at most that sees ``keys`` keys that are no sinks."""
