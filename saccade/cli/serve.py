@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
 
 KEY_VARIABLE = "SACCADE_API_KEY"
+TOKEN_GAP = 0.5  # seconds: who reads along sees a stop that is longer
 
 
-@takes_engine()
+@takes_engine(max_token_gap=str(TOKEN_GAP))
 def serve(
     model_name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="What --model says, as the first word.", show_default=False)

@@ -30,6 +30,11 @@ class Watch:
     replays_next: bool = False  # whether it will do so in the next step
     bounds: Mapping[int, Bounds] = field(default_factory=dict)  # of this step's rows, by request; on the host alone
 
+    def begin(self, maps: Mapping[int, Observer]) -> None:
+        """A step begins, with the ``maps`` of its requests, and so far nothing else of single requests."""
+        self.maps, self.audits, self.audited, self.bounds = maps, {}, frozenset(), {}
+        self.replays, self.replays_next = frozenset(), False
+
     @property
     def idle(self) -> bool:
         """Whether nobody looks on."""
