@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 from dataclasses import dataclass, field
 
@@ -17,6 +19,7 @@ from saccade.engine.host import HostAttention
 from saccade.engine.row_costs import RowCosts
 from saccade.engine.token_gap import SHARE, shared_out
 from saccade.errors import SaccadeError
+from saccade.server import TOKEN_GAP
 
 GAP = 0.05
 LAYERS = 6
@@ -196,6 +199,32 @@ def test_nobody_starves(folder, clock, policy, exact):
         assert llm.pool.used_blocks == 0
 
 
+@pytest.mark.parametrize("policy", ["dense", SPARSE])
+@pytest.mark.parametrize("same", [True, False])
+def test_what_another_cannot_use_is_not_lost(folder, clock, policy, same):
+    """Beside a long prompt that has no room yet, or waits for the blocks of the first, the first takes no longer."""
+    options = {"dtype": "float32", "exact": False, "prefill_chunk": 512, "kv_memory": "64MiB", "max_token_gap": GAP}
+    took = []
+    for count in (1, 2):
+        with LLM(folder, enable_prefix_caching=True, **options) as llm:
+            stream = start(llm, random_ids(20, seed=1), params(400))
+            for _ in range(2):
+                step(llm, clock)
+            start(llm, random_ids(512, seed=9), params(1), policy)
+            for _ in range(9):  # what rows take is known
+                step(llm, clock)
+            document, began = random_ids(1500, seed=2), clock.now
+            ids = [document, document[:1400] + random_ids(90, seed=3) if same else random_ids(1500, seed=4)]
+            longs = [start(llm, one, params(1), policy) for one in ids[:count]]
+            while not longs[0].finished:
+                step(llm, clock)
+            took.append(clock.tokens[longs[0].id][0] - began)
+            for one in (stream, *longs):
+                llm.engine.cancel(one)
+    plain_cut = policy == "dense" and not same
+    assert took[1] <= (1.2 if not plain_cut else 1.1 / SHARE) * took[0]  # two that are cut take turns
+
+
 def test_a_short_request_does_not_wait_behind_a_prefix_that_others_compute(folder, clock):
     with LLM(
         folder,
@@ -235,3 +264,12 @@ def test_gaps_that_mean_nothing_are_refused(gap):
 )
 def test_gaps_as_they_may_be_written(given, read):
     assert EngineConfig.of(max_token_gap=given).token_gap == read
+
+
+def test_a_server_has_a_gap_and_an_engine_of_ones_own_has_none():
+    assert EngineConfig().token_gap is None
+    for name, default in (("serve", str(TOKEN_GAP)), ("generate", None)):
+        module = importlib.import_module(f"saccade.cli.{name}")
+        found = inspect.signature(getattr(module, name)).parameters["max_token_gap"].default
+        assert found == default
+    assert EngineConfig.of(max_token_gap=str(TOKEN_GAP)).token_gap == TOKEN_GAP

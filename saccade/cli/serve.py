@@ -12,12 +12,12 @@ import typer
 
 from saccade.cli.options import POLICY, load_model, takes_engine
 from saccade.errors import SaccadeError, shown
+from saccade.server import TOKEN_GAP
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
 
 KEY_VARIABLE = "SACCADE_API_KEY"
-TOKEN_GAP = 0.5  # seconds: who reads along sees a stop that is longer
 
 
 @takes_engine(max_token_gap=str(TOKEN_GAP))

@@ -120,6 +120,11 @@ class BatchControl:
             self.gap.look_again(request)
         return self.gap.turn(request, chunk)
 
+    def put_together(self, rows: Sequence[ScheduledRequest], suspended: Mapping[int, Suspended]) -> None:
+        """A step has these ``rows``, and behind it the chunks that are ``suspended`` go on."""
+        if self.gap is not None:
+            self.gap.slice_out([one for one in rows if one.phase == "prefill"], suspended)
+
     def comes_first(self, request: Request) -> bool:
         """Whether a request is the first of those that prefill."""
         return self.gap is not None and self.gap.is_first(request)

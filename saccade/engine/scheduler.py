@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from itertools import islice
 
 import torch
 
@@ -51,6 +50,7 @@ class Scheduler:
         self.idle: OrderedDict[int, Sequence] = OrderedDict()  # sessions between turns, least recently used first
         self.suspended: dict[int, Suspended] = {}  # chunks that run apart from steps, by request
         self._drop = drop
+        self._left: set[int] = set()  # ids of those that had to go on waiting
 
     def add(self, request: Request) -> None:
         self.idle.pop(id(request.sequence), None)
@@ -92,9 +92,8 @@ class Scheduler:
 
     def _schedule(self) -> list[tuple[Request, ScheduledRequest]]:
         self.pool.advance()
-        self.control.begin(
-            self.running, list(islice(self.waiting, self.max_requests - len(self.running))), self.suspended
-        )
+        new = [one for one in self.waiting if one.id not in self._left][: max(0, self.max_requests - len(self.running))]
+        self.control.begin(self.running, new, self.suspended)
         batch: list[tuple[Request, ScheduledRequest]] = []
         rows = 0
         for request in list(self.running):
@@ -137,6 +136,8 @@ class Scheduler:
                 continue
             batch.append((request, work))
             rows += work.length
+        self._left = {one.id for one in self.waiting}
+        self.control.put_together([work for _, work in batch], self.suspended)
         # Rows that decode come first: layers that leave out rows of a prompt then leave them where they are (host.py).
         return sorted(batch, key=lambda one: one[1].phase == "prefill")
 

@@ -34,11 +34,12 @@ class Slices:
         if gap is None or not suspended:
             return []
         self.watch.begin({one.request.id: one.request.maps for one in suspended.values() if one.request.maps})
-        first, outputs = min(suspended), list[StepOutput]()
-        for held in sorted(suspended.values(), key=lambda one: one.request.id == first):
-            seconds = gap.given(held.request)
+        order = [suspended[number] for number in gap.given if number in suspended]  # the others may have ended
+        outputs: list[StepOutput] = []
+        for held in [*order[1:], *order[:1]]:
+            seconds = gap.given[held.request.id]
             each = held.seconds / held.layers if held.layers else 0.0
-            if held.request.id == first or seconds > each:
+            if held is order[0] or seconds > each:
                 outputs += self._advance(held, seconds, gap)
         return outputs
 

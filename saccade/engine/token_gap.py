@@ -84,7 +84,7 @@ class TokenGap:
         self.decode_seconds = 0.0  # of a step without prefill rows
         self.beside = False  # whether requests decode in the step at hand
         self._needs: dict[int, float] = {}  # of who prefills, in order of arrival
-        self._given: dict[int, float] = {}
+        self.given: dict[int, float] = {}  # seconds of the round by request, in order of arrival
         self._costs: dict[str, RowCosts] = {}  # by policy
 
     @property
@@ -96,18 +96,21 @@ class TokenGap:
         """A step is put together: ``prefilling`` in order of arrival, of whom some are ``suspended``."""
         self.beside = beside
         self._needs = {one.id: self._need(one, suspended.get(one.id)) for one in prefilling}
-        self._given = shared_out(list(self._needs.items()), self.round)
+        self.given = shared_out(list(self._needs.items()), self.round)
 
     def look_again(self, request: Request) -> None:
         """What a request needs that waited until now."""
         need = self._need(request, None)
         if need != self._needs.get(request.id):  # it goes on from what another has computed
             self._needs[request.id] = need
-            self._given = shared_out(list(self._needs.items()), self.round)
+            self.given = shared_out(list(self._needs.items()), self.round)
 
-    def given(self, request: Request) -> float:
-        """Seconds of the round that are its."""
-        return self._given.get(request.id, 0.0)
+    def slice_out(self, rows: Sequence[ScheduledRequest], suspended: Mapping[int, Suspended]) -> None:
+        """A step is put together, with prefill ``rows`` in it: what is left of the round belongs to those who are
+        ``suspended``. Who had seconds and no room to use them, or waits for another, has none."""
+        left = self.round - sum(self.costs(one.policy, one.start, one.stop) for one in rows)
+        needs = [(number, need) for number, need in self._needs.items() if number in suspended]
+        self.given = shared_out(needs, max(0.0, left))
 
     def is_first(self, request: Request) -> bool:
         """Whether a request is the first of those that prefill."""
@@ -120,7 +123,7 @@ class TokenGap:
         rows = request.sequence.next_rows(chunk)
         assert rows is not None
         start, stop, span = rows
-        count, given, first = stop - start, self.given(request), self.is_first(request)
+        count, given, first = stop - start, self.given.get(request.id, 0.0), self.is_first(request)
         if self.costs(span.policy, start, stop) <= given:
             return Turn(count)
         if not self.beside or not self.may_cut(span.policy):
