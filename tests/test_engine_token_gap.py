@@ -137,7 +137,7 @@ def serve(folder, clock, policy: str, shorts: int = 6, **options):
     return stream, long, asked, took
 
 
-@pytest.mark.parametrize("policy", ["dense", SPARSE, BUILDS, "streaming(sinks=4, window=64)"])
+@pytest.mark.parametrize("policy", ["dense", SPARSE, BUILDS])
 @pytest.mark.parametrize("exact", [True, False])
 def test_streams_and_short_requests_go_on_beside_a_long_prefill(folder, clock, policy, exact):
     free, longs, _, alone = serve(folder, clock, policy, shorts=0, exact=exact)
