@@ -13,11 +13,11 @@ from engine_helpers import start
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import core, report, slices, suspended
+from saccade.engine import core, report, slices, suspended, token_gap
 from saccade.engine.config import EngineConfig
 from saccade.engine.host import HostAttention
 from saccade.engine.row_costs import RowCosts
-from saccade.engine.token_gap import SHARE, shared_out
+from saccade.engine.token_gap import SHARE, Need, shared_out
 from saccade.errors import SaccadeError
 from saccade.server import TOKEN_GAP
 
@@ -50,18 +50,18 @@ def test_what_rows_take_is_learnt():
 
 def test_a_round_is_shared_out():
     assert shared_out([], 1.0) == {}
-    assert shared_out([(1, 9.0)], 1.0) == {1: 1.0}
-    assert shared_out([(1, 9.0), (2, 9.0)], 1.0) == {1: SHARE, 2: 1 - SHARE}
-    found = shared_out([(1, 9.0), (2, 9.0), (3, 0.1), (4, 0.2)], 1.0)
-    assert found == pytest.approx({1: SHARE, 2: 1 - SHARE - 0.3, 3: 0.1, 4: 0.2})  # the shortest first
-    found = shared_out([(1, 0.1), (2, 9.0), (3, 9.0)], 1.0)
+    assert shared_out([Need(1, 9.0, 0)], 1.0) == {1: 1.0}
+    assert shared_out([Need(1, 9.0, 0), Need(2, 9.0, 0)], 1.0) == {1: SHARE, 2: 1 - SHARE}
+    found = shared_out([Need(1, 9.0, 5), Need(2, 9.0, 4), Need(3, 0.1, 2), Need(4, 0.2, 3)], 1.0)
+    assert found == pytest.approx({1: SHARE, 2: 1 - SHARE - 0.3, 3: 0.1, 4: 0.2})  # who is due first
+    found = shared_out([Need(1, 0.1, 5), Need(2, 9.0, 1), Need(3, 9.0, 2)], 1.0)
     assert found == pytest.approx({1: 0.1, 2: 0.9, 3: 0.0})  # what the first leaves goes on
     rng = torch.Generator().manual_seed(3)
     for count in range(1, 9):
-        needs = [(number, float(torch.rand((), generator=rng)) / 2) for number in range(count)]
+        needs = [Need(number, *(torch.rand(2, generator=rng) / 2).tolist()) for number in range(count)]
         found = shared_out(needs, 1.0)
         assert sum(found.values()) == pytest.approx(1.0)
-        assert found[0] >= min(needs[0][1], SHARE) - 1e-9
+        assert found[0] >= min(needs[0].seconds, SHARE) - 1e-9
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made, run = Clock(), HostAttention.run
-    for module in (core, report, slices, suspended):
+    for module in (core, report, slices, suspended, token_gap):
         monkeypatch.setattr(module, "time", made)
 
     def timed(self, layer, q, k, v, spec):
@@ -197,6 +197,23 @@ def test_nobody_starves(folder, clock, policy, exact):
         for one, _ in shorts:
             llm.engine.cancel(one)
         assert llm.pool.used_blocks == 0
+
+
+def test_who_has_waited_gives_way_to_nobody_who_comes_later(folder, clock, monkeypatch):
+    """A prompt of middle length beside a long one, and more short ones than there is time for."""
+    monkeypatch.setattr(token_gap, "UNKNOWN_ROW", 1e-4)
+    with LLM(folder, dtype="float32", prefill_chunk=512, kv_memory="64MiB", max_token_gap=GAP) as llm:
+        start(llm, random_ids(2500, seed=2), params(1), SPARSE)
+        middle, arrived, count = start(llm, random_ids(200, seed=3), params(1), SPARSE), clock.now, 0
+        while not middle.finished:
+            while len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting) < 8:
+                count += 1
+                start(llm, random_ids(60, seed=100 + count), params(1), SPARSE)
+            step(llm, clock)
+        alone = 200 * 1e-4
+        assert clock.tokens[middle.id][0] - arrived <= 2 * token_gap.STRETCH * alone + 4 * GAP
+        assert count > 8
+        llm.engine.abandon("the end")
 
 
 @pytest.mark.parametrize("policy", ["dense", SPARSE])

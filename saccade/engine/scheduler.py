@@ -17,6 +17,8 @@ from saccade.engine.step import ScheduledRequest, StepInput
 from saccade.engine.token_gap import Suspended
 from saccade.kv.blocks import BlockManager
 
+MOST_PASSED = 16  # waiting requests that others pass by, which had better wait: each is looked up in every step
+
 
 class Scheduler:
     """Admits requests while blocks last, builds steps, and preempts the latest arrival when blocks run out.
@@ -115,7 +117,7 @@ class Scheduler:
                 batch.append((request, work))
                 rows += work.length
         put_off = 0  # requests at the head that had better wait for what another computes
-        while len(self.waiting) > put_off and len(self.running) < self.max_requests:
+        while put_off < min(len(self.waiting), MOST_PASSED) and len(self.running) < self.max_requests:
             request = self.waiting[put_off]
             if self.prefixes is not None and not self.prefixes.lend(request, self.running):
                 put_off += 1

@@ -2,7 +2,8 @@
 
 A round is a step of decode rows and short prompts, and what long prefills get behind it. It lasts as long as the gap
 allows, by what earlier steps took, and its seconds are shared out (:func:`shared_out`): the prefill that came first has
-a share that nobody can take from it, the rest goes to the others, shortest first.
+a share that nobody can take from it, the rest goes to the others by when they are due: ``STRETCH`` times as long after
+they came as they take. So short ones are soon done, and who has waited that long gives way to nobody who comes later.
 
 A chunk that fits into its request's seconds runs in the step, beside the decode rows. One that does not is
 
@@ -16,6 +17,7 @@ Where one layer of such a chunk takes longer than the gap, the report says so.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +32,7 @@ FIRST_ROWS = 64  # of one that is cut, before it is known what rows take
 POLICIES = 64  # whose costs are known
 MARGIN = 0.8  # of the gap, that is planned for
 SHARE = 0.5  # of what prefills get, that belongs to the first of them; of the gap, where decode rows leave less
+STRETCH = 2.0  # times what it takes, until a prefill that is not the first is due
 UNKNOWN_ROW, UNKNOWN_ROW_ON_GPU = 1e-3, 2e-5  # seconds of a row before any was measured
 
 
@@ -51,27 +54,34 @@ class Turn(NamedTuple):
     apart: bool = False
 
 
-def shared_out(needs: Sequence[tuple[int, float]], seconds: float) -> dict[int, float]:
-    """The ``seconds`` of a round, by request. ``needs``: ids with what they still take, in order of arrival.
+class Need(NamedTuple):
+    """Seconds that the prefill of ``request`` still takes, and when it is ``due``."""
 
-    The first has ``SHARE`` of them, and what others leave. The others have the rest, those first that need least.
+    request: int
+    seconds: float
+    due: float
+
+
+def shared_out(needs: Sequence[Need], seconds: float) -> dict[int, float]:
+    """The ``seconds`` of a round, by request. ``needs`` are in order of arrival.
+
+    The first has ``SHARE`` of them, and what others leave. The others have the rest, by when they are due.
     """
     if not needs:
         return {}
-    (first, need), *others = needs
-    others.sort(key=lambda one: one[1])
-    given, left = dict.fromkeys((number for number, _ in needs), 0.0), (1 - SHARE) * seconds
-    for number, wanted in others:
-        given[number] = min(wanted, left)
-        left -= given[number]
+    first, others = needs[0], sorted(needs[1:], key=lambda one: one.due)
+    given, left = dict.fromkeys((one.request for one in needs), 0.0), (1 - SHARE) * seconds
+    for one in others:
+        given[one.request] = min(one.seconds, left)
+        left -= given[one.request]
     left += SHARE * seconds
-    given[first] = min(need, left)
-    left -= given[first]
-    for number, wanted in others:
-        more = min(wanted - given[number], left)
-        given[number] += more
+    given[first.request] = min(first.seconds, left)
+    left -= given[first.request]
+    for one in others:
+        more = min(one.seconds - given[one.request], left)
+        given[one.request] += more
         left -= more
-    given[first] += left
+    given[first.request] += left
     return given
 
 
@@ -83,7 +93,7 @@ class TokenGap:
         self.unknown = UNKNOWN_ROW_ON_GPU if on_gpu else UNKNOWN_ROW  # seconds of a row, before any was measured
         self.decode_seconds = 0.0  # of a step without prefill rows
         self.beside = False  # whether requests decode in the step at hand
-        self._needs: dict[int, float] = {}  # of who prefills, in order of arrival
+        self._needs: dict[int, Need] = {}  # of who prefills, in order of arrival
         self.given: dict[int, float] = {}  # seconds of the round by request, in order of arrival
         self._costs: dict[str, RowCosts] = {}  # by policy
 
@@ -94,22 +104,27 @@ class TokenGap:
 
     def begin(self, prefilling: Sequence[Request], suspended: Mapping[int, Suspended], beside: bool) -> None:
         """A step is put together: ``prefilling`` in order of arrival, of whom some are ``suspended``."""
-        self.beside = beside
-        self._needs = {one.id: self._need(one, suspended.get(one.id)) for one in prefilling}
-        self.given = shared_out(list(self._needs.items()), self.round)
+        before, self.beside, self._needs = self._needs, beside, {}
+        for one in prefilling:
+            self._enter(one, self._need(one, suspended.get(one.id)), before.get(one.id))
+        self.given = shared_out(list(self._needs.values()), self.round)
 
     def look_again(self, request: Request) -> None:
         """What a request needs that waited until now."""
-        need = self._need(request, None)
-        if need != self._needs.get(request.id):  # it goes on from what another has computed
-            self._needs[request.id] = need
-            self.given = shared_out(list(self._needs.items()), self.round)
+        known, seconds = self._needs.get(request.id), self._need(request, None)
+        if known is None or known.seconds != seconds:  # it goes on from what another has computed
+            self._enter(request, seconds, None)
+            self.given = shared_out(list(self._needs.values()), self.round)
+
+    def _enter(self, request: Request, seconds: float, known: Need | None) -> None:
+        due = time.perf_counter() + STRETCH * seconds if known is None else known.due
+        self._needs[request.id] = Need(request.id, seconds, due)
 
     def slice_out(self, rows: Sequence[ScheduledRequest], suspended: Mapping[int, Suspended]) -> None:
         """A step is put together, with prefill ``rows`` in it: what is left of the round belongs to those who are
         ``suspended``. Who had seconds and no room to use them, or waits for another, has none."""
         left = self.round - sum(self.costs(one.policy, one.start, one.stop) for one in rows)
-        needs = [(number, need) for number, need in self._needs.items() if number in suspended]
+        needs = [need for number, need in self._needs.items() if number in suspended]
         self.given = shared_out(needs, max(0.0, left))
 
     def is_first(self, request: Request) -> bool:
