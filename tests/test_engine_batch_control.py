@@ -6,15 +6,14 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-import torch
 from engine_helpers import start, tokens
 from test_engine_tiers import small
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
-from saccade.engine import batch_control, core
-from saccade.engine.batch_control import QUANTUM, ROOM, BatchControl, RowCosts
-from saccade.errors import SaccadeError
+from saccade.engine import batch_control
+from saccade.engine.batch_control import QUANTUM, ROOM, BatchControl
+from saccade.engine.token_gap import TokenGap
 
 LONG = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 POLICIES = [
@@ -133,93 +132,10 @@ def test_with_memory_for_all_nobody_is_held_back(folder, tmp_path, expected):
         assert all(one.report["held_back"] == 0 for one in done)
 
 
-def test_what_rows_take_is_learnt():
-    costs, rng = RowCosts(), torch.Generator().manual_seed(1)
-    assert costs.seconds(10, 10) is None
-    for _ in range(60):
-        rows, keys = (int(torch.randint(low, high, (), generator=rng)) for low, high in ((16, 512), (100, 9000)))
-        noise = 1 + 0.02 * float(torch.randn((), generator=rng))
-        costs.learn(rows, keys, noise * rows * (2e-4 + 3e-8 * keys))
-    for rows, keys in ((64, 500.0), (500, 8000.0)):
-        assert costs.seconds(rows, keys) == pytest.approx(rows * (2e-4 + 3e-8 * keys), rel=0.1)
-    one = RowCosts()
-    one.learn(64, 32, 0.064)
-    assert one.seconds(128, 32) >= 0.12
-
-
-def clocked(llm: LLM, monkeypatch) -> list[tuple[float, bool, bool]]:
-    """Steps take as long as their rows say: seconds, whether there were prefill rows, whether requests decoded."""
-    now, found = [0.0], []
-    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    run = llm.engine.worker.run
-
-    def timed(step):
-        result = run(step)
-        prefill = [one for one in step.scheduled if one.phase == "prefill"]
-        decode = [one for one in step.scheduled if one.phase == "decode"]
-        seconds = 0.002 * bool(decode) + sum((one.stop - one.start) * (1e-4 + 2e-7 * one.start) for one in prefill)
-        now[0] += seconds
-        found.append((seconds, bool(prefill), bool(decode)))
-        return result
-
-    monkeypatch.setattr(llm.engine.worker, "run", timed)
-    return found
-
-
-def test_prefills_leave_tokens_on_time(folder, monkeypatch):
-    prompts, gap = [random_ids(40, seed=1), random_ids(1500, seed=2), random_ids(900, seed=3)], 0.02
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True), LONG, LONG
-
-    def serve(**options) -> tuple[list[list[int]], list[tuple[float, bool, bool]]]:
-        with LLM(folder, dtype="float32", exact=False, prefill_chunk=512, kv_memory="64MiB", **options) as llm:
-            with monkeypatch.context() as patch:
-                found = clocked(llm, patch)
-                requests = [start(llm, prompts[0], params[0])]
-                for _ in range(3):
-                    llm.engine.step()
-                requests += [start(llm, ids, one) for ids, one in zip(prompts[1:], params[1:])]
-                while llm.engine.busy:
-                    llm.engine.step()
-            assert all(one.error is None for one in requests)
-            return [one.final_ids for one in requests], found
-
-    free, unbounded = serve()
-    bound, bounded = serve(max_token_gap=gap)
-    assert bound == free
-    both = [seconds for seconds, prefill, decode in bounded if prefill and decode]
-    assert max(seconds for seconds, prefill, decode in unbounded if prefill and decode) > 2 * gap
-    assert max(both) <= gap
-    assert len(both) < 2400 / 16  # no more pieces than are needed
-
-
-def test_a_sparse_prefill_keeps_its_borders(folder, monkeypatch):
-    prompts = [random_ids(40, seed=1), random_ids(1000, seed=2)]
-    policies = ["dense", "flexprefill(gamma=0.5, block_size=64, min_budget=0)"]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-
-    def serve(**options):
-        with LLM(folder, dtype="float32", exact=False, prefill_chunk=256, kv_memory="64MiB", **options) as llm:
-            with monkeypatch.context() as patch:
-                clocked(llm, patch)
-                requests = [start(llm, ids, params, policy) for ids, policy in zip(prompts, policies)]
-                while llm.engine.busy:
-                    llm.engine.step()
-            return requests
-
-    free, bound = serve(), serve(max_token_gap=0.004)
-    assert [one.final_ids for one in bound] == [one.final_ids for one in free]
-    assert any("max_token_gap=0.004" in note for note in bound[1].report.notes)
-    assert not any("max_token_gap" in note for note in bound[0].report.notes)
-
-
-@pytest.mark.parametrize("gap", [0, -1, "x", float("nan"), True, 1e9])
-def test_gaps_that_mean_nothing_are_refused(gap):
-    with pytest.raises(SaccadeError, match=r"max_token_gap=.* from 0\.001 to 3600"):
-        LLM("retriever", max_token_gap=gap)
-
-
 def test_turns_are_shorter_where_the_gap_would_be_missed():
-    control = BatchControl(SimpleNamespace(tiers=None, absent=0), max_token_gap=0.1, decode_seconds=0.01)
+    gap = TokenGap(0.1)
+    gap.decoded(0.01)
+    control = BatchControl(SimpleNamespace(tiers=None, absent=0), gap)
     assert control._quantum(2) == 10
     assert control._quantum(6) == 2
     assert control._quantum(100) == 1

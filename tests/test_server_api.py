@@ -203,7 +203,8 @@ def test_tokens_models_and_state(server):
     assert "ValidationError" not in str(schema)
     server.complete([5, 6], policy=PSA)
     metrics = get("/metrics").text
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "generation_tokens_total"):
+    gauges = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "longest_token_gap_seconds"
+    for name in (*gauges, "generation_tokens_total", "prefill_suspensions_total"):
         assert f'saccade:{name}{{model_name="tiny"}}' in metrics
     assert 'saccade:density_count{method="psa",model_name="tiny",phase="decode"}' in metrics
 

@@ -38,7 +38,9 @@ CHUNK = typer.Option(
     "--prefill-chunk",
     help="Most prompt tokens computed in one step; by default 8192 on a GPU from 32 GiB on, else 4096.",
 )
-GAP = typer.Option("--max-token-gap", help="Most seconds between two tokens that prefills of others may cause.")
+GAP = typer.Option(
+    "--max-token-gap", help="Most seconds between two tokens that prefills of others may cause; 0 or none: no bound."
+)
 BACKEND = typer.Option("--backend", help="auto, cpu, triton or reference.")
 FA4 = typer.Option("--fa4/--no-fa4", help="FlashAttention-4's kernels for long prefills; by default where installed.")
 THREADS = typer.Option("--threads", help="Threads for kernels and matrix products.")
@@ -60,7 +62,7 @@ ENGINE: dict[str, tuple[Any, Any]] = {
     "kv_compute": (Annotated[str, COMPUTE], "device"),
     "kv_disk": (Annotated[str | None, DISK], None),
     "prefill_chunk": (Annotated[int | None, CHUNK], None),
-    "max_token_gap": (Annotated[float | None, GAP], None),
+    "max_token_gap": (Annotated[str | None, GAP], None),
     "backend": (Annotated[str, BACKEND], "auto"),
     "fa4": (Annotated[bool | None, FA4], None),
     "threads": (Annotated[int | None, THREADS], None),

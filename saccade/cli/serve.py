@@ -12,6 +12,7 @@ import typer
 
 from saccade.cli.options import POLICY, load_model, takes_engine
 from saccade.errors import SaccadeError, shown
+from saccade.server import TOKEN_GAP
 
 if TYPE_CHECKING:
     from saccade.engine.config import EngineConfig
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "SACCADE_API_KEY"
 
 
-@takes_engine()
+@takes_engine(max_token_gap=str(TOKEN_GAP))
 def serve(
     model_name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="What --model says, as the first word.", show_default=False)

@@ -32,6 +32,11 @@ class Watch:
     bounds: Mapping[int, Bounds] = field(default_factory=dict)  # of this step's rows, by request; on the host alone
     pulse: Pulse = field(default_factory=Pulse)  # whether the engine's thread gets on
 
+    def begin(self, maps: Mapping[int, Observer]) -> None:
+        """A step begins, with the ``maps`` of its requests, and so far nothing else of single requests."""
+        self.maps, self.audits, self.audited, self.bounds = maps, {}, frozenset(), {}
+        self.replays, self.replays_next = frozenset(), False
+
     @property
     def idle(self) -> bool:
         """Whether nobody looks on."""

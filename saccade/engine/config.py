@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,11 +52,11 @@ class EngineConfig:
     ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU of 32 GiB or more, else
     4,096, and from then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that
     run at once. ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
-    (engine/batch_control.py); None, the default, for no bound. ``max_waiting``: most requests that queue behind them;
-    whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``: ``auto``, ``cpu``
-    (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``: FlashAttention-4's
-    kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default where it is installed
-    and ``backend`` is ``auto``.
+    (engine/token_gap.py); None, the default, 0 or ``"none"`` for no bound. ``max_waiting``: most requests that queue
+    behind them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``:
+    ``auto``, ``cpu`` (C++ kernels or an error), ``triton`` (GPU kernels or an error) or ``reference``. ``fa4``:
+    FlashAttention-4's kernels run the prefill calls that they serve (the extra of that name, ops/fa4.py); by default
+    where it is installed and ``backend`` is ``auto``.
     ``threads``: of attention on a CPU, torch's by default. ``exact`` makes a result independent of its batch to the
     last bit, at the price of one pass over the weights per request, and per drafted row; by default yes in float32 and
     no otherwise. ``device``: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``: the GPU where torch sees one, and from then on
@@ -89,7 +90,7 @@ class EngineConfig:
     kv_compute: str = "device"
     prefill_chunk: int | None = None
     max_requests: int = 64
-    max_token_gap: float | None = None
+    max_token_gap: float | str | None = None
     max_waiting: int = 1024
     block_size: int = 32
     backend: str = "auto"
@@ -115,12 +116,7 @@ class EngineConfig:
             if not whole_number(value, 1) and not (by_device and value is None):
                 allowed = "an integer >= 1, or None for the device's default" if by_device else "an integer >= 1"
                 raise SaccadeError(f"{name}={shown(value)} must be {allowed}")
-        if self.max_token_gap is not None:
-            gap = self.max_token_gap
-            if not finite_number(gap) or not 0.001 <= gap <= 3600:
-                raise SaccadeError(
-                    f"max_token_gap={shown(gap)} must be a number of seconds from 0.001 to 3600, or None"
-                )
+        object.__setattr__(self, "max_token_gap", _gap(self.max_token_gap))
         if not finite_number(self.grammar_seconds) or not 0.01 <= self.grammar_seconds <= 86400:
             raise SaccadeError(
                 f"grammar_seconds={shown(self.grammar_seconds)} must be a number of seconds from 0.01 to 86400"
@@ -200,6 +196,12 @@ class EngineConfig:
         assert self.prefill_chunk is not None
         return self.prefill_chunk
 
+    @property
+    def token_gap(self) -> float | None:
+        """``max_token_gap``, read."""
+        assert not isinstance(self.max_token_gap, str)
+        return self.max_token_gap
+
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
         """A config of some settings. SaccadeError for a name that is none."""
@@ -216,3 +218,18 @@ def _chunk(device: object) -> int:
         return CHUNK
     size = gpu_bytes(device)
     return CHUNK if size is not None and size < ROOMY else CHUNK_ON_GPU
+
+
+def _gap(given: object) -> float | None:
+    """``max_token_gap`` as it may be written: a number, its text, or what stands for no bound."""
+    gap = given
+    if isinstance(given, str):
+        with suppress(ValueError):
+            gap = None if given.strip().lower() == "none" else float(given)
+    if gap is None or (finite_number(gap) and gap == 0):
+        return None
+    if isinstance(gap, str) or not finite_number(gap) or not 0.001 <= cast(float, gap) <= 3600:
+        raise SaccadeError(
+            f"max_token_gap={shown(given)} must be a number of seconds from 0.001 to 3600, or 0 or 'none' for no bound"
+        )
+    return float(cast(float, gap))

@@ -26,9 +26,11 @@ from saccade.engine.scheduler import Scheduler, step_input
 from saccade.engine.sequence import Sequence, common
 from saccade.engine.sessions import Sessions
 from saccade.engine.settling import Settling
+from saccade.engine.slices import Slices
 from saccade.engine.sparse_drafts import SparseDrafts
 from saccade.engine.steering import Constraint, Steering
 from saccade.engine.step import ScheduledRequest
+from saccade.engine.token_gap import TokenGap
 from saccade.engine.worker import Worker
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
@@ -72,23 +74,28 @@ class Engine:
         self.prefixes: PrefixCache | None = None
         if config.enable_prefix_caching:
             self.prefixes = PrefixCache(pool, config.chunk, model.runner.rope_regime)
+        self.watch = Watch()
+        calibrations = Calibrations(model.spec, model.path)
+        device = getattr(model.runner, "device", None)
+        by_fa4 = fa4.wanted(config.fa4, config.backend, device)
+        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
+        self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
+        on_gpu, seconds = device is not None and device.type == "cuda", config.token_gap
+        gap = None if seconds is None else TokenGap(seconds, exact, self.layers, on_gpu)
         self.scheduler = Scheduler(
             pool,
             chunk=config.chunk,
             max_batch_rows=config.chunk + config.max_requests,
             max_requests=config.max_requests,
             prefixes=self.prefixes,
-            control=BatchControl(pool, exact, config.max_token_gap),
+            control=BatchControl(pool, gap),
+            drop=self.worker.drop,
         )
         self.masks = Masks(config.grammar_seconds)
-        self.watch = Watch()
-        calibrations = Calibrations(model.spec, model.path)
-        by_fa4 = fa4.wanted(config.fa4, config.backend, getattr(model.runner, "device", None))
-        setting = Setting(model.spec, calibrations, self.watch, config.backend, config.threads, by_fa4)
-        self.worker = Worker(model.runner, setting, exact, config.cuda_graphs)
         self.checks = Checks(model, pool, max_model_len, calibrations)
         self.answers = Answers(model)
         self.settling = Settling(self.answers, self.scheduler, self.worker.memories, self.prefixes)
+        self.slices = Slices(self.scheduler, self.worker, self.settling, self.watch)
         self.sparse_drafts = SparseDrafts(self.scheduler, self.worker, model)
         default = AuditOptions(config.audit, config.audit_steps, config.target)
         self.auditing = Auditing(self.worker, default, max_model_len)
@@ -239,18 +246,21 @@ class Engine:
         try:
             self.masks.settle()
             outputs = self._too_slow()
+            if self.slices.due:
+                return [*outputs, *self.slices.run()]
             batch = self._apart(self.scheduler.schedule())
             outputs += [self.settling.starved(request) for request in list(self.scheduler.running) if request.finished]
             if not batch:
-                if not outputs:
+                outputs = outputs or self.slices.run()
+                if not outputs and not self.scheduler.suspended:
                     self.masks.wait()
                 return outputs
+            self.slices.due = bool(self.scheduler.suspended)
             if self.drafter is not None:
                 batch = with_drafts(batch, self.drafter, self.scheduler, self.model.spec.vocab_size)
             for request, _ in batch:
                 request.report.schedule(time.perf_counter())
-            self.watch.maps, self.watch.audits, self.watch.audited, self.watch.bounds = {}, {}, frozenset(), {}
-            self.watch.replays, self.watch.replays_next = frozenset(), False
+            self.watch.begin({})
             try:
                 batch = self.sparse_drafts.added(batch)
                 batch = self.auditing.replayed(batch)

@@ -45,6 +45,7 @@ class Report:
         self.accepted_tokens = 0
         self.preemptions = 0
         self.longest_gap = 0.0  # seconds between two tokens
+        self.suspensions = 0  # stops of its prefill between two layers, for others' steps
         self.held_back = 0  # steps in which it did not run, for others needed the memory
         self.tiers: TierCounts | None = None
         self._step_bytes: int | None = None  # of keys and values that the last decode step asked for
@@ -138,6 +139,7 @@ class Report:
             "accepted_tokens": self.accepted_tokens,
             "preemptions": self.preemptions,
             "held_back": self.held_back,
+            "suspensions": self.suspensions,
             "queue_seconds": 0.0 if started is None else round(started - self._arrived, 6),
             "first_token_seconds": None if self._first_token is None else round(self._first_token - self._arrived, 6),
             "longest_gap_seconds": round(self.longest_gap, 6),

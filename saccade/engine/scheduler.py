@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +14,10 @@ from saccade.engine.request import Request
 from saccade.engine.row_sampling import RowSampling
 from saccade.engine.sequence import Sequence
 from saccade.engine.step import ScheduledRequest, StepInput
+from saccade.engine.token_gap import Suspended
 from saccade.kv.blocks import BlockManager
+
+MOST_PASSED = 16  # waiting requests that others pass by, which had better wait: each is looked up in every step
 
 
 class Scheduler:
@@ -21,7 +25,9 @@ class Scheduler:
 
     Prefill runs in whole chunks whose borders depend on the request alone, so that what a sparse method selects never
     depends on the batch. ``max_batch_rows`` bounds the rows of a step; one chunk always fits. ``control`` holds
-    decoding requests back whose KV does not fit in memory beside the others', and cuts prefills that hold up tokens.
+    decoding requests back whose KV does not fit in memory beside the others', and says which prefills would hold up
+    tokens: their chunks are cut, or run apart from the step (``suspended``), which they outlive. ``drop`` is called
+    with the id of a request whose suspended chunk is given up.
     """
 
     def __init__(
@@ -33,6 +39,7 @@ class Scheduler:
         max_requests: int,
         prefixes: PrefixCache | None = None,
         control: BatchControl | None = None,
+        drop: Callable[[int], None] = lambda request: None,
     ) -> None:
         self.pool = pool
         self.control = BatchControl(pool) if control is None else control
@@ -43,6 +50,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.idle: OrderedDict[int, Sequence] = OrderedDict()  # sessions between turns, least recently used first
+        self.suspended: dict[int, Suspended] = {}  # chunks that run apart from steps, by request
+        self._drop = drop
+        self._left: set[int] = set()  # ids of those that had to go on waiting
 
     def add(self, request: Request) -> None:
         self.idle.pop(id(request.sequence), None)
@@ -57,10 +67,21 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request out; its blocks stay with its sequence."""
+        rows, sequence = self.give_up(request), request.sequence
+        if rows is not None and (not request.keep_kv or sequence.computed < sequence.reached):
+            sequence.undo(rows)  # else the turn is taken back, which knows what it found
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+
+    def give_up(self, request: Request) -> ScheduledRequest | None:
+        """End a chunk that is suspended, if the request has one: its rows, some of whose layers have run."""
+        held = self.suspended.pop(request.id, None)
+        if held is None:
+            return None
+        self._drop(request.id)
+        return held.rows
 
     def park(self, sequence: Sequence) -> None:
         """Keep a session's KV for its next turn, until somebody else needs the blocks."""
@@ -74,41 +95,64 @@ class Scheduler:
 
     def _schedule(self) -> list[tuple[Request, ScheduledRequest]]:
         self.pool.advance()
-        self.control.begin(self.running)
+        new = [one for one in self.waiting if one.id not in self._left][: max(0, self.max_requests - len(self.running))]
+        self.control.begin(self.running, new, self.suspended)
         batch: list[tuple[Request, ScheduledRequest]] = []
         rows = 0
         for request in list(self.running):
             if request not in self.running:  # preempted while making room for an earlier one
                 continue
-            if not self.control.lets(request):
+            if request.id in self.suspended or not self.control.lets(request):
                 continue
-            work = next_rows(request, self.control.chunk(request, self.chunk))
+            turn = self.control.turn(request, self.chunk)
+            if not turn.rows:
+                continue
+            work = next_rows(request, turn.rows)
             if work.wants_logits and request.awaits_mask:
+                continue
+            if turn.apart:
+                if self._fits_apart(request, work) and self._reserve(request, work.stop, batch):
+                    self.suspended[request.id] = Suspended(request, work)
                 continue
             if batch and rows + work.length > self.max_batch_rows:
                 continue
             if self._reserve(request, work.stop, batch):
                 batch.append((request, work))
                 rows += work.length
-        while self.waiting and len(self.running) < self.max_requests:
-            request = self.waiting[0]
+        put_off = 0  # requests at the head that had better wait for what another computes
+        while put_off < min(len(self.waiting), MOST_PASSED) and len(self.running) < self.max_requests:
+            request = self.waiting[put_off]
             if self.prefixes is not None and not self.prefixes.lend(request, self.running):
-                break
-            work = next_rows(request, self.control.chunk(request, self.chunk))
-            if batch and rows + work.length > self.max_batch_rows:
+                put_off += 1
+                continue
+            turn = self.control.turn(request, self.chunk, joins=True)
+            work = next_rows(request, turn.rows or self.chunk)
+            if turn.rows and not turn.apart and batch and rows + work.length > self.max_batch_rows:
                 break
             if not self.control.admits(self.running, request) or not self._admit(request):
                 break
-            self.waiting.popleft()
+            del self.waiting[put_off]
             self.running.append(request)
-            if request.finished:  # its blocks could not be had
+            if request.finished or not turn.rows:  # its blocks could not be had, or its rows' turn comes
                 continue
             if work.wants_logits and request.awaits_mask:
                 continue
+            if turn.apart:
+                if self._fits_apart(request, work):
+                    self.suspended[request.id] = Suspended(request, work)
+                continue
             batch.append((request, work))
             rows += work.length
+        self._left = {one.id for one in self.waiting}
+        self.control.put_together([work for _, work in batch], self.suspended)
         # Rows that decode come first: layers that leave out rows of a prompt then leave them where they are (host.py).
         return sorted(batch, key=lambda one: one[1].phase == "prefill")
+
+    def _fits_apart(self, request: Request, work: ScheduledRequest) -> bool:
+        """Whether one more chunk may be suspended: what rows carry from layer to layer takes memory. Beside a whole one
+        there is room for half a chunk of others, and always for the first that prefills."""
+        held = sum(one.rows.length for one in self.suspended.values())
+        return held + work.length <= self.chunk + self.chunk // 2 or self.control.comes_first(request)
 
     def goes_on(self, batch: list[tuple[Request, ScheduledRequest]]) -> bool:
         """Whether the next step will most likely have the same requests, each with the token that the device
@@ -139,6 +183,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Drop a running request's KV and queue it first; it computes everything again when it returns."""
+        self.give_up(request)
         self.running.remove(request)
         request.sequence.drop_kv()
         request.report.preemptions += 1

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saccade.engine.host import HostBackend
+from saccade.engine.host import HostAttention, HostBackend
 from saccade.engine.host_calls import Setting
 from saccade.engine.memory import SequenceMemory
 from saccade.engine.pass_tokens import take_logits
 from saccade.engine.sampler import NOT_FINITE, row_logprobs
 from saccade.engine.step import RequestResult, ScheduledRequest, StepInput, StepResult, results_of
+from saccade.engine.suspended import Advanced, SuspendedPass
 from saccade.models.interface import Runner, ScoredRows, Segment
 from saccade.ops import triton
 
@@ -69,6 +70,7 @@ class Worker:
         self.exact = exact
         self.memories: dict[int, SequenceMemory] = {}
         self._alone = Alone()
+        self._suspended: dict[int, SuspendedPass] = {}  # by request
         llama = getattr(runner, "llama", None)
         self.host = HostBackend(setting, llama is not None and llama.has_row_kernels)
         self.device = device_backend(runner, setting, cuda_graphs, covers=not exact)
@@ -115,6 +117,43 @@ class Worker:
                     self.host.done()
         result.seconds = time.perf_counter() - began
         return result
+
+    @torch.inference_mode()
+    def begin(self, step: StepInput) -> None:
+        """Plan the pass of ``step``, a chunk of one request's prefill, which runs as :meth:`advance` says. The request
+        is in no other step until then."""
+        result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
+        (request,) = step.request_ids
+        given, asked = self._asked(step, result)
+        self._suspended[request] = SuspendedPass(
+            step, result, self.runner.steps(*given, **asked), torch.device(self.runner.device)
+        )
+
+    @torch.inference_mode()
+    def advance(self, request: int, seconds: float) -> Advanced:
+        """Run layers of the chunk that was begun for a request, for about so many ``seconds``, but at least one. Where
+        its rows fail, the result says so."""
+        held = self._suspended[request]
+        if self.device is not None:
+            self.device.forget_ahead()
+        try:
+            told = held.advance(seconds)
+        except Exception as error:
+            self.drop(request)
+            self._broke(held.step, held.result, error)
+            return Advanced(0, 0.0, held.result)
+        except BaseException:  # an interrupt
+            self.drop(request)
+            raise
+        if told.result is not None:
+            del self._suspended[request]
+        return told
+
+    def drop(self, request: int) -> None:
+        """Forget the chunk that was begun for a request. What it has stored is the caller's to undo."""
+        held = self._suspended.pop(request, None)
+        if held is not None:
+            held.close()
 
     def _parts(self, step: StepInput) -> list[list[int]]:
         """Which requests share a pass."""
@@ -178,6 +217,14 @@ class Worker:
     @torch.inference_mode()  # planning makes summaries, too
     def _pass(self, step: StepInput, result: StepResult) -> None:
         """The layers over all rows of ``step`` in one pass."""
+        given, asked = self._asked(step, result)
+        logits = self.runner.run(*given, **asked)
+        take_logits(step, result, logits, there=logits.is_cuda)
+
+    def _asked(
+        self, step: StepInput, result: StepResult
+    ) -> tuple[tuple[Tensor, Tensor, HostAttention], dict[str, Any]]:
+        """What a pass over ``step`` asks of the runner, its attention planned."""
         context = self.host.plan(step, self.memories, result.requests)
         segments: list[Segment] = []
         wanted: list[int] = []  # packed rows whose logits choose tokens
@@ -189,20 +236,17 @@ class Worker:
                 wanted += range(first, first + one.length)
             elif one.wants_logits:
                 wanted.append(first + one.length - 1)
-        logits = self.runner.run(
-            step.input_ids,
-            step.positions,
-            context,
-            segments=segments,
-            logit_rows=torch.from_numpy(np.array(wanted, dtype=np.int64)),  # torch looks at every number by itself
-            scored=_prompt_scores(scored, result) if scored else None,
-            frozen=context.frozen,
-            ahead=context.ahead_rows(),
-            inputs=context.input_rows(),
-            parts=context.parts(),
-            whole=context.whole(),
-        )
-        take_logits(step, result, logits, there=logits.is_cuda)
+        asked = {
+            "segments": segments,
+            "logit_rows": torch.from_numpy(np.array(wanted, dtype=np.int64)),  # torch looks at every number by itself
+            "scored": _prompt_scores(scored, result) if scored else None,
+            "frozen": context.frozen,
+            "ahead": context.ahead_rows(),
+            "inputs": context.input_rows(),
+            "parts": context.parts(),
+            "whole": context.whole(),
+        }
+        return (step.input_ids, step.positions, context), asked
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:

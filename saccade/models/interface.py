@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -216,4 +216,11 @@ class Runner(Protocol):
         the runner can take rows in parts, and ``whole``, all of the rows, where it can hand over its layers; returns
         float32 logits [len(logit_rows), vocab_size]. A frozen row's logits are those of its hidden state where it was
         frozen."""
+        ...
+
+    def steps(
+        self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any
+    ) -> Generator[int, None, Tensor]:
+        """What :meth:`run` does with the same arguments, but it stops between two layers: yields how many have run, and
+        returns the logits. Other passes may run while it stands, and it may be closed there."""
         ...

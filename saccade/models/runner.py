@@ -6,7 +6,7 @@ length-dependent rotary factors must not depend on what else is in the batch, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,49 @@ class HFRunner:
         whole: WholeRows | None = None,
     ) -> Tensor:
         """See ``interface.Runner.run``. ``segments`` must tile the rows in order; ValueError if they do not."""
+        steps = self._steps(
+            token_ids,
+            positions,
+            ctx,
+            segments=segments,
+            logit_rows=logit_rows,
+            scored=scored,
+            frozen=frozen,
+            ahead=ahead,
+            inputs=inputs,
+            parts=parts,
+            whole=whole,
+        )
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                return ended.value
+
+    @torch.inference_mode()
+    def steps(
+        self, token_ids: Tensor, positions: Tensor, ctx: AttentionContext, **asked: Any
+    ) -> Generator[int, None, Tensor]:
+        """See ``interface.Runner.steps``."""
+        return (yield from self._steps(token_ids, positions, ctx, **asked))
+
+    def _steps(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        *,
+        segments: Sequence[Segment],
+        logit_rows: Tensor,
+        scored: ScoredRows | None = None,
+        frozen: FrozenRows | None = None,
+        ahead: AheadRows | None = None,
+        inputs: InputRows | None = None,
+        parts: Sequence[RowsPart] | None = None,
+        whole: WholeRows | None = None,
+    ) -> Generator[int, None, Tensor]:
+        """The layer loop, which stops between two layers. What outlives a stop is its own: ``hidden`` and ``delta`` are
+        fresh tensors, and so are the rotary factors of several rows; those of one row are lent until the next pass."""
         _check_rows(token_ids, positions, segments)
         device, llama = self.device, self.llama
         positions = sent(positions, device)
@@ -110,6 +153,8 @@ class HFRunner:
                 done = whole.run_layers(kernels.whole, hidden, rotary.layers, llama.attention)
         delta: Tensor | None = None  # what is still to be added to hidden
         for index in range(0 if done else self.spec.layers):
+            if index and len(positions) > 1:
+                yield index
             freezes = frozen is not None and bool(frozen.skip(index).any())
             if delta is not None and (ahead is not None or freezes or inputs is not None):
                 hidden, delta = hidden.add_(delta), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -76,11 +76,17 @@ class Metrics:
             made = Histogram(f"saccade:{name}", said, (*label, *labels), buckets=buckets, registry=self.registry)
             return made if labels else made.labels(model)
 
+        def gauge(name: str, said: str) -> Any:
+            return Gauge(f"saccade:{name}", said, label, registry=self.registry).labels(model)
+
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.cache_queries = counter("prefix_cache_queries", "Tokens of prompts that were looked for in the cache.")
         self.cache_hits = counter("prefix_cache_hits", "Tokens of prompts that were computed already.")
         self.preemptions = counter("num_preemptions", "How often requests lost their keys and values to others.")
+        self.suspensions = counter("prefill_suspensions", "How often prefills stopped for others' steps.")
+        self.longest = gauge("longest_token_gap_seconds", "The longest time between two tokens of an ended sample.")
+        self._longest = 0.0
         self.success = counter("request_success", "Samples that ended.", "finished_reason")
         self.first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _LATENCY)
         self.between = histogram("inter_token_latency_seconds", "Between two tokens of a sample.", _TOKEN_LATENCY)
@@ -120,6 +126,9 @@ class Metrics:
         self.cache_queries.inc(report["prompt_tokens"])
         self.cache_hits.inc(report["cached_tokens"])
         self.preemptions.inc(report["preemptions"])
+        self.suspensions.inc(report["suspensions"])
+        self._longest = max(self._longest, report["longest_gap_seconds"])
+        self.longest.set(self._longest)
         self.prompts.observe(report["prompt_tokens"])
         self.answers.observe(report["output_tokens"])
         self.whole.observe(report["total_seconds"])

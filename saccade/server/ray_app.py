@@ -25,6 +25,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from saccade.engine.config import PROFILE, EngineConfig
 from saccade.errors import SaccadeError, finite_number, shown, whole_number
 from saccade.llm import LLM
+from saccade.server import TOKEN_GAP
 from saccade.server.engine_client import EngineProcess
 from saccade.server.engines import EngineFace, LocalEngine
 from saccade.server.errors import ApiError
@@ -231,7 +232,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         if name in server:
             server[name] = tuple(server[name])
     return application(
-        EngineConfig.of(**{"enable_prefix_caching": True, **engine}),
+        EngineConfig.of(**{"enable_prefix_caching": True, "max_token_gap": TOKEN_GAP, **engine}),
         ServerConfig(
             keys=KeyRing() if keys is None else KeyRing.load(keys),
             policies=PolicyRules(None if rules is None else tuple(rules)),

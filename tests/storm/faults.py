@@ -75,6 +75,7 @@ class Faults:
         yield "layer loop", JoinedRows, "run_layers", 0.008
         yield "layer loop", self.runner, "run", 0.008
         yield "step", Worker, "run", 0.008
+        yield "slice", Worker, "advance", 0.004
         yield "choice", Sampler, "sample", 0.008
         yield "choice", TextStream, "step", 0.004
         for cls in sorted(set(KNOWN.values()), key=lambda one: one.__name__):

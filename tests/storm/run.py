@@ -44,7 +44,14 @@ MIXED = (
     "xattention+lfps(k=24, blocks=2, least=1)",
     "loopserve+topk(k=16, sinks=2, local=8)",
 )
-PHASES = ((2, True, 0.4), (16, True, 0.4), (16, False, 0.2))  # calling threads, exact, share of the requests
+GAP = 0.001  # seconds: chunks are suspended after nearly every layer
+PHASES = (  # calling threads, exact, the gap between tokens, share of the requests
+    (2, True, None, 0.3),
+    (2, True, GAP, 0.2),
+    (16, True, GAP, 0.3),
+    (16, False, GAP, 0.1),
+    (16, False, None, 0.1),
+)
 TASKS = 8
 FALLEN = (Request, SequenceMemory, Stream)
 
@@ -64,8 +71,9 @@ def storm(requests: int, seed: int = 0, rate: float = 1.0, each: int = 3) -> dic
         asks, talks = questions(quiet, policies * each, seed)
         quiet.close()
         del quiet
-        for number, (callers, exact, share) in enumerate(PHASES):
-            llm = LLM(checkpoint, dtype="float32", kv_memory="1MiB", prefill_chunk=64, threads=2, exact=exact)
+        for number, (callers, exact, gap, share) in enumerate(PHASES):
+            settings: dict[str, Any] = {"exact": exact, "max_token_gap": gap, "threads": 2}
+            llm = LLM(checkpoint, dtype="float32", kv_memory="1MiB", prefill_chunk=64, **settings)
             faults = Faults(seed + number, llm.model.runner, rate)
             ledger = Ledger(asks, talks, faults, int(requests * share), exact)
             with faults.planted():
@@ -110,6 +118,8 @@ def _calm(llm: LLM, ledger: Ledger, others: set[int]) -> None:
     assert engine.pool.used_blocks == 0
     assert not engine.sessions
     assert not engine.worker.memories
+    assert not engine.scheduler.suspended
+    assert not engine.worker._suspended
     assert not llm.loop._loop.live
     for ask in ledger.asks[:: max(1, len(ledger.asks) // 12)]:
         (output,) = llm.generate(ask.ids, ask.params, policy=ask.policy)

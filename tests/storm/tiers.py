@@ -82,7 +82,8 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
             system = FaultySystem(rate, seed + number)
             descriptors = len(os.listdir("/proc/self/fd"))
             slots = max(9, int(part * NEED))
-            with _llm(checkpoint, folder, unit, system, slots, replacement, prefixes) as llm:
+            gap = 0.001 if number % 2 else None  # seconds: chunks are suspended after nearly every layer
+            with _llm(checkpoint, folder, unit, system, slots, replacement, prefixes, gap) as llm:
                 ledger = Ledger(asks, talks, DiskFaults(), int(requests * share))  # type: ignore[arg-type]
                 _blow(llm, ledger, callers)
                 system.rate = 0
@@ -101,7 +102,14 @@ def storm(requests: int, seed: int = 0, rate: float = 0.01, each: int = 2) -> di
 
 
 def _llm(
-    checkpoint: Path, folder: str, unit: str | None, system: FaultySystem, slots: int, replacement: str, prefixes: bool
+    checkpoint: Path,
+    folder: str,
+    unit: str | None,
+    system: FaultySystem,
+    slots: int,
+    replacement: str,
+    prefixes: bool,
+    gap: float | None,
 ) -> LLM:
     """Over a disk with that system's faults, over host memory by that unit, or over a little of it and the "disk"."""
     import saccade.pools
@@ -122,6 +130,7 @@ def _llm(
             kv_replacement=replacement,
             enable_prefix_caching=prefixes,
             prefill_chunk=64,
+            max_token_gap=gap,
             threads=2,
         )
     finally:
