@@ -236,7 +236,7 @@ class BatchControl:
 
     def _cuts(self, policy: Policy) -> bool:
         """Whether the chunks of a prefill may end anywhere."""
-        return not self.exact and policy.prefill.is_dense and policy.freeze is None and not policy.decode.watches
+        return not self.exact and not policy.selects_by_chunk
 
 
 def _decodes(request: Request) -> bool:

@@ -33,16 +33,23 @@ class Scheduler:
         max_requests: int,
         prefixes: PrefixCache | None = None,
         control: BatchControl | None = None,
+        dense_chunk: int | None = None,
     ) -> None:
         self.pool = pool
         self.control = BatchControl(pool) if control is None else control
         self.prefixes = prefixes
         self.chunk = chunk
-        self.max_batch_rows = max(max_batch_rows, chunk)
+        self.dense_chunk = chunk if dense_chunk is None else dense_chunk
+        self.max_batch_rows = max(max_batch_rows, self.chunk, self.dense_chunk)
         self.max_requests = max_requests
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.idle: OrderedDict[int, Sequence] = OrderedDict()  # sessions between turns, least recently used first
+
+    def _chunk(self, request: Request) -> int:
+        """Most rows of the request's prefill in a step: chunks that decide what is read are alike on every device."""
+        span = request.sequence.upcoming
+        return self.chunk if span is None or span.policy.selects_by_chunk else self.dense_chunk
 
     def add(self, request: Request) -> None:
         self.idle.pop(id(request.sequence), None)
@@ -81,7 +88,7 @@ class Scheduler:
                 continue
             if not self.control.lets(request):
                 continue
-            work = next_rows(request, self.control.chunk(request, self.chunk))
+            work = next_rows(request, self.control.chunk(request, self._chunk(request)))
             if batch and rows + work.length > self.max_batch_rows:
                 continue
             if self._reserve(request, work.stop, batch):
@@ -91,7 +98,7 @@ class Scheduler:
             request = self.waiting[0]
             if self.prefixes is not None and not self.prefixes.lend(request, self.running):
                 break
-            work = next_rows(request, self.control.chunk(request, self.chunk))
+            work = next_rows(request, self.control.chunk(request, self._chunk(request)))
             if batch and rows + work.length > self.max_batch_rows:
                 break
             if not self.control.admits(self.running, request) or not self._admit(request):

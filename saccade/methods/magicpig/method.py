@@ -47,7 +47,7 @@ class MagicPIG(Method):
 
     @property
     def stands_in(self) -> bool:
-        return True
+        return self.dense_every != 1  # else all layers are dense
 
     def __post_init__(self) -> None:
         require_choice("bits", self.bits, tuple(range(1, 16)))
