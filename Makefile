@@ -14,7 +14,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
 .PHONY: setup demo test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
-  fuzz-server storm-server test-page test-transformers conformance compliance test-ray aarch64 wheels clean
+  fuzz-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
 
@@ -99,6 +99,10 @@ test-transformers: setup
 	@test -d $(OTHER) || $(BIN)/python -m pip install -q --target $(OTHER) "transformers==$(VERSION)"
 	PYTHONPATH=$(OTHER) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(VERSION)", transformers'
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -q -m "not thorough" $$(grep -l transformers tests/test_*.py)
+
+# What a process takes beside weights, keys and values: make memory MODEL=folder POLICIES="dense magicpig" TOKENS=2500,300
+memory: setup
+	$(BIN)/python tools/peak_memory.py $(MODEL) --tokens $(or $(TOKENS),2500,300) $(foreach one,$(or $(POLICIES),dense),--policy "$(one)")
 
 test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minutes, and 200 MB for ray
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[ray]'

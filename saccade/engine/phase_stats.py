@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.device_counts import DeviceCounts, LayerCounts
-from saccade.engine.step import CallCount, RequestResult
+from saccade.engine.step import CallCount, ReadPairs, RequestResult
 from saccade.ops.pairs import pairs as pairs_of
 from saccade.selection import Selection
 
@@ -86,8 +86,8 @@ class LayerStats:
         self.estimates += counts.estimates
         self.least_covered = min(self.least_covered, counts.least)
 
-    def _attend(self, used: Selection) -> None:
-        pairs = pairs_of(used)
+    def _attend(self, used: Selection | ReadPairs) -> None:
+        pairs = used.pairs if isinstance(used, ReadPairs) else pairs_of(used)
         if pairs.numel() == 1:
             pairs = pairs.expand(used.shape.heads)
         if self.attended is not None and self.attended.is_cuda:

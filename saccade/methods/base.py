@@ -185,6 +185,12 @@ class Method(PolicyPart):
         to their own: then :meth:`select_prefill` says so too, and counts nothing."""
         return self.is_dense
 
+    @property
+    def row_by_row(self) -> bool:
+        """Whether a prefill's rows choose each for itself, a list a row: then they may be given a few at a time, so
+        that the lists stay small."""
+        return False
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         """Which keys the rows of an appended chunk read (q_len <= k_len)."""
         return Dense(chunk.shape)

@@ -1,0 +1,63 @@
+"""What a process takes: weights, keys and values, and 300 MiB for everything else, whatever its requests ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from saccade.engine.step import CallCount
+from saccade.machine import forget_file_pages
+from saccade.methods.base import Cost
+from saccade.models.baseline import save_random_llama
+from saccade.selection import Shape, Tokens
+
+SCRIPT = Path(__file__).parents[1] / "tools" / "peak_memory.py"
+MODEL = {
+    **{"hidden_size": 288, "intermediate_size": 576, "num_hidden_layers": 4, "vocab_size": 512},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 32, "max_position_embeddings": 4096},
+}
+POLICIES = ("topp(prefill=true)", "magicpig(tables=40)", "flexprefill(gamma=0.9)+lfps", "random(k=0.5)", "dense")
+
+
+def test_a_process_takes_what_it_says(tmp_path):
+    """Several policies in one process, prompts of two lengths."""
+    folder = save_random_llama(tmp_path / "model", **MODEL)
+    asked = [word for policy in (*POLICIES, *reversed(POLICIES[1:])) for word in ("--policy", policy)]
+    ran = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder), "--kv-memory", "16MiB", "--tokens", "600,150", *asked],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={name: value for name, value in os.environ.items() if name != "SACCADE_DEBUG"},  # whose checks take memory
+    )
+    assert ran.returncode == 0, ran.stderr
+    loading, *found = map(json.loads, ran.stdout.splitlines())
+    assert loading["loading"] <= 100
+    assert len(found) == 2 * len(POLICIES) - 1
+    for one in found:  # a model so small leaves more than half of the 300 MiB
+        assert one["beyond"] <= 130, found
+    assert found[-1]["after"] <= found[0]["beyond"], "what ended leaves nothing behind"
+
+
+def test_counts_of_a_prefill_keep_no_lists():
+    shape = Shape.suffix(4, 2, 30, 70)
+    read = Tokens.from_mask(shape, torch.rand(4, 30, 70, generator=torch.Generator().manual_seed(1)) < 0.3)
+    kept = CallCount.of(0, read, Cost(), "reference").used
+    assert torch.equal(kept.pairs, read.pairs())
+    assert kept.shape == shape
+    assert not any(isinstance(part, torch.Tensor) and part.numel() > 4 for part in vars(kept).values())
+
+
+def test_pages_of_a_file_are_let_go_and_come_back(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({"weight": torch.arange(1 << 20, dtype=torch.float32)}, tmp_path / "one.safetensors")
+    mapped, own = load_file(tmp_path / "one.safetensors")["weight"], torch.arange(1 << 20, dtype=torch.float32)
+    for tensor in (mapped, own):  # memory that is no file's stays as it is
+        forget_file_pages(tensor)
+        assert torch.equal(tensor, torch.arange(1 << 20, dtype=torch.float32))
