@@ -7,12 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from saccade.engine.step import CallCount
+from saccade.kv.view import KVView
 from saccade.machine import forget_file_pages
+from saccade.methods import Chunk, Policy
 from saccade.methods.base import Cost
+from saccade.methods.policy import KNOWN
+from saccade.methods.state import MethodState
 from saccade.models.baseline import save_random_llama
 from saccade.selection import Shape, Tokens
 
@@ -61,3 +67,49 @@ def test_pages_of_a_file_are_let_go_and_come_back(tmp_path):
     for tensor in (mapped, own):  # memory that is no file's stays as it is
         forget_file_pages(tensor)
         assert torch.equal(tensor, torch.arange(1 << 20, dtype=torch.float32))
+
+
+def held(value: Any) -> int:
+    """Bytes of all storages that a state keeps alive."""
+    found: dict[int, int] = {}
+
+    def visit(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        elif isinstance(one, dict):
+            visit(list(one.values()))
+        elif isinstance(one, (list, tuple)):
+            for part in one:
+                visit(part)
+        elif isinstance(one, MethodState):
+            visit(vars(one))
+
+    visit(value)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(name for name, part in KNOWN.items() if "decode" in part.phases and name not in ("auto", "lossless")),
+        "vattention(certify=true)",
+        "topk(prefill=true)",
+    ],
+)
+def test_states_take_a_seventh_of_the_keys_or_their_method_says_so(text):
+    options = {
+        "infinigen": "skew=off, query=own, dense_layers=0",
+        "hshare": "source=prompt",
+        "magicpig": "dense_every=0",
+    }
+    options |= {"double_sparsity": "source=prompt, dense_layers=0", "twilight": "dense_layers=0"}
+    method = Policy.parse(f"decode={text}({options[text]})" if text in options else f"decode={text}").decode
+    n, rng = 4096, torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(heads, n, 64, generator=rng).bfloat16() for heads in (9, 3, 3))
+    view = KVView.from_tensors(k, v)
+    past = method.watch(Chunk.of(q, view)) if method.watches else None
+    state = method.begin(Chunk.of(q[:, n - max(1, method.tail_rows) :], view, past=past))
+    share = held(state) / (k.nbytes + v.nbytes)
+    assert share <= 1 / 7 or method.extra_memory is not None
+    if method.name == "magicpig":  # tables, and where each code's keys begin
+        assert held(state) <= 3 * method.tables * 4 * (n + 2**method.bits + 1) + (1 << 16)

@@ -167,6 +167,12 @@ class Method(PolicyPart):
         return False
 
     @property
+    def extra_memory(self) -> str | None:
+        """What its states take beside ``kv_memory``, where that is a large share of what keys and values take and so no
+        part of the 300 MiB that all requests of a process share; None where it is less."""
+        return None
+
+    @property
     def stands_in(self) -> bool:
         """Whether something may stand for keys that a step did not read, in its output and in its log-sum-exp."""
         return False

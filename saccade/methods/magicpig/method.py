@@ -46,6 +46,10 @@ class MagicPIG(Method):
     seed: int = 0
 
     @property
+    def extra_memory(self) -> str | None:
+        return f"hash tables take {4 * self.tables} bytes a key, KV head and sparse layer beside kv_memory"
+
+    @property
     def stands_in(self) -> bool:
         return self.dense_every != 1  # else all layers are dense
 
