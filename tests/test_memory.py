@@ -56,6 +56,7 @@ def test_counts_of_a_prefill_keep_no_lists():
     kept = CallCount.of(0, read, Cost(), "reference").used
     assert torch.equal(kept.pairs, read.pairs())
     assert kept.shape == shape
+    assert kept.kind is Tokens
     assert not any(isinstance(part, torch.Tensor) and part.numel() > 4 for part in vars(kept).values())
 
 

@@ -226,5 +226,6 @@ def ran_dense(phase: str, method: str) -> str:
     return f"{phase}: '{method}' ran dense where its settings or a short context leave nothing to skip"
 
 
-def selection_kind(selection: Selection) -> str:
-    return type(selection).__name__.lower()
+def selection_kind(selection: Selection | ReadPairs) -> str:
+    kind = selection.kind if isinstance(selection, ReadPairs) else type(selection)
+    return kind.__name__.lower()

@@ -146,10 +146,12 @@ class StepInput:
 
 @dataclass(frozen=True, eq=False)
 class ReadPairs:
-    """What is left of a selection once it was read: ``pairs`` int64 [heads or units], (query row, key) pairs."""
+    """What is left of a selection once it was read: ``pairs`` int64 [heads, or one for all], (query row, key) pairs;
+    ``kind``, what it was."""
 
     shape: Shape
     pairs: Tensor
+    kind: type[Selection]
 
     def even_pairs(self) -> None:
         """Its heads may differ."""
@@ -171,7 +173,7 @@ class CallCount:
         """Without the lists of a call of many rows: those of all layers would be there at once until the step ends."""
         kept: Selection | ReadPairs = used
         if used.shape.q_len > 1 and used.even_pairs() is None:
-            kept = ReadPairs(used.shape, pairs(used))
+            kept = ReadPairs(used.shape, pairs(used), type(used))
         return cls(layer, kept, cost, backend, coverage)
 
     def of_first(self, rows: int) -> CallCount:

@@ -50,8 +50,8 @@ def log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
-    for one in [one for one in root.handlers if type(one) is logging.StreamHandler]:
-        root.removeHandler(one)
+    for other in [other for other in root.handlers if type(other) is logging.StreamHandler]:
+        root.removeHandler(other)
     root.addHandler(handler)
     speak_through(handler)
     warnings.showwarning = _log_warning
