@@ -1,4 +1,4 @@
-"""What a process takes: weights, keys and values, and 300 MiB for everything else, whatever its requests ask for."""
+"""What a process takes beside weights, keys and values, and what states of methods keep alive."""
 
 from __future__ import annotations
 
