@@ -14,7 +14,7 @@ UNLOCKED := torch $(addprefix nvidia-,cublas cuda-cccl cuda-cupti cuda-nvrtc cud
   cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx) cuda-bindings cuda-pathfinder cuda-toolkit
 
 .PHONY: setup demo real test test-all lint types docs docs-lock build lock storm storm-sessions storm-tiers lossless certify fuzz sanitize \
-  fuzz-server attack-server storm-server test-page conformance compliance test-ray aarch64 wheels clean
+  fuzz-server attack-server storm-server test-page test-transformers memory conformance compliance test-ray aarch64 wheels clean
 
 setup: $(STAMP)
 
@@ -99,6 +99,19 @@ compliance: setup
 test-page: setup $(CLIENT)
 	npm install --silent --no-audit --no-fund --prefix build/page axe-core@4
 	SACCADE=$(BIN)/saccade $(CLIENT) tests/server_page.py build/page/node_modules/axe-core/axe.min.js $(PICTURES)
+
+# The tests that touch transformers with a version of it in a folder of its own, for the lowest and the newest one that
+# pyproject.toml allows: make test-transformers VERSION=5.17.0
+OTHER := build/transformers-$(VERSION)
+test-transformers: setup
+	@test -n "$(VERSION)" || { echo "give VERSION, such as make test-transformers VERSION=5.17.0"; exit 2; }
+	@test -d $(OTHER) || $(BIN)/python -m pip install -q --target $(OTHER) "transformers==$(VERSION)"
+	PYTHONPATH=$(OTHER) $(BIN)/python -c 'import transformers; assert transformers.__version__ == "$(VERSION)", transformers'
+	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -q -m "not thorough" $$(grep -l transformers tests/test_*.py)
+
+# What a process takes beside weights, keys and values: make memory MODEL=folder POLICIES="dense magicpig" TOKENS=2500,300
+memory: setup
+	$(BIN)/python tools/peak_memory.py $(MODEL) --tokens $(or $(TOKENS),2500,300) $(foreach one,$(or $(POLICIES),dense),--policy "$(one)")
 
 test-ray: setup  # replicas on Ray Serve, some of which are killed; a few minutes, and 200 MB for ray
 	$(BIN)/python -c 'import ray' 2>/dev/null || $(BIN)/python -m pip install -q -e '.[ray]'

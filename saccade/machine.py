@@ -229,6 +229,34 @@ def release_rows(tensor: Tensor, rows: Sequence[int]) -> None:
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), 4)  # MADV_DONTNEED
 
 
+def forget_file_pages(tensor: Tensor) -> None:
+    """Give back the memory of a CPU tensor that is a file's, mapped and never written to; it is read again when it is
+    asked for. Other tensors stay as they are."""
+    if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
+        return
+    first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    try:
+        with open("/proc/self/maps") as maps:
+            lines = [line.split() for line in maps]
+    except OSError:
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    for area, *rest in lines:
+        low, high = (int(end, 16) for end in area.split("-"))
+        if low <= first and last <= high and len(rest) > 4 and rest[4].endswith(".safetensors"):
+            start = -(-first // page) * page
+            if last // page * page > start:
+                madvise = ctypes.CDLL(None).madvise
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(last // page * page - start), 4)  # MADV_DONTNEED
+
+
+def trim_memory() -> None:
+    """Give freed memory that the C library keeps back to the system, where it can do that."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def ask_for_huge_pages(tensor: Tensor, least: int = 16) -> None:
     """Let Linux back a CPU tensor of at least ``least`` pages of 2 MiB with such pages. Scattered rows of 4 KiB pages
     cost a page walk each, and even reading in order is slower. Only advice: without it everything works as before."""

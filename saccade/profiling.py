@@ -62,7 +62,7 @@ def profile(config: EngineConfig, model: LoadedModel, layout: KVFormat, max_mode
     """Run ``model`` as ``config`` says over a pool of its own, which is gone afterwards. CapacityError where nothing is
     left for keys and values, SaccadeError where the run fails; both name the way out."""
     began, device = time.perf_counter(), model.device
-    rows = max(1, min(config.chunk, max_model_len - ANSWER - 1))
+    rows = max(1, min(config.dense_chunk, max_model_len - ANSWER - 1))
     decoding = max(1, config.max_requests - 1)
     short = min(SHORT, max(1, max_model_len - ANSWER - 1))
     blocks = layout.blocks(rows + ANSWER) + decoding * layout.blocks(short + ANSWER) + 1

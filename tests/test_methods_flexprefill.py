@@ -267,13 +267,9 @@ def test_bad_options_are_refused(options):
         FlexPrefill(**options)
 
 
-def test_lines_are_tokens_on_a_cpu_unless_blocks_are_asked_for():
+def test_lines_are_tokens_unless_blocks_are_asked_for():
+    assert FlexPrefill() == FlexPrefill(lines="token")
     q, k, v = planted_heads(4, 2, 700, noise=0.6)
-    kinds = {}
-    for lines in ("auto", "token", "block"):
-        chunk = Chunk.of(q, KVView.from_tensors(k, v))
-        kinds[lines] = FlexPrefill(min_budget=128, gamma=0.8, lines=lines).select_prefill(chunk)
-        assert not any("lines=auto" in note for note in chunk.cost.notes)
-    assert torch.equal(kinds["auto"].mask(), kinds["token"].mask())
-    assert isinstance(kinds["block"], Blocks)
-    assert not isinstance(kinds["auto"], Blocks)
+    chunk, options = Chunk.of(q, KVView.from_tensors(k, v)), {"min_budget": 128, "gamma": 0.8}
+    assert isinstance(FlexPrefill(**options, lines="block").select_prefill(chunk), Blocks)
+    assert not isinstance(FlexPrefill(**options).select_prefill(chunk), Blocks)

@@ -188,16 +188,14 @@ def test_a_key_that_is_no_number_is_an_error():
         method.select_prefill(Chunk.of(q[:, -150:], KVView.from_tensors(k, v)))
 
 
-def test_lines_are_tokens_on_a_cpu_unless_blocks_are_asked_for():
+def test_lines_are_tokens_unless_blocks_are_asked_for():
+    assert LoopServe() == LoopServe(lines="token")
     q, k, v = planted_heads(4, 2, 700, noise=0.6)
-    kinds = {}
-    for lines in ("auto", "token", "block"):
-        chunk = Chunk.of(q, KVView.from_tensors(k, v))
-        kinds[lines] = LoopServe(alpha=0.8, lines=lines).select_prefill(chunk)
-        assert not any("lines=auto" in note for note in chunk.cost.notes)
-    assert torch.equal(kinds["auto"].mask(), kinds["token"].mask())
-    assert isinstance(kinds["block"], Blocks)
-    assert isinstance(kinds["auto"], Lines)
+    chunk = Chunk.of(q, KVView.from_tensors(k, v))
+    assert isinstance(LoopServe(alpha=0.8, lines="block").select_prefill(chunk), Blocks)
+    lines, one_by_one = (LoopServe(alpha=0.8, take=take).select_prefill(chunk) for take in ("auto", "line"))
+    assert isinstance(lines, Lines)
+    assert torch.equal(lines.mask(), one_by_one.mask())
 
 
 def test_query_blocks_of_the_grid():

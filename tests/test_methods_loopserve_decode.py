@@ -282,5 +282,5 @@ def test_a_second_turn_looks_at_the_first_answer(llm):
             next(running), next(running)
             running.close()
             assert tokens(session.generate(ids[1], params)) == again
-    first_chunk = 157 + llm.engine.config.prefill_chunk  # keys that its rows see: the answer's last token is its first
+    first_chunk = 157 + llm.engine.config.chunk  # keys that its rows see: the answer's last token is its first
     assert scored[0] - scored[1] == 5 * first_chunk * LAYERS

@@ -13,7 +13,6 @@ from saccade.kv.view import KVView
 from saccade.methods import xattention
 from saccade.methods.base import Chunk
 from saccade.methods.xattention import NOTE, XAttention
-from saccade.ops import triton
 from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Blocks, Dense, Shape
 
@@ -219,32 +218,13 @@ def test_an_offset_that_all_keys_have_does_not_spoil_fp8(n):
     assert (plain - spoilt).abs().max() > 0.3
 
 
-def test_products_are_chosen_and_said(monkeypatch):
+def test_products_are_as_asked_for_and_said():
+    assert XAttention() == XAttention(products="full")
     q, _, view = chunk_of(700, 700, noise=1.0)
     masks = {}
-    for products in ("auto", "full", "fp8"):
-        method = XAttention(threshold=0.8, block_size=64, products=products)
+    for products in ("full", "fp8"):
         chunk = Chunk.of(q, view)
-        masks[products] = method.select_prefill(chunk).block_mask()
+        masks[products] = XAttention(threshold=0.8, block_size=64, products=products).select_prefill(chunk).block_mask()
         assert (NOTE in chunk.cost.notes) == (products == "fp8")
-    assert torch.equal(masks["auto"], masks["full"])
     assert not torch.equal(masks["fp8"], masks["full"])
     assert (masks["fp8"] ^ masks["full"]).float().mean() < 0.05
-    # As on a Hopper GPU: from so many keys and rows on, in 16 bits.
-    monkeypatch.setattr(triton, "on_hopper", lambda device: True)
-    monkeypatch.setattr(triton, "serves_fp8_tiles", lambda *call: None)
-    for keys, rows, dtype, sink, taken in (
-        (700, 700, torch.float16, "counted", True),
-        (701, 700, torch.float16, "counted", False),
-        (700, 701, torch.float16, "counted", False),
-        (700, 700, torch.float32, "counted", False),
-        (700, 700, torch.float16, "published", False),
-    ):
-        monkeypatch.setattr(xattention, "FP8_KEYS", keys)
-        monkeypatch.setattr(xattention, "FP8_ROWS", rows)
-        chunk = Chunk.of(q.to(dtype), KVView.from_tensors(*(view.keys().to(dtype),) * 2))
-        method = XAttention(threshold=0.8, block_size=64, sink=sink)
-        used = method.select_prefill(chunk).block_mask()
-        assert (NOTE in chunk.cost.notes) == taken
-        other = XAttention(threshold=0.8, block_size=64, sink=sink, products="fp8" if taken else "full")
-        assert torch.equal(used, other.select_prefill(chunk).block_mask())

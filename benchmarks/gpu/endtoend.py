@@ -33,6 +33,7 @@ from saccade.engine.worker import Worker
 from saccade.kv import BlockManager, KVFormat, KVStorage
 from saccade.methods.policy import Policy
 from saccade.models import attention
+from saccade.models.baseline import cache_argument
 from saccade.models.calibration import Calibrations
 from saccade.models.families import FAMILIES
 from saccade.models.interface import ModelSpec
@@ -366,7 +367,8 @@ class Bench:
             def step() -> None:
                 nonlocal ids, at
                 position = torch.full((batch, 1), at, device="cuda")
-                out = self.model(ids, past_key_values=cache, position_ids=position, use_cache=True)
+                named = {cache_argument(self.model): cache}
+                out = self.model(ids, **named, position_ids=position, use_cache=True)
                 ids, at = out.logits[:, -1:].argmax(-1), at + 1
                 ids.tolist()
 

@@ -23,7 +23,8 @@ UNITS = "block", "head"  # of what moves between a device and host memory
 PROFILE = "profile"  # the kv_memory that a profiling run finds (profiling.py)
 POOLS = "unified", "per_layer"  # of slots
 SESSIONS = "16GiB"  # of a session_dir that names no size
-CHUNK, CHUNK_ON_GPU = 4096, 8192  # rows of a prefill's step by default: a GPU is not busy with fewer
+CHUNK = 4096  # rows of a prefill's step by default
+CHUNK_ON_GPU = 8192  # of a dense one on a large GPU, which is not busy with fewer
 ROOMY = 32 << 30  # bytes of a GPU that has room for what so many rows of a large model take
 
 
@@ -49,8 +50,8 @@ class EngineConfig:
     ``kv_compute``: where decode rows on the host path attend what lies there: on the ``device``, which fetches it; on
     the ``host``, where it lies, and where requests that decode by ``lfps`` then live (engine/hosted.py); or ``auto``,
     by what either was measured to take (kv/compute.py).
-    ``prefill_chunk``: most prompt tokens of one request in one step; by default 8,192 on a GPU of 32 GiB or more, else
-    4,096, and from then on that number. What a sparse prefill selects hangs on it. ``max_requests``: most requests that
+    ``prefill_chunk``: most prompt tokens of one request in one step; by default 4,096, and 8,192 of a dense prefill on
+    a GPU of 32 GiB or more. What a sparse prefill selects hangs on it. ``max_requests``: most requests that
     run at once. ``max_token_gap``: seconds between two tokens of a request that the prefills of others keep to
     (engine/token_gap.py); None, the default, 0 or ``"none"`` for no bound. ``max_waiting``: most requests that queue
     behind them; whoever adds more waits until there is room. ``block_size``: tokens of a KV block. ``backend``:
@@ -135,8 +136,6 @@ class EngineConfig:
             )
         if isinstance(self.device, str) and self.device == "auto":
             object.__setattr__(self, "device", best_device())
-        if self.prefill_chunk is None:
-            object.__setattr__(self, "prefill_chunk", _chunk(self.device))
         if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise SaccadeError(f"block_size={shown(self.block_size)} is not one of {BLOCK_SIZES}")
         if self.kv_host is not None:
@@ -192,9 +191,14 @@ class EngineConfig:
 
     @property
     def chunk(self) -> int:
-        """``prefill_chunk``, decided."""
-        assert self.prefill_chunk is not None
-        return self.prefill_chunk
+        """Most rows of a prefill in a step, as sparse ones take them. What a method selects hangs on where its chunks
+        end, so this is no matter of the device."""
+        return CHUNK if self.prefill_chunk is None else self.prefill_chunk
+
+    @property
+    def dense_chunk(self) -> int:
+        """Most rows in a step of a prefill that reads everything, whatever its chunks are."""
+        return _dense_chunk(self.device) if self.prefill_chunk is None else self.prefill_chunk
 
     @property
     def token_gap(self) -> float | None:
@@ -212,8 +216,8 @@ class EngineConfig:
         return cls(**settings)
 
 
-def _chunk(device: object) -> int:
-    """``prefill_chunk`` where none is given. ``device`` may still be wrong."""
+def _dense_chunk(device: object) -> int:
+    """``dense_chunk`` where no ``prefill_chunk`` is given. ``device`` may still be wrong."""
     if not isinstance(device, str) or not device.startswith("cuda"):
         return CHUNK
     size = gpu_bytes(device)

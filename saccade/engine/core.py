@@ -85,7 +85,8 @@ class Engine:
         self.scheduler = Scheduler(
             pool,
             chunk=config.chunk,
-            max_batch_rows=config.chunk + config.max_requests,
+            dense_chunk=config.dense_chunk,
+            max_batch_rows=config.dense_chunk + config.max_requests,
             max_requests=config.max_requests,
             prefixes=self.prefixes,
             control=BatchControl(pool, gap),

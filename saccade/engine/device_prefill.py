@@ -119,4 +119,4 @@ def settle(
             return
         for note in chunk.cost.notes:
             result.note(note)
-        result.calls.append(CallCount(layer, used, chunk.cost, "triton"))
+        result.calls.append(CallCount.of(layer, used, chunk.cost, "triton"))

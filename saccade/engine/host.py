@@ -21,6 +21,8 @@ from saccade.engine.step import RequestResult, SkipCount, StepInput, results_of
 from saccade.models.interface import AheadRows, FrozenRows, InputRows, LayerAttention, WholeRows
 from saccade.ops import cpu_rows
 
+LISTED = 1 << 24  # keys in the lists of rows that choose each for itself, at once: of 4 bytes
+
 
 class HostBackend:
     """Plans steps for the host path (see engine.attention.AttentionBackend)."""
@@ -261,8 +263,14 @@ class HostAttention:
 
     def _one(self, rows: RequestRows, layer: int, q: Tensor, stop: int, spec: LayerAttention) -> Tensor:
         """Attention of ``q`` [heads, rows, head_dim], the rows before position ``stop``, whose keys are stored."""
-        chosen = choose(self.setting, rows, layer, q, stop, spec)
-        return finish(self.setting, chosen, spec, read(self.setting, chosen))
+        count = q.shape[1]
+        most = max(1, LISTED // (q.shape[0] * stop)) if rows.method.row_by_row else count
+        parts = []
+        for first in range(0, count, most):
+            last = min(first + most, count)
+            chosen = choose(self.setting, rows, layer, q[:, first:last], stop - count + last, spec)
+            parts.append(finish(self.setting, chosen, spec, read(self.setting, chosen)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _earliest(frozen: FrozenRows, layers: int) -> int:

@@ -201,7 +201,7 @@ def finish(setting: Setting, chosen: Chosen, spec: LayerAttention, ran: Result) 
         rows.memory.history.mark_layer(scheduled.stop, chunk.layer, rows.memory.states[chunk.layer])
     for note in chunk.cost.notes:
         result.note(note)
-    result.calls.append(CallCount(chunk.layer, ran.used, chunk.cost, ran.backend, ran.coverage))
+    result.calls.append(CallCount.of(chunk.layer, ran.used, chunk.cost, ran.backend, ran.coverage))
     if chunk.q.is_cuda and ran.backend == "reference":
         result.note(f"{scheduled.phase}: no GPU kernel serves {selection_kind(chosen.selection)} here; torch did")
     return out

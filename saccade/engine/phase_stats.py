@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.device_counts import DeviceCounts, LayerCounts
-from saccade.engine.step import CallCount, RequestResult
+from saccade.engine.step import CallCount, ReadPairs, RequestResult
 from saccade.ops.pairs import pairs as pairs_of
 from saccade.selection import Selection
 
@@ -86,8 +86,8 @@ class LayerStats:
         self.estimates += counts.estimates
         self.least_covered = min(self.least_covered, counts.least)
 
-    def _attend(self, used: Selection) -> None:
-        pairs = pairs_of(used)
+    def _attend(self, used: Selection | ReadPairs) -> None:
+        pairs = used.pairs if isinstance(used, ReadPairs) else pairs_of(used)
         if pairs.numel() == 1:
             pairs = pairs.expand(used.shape.heads)
         if self.attended is not None and self.attended.is_cuda:
@@ -226,5 +226,6 @@ def ran_dense(phase: str, method: str) -> str:
     return f"{phase}: '{method}' ran dense where its settings or a short context leave nothing to skip"
 
 
-def selection_kind(selection: Selection) -> str:
-    return type(selection).__name__.lower()
+def selection_kind(selection: Selection | ReadPairs) -> str:
+    kind = selection.kind if isinstance(selection, ReadPairs) else type(selection)
+    return kind.__name__.lower()

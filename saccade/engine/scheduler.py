@@ -40,12 +40,14 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         control: BatchControl | None = None,
         drop: Callable[[int], None] = lambda request: None,
+        dense_chunk: int | None = None,
     ) -> None:
         self.pool = pool
         self.control = BatchControl(pool) if control is None else control
         self.prefixes = prefixes
         self.chunk = chunk
-        self.max_batch_rows = max(max_batch_rows, chunk)
+        self.dense_chunk = chunk if dense_chunk is None else dense_chunk
+        self.max_batch_rows = max(max_batch_rows, self.chunk, self.dense_chunk)
         self.max_requests = max_requests
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
@@ -53,6 +55,11 @@ class Scheduler:
         self.suspended: dict[int, Suspended] = {}  # chunks that run apart from steps, by request
         self._drop = drop
         self._left: set[int] = set()  # ids of those that had to go on waiting
+
+    def _chunk(self, request: Request) -> int:
+        """Most rows of the request's prefill in a step: chunks that decide what is read are alike on every device."""
+        span = request.sequence.upcoming
+        return self.chunk if span is None or span.policy.selects_by_chunk else self.dense_chunk
 
     def add(self, request: Request) -> None:
         self.idle.pop(id(request.sequence), None)
@@ -104,7 +111,7 @@ class Scheduler:
                 continue
             if request.id in self.suspended or not self.control.lets(request):
                 continue
-            turn = self.control.turn(request, self.chunk)
+            turn = self.control.turn(request, self._chunk(request))
             if not turn.rows:
                 continue
             work = next_rows(request, turn.rows)
@@ -125,8 +132,8 @@ class Scheduler:
             if self.prefixes is not None and not self.prefixes.lend(request, self.running):
                 put_off += 1
                 continue
-            turn = self.control.turn(request, self.chunk, joins=True)
-            work = next_rows(request, turn.rows or self.chunk)
+            turn = self.control.turn(request, self._chunk(request), joins=True)
+            work = next_rows(request, turn.rows or self._chunk(request))
             if turn.rows and not turn.apart and batch and rows + work.length > self.max_batch_rows:
                 break
             if not self.control.admits(self.running, request) or not self._admit(request):

@@ -201,11 +201,19 @@ class Sequence:
 
         Chunk borders depend on the span alone, never on what else is in the batch.
         """
+        span = self.upcoming
+        if span is None:
+            return None
+        if span.phase == "decode":
+            return self.computed, self.computed + 1, span
+        return self.computed, min(self.computed + chunk, span.stop), span
+
+    @property
+    def upcoming(self) -> Span | None:
+        """The span whose rows are computed next; None when all are stored."""
         for span in self.spans:
             if self.computed < span.stop:
-                if span.phase == "decode":
-                    return self.computed, self.computed + 1, span
-                return self.computed, min(self.computed + chunk, span.stop), span
+                return span
         return None
 
 

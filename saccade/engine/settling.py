@@ -9,7 +9,9 @@ from saccade.engine.prefixes import PrefixCache
 from saccade.engine.request import Request
 from saccade.engine.scheduler import Scheduler
 from saccade.engine.step import RequestResult, ScheduledRequest
+from saccade.machine import trim_memory
 
+TRIM_TOKENS = 2048  # of ended requests, after which freed memory goes back to the system
 MOST_LOSSES = 4  # of a request's keys, after which it ends with the error
 
 
@@ -21,6 +23,7 @@ class Settling:
         self, answers: Answers, scheduler: Scheduler, memories: dict[int, SequenceMemory], prefixes: PrefixCache | None
     ) -> None:
         self.answers, self.scheduler, self.memories, self.prefixes = answers, scheduler, memories, prefixes
+        self._ended = 0  # tokens of requests that ended since memory was trimmed
 
     def failed(self, request: Request, error: Exception) -> StepOutput:
         """End a request with an error that is none of its attention's or its sampling's."""
@@ -109,6 +112,7 @@ class Settling:
                 self.prefixes.leave(sequence, keep=reason != "error")
             sequence.memory.drop()
             self.memories.pop(sequence.id, None)
+            self._trim(len(sequence.tokens))
             return
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
@@ -117,6 +121,14 @@ class Settling:
             sequence.memory.kv.truncate(sequence.memory.kv.length)  # without blocks for drafts
             sequence.note = None
         self.scheduler.park(sequence)
+
+    def _trim(self, tokens: int) -> None:
+        """A sequence of so many tokens is gone, and what its method knew: the C library would keep that memory, in
+        pieces that fit nobody's next request."""
+        self._ended += tokens
+        if self._ended >= TRIM_TOKENS:
+            self._ended = 0
+            trim_memory()
 
     def _fork(self, request: Request, result: RequestResult) -> list[StepOutput]:
         """Let the samples that wait for the prompt of ``request`` go on from it: they share its blocks, and choose

@@ -43,4 +43,6 @@ def follow_prefill(rows: ScheduledRequest, memory: SequenceMemory, chunk: Chunk,
         shape = Shape.suffix(tail.shape[0], chunk.kv.kv_heads, tail.shape[1], chunk.kv.length, tail.device)
         segment = replace(chunk, q=tail, shape=shape, past=memory.watched[layer])
         memory.states[layer] = None if slides else method.begin(segment)
+        if layer == 0 and method.extra_memory is not None:
+            chunk.cost.notes.append(f"decode: {method.extra_memory}")
         memory.watched[layer] = None

@@ -18,7 +18,8 @@ from saccade.engine.row_sampling import RowSampling
 from saccade.kv.tier import TierCounts
 from saccade.methods.base import Cost
 from saccade.methods.policy import Policy
-from saccade.selection import Band, Dense, Selection
+from saccade.ops.pairs import pairs
+from saccade.selection import Band, Dense, Selection, Shape
 
 LogprobEntries = dict[int, tuple[float, int]]  # token -> (log-probability, rank)
 
@@ -144,15 +145,36 @@ class StepInput:
 
 
 @dataclass(frozen=True, eq=False)
+class ReadPairs:
+    """What is left of a selection once it was read: ``pairs`` int64 [heads, or one for all], (query row, key) pairs;
+    ``kind``, what it was."""
+
+    shape: Shape
+    pairs: Tensor
+    kind: type[Selection]
+
+    def even_pairs(self) -> None:
+        """Its heads may differ."""
+
+
+@dataclass(frozen=True, eq=False)
 class CallCount:
     """What one attention call of one request did at ``layer``: ``used`` was read. ``coverage`` fp32 [units]: what a
     stopping rule believed it had covered."""
 
     layer: int
-    used: Selection
+    used: Selection | ReadPairs
     cost: Cost
     backend: str
     coverage: Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: int, used: Selection, cost: Cost, backend: str, coverage: Tensor | None = None) -> CallCount:
+        """Without the lists of a call of many rows: those of all layers would be there at once until the step ends."""
+        kept: Selection | ReadPairs = used
+        if used.shape.q_len > 1 and used.even_pairs() is None:
+            kept = ReadPairs(used.shape, pairs(used), type(used))
+        return cls(layer, kept, cost, backend, coverage)
 
     def of_first(self, rows: int) -> CallCount:
         """The call as if it had been of the first ``rows`` rows alone, where they read everything or a band; else as it

@@ -151,8 +151,7 @@ class TokenGap:
 
     def may_cut(self, policy: Policy) -> bool:
         """Whether the chunks of a prefill may end anywhere."""
-        plain = policy.prefill.is_dense and policy.freeze is None and policy.window is None
-        return plain and not self.exact and not policy.decode.watches
+        return not self.exact and not policy.selects_by_chunk
 
     def costs(self, policy: Policy, start: int, stop: int) -> float:
         """Seconds that the rows ``start .. stop - 1`` of a prefill are taken to take."""

@@ -77,7 +77,7 @@ class Auto(Method):
 
     @property
     def stands_in(self) -> bool:
-        return True
+        return any(one.stands_in for name, one in CANDIDATES.items() if self.method in (None, name))
 
     def __post_init__(self) -> None:
         require_number("gain", self.gain, 1.0, 1000.0)

@@ -167,6 +167,12 @@ class Method(PolicyPart):
         return False
 
     @property
+    def extra_memory(self) -> str | None:
+        """What its states take beside ``kv_memory``, where that is a large share of what keys and values take and so no
+        part of the 300 MiB that all requests of a process share; None where it is less."""
+        return None
+
+    @property
     def stands_in(self) -> bool:
         """Whether something may stand for keys that a step did not read, in its output and in its log-sum-exp."""
         return False
@@ -189,6 +195,12 @@ class Method(PolicyPart):
         """Whether it is known before they are there that the rows ``start .. stop - 1`` of a prefill read everything up
         to their own: then :meth:`select_prefill` says so too, and counts nothing."""
         return self.is_dense
+
+    @property
+    def row_by_row(self) -> bool:
+        """Whether a prefill's rows choose each for itself, a list a row: then they may be given a few at a time, so
+        that the lists stay small."""
+        return False
 
     def select_prefill(self, chunk: Chunk) -> Selection:
         """Which keys the rows of an appended chunk read (q_len <= k_len)."""

@@ -61,6 +61,10 @@ class InfiniGen(Method):
         return CALIBRATION if self.skew == "offline" else None
 
     @property
+    def extra_memory(self) -> str | None:
+        return f"partial keys take 4 bytes for {self.channels:.3g} of each key's channels beside kv_memory"
+
+    @property
     def looks_ahead(self) -> bool:
         return self.query == "previous"
 

@@ -73,6 +73,11 @@ class Policy:
         return _from_text(_readable(policy))
 
     @property
+    def selects_by_chunk(self) -> bool:
+        """Whether what a prefill reads, computes or remembers may hang on where its chunks end."""
+        return not self.prefill.is_dense or self.freeze is not None or self.decode.watches
+
+    @property
     def text(self) -> str:
         """Canonical text; ``Policy.parse(p.text) == p``."""
         methods, joined = self._methods_text()

@@ -32,6 +32,10 @@ class RandomChoice(Method):
         TopK(k=self.k)  # refuses a budget out of range
         require_whole("seed", self.seed, 0)
 
+    @property
+    def row_by_row(self) -> bool:
+        return True
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         shape, budget = chunk.shape, TopK(k=self.k).budget
         if budget(shape.k_len) >= shape.k_len:
@@ -41,7 +45,7 @@ class RandomChoice(Method):
             rng = np.random.default_rng([self.seed, chunk.layer, row])
             for chosen in lists:
                 others = rng.choice(row, budget(row + 1) - 1, replace=False) if row else np.empty(0, dtype=np.int64)
-                chosen.append(torch.from_numpy(np.append(others, row)))
+                chosen.append(torch.from_numpy(np.append(others, row).astype(np.int32)))
         tokens = Tokens.from_lists(shape, [row for kv_head in lists for row in kv_head])
         return tokens.to(shape.device)
 

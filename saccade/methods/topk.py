@@ -110,6 +110,10 @@ class TopK(Method):
         if self.prefill:
             object.__setattr__(self, "phases", ("prefill", "decode"))
 
+    @property
+    def row_by_row(self) -> bool:
+        return self.prefill
+
     def budget(self, visible: int) -> int:
         """Keys one row with ``visible`` keys attends to."""
         return max(budget_keys(self.k, visible), min(visible, self.sinks + self.local))
@@ -160,6 +164,6 @@ class TopK(Method):
                 scores[:, max(0, visible - self.local) :] = torch.inf
                 order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
                 for unit, chosen in enumerate(order[:, : self.budget(visible)]):
-                    units[unit].append(chosen)
+                    units[unit].append(chosen.to(torch.int32))  # a copy: a part would keep the whole order
             lists.extend(units)
         return Tokens.from_lists(shape, [row for unit in lists for row in unit])

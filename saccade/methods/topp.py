@@ -48,6 +48,10 @@ class TopP(Method):
         if self.prefill:
             object.__setattr__(self, "phases", ("prefill", "decode"))
 
+    @property
+    def row_by_row(self) -> bool:
+        return self.prefill
+
     def select_prefill(self, chunk: Chunk) -> Selection:
         return self._select(chunk) if self.prefill else Dense(chunk.shape)
 
@@ -65,7 +69,7 @@ class TopP(Method):
             for start in range(0, shape.q_len, TILE_ROWS):
                 stop = min(start + TILE_ROWS, shape.q_len)
                 for unit, mask in zip(units, self._tile(chunk, kv_head, start, stop)):
-                    unit += [row.nonzero()[:, 0] for row in mask]
+                    unit += [row.nonzero()[:, 0].to(torch.int32) for row in mask]
             lists += units
         return Tokens.from_lists(shape, [row for unit in lists for row in unit])
 

@@ -54,6 +54,10 @@ class Twilight(Method):
         require_whole("dense_layers", self.dense_layers, 0)
         require_choice("unit", self.unit, ("q_head", "kv_head"))
 
+    @property
+    def extra_memory(self) -> str | None:
+        return f"labels take {self.bits} bits for each channel of each key, and 8 bytes a key, beside kv_memory"
+
     def begin(self, segment: Chunk) -> Labels | None:
         if segment.layer < self.dense_layers:
             return None

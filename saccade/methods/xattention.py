@@ -14,8 +14,7 @@ code takes in one go, its sum lets go of that block and of the block before last
 ``sink="published"``.
 
 ``products="fp8"`` multiplies rows in e4m3 with float32 sums (``ops.fp8_tiles``), in half the time where a GPU has such
-products; elsewhere their rounding is emulated. Only the choice hangs on it. ``products="auto"`` does so on a Hopper GPU
-for long contexts in 16 bits, but not with ``sink="published"``.
+products; elsewhere their rounding is emulated. Only the choice hangs on it.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ from saccade.ops.scores import antidiagonal_shares
 from saccade.selection import Blocks, Dense, Selection
 
 PUBLISHED_ROWS = 16384  # rows that the published code scores at once
-FP8_KEYS = 32768  # from which on products=auto takes FP8: below, choosing takes less than its launches
-FP8_ROWS = 2048  # of a chunk, likewise: all keys are rounded anew for each chunk
-NOTE = "prefill: 'xattention' chose by FP8 products (products=fp8, or auto on a GPU; products=full takes whole ones)"
+NOTE = "prefill: 'xattention' chose by FP8 products (products=fp8; products=full takes whole ones)"
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class XAttention(BlockMethod):
     """Per query head and query block of ``block_size``: the first and the diagonal key block, then others in descending
     share until all together reach ``threshold``. ``stride`` divides ``block_size``. ``threshold=1`` is dense.
     ``sink="published"`` counts as the published code does: for the rows below 16384 the first block's share counts only
-    in its turn, and a block is read if those before the one ahead of it fall short. ``products``: of sums in ``fp8``,
-    in ``full``, or ``auto``."""
+    in its turn, and a block is read if those before the one ahead of it fall short. ``products``: of sums in ``full``,
+    or in ``fp8``."""
 
     name: ClassVar[str] = "xattention"
     paper: ClassVar[str] = "XAttention, arXiv:2503.16428"
@@ -55,13 +52,13 @@ class XAttention(BlockMethod):
     stride: int = 8
     block_size: int = 128
     sink: str = "counted"
-    products: str = "auto"
+    products: str = "full"
 
     def __post_init__(self) -> None:
         require_number("threshold", self.threshold, 0.0, 1.0)
         require_choice("block_size", self.block_size, (32, 64, 128))
         require_choice("sink", self.sink, ("counted", "published"))
-        require_choice("products", self.products, ("auto", "full", "fp8"))
+        require_choice("products", self.products, ("full", "fp8"))
         require_whole("stride", self.stride, 1)
         self.check_tail()
         require(
@@ -78,7 +75,7 @@ class XAttention(BlockMethod):
             return Dense(shape)
         chunk.cost.estimated += shape.q_len * -(-shape.k_len // self.stride)
         lagging = PUBLISHED_ROWS // size if self.sink == "published" else 0
-        fp8 = self._by_fp8(chunk)
+        fp8 = self.products == "fp8"
         if fp8 and NOTE not in chunk.cost.notes:
             chunk.cost.notes.append(NOTE)
         serves = triton.serves_fp8_tiles if fp8 else triton.serves_tiles
@@ -90,15 +87,6 @@ class XAttention(BlockMethod):
         shares = antidiagonal_shares(chunk.q, chunk.kv, shape, self.stride, size, chunk.scale, chunk.softcap, fp8)
         taken = _reach(shares, first, self.threshold, lagging)
         return self.with_tail(chunk, Blocks.from_block_mask(shape, size, taken), size)
-
-    def _by_fp8(self, chunk: Chunk) -> bool:
-        """Whether FP8 products decide for the chunk."""
-        shape = chunk.shape
-        if self.products != "auto" or self.sink == "published":  # which is to choose as the published code does
-            return self.products == "fp8"
-        long = shape.k_len >= FP8_KEYS and shape.q_len >= FP8_ROWS
-        fast = long and chunk.q.element_size() == 2 and triton.on_hopper(chunk.q.device)
-        return fast and triton.serves_fp8_tiles(chunk.q, chunk.kv, shape.k_len, self.block_size) is None
 
 
 def _reach(shares: Tensor, first: int, threshold: float, lagging: int = 0) -> Tensor:

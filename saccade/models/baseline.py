@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def save_random_llama(path: str | Path, dtype: torch.dtype = torch.bfloat16, see
     return folder
 
 
+def cache_argument(model: Any) -> str:
+    """What this version of transformers calls the cache that ``model`` is given."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class TransformersModel:
     """A checkpoint as transformers runs it by default, on ``device``."""
 
@@ -101,7 +107,7 @@ class TransformersModel:
         out = self.model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
+            **{cache_argument(self.model): cache},
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,

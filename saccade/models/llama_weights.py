@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade.machine import ask_for_huge_pages
+from saccade.machine import ask_for_huge_pages, forget_file_pages, trim_memory
 from saccade.models.families import Family, LlamaShape
 from saccade.ops.layer_weights import HeadNorms, LayerWeights, Matrix, Norm
 
 ARENA_BYTES = 1 << 26
 LINE = 64  # values: weights begin at a cache line
+SMALL = 1 << 20  # bytes: of norms and biases
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,10 @@ def read_weights(model: Any, family: Family, head_dim: int, join: bool | None = 
     if shape is None or model.config.hidden_act != "silu":
         return None
     decoder, output = model.get_decoder(), model.get_output_embeddings()
-    gather_weights([module for module in model.modules() if isinstance(module, nn.Linear)])
+    if gather_weights([module for module in model.modules() if isinstance(module, nn.Linear)]):
+        for weight in model.parameters():
+            if weight.device.type == "cpu" and _bytes(weight) < SMALL:
+                weight.data = weight.data.clone()  # the last ones by which the file would stay mapped beside its copy
     joined = None
     try:
         layers = [_layer(layer, shape, head_dim) for layer in decoder.layers]
@@ -56,15 +60,16 @@ def read_weights(model: Any, family: Family, head_dim: int, join: bool | None = 
 
 
 @torch.inference_mode(False)
-def gather_weights(modules: Sequence[nn.Linear]) -> None:
+def gather_weights(modules: Sequence[nn.Linear]) -> bool:
     """Move the weights of large models on a CPU, of one dtype, into memory with pages of 2 MiB, in the order of the
     modules: a step reads each of them once, and its reading is faster by a quarter. They stay the parameters they are;
-    at most ``ARENA_BYTES`` more are needed while they move."""
+    at most ``ARENA_BYTES`` more are needed while they move, since pages of the file that are copied are let go. Whether
+    they were moved."""
     weights = list({id(module.weight): module.weight for module in modules}.values())
     if sum(_bytes(weight) for weight in weights) < ARENA_BYTES or len({weight.dtype for weight in weights}) > 1:
-        return
+        return False
     if any(weight.device.type != "cpu" for weight in weights):
-        return
+        return False
     while weights:
         some = [weights.pop(0)]
         while weights and sum(map(_bytes, some)) < ARENA_BYTES:
@@ -73,7 +78,11 @@ def gather_weights(modules: Sequence[nn.Linear]) -> None:
         arena = torch.empty(starts[-1], dtype=some[0].dtype)
         ask_for_huge_pages(arena)
         for start, weight in zip(starts, some):
-            weight.data = arena[start : start + weight.numel()].view(weight.shape).copy_(weight.data)
+            moved = arena[start : start + weight.numel()].view(weight.shape).copy_(weight.data)
+            forget_file_pages(weight.data)
+            weight.data = moved
+        trim_memory()
+    return True
 
 
 def _bytes(weight: Tensor) -> int:

@@ -24,8 +24,6 @@ class ModuleLayers:
             hidden[None],
             attention_mask=None,
             position_ids=positions[None],
-            past_key_values=None,
-            use_cache=False,
             position_embeddings=(cos[None], sin[None]),
             saccade=ctx,
         )[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +21,11 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def speak_through(handler: logging.Handler) -> None:
+    """Have transformers, and the library that it loads files with, log through ``handler`` alone."""
+    hf_logging.get_verbosity()  # which sets up the handler that it would add with its first message
+    for name in ("transformers", "huggingface_hub"):
+        one = logging.getLogger(name)
+        one.handlers, one.propagate = [handler], False

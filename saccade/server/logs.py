@@ -6,9 +6,11 @@ import json
 import logging
 import sys
 import time
+import warnings
 from typing import Any
 
 from saccade.engine.messages import RequestOutcome
+from saccade.models.quiet import speak_through
 
 logger = logging.getLogger("saccade.server")
 
@@ -44,11 +46,22 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: str) -> None:
-    """Have this process write its logs as JSON lines."""
+    """Have this process write its logs as JSON lines, and what other libraries log or warn of."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    for other in [other for other in root.handlers if type(other) is logging.StreamHandler]:
+        root.removeHandler(other)
+    root.addHandler(handler)
+    speak_through(handler)
+    warnings.showwarning = _log_warning
     for name in ("saccade", "uvicorn"):
         one = logging.getLogger(name)
         one.handlers, one.propagate = [handler], False
         one.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("saccade").level))
+
+
+def _log_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """In place of ``warnings.showwarning``, which writes lines that are no JSON."""
+    logger.warning("%s: %s", category.__name__, message)

@@ -9,8 +9,8 @@ from helpers import planted_heads
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk
-from saccade.methods.xattention import FP8_KEYS, NOTE, XAttention, _reach
-from saccade.ops import fp8_tiles, triton
+from saccade.methods.xattention import NOTE, XAttention, _reach
+from saccade.ops import fp8_tiles
 from saccade.ops.fp8 import why_no_products
 from saccade.ops.scores import antidiagonal_shares
 from saccade.ops.triton import antidiagonals
@@ -118,17 +118,16 @@ def test_tiles_in_fp8_are_rows_rounded(stride, head_dim):
 
 
 @in_fp8
-def test_auto_takes_fp8_on_hopper_for_long_contexts():
-    q, k, v = draw(FP8_KEYS, 64, torch.bfloat16, 3)
+def test_products_are_full_on_hopper_too_unless_fp8_is_asked_for():
+    q, k, v = draw(32768, 64, torch.bfloat16, 3)
     view = KVView.from_tensors(k, v, block_size=32, shuffle_seed=1)
     chosen = {}
-    for products in ("auto", "fp8", "full"):
-        chunk = Chunk.of(q, view)
-        chosen[products] = XAttention(threshold=0.8, products=products).select_prefill(chunk)
+    for named in ({}, {"products": "full"}, {"products": "fp8"}):
+        chunk, products = Chunk.of(q, view), named.get("products")
+        chosen[products] = XAttention(threshold=0.8, **named).select_prefill(chunk)
         chosen[products].check()
-        assert (NOTE in chunk.cost.notes) == (products == "fp8" or (products == "auto" and triton.on_hopper(q.device)))
-    alike = "fp8" if triton.on_hopper(q.device) else "full"
-    assert torch.equal(chosen["auto"].offsets, chosen[alike].offsets)
+        assert (NOTE in chunk.cost.notes) == (products == "fp8")
+    assert torch.equal(chosen[None].offsets, chosen["full"].offsets)
     assert abs(chosen["fp8"].density() - chosen["full"].density()) < 0.01
     short = Chunk.of(q[:, :4096], view.upto(4096))
     XAttention(threshold=0.8).select_prefill(short)

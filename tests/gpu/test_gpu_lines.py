@@ -12,7 +12,7 @@ from saccade.methods.base import Chunk
 from saccade.methods.flexprefill import FlexPrefill
 from saccade.ops.scores import line_sums, row_weights, slash_sums
 from saccade.ops.triton import line_blocks
-from saccade.selection import Band, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed
+from saccade.selection import Band, Blocks, Cone, Dense, Lines, Mixed, Shape, Tri, Windowed
 
 
 def lines_of(shape: Shape, units: int, columns: int) -> Lines:
@@ -99,13 +99,13 @@ def test_bands_tri_shapes_and_everything_inside_a_window():
             agrees(q, k, v, view, Windowed(inner, cone))
 
 
-def test_lines_are_blocks_on_a_gpu_unless_tokens_are_asked_for():
+def test_lines_are_tokens_on_a_gpu_too_unless_blocks_are_asked_for():
     q, k, v = planted_heads(8, 2, 2048, 64, 0, noise=0.6)
     options = {"min_budget": 256, "gamma": 0.8, "block_size": 64}
     found = {}
-    for lines in ("auto", "block", "token"):
+    for named in ({}, {"lines": "token"}, {"lines": "block"}):
         chunk = Chunk.of(q.cuda(), KVView.from_tensors(k.cuda(), v.cuda()))
-        found[lines] = FlexPrefill(**options, lines=lines).select_prefill(chunk)
-        assert any("lines=auto" in note for note in chunk.cost.notes) == (lines == "auto")
-    assert torch.equal(found["auto"].block_mask(), found["block"].block_mask())
-    assert isinstance(found["token"], Mixed)
+        found[named.get("lines")] = FlexPrefill(**options, **named).select_prefill(chunk)
+    assert torch.equal(found[None].mask(), found["token"].mask())
+    assert isinstance(found[None], Mixed)
+    assert isinstance(found["block"], Blocks)

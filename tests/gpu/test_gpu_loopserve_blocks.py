@@ -67,16 +67,12 @@ def test_the_choice_is_the_host_s(q_len, n, alpha, size):
     assert differs.sum() <= 0.02 * want.sum()
 
 
-def test_lines_are_blocks_on_a_gpu_unless_tokens_are_asked_for():
+def test_lines_are_tokens_on_a_gpu_too_unless_blocks_are_asked_for():
     chunk, _ = chunks(2048, 2048, 64, torch.bfloat16)
-    found = {}
-    for lines in ("auto", "block", "token"):
-        own = Chunk.of(chunk.q, chunk.kv)
-        found[lines] = LoopServe(alpha=0.9, lines=lines).select_prefill(own)
-        assert any("lines=auto" in note for note in own.cost.notes) == (lines == "auto")
-    assert torch.equal(found["auto"].block_mask(), found["block"].block_mask())
-    assert isinstance(found["token"], Lines)
-    assert isinstance(LoopServe(alpha=0.9, take="line").select_prefill(chunk), Lines)
+    lines, one_by_one = (LoopServe(alpha=0.9, take=take).select_prefill(chunk) for take in ("auto", "line"))
+    assert isinstance(lines, Lines)
+    assert torch.equal(lines.mask(), one_by_one.mask())
+    assert isinstance(LoopServe(alpha=0.9, lines="block").select_prefill(chunk), Blocks)
 
 
 def test_a_head_with_a_key_that_is_no_number_reads_everything():

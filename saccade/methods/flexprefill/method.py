@@ -5,9 +5,9 @@ gamma on the very rows it looked at, and so may Alg. 4 as printed (docs/algorith
 * a vertical-slash head reads the columns and the distances of cumulative mass >= gamma, token by token (Alg. 3).
   ``lines="block"`` counts key blocks and groups of ``block_size`` distances instead, for a kernel that reads blocks: to
   hold gamma a few heavy blocks suffice where it takes many single tokens, so rows that nobody looked at lose more
-  (docs/results/claims-prefill.md). ``lines="auto"`` takes blocks on a GPU, where single lines cost more than they spare
-  (docs/performance-gpu.md), and tokens elsewhere. A group of distances straddles two block diagonals, and both are
-  taken, so the blocks cover the lines;
+  (docs/results/claims-prefill.md). On a GPU single lines cost more than they spare (docs/performance-gpu.md), but the
+  default is the paper's on every device. A group of distances straddles two block diagonals, and both are taken, so the
+  blocks cover the lines;
 * a query-aware head reads the block pairs of cumulative pooled mass >= gamma (Alg. 4), which promises nothing to a
   single row; in the query blocks of the rows looked at their true block weights count instead of the pooled ones;
 * the budget holds for the union of both directions, in tokens of every row or query block;
@@ -37,8 +37,6 @@ from saccade.ops import cpu, triton
 from saccade.ops.scores import among_least, block_sums, line_sums, mean_keys, mean_queries, needed_shares, root_jsd
 from saccade.selection import Blocks, Dense, Lines, Mixed, Selection, Shape
 
-NOTE = "prefill: 'flexprefill' read lines as blocks, as it does on a GPU (lines=auto; lines=token reads single ones)"
-
 
 @dataclass(frozen=True)
 class FlexPrefill(BlockMethod):
@@ -61,7 +59,7 @@ class FlexPrefill(BlockMethod):
     min_budget: int = 1024
     max_budget: int | None = None
     mode: str = "fixed"
-    lines: str = "auto"
+    lines: str = "token"
     flatten: bool = True
     pattern_rows: str = "last"
     index_rows: str = "last"
@@ -77,7 +75,7 @@ class FlexPrefill(BlockMethod):
                 raise PolicyError(f"max_budget={self.max_budget} is below min_budget={self.min_budget}")
         require_choice("mode", self.mode, ("fixed", "paper", "reference"))
         require_choice("flatten", self.flatten, (True, False))
-        require_choice("lines", self.lines, ("auto", "token", "block"))
+        require_choice("lines", self.lines, ("token", "block"))
         if self.mode != "fixed" and self.lines == "block":
             raise PolicyError(f"lines={self.lines} does not go with mode={self.mode}, which says what a line is")
         if self.mode == "reference" and not self.flatten:
@@ -114,9 +112,7 @@ class FlexPrefill(BlockMethod):
             return reference_blocks(chunk, self.gamma, self.tau, size, self.min_budget, self.max_budget)
         if self.gamma >= 1.0:
             return Dense(shape)
-        by_block = self.lines == "block" or (self.lines == "auto" and self.mode == "fixed" and chunk.q.is_cuda)
-        if by_block and self.lines == "auto" and NOTE not in chunk.cost.notes:
-            chunk.cost.notes.append(NOTE)
+        by_block = self.lines == "block"
         elsewhere = "middle" in (self.pattern_rows, self.index_rows)
         if chunk.q.is_cuda and not elsewhere and triton.serves_scores(chunk.q, chunk.kv) is None:
             return (select_blocks if by_block else select_lines)(self, chunk)

@@ -121,7 +121,8 @@ class LFPS(Method):
 
     @property
     def stands_in(self) -> bool:
-        return self.rest != "none" or self.epsilon < 1
+        bypassed = self.epsilon < 1 and self.sinks > 0 and self.bypass != "sink"
+        return self.rest is not None or bypassed
 
     def __post_init__(self) -> None:
         whole = whole_number(self.k, 1)

@@ -14,12 +14,11 @@ where the paper is silent or cannot be run as printed:
 * the chunk's ``last_rows`` are looked at too. alpha is a mean over rows: of 4096 it may lose 20 whole ones, and chance
   leaves out most of a question's few, the very rows that look for the answer (docs/results/claims-prefill.md).
   ``samples=256, last_rows=0`` samples as the paper says;
-* a GPU takes lines in rounds (rounds.py): one after another is a chain as long as the list. ``take="line"`` has them
-  one by one there too, ``take="round"`` in rounds everywhere;
+* ``take="round"`` takes lines in rounds (rounds.py): one after another is a chain as long as the list, which a GPU
+  waits for. By default single lines are taken one by one, as in the paper, and blocks in rounds, on every device;
 * ``lines="block"`` covers the sampled rows by columns and distances of blocks of ``block_size`` keys (blocks.py), for a
-  kernel that reads blocks: single lines cost it several dense pairs each (docs/performance-gpu.md). ``lines="auto"``
-  takes blocks on a GPU and tokens elsewhere. Blocks are covered in rounds with exact overlaps everywhere: with
-  ``take="line"`` or ``overlap="paper"``, which say how single lines are taken, ``auto`` stays at tokens;
+  kernel that reads blocks: single lines cost it several dense pairs each (docs/performance-gpu.md). Blocks are covered
+  in rounds with exact overlaps: ``take="line"`` and ``overlap="paper"`` say how single lines are taken;
 * 6.1.4 prints alpha = 0.955, but its own study calls 0.99 to 1 best: the default is 0.995.
 
 With chunked prefill every chunk is a turn of its own.
@@ -66,8 +65,6 @@ from saccade.selection import Dense, Lines, Selection, Shape, Tokens
 from saccade.selection.csr import offsets_of
 from saccade.selection.plan import DevicePlan, PlanSpec
 
-NOTE = "prefill: 'loopserve' read lines as blocks, as it does on a GPU (lines=auto; lines=token reads single ones)"
-
 
 @dataclass
 class LoopServeState(MethodState):
@@ -109,7 +106,7 @@ class LoopServe(Method):
     last_rows: int = 64
     overlap: str = "exact"
     take: str = "auto"
-    lines: str = "auto"
+    lines: str = "token"
     block_size: int = 128
     min_rows: int = 64
     seed: int = 0
@@ -132,7 +129,7 @@ class LoopServe(Method):
         require_choice("take", self.take, ("auto", "line", "round"))
         if self.take == "round" and self.overlap != "exact":
             raise PolicyError("take=round does not go with overlap=paper, which orders lines by their whole weight")
-        require_choice("lines", self.lines, ("auto", "token", "block"))
+        require_choice("lines", self.lines, ("token", "block"))
         require_choice("block_size", self.block_size, (32, 64, 128))
         if self.lines == "block" and not self._by_rounds:
             given = "take=line" if self.overlap == "exact" else f"overlap={self.overlap}"
@@ -165,7 +162,7 @@ class LoopServe(Method):
         shape = chunk.shape
         if self.reads_all(shape.q_start, shape.q_start + shape.q_len):
             return Dense(shape)
-        by_block = self.lines == "block" or (self.lines == "auto" and self._by_rounds and chunk.q.is_cuda)
+        by_block = self.lines == "block"
         if by_block and shape.k_len <= 2 * self.block_size:  # the first and the diagonal block are all that there is
             return Dense(shape)
         rows, answer, looked = self._drawn(chunk), self._answer(chunk), chunk
@@ -177,8 +174,6 @@ class LoopServe(Method):
         chunk.cost.scored += rows.numel() * shape.k_len
         if not by_block:
             return replace(self._cover(looked, rows.to(chunk.q.device)), shape=shape)
-        if self.lines == "auto" and NOTE not in chunk.cost.notes:
-            chunk.cost.notes.append(NOTE)
         return select_blocks(looked, rows, self.alpha, self.block_size, shape)
 
     def _answer(self, chunk: Chunk) -> Tensor | None:
@@ -191,7 +186,7 @@ class LoopServe(Method):
     def _cover(self, chunk: Chunk, rows: Tensor) -> Lines:
         """The lines that recover the weight of the chunk's ``rows``."""
         if device.serves(chunk, self.overlap) is None:
-            return device.select_lines(chunk, rows, self.alpha, self.take != "line")
+            return device.select_lines(chunk, rows, self.alpha, self.take == "round")
         at = chunk.q, chunk.kv, chunk.shape, rows, self.alpha, chunk.scale, chunk.softcap
         lines = cover_rows(*at, overlap=self.overlap, rounds=self.take == "round")
         return Lines.from_lists(chunk.shape, *zip(*lines))

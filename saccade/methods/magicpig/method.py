@@ -46,8 +46,12 @@ class MagicPIG(Method):
     seed: int = 0
 
     @property
+    def extra_memory(self) -> str | None:
+        return f"hash tables take {4 * self.tables} bytes a key, KV head and sparse layer beside kv_memory"
+
+    @property
     def stands_in(self) -> bool:
-        return True
+        return self.dense_every != 1  # else all layers are dense
 
     def __post_init__(self) -> None:
         require_choice("bits", self.bits, tuple(range(1, 16)))

@@ -55,7 +55,7 @@ class HashTables(MethodState):
                 order=order.data_ptr(),
             )
         )
-        return cls(first, last, kv.length, bits, mean, codes[..., :0], (starts, order))
+        return cls(first, last, kv.length, bits, mean, codes[..., :0].clone(), (starts, order))
 
     def holds(self, length: int) -> bool:
         return length >= self.length

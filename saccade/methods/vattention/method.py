@@ -83,7 +83,7 @@ class VAttention(Method):
 
     @property
     def stands_in(self) -> bool:
-        return True
+        return self.epsilon > 0  # 0 reads everything
 
     def certified(self, epsilon: float, delta: float) -> VAttention:
         return replace(self, certify=True, epsilon=epsilon, delta=delta, follow=0)

@@ -25,15 +25,6 @@ def available() -> bool:
     return _installed
 
 
-def on_hopper(device: torch.device) -> bool:
-    """Whether kernels on ``device`` are those for a Hopper GPU."""
-    if not _installed:
-        return False
-    from saccade.ops.triton.common import is_hopper
-
-    return is_hopper(device)
-
-
 def why_unavailable() -> str:
     """One sentence naming what is lost, or an empty string when the kernels are there."""
     return (
