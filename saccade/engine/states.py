@@ -43,4 +43,4 @@ def follow_prefill(rows: ScheduledRequest, memory: SequenceMemory, chunk: Chunk,
         shape = Shape.suffix(tail.shape[0], chunk.kv.kv_heads, tail.shape[1], chunk.kv.length, tail.device)
         segment = replace(chunk, q=tail, shape=shape, past=memory.watched[layer])
         memory.states[layer] = None if slides else method.begin(segment)
-        memory.watched[layer] = None
+        memory.watched[layer] = memory.tails[layer] = None
