@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,16 @@ class _Mark:
     seen: int
     states: list[Any] = field(default_factory=list)
     gone: list[Tensor | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a session stood before a turn cut it: the tokens that it ``dropped``, and how all were computed."""
+
+    dropped: list[int]
+    spans: list[Span]
+    reached: int
+    seen: int
 
 
 class Sequence:
@@ -134,6 +144,22 @@ class Sequence:
         del self.tokens[length:]
         self.memory.cut(self.computed)
         self._trim_spans(self.reached)
+
+    def standing(self, kept: int) -> Standing:
+        """Where it stands before a turn that keeps its first ``kept`` tokens."""
+        return Standing(self.tokens[kept:], [replace(span) for span in self.spans], self.reached, self.seen)
+
+    def bring_back(self, before: Standing, chunk: int) -> None:
+        """Stand where it stood ``before`` a turn that was truncated since. What that had cut off is computed again as
+        it was, in chunks of so many rows; so are keys before it whose states are gone."""
+        self.tokens.extend(before.dropped)
+        if self.reached == before.reached:
+            return
+        self.spans, self.reached, self.seen = before.spans, before.reached, before.seen
+        self.turn_start = None
+        self.computed = usable(self.spans, self.computed, chunk)
+        self.memory.forget_method()
+        self.memory.cut(self.computed)
 
     @property
     def is_torn(self) -> bool:

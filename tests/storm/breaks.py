@@ -3,9 +3,10 @@
     PYTHONPATH=tests python -m storm.breaks 5000
 
 A case is a session of a few turns under one policy. Before and within a turn its keys are dropped, it is saved and
-restored, preempted, cancelled, or shares steps with another request over a small pool; one or two calls of the places in
-``storm.faults`` fail, before or after they did their work; tokens are drafted. What must hold: a turn that fails names its
-exception, and asked again it gives the tokens and log-probabilities of a session that nothing ever happened to; tokens, keys and states of a session stand at one length; nothing is left behind.
+restored, preempted, cancelled, or shares steps with another request over a small pool; another turn is begun and left;
+one or two calls of the places in ``storm.faults`` fail, before or after they did their work; tokens are drafted. What
+must hold: a turn that fails names its exception, and asked again it gives the tokens and log-probabilities of a session
+that nothing ever happened to; tokens, keys and states of a session stand at one length; nothing is left behind.
 """
 
 from __future__ import annotations
@@ -17,20 +18,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SACCADE_DEBUG", "1")
 
-import pytest
 import torch
 from drafters import Erring
 from kv_helpers import check_blocks
-from storm.faults import KINDS, places
+from storm.faults import KINDS, Plant
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
@@ -95,53 +93,17 @@ class Script:
     calls: list[Counter[str]] = field(default_factory=list)
 
 
-class Plant:
-    """While it is ``grown``, counts calls by place; ``due``: by place, the number of the call that fails, and whether
-    it fails after its work."""
-
-    def __init__(self, runner: Any) -> None:
-        self._places = [(f"{place} {owner.__name__ if isinstance(owner, type) else ''}.{name}", owner, name)
-                        for place, owner, name, _ in places(runner)]  # fmt: skip
-        self.calls: Counter[str] = Counter()
-        self.due: dict[str, tuple[int, bool, type[Exception]]] = {}
-        self.fired: list[str] = []
-
-    @contextmanager
-    def grown(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            for place, owner, name in self._places:
-                patch.setattr(owner, name, self._failing(place, getattr(owner, name)))
-            yield
-
-    def reset(self, due: dict[str, tuple[int, bool, type[Exception]]] | None = None) -> None:
-        self.calls, self.due, self.fired = Counter(), due or {}, []
-
-    def _failing(self, place: str, real: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self.calls[place] += 1
-            number, late, kind = self.due.get(place, (0, False, RuntimeError))
-            if self.calls[place] != number:
-                return real(*args, **options)
-            if late and "allocate" not in place:  # a failed allocation takes nothing
-                real(*args, **options)
-            self.fired.append(f"{place} {number}")
-            raise kind(f"planted in {place} {number}")
-
-        return call
-
-
 class Bench:
-    """An engine with a small pool, and the scripts that its sessions follow."""
+    """An engine with a small pool, whose sessions follow scripts."""
 
-    def __init__(self, folder: Path, policies: tuple[str, ...], each: int, seed: int) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
+        options |= {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1}
         block = KVFormat(torch.float32, 2, 16, SIZE).block_bytes
-        options = {"dtype": "float32", "prefill_chunk": CHUNK, "block_size": SIZE, "threads": 1}
         self.llm = LLM(folder, kv_memory=ROOM * LAYERS * block, **options)
         self.engine = self.llm.engine
         self.plant = Plant(self.llm.model.runner)
-        self.scripts = [self._script(policy, seed + number) for policy in policies for number in range(each)]
 
-    def _script(self, text: str, seed: int) -> Script:
+    def script(self, text: str, seed: int) -> Script:
         rng, script = random.Random(f"{text} {seed}"), Script(Policy.parse(text))
         session = self.engine.sessions.open()
         sequence = self.engine.sessions[session]
@@ -199,6 +161,8 @@ class Case:
             engine.sessions.forget(self.number)
             for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
                 engine.cancel(request)
+            if engine.prefixes is not None:
+                engine.prefixes.clear()
             check_blocks(engine.pool, [])
             assert engine.pool.used_blocks == 0
             assert not engine.worker.memories
@@ -207,6 +171,9 @@ class Case:
         """Whether the turn has ended, with the right answer or a wrong one."""
         engine, rng, plant, script = self.bench.engine, self.rng, self.bench.plant, self.script
         turn, said = script.turns[at], []
+        if rng.random() < 0.2:
+            self._left(at)
+            said.append("after another turn was left")
         sequence = engine.sessions[self.number]
         if rng.random() < 0.5:
             sequence.drop_kv()
@@ -229,7 +196,7 @@ class Case:
         with plant.grown():
             request = self.bench.ask(script, at, self.number)
             if rng.random() < 0.2:
-                engine.add(random_ids(60, at), turn.params, script.policy)
+                engine.add(script.contexts[-1][:60], turn.params, script.policy)
                 said.append("in company")
             steps = 0
             while not request.finished:
@@ -270,6 +237,26 @@ class Case:
             self.wrong.append(f"{where}: it ended with {request.error or request.finish_reason}")
         return False
 
+    def _left(self, at: int) -> None:
+        """Another turn is begun, which may cut the session, and is left or breaks."""
+        engine, rng, plant, script = self.bench.engine, self.rng, self.bench.plant, self.script
+        context, params = script.contexts[at], replace(script.turns[at].params, max_tokens=50)
+        ids = context[: rng.randint(0, len(context))] + random_ids(rng.randint(1, 50), rng.randint(0, 999))
+        place = rng.choice(sorted(script.calls[at]))
+        plant.reset({place: (rng.randint(1, 2 * script.calls[at][place]), rng.random() < 0.5, RuntimeError)})
+        steps = rng.randint(0, 8)
+        with plant.grown():
+            request = engine.receive(
+                AddRequest(new_request_id(), ids, params, script.policy, session=self.number, whole=True)
+            )
+            while not request.finished and steps:
+                engine.step()
+                steps -= 1
+        engine.cancel(request)
+        plant.reset()
+        if engine.sessions[self.number].tokens != context:
+            self.wrong.append(f"{script.policy.text}, turn {at}: a turn that was left changed the session's tokens")
+
 
 def breaks(
     count: int, seed: int = 0, policies: tuple[str, ...] = POLICIES, each: int = 3
@@ -281,13 +268,15 @@ def breaks(
         checkpoint = make_checkpoint(
             "llama", Path(folder) / "model", num_hidden_layers=LAYERS, head_dim=16, max_position_embeddings=512
         )
-        bench = Bench(checkpoint, policies, each, seed)
+        benches = [Bench(checkpoint), Bench(checkpoint, enable_prefix_caching=True)]
+        scripts = [benches[0].script(policy, seed + number) for policy in policies for number in range(each)]
         for number in range(count):
             rng = random.Random(f"{seed} {number}")
-            case = Case(bench, bench.scripts[number % len(bench.scripts)], rng, counts)
+            case = Case(rng.choice(benches), scripts[number % len(scripts)], rng, counts)
             case.run()
             wrong += [f"case {number}: {one}" for one in case.wrong]
-        bench.llm.close()
+        for bench in benches:
+            bench.llm.close()
     return counts, wrong
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,6 +107,44 @@ def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
         for hook in HOOKS:
             if hook in vars(cls):
                 yield "hook", cls, hook, 0.004
+
+
+class Plant:
+    """Counts calls by place while it is ``grown``. ``due``: by place, the number of the call that fails, whether it
+    fails after its work, and how."""
+
+    def __init__(self, runner: Any) -> None:
+        self._places = [(_called(place, owner, name), owner, name) for place, owner, name, _ in places(runner)]
+        self.calls: Counter[str] = Counter()
+        self.due: dict[str, tuple[int, bool, type[Exception]]] = {}
+        self.fired: list[str] = []
+
+    @contextmanager
+    def grown(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for place, owner, name in self._places:
+                patch.setattr(owner, name, self._failing(place, getattr(owner, name)))
+            yield
+
+    def reset(self, due: dict[str, tuple[int, bool, type[Exception]]] | None = None) -> None:
+        self.calls, self.due, self.fired = Counter(), due or {}, []
+
+    def _failing(self, place: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls[place] += 1
+            number, late, kind = self.due.get(place, (0, False, RuntimeError))
+            if self.calls[place] != number:
+                return real(*args, **options)
+            if late and "allocate" not in place:  # a failed allocation takes nothing
+                real(*args, **options)
+            self.fired.append(f"{place} {number}")
+            raise kind(f"planted in {place} {number}")
+
+        return call
+
+
+def _called(place: str, owner: Any, name: str) -> str:
+    return f"{place}: {owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{name}"
 
 
 def _kernel_without_memory() -> None:
