@@ -136,13 +136,17 @@ wheels: setup
 aarch64: setup
 	PYTHON=$(abspath $(BIN)/python) bash tests/aarch64/run.sh $(TESTS)
 
-# 10,000 requests while the engine's insides fail, and 20,000 mistakes: make storm COUNT=500 for fewer.
+# Storms take SEED=7, say, for other ones than the first.
+SEEDED = $(if $(SEED),--seed $(SEED))
+
+# 10,000 requests while the engine's insides fail, and as many sessions whose turns break: make storm COUNT=500 for fewer.
 storm: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT)
+	PYTHONPATH=tests $(BIN)/python -m storm.run $(COUNT) $(SEEDED)
+	PYTHONPATH=tests $(BIN)/python -m storm.breaks $(COUNT) $(SEEDED)
 
 # 20,000 requests over a small memory and a disk that fails: make storm-tiers COUNT=500 for fewer.
 storm-tiers: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT)
+	PYTHONPATH=tests $(BIN)/python -m storm.tiers $(COUNT) $(SEEDED)
 
 # Answers of lossless to 500 prompts of the suite beside dense attention's, in float32: make lossless COUNT=50 for fewer.
 lossless: setup
@@ -154,10 +158,10 @@ certify: setup
 
 # 200 processes killed over their sessions, and 100,000 sessions restored from records that were harmed.
 storm-sessions: setup
-	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000)
+	PYTHONPATH=tests $(BIN)/python -m storm.sessions --kills $(or $(KILLS),200) --rounds $(or $(COUNT),100000) $(SEEDED)
 
 fuzz: setup
-	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT)
+	PYTHONPATH=tests $(BIN)/python -m fuzz.run $(COUNT) $(SEEDED)
 
 # The C++ kernels under address and undefined-behaviour sanitizers (g++), in a folder of their own.
 SANITIZED := build/sanitize

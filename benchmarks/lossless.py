@@ -109,7 +109,7 @@ def filling(llm: LLM, ids: list[int], model: str) -> Fill:
         kv.reserve(len(ids))
         for layer in range(spec.layers):
             kv.append(layer, k, v)
-        request.sequence.advance(past)
+        request.sequence.filled(past)
 
     return fill
 

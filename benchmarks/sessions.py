@@ -45,7 +45,7 @@ def fill(session: Session, tokens: list[int]) -> None:
         done += count
     sequence.tokens = list(tokens)
     sequence.spans = [Span(0, len(tokens), "prefill", session.policy)]
-    sequence.advance(len(tokens))
+    sequence.filled(len(tokens))
     sequence.salt = ""
 
 

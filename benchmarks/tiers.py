@@ -96,7 +96,7 @@ def fill(llm: LLM, request: Request, topics: bool = False) -> None:
         logit_rows=torch.empty(0, dtype=torch.long),
     )
     kv.truncate(len(ids) - 1)
-    request.sequence.advance(len(ids) - 1)
+    request.sequence.filled(len(ids) - 1)
 
 
 def resident_gb() -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from covering import covering
@@ -55,6 +58,25 @@ def test_any_value_survives_the_text(epsilon, block_size, microbatch, unit, k):
     for method in (PSA(epsilon, block_size, microbatch, unit), TopK(k=k)):
         assert parse_method(method.text) == method
         assert Policy.parse(f" {method.text} ").decode == method
+
+
+def test_one_thread_at_a_time_parses(monkeypatch):
+    """Python 3.11's parser ended one of several with "AST constructor recursion depth mismatch"."""
+    real, inside, most = ast.parse, [], []
+
+    def parse(*args, **options):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.002)
+        tree = real(*args, **options)
+        inside.pop()
+        return tree
+
+    monkeypatch.setattr(ast, "parse", parse)
+    with ThreadPoolExecutor(4) as threads:
+        read = list(threads.map(Policy.parse, ["topk(k=3)"] * 8))
+    assert set(read) == {Policy(decode=TopK(k=3))}
+    assert max(most) == 1
 
 
 def test_every_method_name_is_a_policy():

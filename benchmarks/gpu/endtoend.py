@@ -244,7 +244,7 @@ class Bench:
                 sequence.memory.kv.reserve(tokens + steps)
                 for layer in range(self.spec.layers):
                     sequence.memory.kv.append(layer, *torch.randn(*shape, device="cuda", dtype=torch.bfloat16))
-                sequence.advance(tokens - PREFILLED)
+                sequence.filled(tokens - PREFILLED)
                 self.prefill(request)  # methods begin with what they see of a prompt's end
                 sequence.extend([7], "decode", request.policy)
             yield requests

@@ -137,7 +137,7 @@ class Tiered(Bench):
             logit_rows=torch.empty(0, dtype=torch.long),
         )  # fmt: skip
         kv.truncate(tokens - self.computed)
-        sequence.advance(tokens - self.computed)
+        sequence.filled(tokens - self.computed)
         self.prefill(request)
         sequence.extend([7], "decode", request.policy)
         return request

@@ -41,7 +41,7 @@ class SyntheticKV:
         sequence.memory.kv.reserve(len(sequence.tokens))
         for layer, (k, v) in enumerate(self.layers):
             sequence.memory.kv.append(layer, k, v)
-        sequence.advance(self.past)
+        sequence.filled(self.past)
 
 
 def synthesize(llm: LLM, ids: list[int], seed: int = 0) -> SyntheticKV:

@@ -196,8 +196,8 @@ class Engine:
         )
         if map_order is not None:
             request.maps = Maps.ordered(map_order, len(prompt), params.max_tokens, self.layers)
-        dropped = before[kept:]
         if sequence is not None:
+            request.before = sequence.standing(kept)
             sequence.truncate(kept)
         if sequence is not None and sequence.tokens:
             regime = self.model.runner.rope_regime
@@ -206,7 +206,6 @@ class Engine:
         request.begin(sequence if sequence is not None else self.sessions.new_sequence(), self.max_model_len, decoded)
         self.auditing.begin(request, control)
         request.keep_kv = sequence is not None
-        request.dropped = dropped
         request.sequence.turn = request
         request.sequence.salted(cache_salt)
         if request.sequence.note is not None:

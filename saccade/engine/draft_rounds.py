@@ -117,7 +117,7 @@ class Round:
         del sequence.tokens[self._length :]
         self.speculation.lookup.cut(self._length - 1)
         sequence.memory.states, sequence.memory.carried = self._states, None
-        sequence.memory.kv.truncate(self.rows.start, holds=sequence.memory.kv.pool.roomy)
+        sequence.memory.cut(self.rows.start, holds=sequence.memory.kv.pool.roomy)
         if not self.drafts.tokens:
             self.speculation.proposals.clear()
         self.speculation.found = self.drafts.found

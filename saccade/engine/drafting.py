@@ -45,10 +45,9 @@ def with_drafts(
         free = room(request, rows, scheduler, min(spare, MOST))
         if free > 0:
             drafts = _guesses(request, drafter, free, vocab_size)
-            if drafts:
+            if drafts and reserved(request, rows.stop + len(drafts)):
                 spare -= len(drafts)
                 rows = rows._replace(stop=rows.stop + len(drafts), all_logits=True, drafts=drafts)
-                request.sequence.memory.kv.reserve(rows.stop)
         drafted.append((request, rows))
     return drafted
 
@@ -62,6 +61,16 @@ def room(request: Request, rows: ScheduledRequest, scheduler: Scheduler, most: i
     while free > 0 and sequence.memory.kv.missing_blocks(rows.stop + free) > scheduler.pool.free_blocks:
         free -= 1
     return free
+
+
+def reserved(request: Request, stop: int) -> bool:
+    """Whether there are blocks for drafted rows before ``stop``, from now on; else the step goes without them."""
+    try:
+        request.sequence.memory.kv.reserve(stop)
+    except Exception:
+        logger.debug("no blocks for drafts", exc_info=True)
+        return False
+    return True
 
 
 def has_one_row(request: Request) -> bool:

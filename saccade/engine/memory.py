@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from saccade.engine.carried import Carried, Weighed
+from saccade.errors import SaccadeError
 from saccade.kv.blocks import BlockManager
 from saccade.kv.sequence import SequenceKV
 from saccade.methods.base import Evicting, Method
 from saccade.methods.device_state import DeviceState
 from saccade.methods.history import StateHistory
 from saccade.methods.host_state import HostState
-from saccade.methods.state import fork
+from saccade.methods.state import MethodState, fork
+from saccade.ops import debug
 
 if TYPE_CHECKING:
     from saccade.engine.hosted_memory import HostedMemory
@@ -27,6 +29,10 @@ class SequenceMemory:
     that its ``begin`` will see; ``gone``, the keys that earlier turns evicted (see methods.Evicting); ``watched``, what
     it noted of the running prefill. ``history``: within a step with drafts, the states after each of its rows.
     ``carried``: while drafts are made, what their rows read besides.
+
+    ``stands``: the tokens after which ``states``, ``tails``, ``gone`` and ``watched`` stand, all layers alike; None
+    from the beginning of a step to its good end. Who goes on from them compares it with the tokens that are stored:
+    where a step broke, some layers have learnt from its rows and others have not.
 
     ``hosted``: the memory that stands for this one while the CPU attends its keys in host memory. While recorded steps
     decode, a device state has the method's knowledge (:meth:`on_device`); who asks for ``states``
@@ -47,6 +53,7 @@ class SequenceMemory:
         self.carried: Carried | None = None
         self.weighed: Weighed | None = None  # room for what verifications leave
         self.history = StateHistory()
+        self.stands: int | None = 0
         self.forget_method()
 
     @property
@@ -98,12 +105,13 @@ class SequenceMemory:
     def without_method(self) -> Iterator[None]:
         """Within the block no decode method knows anything; afterwards all is known again, on a device too."""
         held = self._states, self._on_device, self._opened_by, self._hosted
-        self._hosted = None
+        stands, self._hosted = self.stands, None
         self.states = [None] * self.kv.layers
         try:
             yield
         finally:
             self._states, self._on_device, self._opened_by, self._hosted = held
+            self.stands = stands
 
     @property
     def has_state(self) -> bool:
@@ -131,6 +139,32 @@ class SequenceMemory:
         """Whether a prefill under way has left something that its end needs."""
         return any(kept is not None for kept in (*self.tails, *self.watched))
 
+    @property
+    def knows(self) -> bool:
+        """Whether a method has left anything here, decoding or in a prefill."""
+        return self.has_state or self.evicts or self.is_learning
+
+    def begin_step(self, start: int, decodes: bool) -> None:
+        """Rows from ``start`` on are about to be computed, and learnt from. SaccadeError where states were built from
+        more or fewer tokens than come before them."""
+        if self.stands != start:
+            raise SaccadeError(f"states that were built from {self.stands} tokens cannot go on at token {start}")
+        if debug.ON and decodes:
+            self._check(start)
+        self.stands = None
+
+    def end_step(self) -> None:
+        """The step ended well: every layer has stored its rows, and learnt from them."""
+        self.stands = self.kv.length
+
+    def _check(self, length: int) -> None:
+        """SaccadeError where a layer's state on the host, one that counts, has learnt from more than ``length``
+        tokens."""
+        for layer, state in enumerate(self._states if self._on_device is None and self._hosted is None else ()):
+            learnt = state.learnt() if isinstance(state, MethodState) else None
+            if learnt is not None and learnt > length:
+                raise SaccadeError(f"the state of layer {layer} has learnt from {learnt} of {length} tokens")
+
     def fork(self) -> SequenceMemory:
         """A copy that shares its blocks and goes its own way. CapacityError where there is no block for a copy of the
         last, partly filled one."""
@@ -146,7 +180,13 @@ class SequenceMemory:
     def take_back(self, length: int) -> None:
         """Go back to the first ``length`` tokens, which end with a row of the step with drafts that ran last."""
         self.states = self.history.rollback(length, self.kv.layers)
-        self.kv.truncate(length)
+        self.cut(length)
+
+    def cut(self, length: int, holds: bool = False) -> None:
+        """Forget the keys and values from ``length`` on, with or without their blocks (SequenceKV.truncate), of which
+        no state knows, or none that is used again."""
+        self.kv.truncate(length, holds)
+        self.stands = length
 
     def forget_method(self) -> None:
         """Drop all that decode methods know."""
@@ -160,3 +200,4 @@ class SequenceMemory:
         self.weighed = None
         self.kv.free()
         self.forget_method()
+        self.stands = 0

@@ -123,7 +123,7 @@ def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
         append_rows(kv, piece.tensors)
     except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
         return error
-    sequence.computed = kv.length
+    sequence.filled(kv.length)
     return None
 
 

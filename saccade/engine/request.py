@@ -13,7 +13,7 @@ from saccade.engine.messages import StepOutput, TokenLogprob
 from saccade.engine.params import SamplingParams
 from saccade.engine.report import Report
 from saccade.engine.sampler import Sampler
-from saccade.engine.sequence import Sequence
+from saccade.engine.sequence import Sequence, Standing
 from saccade.engine.steering import Steering
 from saccade.engine.step import LogprobEntries
 from saccade.engine.stopping import StopText
@@ -70,7 +70,7 @@ class Request:
         self.control: TargetControl | None = None  # of the method's dial
         self._decoding = policy
         self.losses = 0  # times that its keys had to be computed again because a tier lost some
-        self.dropped: list[int] = []  # a session's tokens that this turn replaces; they return if it is cancelled
+        self.before: Standing | None = None  # where its session stood, to which it returns if the turn is taken back
 
     def begin(self, sequence: Sequence, max_length: int, decoded: int = 0) -> None:
         """Append the prompt to ``sequence``. Until now it was untouched, so that a request that cannot be made leaves

@@ -176,10 +176,10 @@ def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Ex
     except (SaccadeError, KeyError, ValueError, TypeError) as error:
         why = f"its keys and values, or what its method knew, cannot be used ({error})"
     else:
-        sequence.computed = wanted
+        sequence.filled(wanted)
         return sequence.note
     left = usable(sequence.spans, min(kv.length, wanted), chunk)
-    kv.truncate(left)
+    memory.cut(left)
     memory.forget_method()
     sequence.computed = left
     again = f"tokens {left} to {data['tokens'] - 1}" if left else f"all {data['tokens']} tokens"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,16 @@ class _Mark:
     seen: int
     states: list[Any] = field(default_factory=list)
     gone: list[Tensor | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a session stood before a turn cut it: the tokens that it ``dropped``, and how all were computed."""
+
+    dropped: list[int]
+    spans: list[Span]
+    reached: int
+    seen: int
 
 
 class Sequence:
@@ -117,38 +127,66 @@ class Sequence:
         if stop > self.reached:
             self.reached = self.seen = stop
 
+    def filled(self, stop: int) -> None:
+        """Tokens up to ``stop`` were stored by no step, and the states that go with them are there."""
+        self.memory.stands = stop
+        self.advance(stop)
+
     def truncate(self, length: int, reached: int | None = None) -> None:
         """Forget every token from ``length`` on, and what was computed from ``reached`` (default ``length``) on."""
         self.reached = min(self.reached, length if reached is None else reached)
-        if self.memory.kv.view(0).length > self.reached:  # also by a step that failed on the way
+        cut = self.computed > self.reached or (self.computed == self.reached and self.memory.is_learning)
+        if cut or self.is_torn:
             self._go_back()
         if (mark := self.turn_start) is not None and mark.reached == self.reached:
             self.seen = mark.seen
         self.computed = min(self.computed, self.reached)
         del self.tokens[length:]
-        self.memory.kv.truncate(self.computed)
+        self.memory.cut(self.computed)
         self._trim_spans(self.reached)
 
+    def standing(self, kept: int) -> Standing:
+        """Where it stands before a turn that keeps its first ``kept`` tokens."""
+        return Standing(self.tokens[kept:], [replace(span) for span in self.spans], self.reached, self.seen)
+
+    def bring_back(self, before: Standing, chunk: int) -> None:
+        """Stand where it stood ``before`` a turn that was truncated since. What that had cut off is computed again as
+        it was, in chunks of so many rows; so are keys before it whose states are gone."""
+        self.tokens.extend(before.dropped)
+        if self.reached == before.reached:
+            return
+        self.spans, self.reached, self.seen = before.spans, before.reached, before.seen
+        self.turn_start = None
+        self.computed = usable(self.spans, self.computed, chunk)
+        self.memory.forget_method()
+        self.memory.cut(self.computed)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step broke on the way, or what it did was not settled: states may have seen some of its rows, in
+        some layers. They go on from where they were marked, or are built anew."""
+        return self.memory.stands != self.computed
+
     def _go_back(self) -> None:
-        """Undo what rows from ``reached`` on have evicted: from the turn's beginning if they are its own, else by
-        computing everything again."""
+        """Undo what rows from ``reached`` on have evicted or left half done, and what a broken step has: from the
+        turn's beginning if the states of that are marked, else by computing everything again."""
         mark, memory = self.turn_start, self.memory
         evicting = [state for state in memory.states if isinstance(state, Evicting)]
-        begun = any(watched is not None for watched in memory.watched)
+        broken = memory.is_learning or (self.is_torn and memory.knows)
         known = max((gone.shape[1] for gone in memory.gone if gone is not None), default=0)
-        memory.watched = [None] * len(memory.watched)
+        memory.watched, memory.tails = [None] * memory.kv.layers, [None] * memory.kv.layers
         back = mark is not None and mark.reached == self.reached
         lost = back and memory.has_state  # those of the turn before, unless marked
         if mark is not None and back and mark.states:
             memory.states, memory.gone = list(mark.states), list(mark.gone)
-        elif lost or self.reached < known or begun or not all(state.holds(self.reached) for state in evicting):
+        elif lost or self.reached < known or broken or not all(state.holds(self.reached) for state in evicting):
             self.drop_kv()
 
     def keep(self, stop: int, rows: ScheduledRequest) -> None:
         """Of a step with drafts keep the rows before ``stop``. Nothing is taken back where the last of these failed, or
         where everything is to be computed again."""
         if self.computed == stop < rows.stop and rows.together:  # no method has seen them
-            self.memory.kv.truncate(stop, holds=self.memory.kv.pool.roomy)
+            self.memory.cut(stop, holds=self.memory.kv.pool.roomy)
         elif self.computed == stop < rows.stop:
             self.memory.take_back(stop)
         self.memory.history.clear()
@@ -162,11 +200,11 @@ class Sequence:
         """Take back a step that broke off between layers, so that it can run again."""
         memory = self.memory
         told = rows.phase == "decode" or rows.ends_span  # what a method has begun with, or learnt from
-        if (told and memory.has_state) or memory.evicts or memory.is_learning:
+        if self.is_torn and ((told and memory.has_state) or memory.evicts or memory.is_learning):
             self.drop_kv()  # state may have seen the step already; it is built again with the keys
         else:
             self.computed = rows.start
-            memory.kv.truncate(rows.start)
+            memory.cut(rows.start)
             memory.history.clear()
 
     def drop_kv(self) -> None:
@@ -187,7 +225,8 @@ class Sequence:
         """Share the first ``length`` tokens of ``kv``, whole blocks, in place of computing them."""
         self.memory.kv.free()
         self.memory.kv = kv.fork(length)
-        self.computed = length
+        self.memory.forget_method()
+        self.computed = self.memory.stands = length
         self.reached, self.seen = max(self.reached, length), max(self.seen, length)
 
     def restart(self, policy: Policy | None = None) -> None:

@@ -116,7 +116,8 @@ class Settling:
             return
         if reason in ("cancelled", "error"):
             sequence.truncate(*request.rollback)
-            sequence.tokens.extend(request.dropped)
+            if request.before is not None:
+                sequence.bring_back(request.before, self.scheduler.chunk)
         else:
             sequence.memory.kv.truncate(sequence.memory.kv.length)  # without blocks for drafts
             sequence.note = None

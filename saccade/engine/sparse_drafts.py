@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from saccade.engine.draft_rounds import Round, speculation_of
-from saccade.engine.drafting import has_one_row, room
+from saccade.engine.drafting import has_one_row, reserved, room
 from saccade.engine.pace import shared_length
 from saccade.engine.pacing import Pacing
 from saccade.engine.request import Request
@@ -207,10 +207,7 @@ class SparseDrafts:
             ahead = min(rows.stop + most + AHEAD * kv.pool.format.block_size, ends)
             # New blocks change tables that a device has to be told of: some at a time, not one in every other round.
             more = kv.missing_blocks(rows.stop + most) > 0 and kv.missing_blocks(ahead) <= kv.pool.spare_blocks
-            try:
-                kv.reserve(max(rows.stop + most, ahead) if more else rows.stop + most)
-            except Exception:  # drafts take what is left: the step goes without
-                logger.debug("no blocks for drafts", exc_info=True)
+            if not reserved(request, max(rows.stop + most, ahead) if more else rows.stop + most):
                 continue
             rounds[number] = Round(request, rows, steps, most)
             spare -= most
@@ -251,8 +248,9 @@ class SparseDrafts:
         """``rows`` with what was drafted, blocks for them reserved again."""
         drafts = one.drafts.tokens
         stop = rows.stop + len(drafts)
-        one.request.sequence.memory.kv.reserve(stop)
-        if not drafts:
+        if not drafts or not reserved(one.request, stop):
+            one.speculation.proposals.clear()
+            one.request.sequence.memory.kv.reserve(rows.stop)
             return rows
         sampling = rows.sampling if one.request.sampler.chooses_alike else None
         together = self._together(one, stop)

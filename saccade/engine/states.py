@@ -45,4 +45,4 @@ def follow_prefill(rows: ScheduledRequest, memory: SequenceMemory, chunk: Chunk,
         memory.states[layer] = None if slides else method.begin(segment)
         if layer == 0 and method.extra_memory is not None:
             chunk.cost.notes.append(f"decode: {method.extra_memory}")
-        memory.watched[layer] = None
+        memory.watched[layer] = memory.tails[layer] = None

@@ -234,6 +234,11 @@ class RequestResult:
     weighed: Weighed | None = None
     replayed: tuple[bool, float] | None = None
 
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing broke."""
+        return not self.undone and all(one.error is None for one in (self, *self.rows))
+
     @classmethod
     def of(cls, one: ScheduledRequest) -> RequestResult:
         """Where to write down what the rows of a request do."""

@@ -101,6 +101,8 @@ class Worker:
         is the caller's to undo.
         """
         began = time.perf_counter()
+        for one in step.scheduled:
+            self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
         result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
         step, whole = step.apart(), step
         for part in self._parts(step):
@@ -115,6 +117,9 @@ class Worker:
                     self._broke(packed, result, error)
                 finally:
                     self.host.done()
+        for one in whole.scheduled:
+            if result.requests[one.request_id].is_good:
+                self.memories[one.sequence_id].end_step()
         result.seconds = time.perf_counter() - began
         return result
 

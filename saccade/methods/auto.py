@@ -51,6 +51,9 @@ class Chosen(MethodState):
     def holds(self, length: int) -> bool:
         return length >= self.length and (self.state is None or self.state.holds(length))
 
+    def learnt(self) -> int | None:
+        return None if self.state is None else self.state.learnt()
+
     def truncate(self, length: int) -> None:
         super().truncate(length)
         if self.state is not None:

@@ -39,6 +39,9 @@ class Heavy(Kept):
     def holds(self, length: int) -> bool:
         return length == self.length
 
+    def learnt(self) -> int:
+        return self.length
+
     def add(self, positions: Tensor, unit: int, weights: Tensor) -> None:
         self.sums[unit].index_add_(0, torch.searchsorted(self.positions[unit], positions.long()), weights)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -25,6 +26,9 @@ PHASES = ("prefill", "decode", "window", "freeze")  # the places of a policy
 KNOWN: dict[str, type[PolicyPart]] = {**METHODS, **MODIFIERS, **AROUND}
 # Names for policies, or for sums that join others; every method's own name is one already.
 PRESETS: dict[str, str] = {"cpe": "cis+psaw+etf"}
+_parser = (
+    threading.RLock()
+)  # Python 3.11 counts the depth of all threads' trees in one place, and ends with SystemError
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,8 @@ def _combine(methods: list[PolicyPart], text: str) -> Policy:
 def _options(text: str, inside: str, methods: Collection[str] = ()) -> dict[str, Any]:
     """Options as written; the values of those in ``methods`` are methods."""
     try:
-        call = ast.parse(f"f({inside})", mode="eval").body
+        with _parser:
+            call = ast.parse(f"f({inside})", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise PolicyError(f"policy '{text}' cannot be read; write options as name=value, ...") from None
     plain = isinstance(call, ast.Call) and isinstance(call.func, ast.Name)  # not f(a=1)(a=2)

@@ -70,6 +70,11 @@ class MethodState:
                 "that was marked there, or begin it again"
             )
 
+    def learnt(self) -> int | None:
+        """How many tokens it has learnt from; None where it keeps no count. Fewer than there are where a layer's own
+        window has ruled since."""
+        return None
+
     def saved_fields(self) -> dict[str, Any]:
         """What is written of it, by field: no more than what it means."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]

@@ -32,6 +32,9 @@ class Drafted(MethodState):
     def holds(self, length: int) -> bool:
         return isinstance(self.draft, MethodState) and self.draft.holds(length)
 
+    def learnt(self) -> int | None:
+        return self.draft.learnt() if isinstance(self.draft, MethodState) else None
+
     def truncate(self, length: int) -> None:
         super().truncate(length)
         self.draft.truncate(length)

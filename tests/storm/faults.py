@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 from saccade.engine import host_calls
 from saccade.engine.host import HostAttention
 from saccade.engine.host_rows import JoinedRows
+from saccade.engine.report import Report
 from saccade.engine.sampler import Sampler
 from saccade.engine.worker import Worker
 from saccade.errors import CapacityError
 from saccade.kv import BlockManager, SequenceKV
+from saccade.methods.history import StateHistory
 from saccade.methods.policy import KNOWN
 from saccade.models.tokenizer import TextStream
 from saccade.ops import cpu, cpu_plans
@@ -40,7 +43,7 @@ class Faults:
     def planted(self) -> Iterator[None]:
         """While this lasts, places fail now and then."""
         with pytest.MonkeyPatch.context() as patch:
-            for place, owner, name, share in self._places():
+            for place, owner, name, share in places(self.runner):
                 patch.setattr(owner, name, self._failing(place, name, getattr(owner, name), share))
             yield
 
@@ -61,28 +64,6 @@ class Faults:
             if len(requests) > 1 or number not in self.fired
         ]
 
-    def _places(self) -> Iterator[tuple[str, Any, str, float]]:
-        """What a place is called, its owner and name, and the share of its calls that fail."""
-        yield "allocation", BlockManager, "allocate", 0.04
-        yield "allocation", BlockManager, "copy", 0.08
-        yield "allocation", SequenceKV, "append", 0.002
-        yield "kernel", host_calls, "run_call", 0.004
-        if cpu.available():
-            yield "kernel", cpu_plans.PlannedRows, "run", 0.004
-            yield "kernel", cpu_plans.PlannedRows, "run_layers", 0.008
-        yield "layer loop", HostAttention, "run", 0.004
-        yield "layer loop", JoinedRows, "run", 0.004
-        yield "layer loop", JoinedRows, "run_layers", 0.008
-        yield "layer loop", self.runner, "run", 0.008
-        yield "step", Worker, "run", 0.008
-        yield "slice", Worker, "advance", 0.004
-        yield "choice", Sampler, "sample", 0.008
-        yield "choice", TextStream, "step", 0.004
-        for cls in sorted(set(KNOWN.values()), key=lambda one: one.__name__):
-            for hook in HOOKS:
-                if hook in vars(cls):
-                    yield "hook", cls, hook, 0.004
-
     def _failing(self, place: str, name: str, real: Callable[..., Any], share: float) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             with self.lock:
@@ -101,6 +82,70 @@ class Faults:
             raise kind(f"planted {number} in {place}")
 
         return call
+
+
+def places(runner: Any) -> Iterator[tuple[str, Any, str, float]]:
+    """Where something may fail: what a place is called, its owner and name, and the share of its calls that fail."""
+    yield "allocation", BlockManager, "allocate", 0.04
+    yield "allocation", BlockManager, "copy", 0.08
+    yield "allocation", SequenceKV, "append", 0.002
+    yield "kernel", host_calls, "run_call", 0.004
+    if cpu.available():
+        yield "kernel", cpu_plans.PlannedRows, "run", 0.004
+        yield "kernel", cpu_plans.PlannedRows, "run_layers", 0.008
+    yield "layer loop", HostAttention, "run", 0.004
+    yield "layer loop", JoinedRows, "run", 0.004
+    yield "layer loop", JoinedRows, "run_layers", 0.008
+    yield "layer loop", runner, "run", 0.008
+    yield "learning", host_calls, "follow_prefill", 0.002
+    yield "learning", StateHistory, "mark_layer", 0.002
+    yield "step", Worker, "run", 0.008
+    yield "slice", Worker, "advance", 0.004
+    yield "settling", Report, "take", 0.004
+    yield "choice", Sampler, "sample", 0.008
+    yield "choice", TextStream, "step", 0.004
+    for cls in sorted(set(KNOWN.values()), key=lambda one: one.__name__):
+        for hook in HOOKS:
+            if hook in vars(cls):
+                yield "hook", cls, hook, 0.004
+
+
+class Plant:
+    """Counts calls by place while it is ``grown``. ``due``: by place, the number of the call that fails, whether it
+    fails after its work, and how."""
+
+    def __init__(self, runner: Any) -> None:
+        self._places = [(_called(place, owner, name), owner, name) for place, owner, name, _ in places(runner)]
+        self.calls: Counter[str] = Counter()
+        self.due: dict[str, tuple[int, bool, type[Exception]]] = {}
+        self.fired: list[str] = []
+
+    @contextmanager
+    def grown(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for place, owner, name in self._places:
+                patch.setattr(owner, name, self._failing(place, getattr(owner, name)))
+            yield
+
+    def reset(self, due: dict[str, tuple[int, bool, type[Exception]]] | None = None) -> None:
+        self.calls, self.due, self.fired = Counter(), due or {}, []
+
+    def _failing(self, place: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls[place] += 1
+            number, late, kind = self.due.get(place, (0, False, RuntimeError))
+            if self.calls[place] != number:
+                return real(*args, **options)
+            if late and "allocate" not in place:  # a failed allocation takes nothing
+                real(*args, **options)
+            self.fired.append(f"{place} {number}")
+            raise kind(f"planted in {place} {number}")
+
+        return call
+
+
+def _called(place: str, owner: Any, name: str) -> str:
+    return f"{place}: {owner.__name__ if isinstance(owner, type) else type(owner).__name__}.{name}"
 
 
 def _kernel_without_memory() -> None:

@@ -70,6 +70,9 @@ class LFPSState(MethodState):
     def holds(self, length: int) -> bool:
         return length == self.seen + 1
 
+    def learnt(self) -> int:
+        return self.seen + 1
+
 
 @dataclass
 class TurnBefore(MethodState):
