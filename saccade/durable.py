@@ -275,7 +275,7 @@ class DurableSessions:
                     own_ones = takewhile(lambda one: False, loaded)
                 self._kept[group] = Kept(list(own_ones), mark)
         except BaseException:
-            self._loop.forget_soon(number)
+            self._loop.forget(number)
             raise
         with self._lock:
             self._open[group] = number

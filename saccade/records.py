@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from saccade.errors import RequestError, shown
+from saccade.errors import RequestError, shown, whole_number
 from saccade.files import written_whole
 
 VERSION = 2
@@ -182,7 +182,7 @@ def _checked_body(name: str, kind: str, metadata: Any) -> dict[str, Any]:
         raise RequestError(f"{name} is malformed: its description is not JSON") from error
     if not isinstance(body, dict) or "data" not in body:
         raise RequestError(f"{name} is malformed: its description has no data")
-    if (version := body.get("version")) not in READ:
+    if not whole_number(version := body.get("version"), READ[0], READ[-1]):
         raise RequestError(
             f"{name} is a record of version {shown(version, 40)}; this build reads up to version {VERSION}"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade.engine.saved import SavedSession
-from saccade.errors import RequestError, shown, whole_number
+from saccade.errors import RequestError, half_pair, shown, whole_number
 from saccade.records import Record, decode_record, encode_record
 from saccade.segments import Segment
 
@@ -41,7 +41,11 @@ class Head:
 
 
 def group_of(owner: str, name: str) -> str:
-    """What a session's records lie under, whatever its name looks like."""
+    """What a session's records lie under, whatever its name looks like. RequestError for one that is no Unicode
+    text."""
+    for what, text in (("owner", owner), ("name", name)):
+        if (why := half_pair(text)) is not None:
+            raise RequestError(f"{what}={shown(text, 80)} cannot name a session: {why}")
     return "s" + hashlib.blake2b(f"{owner}\0{name}".encode(), digest_size=16).hexdigest()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.engine.sequence import Span
-from saccade.errors import RequestError, SaccadeError, shown, whole_number
+from saccade.errors import RequestError, SaccadeError, half_pair, shown, whole_number
 from saccade.methods.policy import Policy
 from saccade.models.identity import VERSION
 from saccade.models.path_identity import is_path_identity, shows_this_model
@@ -100,7 +100,9 @@ def check_counts(data: Mapping[str, Any], longest: int) -> None:
     ):
         require(whole_number(count, least, most), f"{name}={shown(count, 40)} is not from {least} to {most}")
     for name in ("salt", "note"):
-        require(isinstance(data.get(name), (str, type(None))), f"{name}={shown(data.get(name), 40)} is no text")
+        text = data.get(name, "")
+        right = text is None or (isinstance(text, str) and half_pair(text) is None)
+        require(right, f"{name}={shown(text, 40)} is no text")
     private = data.get("private", False)
     require(isinstance(private, bool), f"private={shown(private, 40)} is neither true nor false")
 

@@ -170,7 +170,7 @@ def _loaded_state(tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> Met
     parts = data.get("fields", {})
     wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(parts, Mapping) or set(parts) != wanted:
-        raise SaccadeError(f"a saved {name} has the fields {shown(sorted(parts))}, not {sorted(wanted)}: it is damaged")
+        raise SaccadeError(f"a saved {name} has the fields {shown(parts, 120)}, not {sorted(wanted)}: it is damaged")
     loaded = {field: load(tensors, part) for field, part in parts.items()}
     hints = get_type_hints(kind)
     for field, value in loaded.items():
