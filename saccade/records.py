@@ -7,9 +7,11 @@ is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from saccade.errors import RequestError, shown, whole_number
 from saccade.files import written_whole
+from saccade.machine import no_room
 
 VERSION = 2
 READ = (1, 2)  # version 1 has checksums by BLAKE2b
@@ -55,19 +58,36 @@ class Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write ``record`` to ``path``, readable by its owner alone, in place of what is there. RequestError where the
-    system refuses."""
+    """Write ``record`` to ``path``, readable by its owner alone, in place of what is there, whole or not at all.
+    RequestError where the system refuses; of a full disk it says how much is to be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors, metadata = _described(record)
-    with written_whole(path, record.kind) as aside:
-        aside.touch(mode=0o600)
-        save_file(tensors, aside, metadata)
-        descriptor = os.open(aside, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    try:
+        with written_whole(path, record.kind) as aside:
+            aside.touch(mode=0o600)
+            try:
+                save_file(tensors, aside, metadata)
+            except SafetensorError as error:  # it tells the system's errors as text
+                raise _system_error(error) from error
+            descriptor = os.open(aside, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except RequestError as error:
+        cause = error.__cause__
+        size = sum(tensor.nbytes for tensor in tensors.values()) + len(metadata[_KEY])
+        more = no_room(cause, path.absolute().parent, size) if isinstance(cause, OSError) else ""
+        raise RequestError(f"{error}{more}") from cause
+
+
+def _system_error(error: Exception) -> OSError:
+    """The system's error that the text of ``error`` tells of."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return OSError(number, os.strerror(number) if found else str(error).splitlines()[0])
 
 
 def encode_record(record: Record) -> bytes:

@@ -183,7 +183,7 @@ def test_crafted_heads_and_segments_are_refused_or_computed_again(tiny_llama):
     for key, content in whole.items():
         kind = HEAD if key.endswith("head") else "saccade session segment"
         record = decode_record(content, kind, key)
-        for one, what in crafted(record, STEP):
+        for one, what in crafted(record, 8):
             store.content = {**whole, key: encode_record(one)}
             llm.sessions = DurableSessions(store, llm.loop, segment=32)
             listed = llm.sessions.stored()
