@@ -172,3 +172,38 @@ def test_another_type_is_named(llm, tiny_llama, tmp_path):
         with pytest.raises(RequestError, match="saved with dtype='float32', not 'bfloat16'; load the model with"):
             narrow.restore(tmp_path / "talk")
         assert not narrow.engine.sessions
+
+
+def test_a_stored_session_of_a_path_identity_goes_on_and_is_written_anew(tiny_llama, monkeypatch):
+    from types import SimpleNamespace
+
+    from memory_store import MemoryStore
+
+    from saccade.engine.sessions import Sessions
+
+    store = MemoryStore()
+
+    def opened():
+        llm = make(tiny_llama, session_store=store)
+        llm.sessions.segments.size = 32
+        return llm
+
+    first = opened()
+    old = SimpleNamespace(data=path_identity(first.model.runner.model))
+    with monkeypatch.context() as patch:
+        patch.setattr(Sessions, "identity", old)
+        session = first.session("dense", name="talk")
+        session.generate(FIRST, SCORED)
+        first.sessions.flush()
+    written = set(store.content)
+    session.close()
+    second = opened()
+    session = second.session(name="talk")
+    assert session.note is None
+    session.generate(SECOND, SCORED)
+    second.sessions.flush()
+    assert not written & {key for key in store.content if not key.endswith("head")}
+    session.close()
+    with opened().session(name="talk") as session:  # by its new identity alone
+        assert session.note is None
+        assert session.sequence.computed == len(session.token_ids) - 1
