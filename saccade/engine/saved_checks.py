@@ -79,7 +79,7 @@ def check_model(stored: Any, model: LoadedModel, tokens: int) -> None:
     other = model.identity.differences(stored)
     if not other:
         return
-    told = f"{'; '.join(other[:4])}{' and more' if len(other) > 4 else ''}"
+    told = f"{' and '.join(other[:4])}{' and more' if len(other) > 4 else ''}"
     if all(one.startswith(("dtype=", "quantize=")) for one in other):
         raise RequestError(
             f"the session was saved with {told}; load the model with the dtype and quantization that it was saved "
@@ -92,7 +92,9 @@ def check_counts(data: Mapping[str, Any], longest: int) -> None:
     """How far a session is computed, and what else is said of it: of at most ``longest`` tokens."""
     tokens = data["tokens"]
     require(whole_number(data.get("chunk"), 1), f"chunk={shown(data.get('chunk'), 40)} is no number of tokens")
-    computed, reached, seen = data.get("computed"), data.get("reached"), data.get("seen")
+    computed: Any = data.get("computed")
+    reached: Any = data.get("reached")
+    seen: Any = data.get("seen")
     for name, count, least, most in (
         ("reached", reached, 0, tokens),
         ("computed", computed, 0, reached),
