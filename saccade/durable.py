@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -227,6 +228,7 @@ class DurableSessions:
 
     def _write(self, number: int, captured: Captured, own: Own) -> None:
         group, saved = own.group, captured.saved
+        saved.data["model"] = self._loop.engine.sessions.identity.data
         kept = self._kept.get(group)
         segments: list[Segment] = []
         if kept is not None:
@@ -259,6 +261,7 @@ class DurableSessions:
                 f"{called} cannot be used: another session's record, {shown(head.own.name)}, is in its place"
             )
         saved, damaged = head.saved, head.damaged
+        _ = self._loop.engine.sessions.identity  # found on this thread: the engine's is not to wait for it
         number = self._loop.piece(BeginRestore(saved, damaged, recompute)).result()
         note: str | None = self._loop.engine.sessions[number].note
         try:
@@ -268,9 +271,11 @@ class DurableSessions:
                     lost = f"damaged: {', '.join(damaged)}"
                 mark, note = self._loop.piece(FinishRestore(number, saved, lost)).result()
                 own_ones = takewhile(lambda one: self._groups.has(one.key), loaded)  # others' may go at any time
+                if not isinstance(saved.data["model"], Mapping):  # segments of an older form are written anew
+                    own_ones = takewhile(lambda one: False, loaded)
                 self._kept[group] = Kept(list(own_ones), mark)
         except BaseException:
-            self._loop.forget_soon(number)
+            self._loop.forget(number)
             raise
         with self._lock:
             self._open[group] = number

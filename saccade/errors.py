@@ -92,6 +92,16 @@ def _cut(value: object, left: list[int]) -> object:
     return value
 
 
+def half_pair(text: str) -> str | None:
+    """Where the half of a surrogate pair stands that no UTF-8 can hold, and the way out; None where there is none."""
+    if text.isascii():
+        return None
+    place = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+    if place is None:
+        return None
+    return f"U+{ord(text[place]):04X} at character {place} is half of a surrogate pair; remove it, or give both halves"
+
+
 def check_share(name: str, value: object, error: type[SaccadeError] = SaccadeError) -> None:
     """Raise ``error`` unless ``value`` is a number from 0 to 1."""
     if not finite_number(value) or not 0 <= value <= 1:  # type: ignore[operator]

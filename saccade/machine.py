@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,6 +106,18 @@ def show_bytes(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def no_room(error: OSError, folder: Path, wanted: int) -> str:
+    """How much room there is in ``folder`` for ``wanted`` bytes, to be added to what is said of an ``error``; nothing
+    where it is not that a disk, a quota or a limit is full."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ""
+    try:
+        free = f"{show_bytes(shutil.disk_usage(folder).free)} are free in {folder}"
+    except OSError:
+        free = f"nothing can be said of {folder}"
+    return f"; {show_bytes(wanted)} are to be written and {free}: make room, or choose another folder"
 
 
 def available_bytes() -> int:

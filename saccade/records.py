@@ -7,12 +7,15 @@ is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from saccade.errors import RequestError
+from saccade.errors import RequestError, shown, whole_number
 from saccade.files import written_whole
+from saccade.machine import no_room
 
 VERSION = 2
 READ = (1, 2)  # version 1 has checksums by BLAKE2b
@@ -54,19 +58,36 @@ class Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write ``record`` to ``path``, readable by its owner alone, in place of what is there. RequestError where the
-    system refuses."""
+    """Write ``record`` to ``path``, readable by its owner alone, in place of what is there, whole or not at all.
+    RequestError where the system refuses; of a full disk it says how much is to be written."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors, metadata = _described(record)
-    with written_whole(path, record.kind) as aside:
-        aside.touch(mode=0o600)
-        save_file(tensors, aside, metadata)
-        descriptor = os.open(aside, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    try:
+        with written_whole(path, record.kind) as aside:
+            aside.touch(mode=0o600)
+            try:
+                save_file(tensors, aside, metadata)
+            except SafetensorError as error:  # it tells the system's errors as text
+                raise _system_error(error) from error
+            descriptor = os.open(aside, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+    except RequestError as error:
+        cause = error.__cause__
+        size = sum(tensor.nbytes for tensor in tensors.values()) + len(metadata[_KEY])
+        more = no_room(cause, path.absolute().parent, size) if isinstance(cause, OSError) else ""
+        raise RequestError(f"{error}{more}") from cause
+
+
+def _system_error(error: Exception) -> OSError:
+    """The system's error that the text of ``error`` tells of."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return OSError(number, os.strerror(number) if found else str(error).splitlines()[0])
 
 
 def encode_record(record: Record) -> bytes:
@@ -119,15 +140,16 @@ def decode_record(content: Any, kind: str, name: str) -> Record:
     try:
         header = json.loads(bytes(view[8 : 8 + length]))
         metadata = header.pop("__metadata__", {})
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise RequestError(f"{name} is no {kind}, or is damaged: its header is not JSON") from error
     body = _checked_body(name, kind, metadata)
     parts, tensors, damaged = view[8 + length :], {}, []
     for part in body["checksums"]:
         try:
             tensors[part] = _tensor(parts, header[part])
-        except (KeyError, TypeError, ValueError, RuntimeError):
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
             damaged.append(part)
+    _refuse_overlaps(name, kind, [header[part]["data_offsets"] for part in tensors])
     return _whole_parts(kind, body, tensors, damaged, metadata["checksum"])
 
 
@@ -141,6 +163,13 @@ def _tensor(parts: memoryview, described: Any) -> Tensor:
     return torch.frombuffer(parts[start:stop], dtype=torch.uint8).view(dtype).reshape(shape)
 
 
+def _refuse_overlaps(name: str, kind: str, spans: list[list[int]]) -> None:
+    """RequestError where two tensors share bytes: one of them would change with the other."""
+    held = sorted(span for span in spans if span[0] < span[1])
+    if any(before[1] > after[0] for before, after in pairwise(held)):
+        raise RequestError(f"{name} is no {kind}, or is damaged: parts of it overlap")
+
+
 def _described(record: Record) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors as they are written, and the metadata."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in record.tensors.items()}
@@ -152,9 +181,14 @@ def _described(record: Record) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _whole_parts(kind: str, body: dict[str, Any], tensors: dict[str, Tensor], damaged: list[str], seal: str) -> Record:
     found = _checksums(tensors, body["version"])
-    damaged += [name for name in tensors if found[name] != body["checksums"][name]]
+    damaged += [name for name in tensors if found[name] != body["checksums"][name] or not _is_sound(tensors[name])]
     whole = {name: tensor for name, tensor in tensors.items() if name not in damaged}
     return Record(kind, body["data"], whole, sorted(damaged), seal)
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    """Whether truth values are 0 or 1, as every reader takes them to be."""
+    return tensor.dtype != torch.bool or not tensor.numel() or int(tensor.view(torch.uint8).max()) <= 1
 
 
 def _checked_body(name: str, kind: str, metadata: Any) -> dict[str, Any]:
@@ -162,11 +196,21 @@ def _checked_body(name: str, kind: str, metadata: Any) -> dict[str, Any]:
         raise RequestError(f"{name} is no {kind}: it was not written by saccade")
     if _digest(text.encode()) != metadata.get("checksum"):
         raise RequestError(f"{name} is damaged: its description is not what was written")
-    body: dict[str, Any] = json.loads(text)
-    if body["version"] not in READ:
-        raise RequestError(f"{name} is a record of version {body['version']}; this build reads up to version {VERSION}")
-    if body["kind"] != kind:
-        raise RequestError(f"{name} is a {body['kind']}, not a {kind}")
+    try:
+        body: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is malformed: its description is not JSON") from error
+    if not isinstance(body, dict) or "data" not in body:
+        raise RequestError(f"{name} is malformed: its description has no data")
+    if not whole_number(version := body.get("version"), READ[0], READ[-1]):
+        raise RequestError(
+            f"{name} is a record of version {shown(version, 40)}; this build reads up to version {VERSION}"
+        )
+    if body.get("kind") != kind:
+        raise RequestError(f"{name} is a {shown(body.get('kind'), 60).strip(chr(39))}, not a {kind}")
+    sums = body.get("checksums")
+    if not isinstance(sums, dict) or not all(isinstance(one, str) for one in sums.values()):
+        raise RequestError(f"{name} is malformed: its description has no checksums")
     return body
 
 

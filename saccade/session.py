@@ -15,7 +15,7 @@ from saccade.engine.core import new_request_id
 from saccade.engine.messages import AddRequest, StepOutput
 from saccade.engine.params import SamplingParams, one_params
 from saccade.engine.saved import SavedSession
-from saccade.errors import RequestError, shown, whole_number
+from saccade.errors import RequestError, SaccadeError, shown, whole_number
 from saccade.methods.policy import Policy, PolicyLike
 from saccade.outputs import RequestOutput, finished, request_output
 from saccade.prompts import Prompt, text_of
@@ -48,23 +48,32 @@ class Session:
         """See LLM.restore."""
         record = read_record(path, RECORD)
         tensors, said = record.tensors, record.tensors.pop("said", None)
-        saved = SavedSession(record.data["engine"], tensors)
-        chosen = Policy.parse(record.data["policy"]) if policy is None else policy
-        llm.engine.checks.policy(chosen)
-        number, note = llm.loop.restore(saved, [name for name in record.damaged if name != "said"], recompute)
+        if not isinstance(record.data, dict) or not isinstance(record.data.get("engine"), dict):
+            raise RequestError(f"{path} is malformed: it does not say what the engine had; save the session again")
         own = {} if said is None else {"said": said}
+        chosen = _policy_of(record.data, own, str(path), policy)
+        llm.engine.checks.policy(chosen)
+        saved = SavedSession(record.data["engine"], tensors)
+        number, note = llm.loop.restore(saved, [name for name in record.damaged if name != "said"], recompute)
         return cls.back(llm, Restored(number, note, record.data, own), chosen)
 
     @classmethod
     def back(cls, llm: LLM, restored: Restored, policy: Policy | None, name: str | None = None) -> Session:
-        """A session that the engine has again. ``policy`` None: the one that it was saved with."""
+        """A session that the engine has again. ``policy`` None: the one that it was saved with. RequestError, and the
+        engine has it no more, where its owner's part is malformed."""
+        try:
+            called = "the saved session" if name is None else f"the session {shown(name)}"
+            chosen = _policy_of(restored.data, restored.tensors, called, policy)
+            llm.engine.checks.policy(chosen)
+        except BaseException:
+            llm.loop.forget(restored.number)
+            raise
         session, data = cls.__new__(cls), restored.data
         session.llm, session.name, session.note = llm, name, restored.note
         session.messages = data["messages"]
         session._open(restored.number)
         session._said = restored.tensors["said"].tolist() if "said" in restored.tensors else []
-        session.policy = Policy.parse(data["policy"]) if policy is None else policy
-        llm.engine.checks.policy(session.policy)
+        session.policy = chosen
         return session
 
     def save(self, path: str | Path) -> None:
@@ -242,3 +251,22 @@ class Session:
     def _finished(self, request: AddRequest, prompt: Prompt | None = None) -> RequestOutput:
         with self.llm.loop.asked([request]) as streams:
             return request_output(None if prompt is None else text_of(prompt), finished(streams))
+
+
+def _policy_of(
+    data: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], called: str, policy: Policy | None
+) -> Policy:
+    """``policy``, or the one that a session was saved with. RequestError where the owner's part is none that
+    :meth:`Session._own` writes."""
+    messages, text, said = data.get("messages"), data.get("policy"), tensors.get("said")
+    spoken = isinstance(messages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages
+    )
+    if not spoken or not isinstance(text, str):
+        raise RequestError(f"{called} is malformed: it has no messages and policy; save it again, or remove it")
+    if said is not None and (said.dtype != torch.int64 or said.dim() != 1):
+        raise RequestError(f"{called} is malformed: what was said is {said.dtype} {list(said.shape)}; remove it")
+    try:
+        return Policy.parse(text) if policy is None else policy
+    except SaccadeError as error:
+        raise RequestError(f"{called} has a policy that is none of this build's: {error}; give another") from None

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from saccade.engine.saved import SavedSession
+from saccade.errors import RequestError, half_pair, shown, whole_number
 from saccade.records import Record, decode_record, encode_record
 from saccade.segments import Segment
 
@@ -40,7 +41,11 @@ class Head:
 
 
 def group_of(owner: str, name: str) -> str:
-    """What a session's records lie under, whatever its name looks like."""
+    """What a session's records lie under, whatever its name looks like. RequestError for one that is no Unicode
+    text."""
+    for what, text in (("owner", owner), ("name", name)):
+        if (why := half_pair(text)) is not None:
+            raise RequestError(f"{what}={shown(text, 80)} cannot name a session: {why}")
     return "s" + hashlib.blake2b(f"{owner}\0{name}".encode(), digest_size=16).hexdigest()
 
 
@@ -59,11 +64,28 @@ def decode_head(content: Any, called: str) -> Head:
     or damaged beyond its tensors."""
     record = decode_record(content, HEAD, called)
     data, tensors = record.data, record.tensors
+    wanted = {"group": str, "name": str, "owner": str, "own": dict, "engine": dict, "segments": list}
+    if not isinstance(data, dict) or not all(isinstance(data.get(key), kind) for key, kind in wanted.items()):
+        raise RequestError(f"{called} is malformed: it does not say {', '.join(wanted)}; forget it")
+    if not whole_number(data["engine"].get("tokens"), 0):
+        raise RequestError(f"{called} is malformed: it does not say how many tokens it has; forget it")
     own = {key.removeprefix(OWN): part for key, part in tensors.items() if key.startswith(OWN)}
     parts = {key: part for key, part in tensors.items() if not key.startswith(OWN)}
     return Head(
         Own(data["group"], data["name"], data["owner"], data["own"], own),
         SavedSession(data["engine"], parts),
-        [Segment(*one) for one in data["segments"]],
+        _segments(data["segments"], called),
         [name for name in record.damaged if not name.startswith(OWN)],
     )
+
+
+def _segments(listed: list[Any], called: str) -> list[Segment]:
+    """Those of a head, each of which begins where the one before ends."""
+    made: list[Segment] = []
+    for one in listed:
+        stop = made[-1].stop if made else 0
+        right = isinstance(one, list) and len(one) == 4 and isinstance(one[0], str) and isinstance(one[3], str)
+        if not right or not whole_number(one[1], stop, stop) or not whole_number(one[2], stop + 1):
+            raise RequestError(f"{called} is malformed: {shown(one, 80)} is no segment from token {stop} on; forget it")
+        made.append(Segment(*one))
+    return made

@@ -78,7 +78,9 @@ class SharedFileStore:
         there is none. A process that has them open may store them again."""
         group, found = head.partition("/")[0], False
         for one in (self._own, *self._others()):
-            names = [path.name for path in (one.path / group).glob("*") if not path.name.startswith(".")]
+            folder = one.path / group
+            held = [] if folder.is_symlink() else folder.glob("*")  # what a link leads to is somebody else's
+            names = [path.name for path in held if not path.name.startswith(".")]
             for key in sorted((f"{group}/{name}" for name in names), key=lambda key: key != head):
                 one.delete(key)
             found |= bool(names)
@@ -91,8 +93,11 @@ class SharedFileStore:
 
     def _first_free(self) -> FileStore:
         for number in range(MOST):
+            place = self.path / f"{_PLACE}{number}"
+            if place.is_symlink():
+                continue
             try:
-                return FileStore(self.path / f"{_PLACE}{number}", wait=0.0)
+                return FileStore(place, wait=0.0)
             except InUse:
                 continue
         raise RequestError(f"{self.path} is in use by {MOST} processes; give another folder")
@@ -101,5 +106,5 @@ class SharedFileStore:
         """What others have, or had, and what lies in the folder itself."""
         yield Files(self.path)
         for path in self.path.glob(f"{_PLACE}*"):
-            if path != self._own.path:
+            if path != self._own.path and not path.is_symlink():
                 yield Files(path)

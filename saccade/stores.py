@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from saccade.errors import RequestError, SaccadeError, shown
+from saccade.machine import no_room
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}(/[a-z0-9][a-z0-9_-]{0,127})?")
 _ASIDE = ".part"
@@ -66,7 +67,9 @@ class InUse(RequestError):
 
 class Files:
     """A file for each key under the folder ``path``. A file is written beside the old one, brought to the disk and
-    takes its place whole. When it was written is its time of change, when it was last used its time of access."""
+    takes its place whole. When it was written is its time of change, when it was last used its time of access.
+
+    A group's folder that is a link to another is none: what it leads to is not read, written or removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,6 +77,8 @@ class Files:
     def get(self, key: str, touch: bool = True) -> Any:
         """See BlockStore. ``touch``: it counts as a use."""
         path = self._path(key)
+        if self._leads_away(path):
+            return None
         try:
             with open(path, "rb", buffering=0) as file:
                 facts = os.fstat(file.fileno())
@@ -95,6 +100,8 @@ class Files:
     def put(self, key: str, content: bytes) -> None:
         """See BlockStore."""
         path = self._path(key)
+        if self._leads_away(path):
+            raise RequestError(f"{path.parent} is a link to another folder, and nothing is written there; remove it")
         aside = path.with_name(f".{secrets.token_hex(8)}{_ASIDE}")
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
@@ -109,11 +116,14 @@ class Files:
                 aside.unlink(missing_ok=True)
             _bring_to_disk(path.parent)
         except OSError as error:
-            raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+            why = f"{error.strerror or error}{no_room(error, self.path, len(content))}"
+            raise RequestError(f"{path} cannot be written: {why}") from error
 
     def delete(self, key: str) -> None:
         """See BlockStore."""
         path = self._path(key)
+        if self._leads_away(path):
+            return
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -126,14 +136,15 @@ class Files:
         """See BlockStore. What may not be looked at is not there."""
         path = self._path(key)
         try:
-            return path.is_file()
+            return path.is_file() and not self._leads_away(path)
         except OSError:
             return False
 
     def written(self, key: str) -> int | None:
         """When a key was put, nanoseconds since the epoch; None where there is none."""
         try:
-            return self._path(key).stat().st_mtime_ns
+            path = self._path(key)
+            return None if self._leads_away(path) else path.stat().st_mtime_ns
         except OSError:
             return None
 
@@ -142,7 +153,7 @@ class Files:
         entries = []
         for path in (*self.path.glob("*"), *self.path.glob("*/*")):
             key = path.relative_to(self.path).as_posix()
-            if key == LOCK or not _KEY.fullmatch(key):
+            if key == LOCK or not _KEY.fullmatch(key) or self._leads_away(path):
                 continue
             try:
                 facts = path.stat()
@@ -151,6 +162,10 @@ class Files:
             if path.is_file():
                 entries.append(Entry(key, facts.st_size, max(facts.st_mtime, facts.st_atime)))
         return entries
+
+    def _leads_away(self, path: Path) -> bool:
+        """Whether a file lies in a folder of somebody else's, to which a link in this one leads."""
+        return path.parent != self.path and path.parent.is_symlink()
 
     def _path(self, key: str) -> Path:
         if not _KEY.fullmatch(key) or key == LOCK:
@@ -173,7 +188,8 @@ class FileStore(Files):
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._unlock = weakref.finalize(self, os.close, locked(self.path / LOCK, wait))
             for left in (*self.path.glob(f".*{_ASIDE}"), *self.path.glob(f"*/.*{_ASIDE}")):
-                left.unlink(missing_ok=True)
+                if not self._leads_away(left):
+                    left.unlink(missing_ok=True)
         except OSError as error:
             raise RequestError(f"{self.path} cannot hold sessions: {error.strerror or error}") from error
 

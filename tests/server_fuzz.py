@@ -28,6 +28,47 @@ FIELDS = [
     "max_output_tokens cache_salt kv_transfer_params layers pixels",
 ]
 NAMES = " ".join(FIELDS).split()
+FIELDS += ["audit audit_steps target certify bounds"]
+# Numbers at the ends of what a float holds, for options that are shares, thresholds or seconds.
+EXTREME = [5e-324, -5e-324, 1e-320, 2.2250738585072014e-308, 1e-300, 1 - 2**-53, 1 + 2**-52, 1.7976931348623157e308]
+HALF = "\ud83d"  # of a surrogate pair
+NAMED = ["s", "t", "a/b ..\u00e9", HALF, f"x{HALF}y", "../../x", "x" * 256, "\x00", "head", "lock", "process.0"]
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": False},
+    *({"const": HALF}, {"enum": [HALF, 1]}, {"type": "object", "properties": {HALF: {"type": "integer"}}}),
+    *({"pattern": "("}, {"$ref": "#/nowhere"}, {"type": "string", "maxLength": 10**18}, {"minimum": 5e-324}),
+]
+GRAMMARS: list[Any] = [
+    *({"choice": ["a", "b"]}, {"choice": [HALF]}, {"regex": "[ab]"}, {"regex": HALF}, {"regex": "a{1,999999999}"}),
+    *({"grammar": "start: /a/"}, {"grammar": f'start: "{HALF}"'}, {"json": "{"}, {"json_object": True}),
+    *({"json": schema} for schema in SCHEMAS),
+]
+TOOLS: list[Any] = [
+    [{"type": "function", "function": {"name": name, "description": HALF, "parameters": schema}}]
+    for name in ("f", HALF, "x" * 300)
+    for schema in SCHEMAS
+]
+# Half of the requests have such values for these fields, which bring them further than odd ones do.
+LIKELY: dict[str, list[Any]] = {
+    **{name: [0.5, 1.0, *EXTREME] for name in ("audit", "audit_steps", "target", "bounds")},
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"), EXTREME),
+    "certify": [[0.1, 0.1], [5e-324, 0.5], [0.5, 5e-324], [1 - 2**-53] * 2],
+    "logit_bias": [{"5": number} for number in EXTREME],
+    "deadline_seconds": EXTREME,
+    "session_id": NAMED,
+    "cache_salt": NAMED,
+    "policy": ["topk(k=4)", "cis(k=4)", "vattention", "psa(epsilon=5e-324)", f"dense{HALF}"],
+    "stop": [HALF, ["a", HALF]],
+    "bad_words": [[HALF]],
+    "user": [HALF],
+    "model": [HALF],
+    "structured_outputs": GRAMMARS,
+    "response_format": [{"type": "json_schema", "json_schema": {"name": HALF, "schema": one}} for one in SCHEMAS],
+    "tools": TOOLS,
+    "tool_choice": ["required", "auto", {"type": "function", "function": {"name": HALF}}],
+    "prompt": [HALF, [5, 6, 7], "a longer prompt, so that there is something to select from " * 3],
+}
+KEYS = {"one": "sk-fuzz-0123456789abcdef", "two": "sk-fuzz-fedcba9876543210"}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/selection_maps", "/tokenize", "/detokenize"]
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "post", "NIX", "GET / POST"]
 GOOD: dict[str, dict[str, Any]] = {
@@ -43,8 +84,15 @@ GOOD: dict[str, dict[str, Any]] = {
 def body(rng: random.Random, path: str) -> bytes:
     """A request whose JSON is valid and whose fields are odd, mostly."""
     made = dict(GOOD[path])
-    for _ in range(rng.choice([0, 1, 1, 2])):
-        made[rng.choice(NAMES)] = rng.choice(ODD)
+    if likely := rng.random() < 0.5:
+        made |= {name: rng.choice(LIKELY[name]) for name in rng.sample(sorted(LIKELY), rng.choice([1, 1, 2, 3]))}
+        if path == "/v1/responses" and "prompt" in made:
+            made["input"] = made.pop("prompt")
+    elif rng.random() < 0.1:
+        made["session_id"] = rng.choice(NAMED)  # a good turn, which is stored
+    if not likely or rng.random() < 0.2:
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            made[rng.choice(NAMES)] = rng.choice(ODD)
     for name, most in (("n", 2), ("max_tokens", 2), ("max_output_tokens", 2), ("max_completion_tokens", 2)):
         if isinstance(made.get(name), (int, float)) and 0 < made[name] < 2**63:
             made[name] = min(made[name], most)  # a request that is good after all need not take long
@@ -86,14 +134,20 @@ def request(rng: random.Random) -> bytes:
     if kind == 4:
         method = rng.choice(METHODS)
     elif kind == 5:
-        path = rng.choice(
-            ["/", "/v1/models/..%2f..%2fetc", "/v1/%ff%fe", "//", "/v1/sessions/" + "x" * 300, "*", "/\u2603"]
-        )
+        odd = ["/", "/v1/models/..%2f..%2fetc", "/v1/%ff%fe", "//", "/v1/sessions/" + "x" * 300, "*", "/\u2603"]
+        path = rng.choice([*odd, "/v1/sessions/s", "/v1/sessions/%ed%a0%80", "/v1/sessions/..%2fhead"])
+        method = "DELETE" if "sessions" in path else method
         path += rng.choice(["", "?" + "a" * 2000, "?%00", "#x"])
     elif kind == 6:
         length = rng.choice(["-1", "x", "", "99999999999999999999999", "0", "1e3", str(len(data) + 5)])
     elif kind == 7:
-        odd = ["x-session-id: a\x00b", "x-request-id: " + "y" * 500, "content-type: text/xml", "host: evil.example"]
+        odd = [
+            "x-session-id: a\x00b",
+            "x-session-id: \ud800",
+            "x-request-id: " + "y" * 500,
+            "content-type: text/xml",
+            "host: evil.example",
+        ]
         extra = (
             rng.choice([*odd, "authorization: Bearer x", "expect: 100-continue", "broken header", ": empty"]) + "\r\n"
         )
@@ -103,6 +157,8 @@ def request(rng: random.Random) -> bytes:
         extra = "transfer-encoding: chunked\r\n"
         data = rng.choice([b"5\r\nabc", b"zz\r\n", b"ffffffffffffffff\r\n", b"3\r\nabc\r\n0\r\n\r\n"])
     head = f"{method} {path} {version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    if "authorization" not in extra and rng.random() < 0.95:
+        head += f"authorization: Bearer {rng.choice(list(KEYS.values()))}\r\n"
     head += extra + ("" if "chunked" in extra else f"content-length: {length}\r\n") + "connection: close\r\n\r\n"
     return head.encode("utf-8", "surrogatepass") + data
 
@@ -151,6 +207,7 @@ def fuzz(address: tuple[str, int], count: int, seed: int) -> Counter[int]:
         if number % 1000 == 0 or number == count:
             good = json.dumps(GOOD["/v1/completions"]).encode()
             head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            head += f"authorization: Bearer {KEYS['one']}\r\n"
             head += f"connection: close\r\ncontent-length: {len(good)}\r\n\r\n"
             with socket.create_connection(address, timeout=20) as client:
                 client.sendall(head.encode() + good)
@@ -169,11 +226,14 @@ def a_server() -> Iterator[Any]:
     from server_helpers import serving
     from tiny_models import make_checkpoint
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(make(make_checkpoint("llama", Path(folder))), **SHORT) as server,
-    ):
-        yield server
+    from saccade.server.keys import Key, KeyRing, digest
+
+    with tempfile.TemporaryDirectory() as folder:
+        llm = make(make_checkpoint("llama", Path(folder) / "model"), session_dir=f"{folder}/sessions:4MiB")
+        keys = KeyRing(Key(name, digest(secret)) for name, secret in KEYS.items())
+        with serving(llm, **SHORT, keys=keys, tool_parser="hermes") as server:
+            server.client.headers["authorization"] = f"Bearer {KEYS['one']}"
+            yield server
 
 
 def main(count: int, seed: int) -> None:

@@ -52,7 +52,7 @@ def test_another_models_conversation_names_a_way_out_that_the_command_line_has(m
     assert run(monkeypatch, capsys, *talk, "float32", said=f"{FACT}\n")[0] == 0
     code, _, error = run(monkeypatch, capsys, *talk, "bfloat16", said=f"{ASK}\n")
     assert code == 2
-    assert "saved with another model" in error
+    assert "saved with dtype='float32', not 'bfloat16'" in error
     assert "saccade sessions --remove mine" in error
     assert "recompute" not in error
 

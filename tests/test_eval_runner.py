@@ -621,12 +621,19 @@ def test_a_folder_that_moved_is_the_same_folder(tmp_path, llm, data):
     folder = predict(data, llm, MODEL, setting(), tmp_path, limit=1)
     config = json.loads((folder / "config.json").read_text())
     config["model"]["path"], config["data"]["path"] = "elsewhere/model", "elsewhere/data.jsonl"
+    config["model"]["name"], config["model"]["weights_sha256"] = "./called", "1" * 64  # of files, saved again since
     (folder / "config.json").write_text(json.dumps(config))
     assert predict(data, llm, MODEL, setting(), tmp_path) == folder
     assert len((folder / "predictions.jsonl").read_bytes().splitlines()) == 6
-    config["model"]["weights_sha256"] = "0" * 64
+    for name in ("identity", "tokenizer_hash"):
+        other = {**config, "model": {**config["model"], name: "0" * 32}}
+        (folder / "config.json").write_text(json.dumps(other))
+        with pytest.raises(RequestError, match=rf"model\.{name} is '0000"):
+            predict(data, llm, MODEL, setting(), tmp_path)
+    for name in ("identity", "tokenizer_hash"):  # as folders were before
+        del config["model"][name]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RequestError, match=r"model\.weights_sha256 is '0000"):
+    with pytest.raises(RequestError, match=r"model\.weights_sha256 is '1111"):
         predict(data, llm, MODEL, setting(), tmp_path)
     with pytest.raises(PolicyError):
         setting("nope")

@@ -91,7 +91,7 @@ def test_a_layer_computes_what_its_dequantized_weights_do(family, tmp_path):
     quantized = LLM(folder, dtype="float32", kv_memory="8MiB", quantize="fp8_reference")
     layers = quantized.model.runner.llama.step_kernels().layers
     assert quantized.model.weight_bytes < plain.model.weight_bytes
-    assert quantized.engine.sessions.fingerprint != plain.engine.sessions.fingerprint
+    assert quantized.model.identity != plain.model.identity
     for module, layer in zip(plain.model.runner.model.get_decoder().layers, layers):
         attention, mlp = module.self_attn, module.mlp
         groups = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import random
 import stat
@@ -10,14 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from engine_helpers import finish, make, start, tokens
 from helpers import MATRIX
+from safetensors import SafetensorError
 from tiny_models import make_checkpoint, random_ids
 
 from saccade import SamplingParams
 from saccade.engine import saved as saved_module
-from saccade.errors import RequestError, SaccadeError
+from saccade.errors import RequestError
 from saccade.methods.policy import Policy
 from saccade.records import Record, read_record, write_record
 
@@ -203,20 +207,50 @@ def test_what_is_saved_pickles(llm):
     assert again.token_ids == saved.token_ids
 
 
-def test_a_disk_that_is_full_leaves_what_was_there(llm, tmp_path, monkeypatch):
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+POINTS = ("touch", "save_file", "fsync", "replace", "mkdir")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_disk_that_is_full_leaves_what_was_there(llm, tmp_path, monkeypatch, point):
+    """Wherever the system says so; the error says of which file, how much is to be written, and how much is free."""
     path = tmp_path / "talk"
+
+    def full(*args, **kwargs):
+        if point == "save_file":  # as safetensors tells it, of a file that is half written
+            Path(args[1]).write_bytes(bytes(1000))
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise FULL
+
     with llm.session() as session:
         session.generate(FIRST, SCORED)
         session.save(path)
         before = path.read_bytes()
         session.generate(SECOND, SCORED)
-        import safetensors.torch
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(safetensors.torch, "save_file", full)
-        with pytest.raises(SaccadeError, match="No space left"):
+        owner = {"save_file": safetensors.torch, "fsync": os}.get(point, Path)
+        monkeypatch.setattr(owner, point, full)
+        said = rf"{path} cannot be written: No space left.*KiB are to be written and .* free"
+        with pytest.raises(RequestError, match=said):
             session.save(path)
+    monkeypatch.undo()
     assert path.read_bytes() == before
     assert [Path(one).name for one in tmp_path.iterdir()] == ["talk"]
+
+
+def test_a_file_that_may_not_grow_leaves_what_was_there(llm, tmp_path):
+    """By the system's own limit, at many lengths."""
+    resource = pytest.importorskip("resource")
+    path, (soft, hard) = tmp_path / "talk", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with llm.session() as session:
+        session.generate(FIRST, SCORED)
+        session.save(path)
+        before = path.read_bytes()
+        for most in (0, 1, 4096, len(before) // 2, len(before) - 1):
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+                with pytest.raises(RequestError, match=r"File too large.*are to be written"):
+                    session.save(path)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert path.read_bytes() == before
+            assert [Path(one).name for one in tmp_path.iterdir()] == ["talk"]

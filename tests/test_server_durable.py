@@ -11,7 +11,7 @@ import time
 import httpx
 import pytest
 from engine_helpers import make
-from server_helpers import GREEDY, serving
+from server_helpers import GREEDY, error, serving
 from tiny_models import one_thread as one_thread
 from tiny_models import random_ids
 
@@ -46,6 +46,28 @@ def test_a_restarted_server_goes_on(tiny_llama, tmp_path):
         assert torn["choices"] == again["choices"]
         assert server.llm.sessions.counts["refused"] == 1
         assert server.complete(longer, session_id="a/b ..\u00e9").json()["usage"]["prompt_tokens"] == 130
+
+
+def test_half_a_surrogate_pair_names_no_session(tiny_llama, tmp_path):
+    llm = make(tiny_llama, session_dir=tmp_path)
+    for name in ("\ud800", "a\udfffb"):
+        with pytest.raises(RequestError, match=r"name=.* cannot name a session: U\+D[8F]"):
+            llm.session(name=name)
+        with pytest.raises(RequestError, match="half of a surrogate pair"):
+            llm.sessions.forget(name)
+    with serving(llm) as server:
+        for name in ("\ud800", "a\udfffb"):
+            answer = server.complete([5, 6], session_id=name)
+            assert error(answer) == (400, None, "session_id")
+            assert "half of a surrogate pair" in answer.json()["error"]["message"]
+        assert not server.serving.sessions._held
+        assert server.complete([5, 6], session_id="a", cache_salt="\ud800", user="\ud800").status_code == 200
+        server.llm.sessions.flush()
+        assert server.llm.sessions.counts["failed"] == 0
+    with serving(make(tiny_llama, session_dir=tmp_path)) as server:  # a salt may be any text
+        again = server.complete([5, 6, 7, 8], session_id="a", cache_salt="\ud800")
+        assert again.status_code == 200
+        assert server.llm.sessions.counts["restores"] == 1
 
 
 CODE = """

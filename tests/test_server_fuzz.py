@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+from urllib.parse import quote
 
 import pytest
-from server_fuzz import a_server, fuzz
+from server_fuzz import KEYS, a_server, fuzz
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -20,8 +21,11 @@ def test_nothing_that_comes_breaks_a_server():
         gc.collect()
         assert not server.server.server_state.connections
         assert threading.active_count() < 20
-        for name in list(server.serving.sessions._held):
-            server.client.delete(f"/v1/sessions/{name[1]}")
+        assert server.llm.sessions.counts["failed"] == 0, server.llm.sessions.last_error
+        assert server.llm.sessions.counts["saves"] > 5
+        for owner, name in list(server.serving.sessions._held):
+            headers = {"authorization": f"Bearer {KEYS[owner]}"}
+            server.client.delete(f"/v1/sessions/{quote(name, safe='')}", headers=headers)
         server.complete([5])
         sessions = len(server.llm.engine.sessions)
         assert sessions == len(server.serving.sessions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -133,3 +134,48 @@ def test_a_folder_and_a_size(given, folder, size):
 def test_what_is_no_folder_and_size(given):
     with pytest.raises(SaccadeError, match=r"session_dir=.*must be a folder"):
         folder_and_size(given, "session_dir", "16GiB")
+
+
+@pytest.mark.parametrize("point", ["open", "fsync", "replace", "mkdir"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, point):
+    store = FileStore(tmp_path / "store")
+    store.put("a/head", b"before")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path if point in ("replace", "mkdir") else os, point, full)
+    with pytest.raises(RequestError, match=r"a/head cannot be written: No space left.*9.8 KiB are to be written"):
+        store.put("a/head", bytes(10_000))
+    monkeypatch.undo()
+    assert bytes(store.get("a/head")) == b"before"
+    assert [one.name for one in (tmp_path / "store" / "a").iterdir()] == ["head"]
+    store.close()
+
+
+@pytest.mark.parametrize("kind", [FileStore, SharedFileStore])
+def test_a_group_that_is_a_link_reaches_nothing_outside(tmp_path, kind):
+    outside, folder = tmp_path / "outside", tmp_path / "store"
+    outside.mkdir()
+    for name in ("head", "0000000000-ab", f".{'0' * 16}.part", "notes"):
+        (outside / name).write_bytes(b"mine")
+    before = sorted(one.name for one in outside.iterdir())
+    store = kind(folder)
+    own = next(folder.glob("process.*"), folder)
+    (own / "s1").symlink_to(outside)
+    (folder / "process.77").symlink_to(tmp_path)
+    store.close()
+    store = kind(folder)
+    assert list(store.list()) == []
+    assert not store.exists("s1/head")
+    assert store.get("s1/head") is None
+    store.delete("s1/head")
+    with pytest.raises(RequestError, match="is a link to another folder"):
+        store.put("s1/head", b"theirs")
+    if kind is SharedFileStore:
+        assert not store.forget("s1/head")
+        assert not store.forget("outside/head")
+        assert store.last_written("outside/head") is None
+    store.close()
+    assert sorted(one.name for one in outside.iterdir()) == before
+    assert all(one.read_bytes() == b"mine" for one in outside.iterdir())

@@ -28,6 +28,8 @@ from saccade.randomness import uniform
 HEADS, STEPS = 0x41554449, 0x5245504C  # seeds of draws that no token shares
 TOGETHER = 16  # places of several steps that are drawn at once, about: few draws a step are what they cost
 WAITING = 256  # observations that may lie on a device before they are fetched
+RAREST = 1e-300  # of rates: a quotient by a lower one is no number any more
+LONGEST = 2.0**40  # steps that are drawn for together
 STEPS_FOR_TARGET = 0.05  # of steps replayed for a target, where nothing else is said
 
 
@@ -79,7 +81,7 @@ class Audit:
         self.places += count
         if rate <= 0:
             return {}
-        steps = 1 << max(0, int(math.log2(max(1.0, TOGETHER / (rate * count)))))
+        steps = 1 << int(math.log2(min(max(1.0, TOGETHER / max(rate * count, RAREST)), LONGEST)))
         window, step = divmod(position, steps)
         if self._window != (window, layers, kv_heads):
             self._window, self._drawn = (window, layers, kv_heads), self._draw(window, steps * count, count, kv_heads)

@@ -183,11 +183,17 @@ class AsyncEngine:
 
     def save(self, session: int) -> SavedSession:
         """A copy of a session between two turns. RequestError while one runs."""
+        self._find_identity()
         return self._send(Letter([SaveSession(session)])).result()
 
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
         """Open a session with what was saved (see engine.saved.restore_sequence): its id, and what is to be said."""
+        self._find_identity()
         return self._send(Letter([RestoreSession(saved, damaged, recompute)])).result()
+
+    def _find_identity(self) -> None:
+        """Have the model's identity found on this thread: the engine's is not to wait while weights are read."""
+        _ = self.engine.sessions.identity
 
     def piece(self, message: Piece) -> Future[Any]:
         """A part of saving or restoring a session, done between two steps (engine.pieces)."""

@@ -21,8 +21,8 @@ _marks = count(1)
 
 @dataclass(frozen=True)
 class CaptureSession:
-    """Copy a session between two turns, but for the keys and values of its whole segments of ``segment`` tokens. The
-    answer is a :class:`Captured`."""
+    """Copy a session between two turns, but for its model's identity and the keys and values of its whole segments of
+    ``segment`` tokens. The answer is a :class:`Captured`."""
 
     session: int
     segment: int
@@ -89,18 +89,18 @@ def act(sessions: Sessions, piece: Piece) -> Any:
     sequence = sessions.require(piece.session)
     if isinstance(piece, CaptureSession):
         kv = sequence.memory.kv
-        saved = save_sequence(sequence, sessions.fingerprint, sessions.chunk, piece.segment)
+        saved = save_sequence(sequence, None, sessions.chunk, piece.segment)
         stood, mark = dict(kv.stood), next(_marks)
         kv.mark(mark)
         return Captured(saved, mark, stood)
     if isinstance(piece, LoadRows):
         return _load(sequence, piece)
-    return _finish(sessions.chunk, sequence, piece)
+    return _finish(sessions, sequence, piece)
 
 
 def _begin(sessions: Sessions, piece: BeginRestore) -> int:
     with sessions.coming_back() as sequence:
-        begin_restore(sequence, piece.saved, sessions.fingerprint, sessions.chunk, piece.damaged, piece.recompute)
+        begin_restore(sequence, piece.saved, sessions.model, sessions.chunk, piece.damaged, piece.recompute)
     return sequence.id
 
 
@@ -121,13 +121,13 @@ def _load(sequence: Sequence, piece: LoadRows) -> Exception | None:
         if piece.start == 0 and kv.pool.free_blocks >= kv.missing_blocks(sequence.reached):
             kv.reserve(sequence.reached)  # at once: the block table grows in steps of its whole length
         append_rows(kv, piece.tensors)
-    except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
+    except SaccadeError as error:
         return error
     sequence.filled(kv.length)
     return None
 
 
-def _finish(chunk: int, sequence: Sequence, piece: FinishRestore) -> tuple[int, str | None]:
+def _finish(sessions: Sessions, sequence: Sequence, piece: FinishRestore) -> tuple[int, str | None]:
     saved, kv = piece.saved, sequence.memory.kv
     lost: Exception | None = None if piece.lost is None else SaccadeError(piece.lost)
     stored = saved.data["kv"]
@@ -136,10 +136,10 @@ def _finish(chunk: int, sequence: Sequence, piece: FinishRestore) -> tuple[int, 
             SavedKV({}, stored).check(kv.pool.format, kv.layers)
             if stored["sealed"] != kv.length:
                 raise SaccadeError("others needed its blocks while it was restored")
-            append_rows(kv, under("kv", saved.tensors))
-        except (SaccadeError, KeyError, ValueError, TypeError, RuntimeError) as error:
+            append_rows(kv, under("kv", saved.tensors), saved.data["computed"] - kv.length)
+        except SaccadeError as error:
             lost = error
-    finish_restore(sequence, saved, chunk, lost)
+    finish_restore(sequence, saved, sessions.model, sessions.chunk, lost)
     mark = next(_marks)
     kv.mark(mark)
     return mark, sequence.note

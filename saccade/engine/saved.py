@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from saccade.engine.sequence import Sequence, Span, usable
+from saccade.engine.saved_checks import (
+    LISTS,
+    MalformedSession,
+    check_counts,
+    check_model,
+    check_stored,
+    check_tokens,
+    read_spans,
+    require,
+)
+from saccade.engine.sequence import Sequence, usable
 from saccade.errors import CapacityError, RequestError, SaccadeError
 from saccade.kv.saved import SavedKV, copy_rows, described, load_kv, save_kv
 from saccade.kv.tier import LostKV
 from saccade.methods import state as states
-from saccade.methods.policy import Policy
+from saccade.methods.fitting import Fitting, Sizes
+
+if TYPE_CHECKING:
+    from saccade.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
-SAMPLES = 1024  # of a weight, for its model's fingerprint
-_LISTS = ("states", "tails", "gone", "watched")
 
 
 @dataclass(frozen=True)
@@ -35,24 +45,12 @@ class SavedSession:
         return self.tensors["tokens"].tolist()
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Tells models apart: names, shapes, dtypes and evenly spaced samples of all weights, and the configuration."""
-    digest = hashlib.blake2b(digest_size=16)
-    config = getattr(model, "config", None)
-    for line in (type(model).__name__, str(config.to_json_string(use_diff=False)) if config is not None else ""):
-        digest.update(line.encode())
-    for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
-        picked = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(picked.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def save_sequence(sequence: Sequence, model: str, chunk: int, segment: int | None = None) -> SavedSession:
-    """A copy of all that a session is between two turns. ``model``: its :func:`fingerprint`; ``chunk``: of its
-    prefills. With ``segment``, keys and values of whole segments of so many tokens are left out: whoever saves copies
-    them one by one (engine.pieces). RequestError while a turn runs."""
+def save_sequence(
+    sequence: Sequence, model: dict[str, Any] | None, chunk: int, segment: int | None = None
+) -> SavedSession:
+    """A copy of all that a session is between two turns. ``model``: its identity, None where the caller adds it;
+    ``chunk``: of its prefills. With ``segment``, keys and values of whole segments of so many tokens are left out:
+    whoever saves copies them one by one (engine.pieces). RequestError while a turn runs."""
     if sequence.turn is not None:
         raise RequestError("this session is still answering; save it when the turn has ended")
     memory = sequence.memory
@@ -93,20 +91,20 @@ def save_sequence(sequence: Sequence, model: str, chunk: int, segment: int | Non
         except LostKV:  # whoever has it back computes it again
             sequence.drop_kv()
             return save_sequence(sequence, model, chunk, segment)
-        for name in _LISTS:
+        for name in LISTS:
             own, kept[name] = states.save(getattr(memory, name))
             tensors |= {f"{name}/{key}": tensor.cpu() for key, tensor in own.items()}
     return SavedSession(data, tensors)
 
 
 def restore_sequence(
-    sequence: Sequence, saved: SavedSession, model: str, chunk: int, damaged: list[str], recompute: bool
+    sequence: Sequence, saved: SavedSession, model: LoadedModel, chunk: int, damaged: list[str], recompute: bool
 ) -> str | None:
     """Make an empty sequence what was saved. Keys and values, or what a method knew, that cannot be had any more are
     left out, and the next turn computes them again; the sentence that is returned, and the report of that turn, say so.
 
     RequestError for a session of another model, or where chunks of a sparse prefill would lie elsewhere, unless
-    ``recompute`` takes the tokens alone over.
+    ``recompute`` takes the tokens alone over; MalformedSession for what no version has written.
     """
     begin_restore(sequence, saved, model, chunk, damaged, recompute)
     if recompute or not saved.data["computed"]:
@@ -116,64 +114,66 @@ def restore_sequence(
         pool, parts = sequence.memory.kv.pool, under("kv", saved.tensors)
         try:
             sequence.memory.kv = load_kv(pool, SavedKV(parts, saved.data["kv"]))
-        except (SaccadeError, KeyError, ValueError, TypeError) as error:
+        except SaccadeError as error:
             lost = error
-    return finish_restore(sequence, saved, chunk, lost)
+    return finish_restore(sequence, saved, model, chunk, lost)
 
 
 def begin_restore(
-    sequence: Sequence, saved: SavedSession, model: str, chunk: int, damaged: list[str], recompute: bool
+    sequence: Sequence, saved: SavedSession, model: LoadedModel, chunk: int, damaged: list[str], recompute: bool
 ) -> None:
     """The tokens of :func:`restore_sequence`, and how they were computed."""
     data = saved.data
     if "tokens" in damaged:
         raise RequestError("the saved session is damaged: its tokens are not what was written")
+    tokens = check_tokens(saved.tensors.get("tokens"), data, model.spec.vocab_size)
     if recompute:
-        sequence.tokens = saved.token_ids
+        sequence.tokens = tokens
         sequence.restart()
         sequence.note = f"restored session: all {len(sequence.tokens)} tokens are computed again"
         return
-    if data["model"] != model:
-        raise RequestError(
-            "the session was saved with another model, or with this one in another dtype; give recompute=True to "
-            f"compute its {data['tokens']} tokens with this one"
-        )
-    spans = [
-        Span(start, stop, phase, Policy.parse(text), length, cut)
-        for start, stop, phase, text, length, cut in data["spans"]
-    ]
+    check_model(data.get("model"), model, len(tokens))
+    check_counts(data, model.spec.max_position)
+    spans = read_spans(data)
+    check_stored(data)
     if data["chunk"] != chunk and not all(span.policy.prefill.is_dense for span in spans):
         raise RequestError(
             f"the session was saved with prefill_chunk={data['chunk']}, on which its sparse prefills hang, not "
             f"{chunk}; use that, or give recompute=True"
         )
-    sequence.tokens, sequence.spans = saved.token_ids, spans
+    sequence.tokens, sequence.spans = tokens, spans
     sequence.reached, sequence.seen = data["reached"], data["seen"]
-    sequence.salt, sequence.private, sequence.note = data["salt"], data.get("private", False), data.get("note")
+    sequence.salt, sequence.private, sequence.note = data.get("salt"), data.get("private", False), data.get("note")
     if data["reached"] and not data["computed"] and sequence.note is None:  # they had made room for others
         sequence.note = (
             f"restored session: its keys and values were not stored; all {data['tokens']} tokens are computed again"
         )
 
 
-def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Exception | None) -> str | None:
+def finish_restore(
+    sequence: Sequence, saved: SavedSession, model: LoadedModel, chunk: int, lost: Exception | None
+) -> str | None:
     """What the method knew, once keys and values are there. Where some are ``lost``, as much is kept of those that are
-    there as lets the rest be computed as it was."""
+    there as lets the rest be computed as it was. MalformedSession for keys or states that cannot be of this session."""
     memory, data = sequence.memory, saved.data
+    if isinstance(lost, MalformedSession):
+        raise lost
     kv, wanted = memory.kv, data["computed"]
     try:
         if lost is not None:
             raise lost
         if kv.length != wanted:
             raise SaccadeError(f"keys of {kv.length} tokens where {wanted} were computed")
-        for name in _LISTS:
-            loaded = states.load(under(name, saved.tensors), data["memory"][name])
-            if len(loaded) != kv.layers:
-                raise SaccadeError(f"{name} of {len(loaded)} layers, not of {kv.layers}")
+        spec, seen = model.spec, max(wanted, data["seen"])
+        sizes = Sizes(kv.layers, spec.heads, spec.kv_heads, spec.head_dim, seen, kv.pool.format.dtype)
+        known = {name: _read_list(name, saved, sizes) for name in LISTS}
+        for name, loaded in known.items():
             setattr(memory, name, states.to(loaded, kv.pool.storage.device))
+    except MalformedSession:
+        raise
     except CapacityError as error:
         why = f"there is no room for its keys and values ({error})"
-    except (SaccadeError, KeyError, ValueError, TypeError) as error:
+    except SaccadeError as error:
         why = f"its keys and values, or what its method knew, cannot be used ({error})"
     else:
         sequence.filled(wanted)
@@ -186,6 +186,26 @@ def finish_restore(sequence: Sequence, saved: SavedSession, chunk: int, lost: Ex
     sequence.note = f"restored session: {why}; {again} are computed again"
     logger.warning("%s", sequence.note)
     return sequence.note
+
+
+def _read_list(name: str, saved: SavedSession, sizes: Sizes) -> list[Any]:
+    """What one of the lists of a memory holds for each layer. MalformedSession where that cannot be; SaccadeError for
+    states of another version."""
+    loaded = states.load(under(name, saved.tensors), saved.data["memory"][name])
+    require(isinstance(loaded, list) and len(loaded) == sizes.layers, f"it has no {name} of {sizes.layers} layers")
+    fitting = Fitting(f"session's {name}")
+    try:
+        for one in loaded:
+            if name == "tails" and one is not None:
+                fitting.tensor("rows", one, sizes.dtype, sizes.heads, None, sizes.head_dim)
+            if name == "gone" and one is not None:
+                fitting.tensor("units", one, torch.bool, (1, *sizes.units), None)
+                fitting.within("keys", one.shape[1], 0, sizes.length)
+            fitting.require(states.can_copy(one), f"has a {type(one).__name__}")
+            states.check(one, sizes)
+    except SaccadeError as error:
+        raise MalformedSession(str(error)) from None
+    return loaded
 
 
 def all_damaged(parts: list[str]) -> str:

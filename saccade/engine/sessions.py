@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from saccade.engine.request import Request
-from saccade.engine.saved import SavedSession, fingerprint, restore_sequence, save_sequence
+from saccade.engine.saved import SavedSession, restore_sequence, save_sequence
 from saccade.engine.sequence import Sequence
 from saccade.engine.settling import Settling
 from saccade.errors import RequestError
 from saccade.kv.blocks import BlockManager
 
 if TYPE_CHECKING:
+    from saccade.models.identity import ModelIdentity
     from saccade.models.loader import LoadedModel
 
 
@@ -43,10 +43,11 @@ class Sessions(Mapping[int, Sequence]):
             raise RequestError(f"there is no session {session}; it was closed")
         return sequence
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the model: sessions of another one are refused."""
-        return fingerprint(self.model.runner.model)
+    @property
+    def identity(self) -> ModelIdentity:
+        """Of the model: sessions of another one are refused. Whoever is to save or restore asks for it on a thread of
+        its own, since the first who does waits for all weights to be read."""
+        return self.model.identity
 
     def new_sequence(self) -> Sequence:
         """A sequence of no session yet, that the worker remembers until it is dropped."""
@@ -62,12 +63,12 @@ class Sessions(Mapping[int, Sequence]):
 
     def save(self, session: int) -> SavedSession:
         """A copy of a session between two turns. RequestError where there is none, or while a turn runs."""
-        return save_sequence(self.require(session), self.fingerprint, self.chunk)
+        return save_sequence(self.require(session), self.identity.data, self.chunk)
 
     def restore(self, saved: SavedSession, damaged: list[str], recompute: bool) -> tuple[int, str | None]:
         """A new session of what was saved: its id, and what is to be said. See engine.saved.restore_sequence."""
         with self.coming_back() as sequence:
-            note = restore_sequence(sequence, saved, self.fingerprint, self.chunk, damaged, recompute)
+            note = restore_sequence(sequence, saved, self.model, self.chunk, damaged, recompute)
         return sequence.id, note
 
     @contextmanager

@@ -25,7 +25,8 @@ from saccade.machine import gpu_name, processor, show_bytes, total_bytes
 CONFIG, PREDICTIONS, TIMINGS, SCORES = "config.json", "predictions.jsonl", "timings.jsonl", "scores.jsonl"
 MIXED = "continued_with"  # environments that a folder was continued in, although they differ
 ENVIRONMENT = ("versions", "commit", "machine")  # may differ once a folder is complete, never while it grows
-PLACES = ("model.path", "data.path")  # where things lie; what they are is settled by their hashes
+# What things are called and where they lie; what they are is settled by their hashes.
+PLACES = ("model.name", "model.path", "data.path")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def open_folder(path: Path, config: Mapping[str, Any]) -> None:
     """Make the folder for ``config``, or check that it was made for the same. RequestError naming the difference."""
     file = path / CONFIG
     if file.exists():
-        different = differences(read_json(file), config, skip=(*ENVIRONMENT, *PLACES, MIXED))
+        stored = read_json(file)
+        different = differences(stored, config, skip=(*ENVIRONMENT, *PLACES, MIXED, *_not_compared(stored, config)))
         if different:
             raise RequestError(
                 f"{path} holds results of another setting: {'; '.join(different)}. Give another --out, or remove the "
@@ -58,6 +60,13 @@ def open_folder(path: Path, config: Mapping[str, Any]) -> None:
             )
     else:
         write_json(file, config)
+
+
+def _not_compared(*configs: Mapping[str, Any]) -> tuple[str, ...]:
+    """By what models are not compared: a hash of files differs where the same model was saved again; folders without
+    identities have nothing else."""
+    known = all(config.get("model", {}).get("identity") is not None for config in configs)
+    return ("model.weights_sha256",) if known else ("model.identity", "model.tokenizer_hash")
 
 
 def check_environment(path: Path, config: Mapping[str, Any], mix: bool = False) -> None:

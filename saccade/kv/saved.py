@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, shown, whole_number
 from saccade.kv.blocks import BlockManager
 from saccade.kv.format import KVFormat
 from saccade.kv.sequence import SequenceKV
+from saccade.kv.summaries import KINDS, PARTS, kept_dtype
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,15 @@ def load_kv(pool: BlockManager, saved: SavedKV) -> SequenceKV:
     """A sequence of ``pool`` with what was saved. Raises SaccadeError where it does not fit the pool's format or
     layers, CapacityError, taking nothing, where the pool is short."""
     saved.check(pool.format, pool.layers)
+    length: Any = saved.metadata.get("length")
+    if not whole_number(length, 0):
+        raise SaccadeError(f"saved KV of {shown(length, 40)} tokens")
+    keys, values = _rows(saved.tensors, pool.format, pool.layers, length)
+    check_summaries(saved.tensors, pool.format, pool.layers, length)
     own = SequenceKV(pool)
-    own.reserve(saved.metadata["length"])
+    own.reserve(length)
     device = pool.storage.device
-    for layer, (k, v) in enumerate(zip(saved.tensors["k"], saved.tensors["v"])):
+    for layer, (k, v) in enumerate(zip(keys, values)):
         own.append(layer, k.to(device), v.to(device))
     own.known.load(saved.tensors, device)
     return own
@@ -88,16 +94,50 @@ def copy_rows(kv: SequenceKV, start: int, stop: int) -> dict[str, Tensor]:
     return tensors | kv.known.rows(start, stop)
 
 
-def append_rows(kv: SequenceKV, tensors: Mapping[str, Tensor]) -> None:
-    """Append what :func:`copy_rows` gave of the tokens that follow. CapacityError, changing nothing, where the pool is
-    short; SaccadeError for rows of another shape."""
-    start, (k, v) = kv.length, (tensors["k"], tensors["v"])
-    format = kv.pool.format
-    expected = (kv.layers, format.kv_heads, k.shape[2], format.head_dim)
-    if not k.shape == v.shape == expected:
-        raise SaccadeError(f"stored rows have the shape {list(k.shape)}, not {list(expected)}")
+def append_rows(kv: SequenceKV, tensors: Mapping[str, Tensor], count: int | None = None) -> None:
+    """Append what :func:`copy_rows` gave of the tokens that follow, ``count`` of them where it is known. CapacityError,
+    changing nothing, where the pool is short; SaccadeError for rows of another shape or type."""
+    start, format = kv.length, kv.pool.format
+    k, v = _rows(tensors, format, kv.layers, count)
+    check_summaries(tensors, format, kv.layers, k.shape[2], by_layer=False)
     kv.reserve(start + k.shape[2])
     device = kv.pool.storage.device
     for layer in range(kv.layers):
         kv.append(layer, k[layer].to(device), v[layer].to(device))
     kv.known.append_rows(tensors, start, device)
+
+
+def _rows(tensors: Mapping[str, Tensor], format: KVFormat, layers: int, count: int | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``count`` tokens, of any number for None. SaccadeError where they are none of this format."""
+    k, v = tensors.get("k"), tensors.get("v")
+    if k is None or v is None or k.dim() != 4:
+        raise SaccadeError("stored rows have no keys and values [layers, kv_heads, tokens, head_dim]")
+    expected = (layers, format.kv_heads, k.shape[2] if count is None else count, format.head_dim)
+    for part in (k, v):
+        if part.shape != expected:
+            raise SaccadeError(f"stored rows have the shape {list(part.shape)}, not {list(expected)}")
+        if part.dtype != format.dtype:
+            raise SaccadeError(f"stored rows are {part.dtype}, not {format.dtype}")
+    return k, v
+
+
+def check_summaries(
+    tensors: Mapping[str, Tensor], format: KVFormat, layers: int, tokens: int, by_layer: bool = True
+) -> None:
+    """SaccadeError where a summary among ``tensors`` is none of so many tokens. ``by_layer``: one a layer, as
+    :func:`save_kv` has them, or of all layers."""
+    for name, made in tensors.items():
+        if not name.startswith("summary/"):
+            continue
+        parts = name.split("/")[1:]
+        layer = parts.pop(0) if by_layer and parts else "0"
+        kind, size = parts if len(parts) == 2 else ("", "")
+        named = kind in KINDS and all(one.isascii() and one.isdecimal() and len(one) < 10 for one in (layer, size))
+        if not named or int(layer) >= layers or int(size) < 1:
+            raise SaccadeError(f"stored summaries are called {shown(name, 80)}")
+        shape = list(made.shape if by_layer else made.shape[1:])
+        right = made.dim() == (4 if by_layer else 5) and shape[1:] == [PARTS[kind], format.kv_heads, format.head_dim]
+        if not right or shape[0] > tokens // int(size) or (not by_layer and made.shape[0] != layers):
+            raise SaccadeError(f"stored summaries {name} of {tokens} tokens have the shape {list(made.shape)}")
+        if made.dtype != kept_dtype(kind, format.dtype):
+            raise SaccadeError(f"stored summaries {name} are {made.dtype}, not {kept_dtype(kind, format.dtype)}")

@@ -21,6 +21,7 @@ from torch import Tensor
 from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dense import DenseMethod
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.lfps import LFPS
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.psa import PSA
@@ -43,6 +44,11 @@ class Chosen(MethodState):
     name: str
     state: MethodState | None
     length: int
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.require(self.name in CANDIDATES, f"has name={self.name!r:.60}, which is no candidate")
+        fitting.within("length", self.length, 0, sizes.length)
 
     @property
     def method(self) -> Method:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Evicting, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.kept_on_device import KeptKeys, KeptLists
 from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.ops.scores import row_logits, top_places
@@ -35,6 +36,13 @@ class Kept(Evicting):
 
     positions: list[Tensor]
     length: int
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.within("length", self.length, 0, sizes.length)
+        fitting.require(len(self.positions) in sizes.units, f"has {len(self.positions)} units, not {sizes.units}")
+        for kept in self.positions:
+            fitting.rising("positions", fitting.tensor("positions", kept, torch.int64, None), self.length)
 
     def gone(self) -> Tensor:
         gone = torch.ones(len(self.positions), self.length, dtype=torch.bool, device=self.positions[0].device)

@@ -18,6 +18,7 @@ from torch import Tensor
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import FORGOTTEN, Kept, alive, alive_weights, heaviest
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.heavy_on_device import HeavyKeys, HeavyLists
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number
 from saccade.ops.scores import line_sums
@@ -35,6 +36,15 @@ class Heavy(Kept):
     sums: list[Tensor]
     budget: int
     recent: int
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        super().fit(sizes, fitting)
+        fitting.require(len(self.sums) == len(self.positions), f"has sums of {len(self.sums)} units")
+        for kept, sums in zip(self.positions, self.sums):
+            fitting.tensor("sums", sums, torch.float32, len(kept))
+        fitting.within("budget", self.budget, 1, 2**31)
+        fitting.within("recent", self.recent, 0, self.budget)
 
     def holds(self, length: int) -> bool:
         return length == self.length

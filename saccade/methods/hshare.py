@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.labels import CALIBRATION, SOURCES, WHOLE_BITS, Labels, around, heaviest_channels
 from saccade.methods.labels.recorded import RecordedLabels
 from saccade.methods.options import require_choice, require_number, require_whole
@@ -40,6 +41,20 @@ class Shared(MethodState):
     layer_donor: int | None = None
     sets: Tensor | None = None
     since: int = 0
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        units = len(self.donor)
+        fitting.require(units in sizes.units, f"has {units} donors, not {sizes.units}")
+        fitting.within("donor", self.donor, 0, units - 1)
+        fitting.within("since", self.since, 0, sizes.length)
+        if self.layer_donor is not None:
+            fitting.within("layer_donor", self.layer_donor, 0, sizes.layers - 1)
+        if self.critical is not None:
+            fitting.tensor("critical", self.critical, torch.int64, units, None, None)
+            fitting.within("critical", self.critical, 0, sizes.length - 1)
+        if self.sets is not None:
+            fitting.within("sets", fitting.tensor("sets", self.sets, torch.int32, units, None), 0, sizes.length - 1)
 
 
 @dataclass(frozen=True)

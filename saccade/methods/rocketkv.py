@@ -26,6 +26,7 @@ from saccade.kv.view import KVView
 from saccade.methods.base import Chunk, Query
 from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.eviction import Kept, SnapKV
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.options import require, require_whole
 from saccade.ops.reference import soft_capped
 from saccade.ops.scores import top_places
@@ -50,6 +51,19 @@ class RocketKept(Kept):
     size: int
     keys: int
     channels: int
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        super().fit(sizes, fitting)
+        fitting.within("size", self.size, 1, 2**31)
+        fitting.within("keys", self.keys, 1, 2**31)
+        fitting.within("channels", self.channels, 1, sizes.head_dim)
+        units = len(self.positions)
+        fitting.require(len(self.low) == len(self.high) == units, f"has blocks of {len(self.low)} units, not {units}")
+        for low, high, count in zip(self.low, self.high, self.counts(sizes.length)):
+            blocks = len(fitting.tensor("low", low, sizes.dtype, None, sizes.head_dim))
+            fitting.tensor("high", high, sizes.dtype, blocks, sizes.head_dim)
+            fitting.within("blocks", blocks, 0, count // self.size)
 
     def places(self, unit: int, start: int, stop: int) -> Tensor:
         """Positions of entries ``start .. stop - 1`` of a unit's list, int64."""

@@ -11,12 +11,13 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
 
 import torch
 from torch import Tensor
 
-from saccade.errors import SaccadeError
+from saccade.errors import SaccadeError, shown
+from saccade.methods.fitting import Fitting, Sizes, is_of
 
 _PLAIN = (type(None), bool, int, float, str)
 _KINDS: dict[str, type[MethodState]] = {}  # by class name
@@ -75,6 +76,11 @@ class MethodState:
         window has ruled since."""
         return None
 
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """Hold the fields of a state that was read to what its kind takes for granted: SaccadeError by ``fitting``
+        where one cannot be of a sequence of such ``sizes``. Types are those of the annotations by then, and states
+        within are looked at by themselves."""
+
     def saved_fields(self) -> dict[str, Any]:
         """What is written of it, by field: no more than what it means."""
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -129,25 +135,37 @@ def load(tensors: Mapping[str, Tensor], data: Any) -> Any:
     if isinstance(data, _PLAIN):
         return data
     if not isinstance(data, Mapping):
-        raise SaccadeError(f"saved method state: {data!r:.80} is not what a state is saved as")
+        raise SaccadeError(f"saved method state: {shown(data, 80)} is not what a state is saved as")
     if "state" in data:
         return _loaded_state(tensors, data)
-    if "tensor" in data:
-        if data["tensor"] not in tensors:
-            raise SaccadeError(f"saved method state: the tensor '{data['tensor']}' is missing")
-        return tensors[data["tensor"]]
-    if "list" in data:
-        return [load(tensors, part) for part in data["list"]]
-    if "tuple" in data:
-        return tuple(load(tensors, part) for part in data["tuple"])
-    if "dict" in data:
-        return {name: load(tensors, part) for name, part in data["dict"].items()}
-    raise SaccadeError(f"saved method state: {sorted(data)} is not what a state is saved as")
+    if isinstance(name := data.get("tensor"), str):
+        if name not in tensors:
+            raise SaccadeError(f"saved method state: the tensor {shown(name, 80)} is missing")
+        return tensors[name]
+    if isinstance(parts := data.get("list"), list):
+        return [load(tensors, part) for part in parts]
+    if isinstance(parts := data.get("tuple"), list):
+        return tuple(load(tensors, part) for part in parts)
+    if isinstance(parts := data.get("dict"), Mapping):
+        return {name: load(tensors, part) for name, part in parts.items()}
+    raise SaccadeError(f"saved method state: {shown(dict(data), 80)} is not what a state is saved as")
+
+
+def check(value: Any, sizes: Sizes) -> None:
+    """Raise SaccadeError where a state, or one within, cannot be of a sequence of such ``sizes``."""
+    if isinstance(value, MethodState):
+        value.fit(sizes, Fitting(type(value).__name__))
+        value = [getattr(value, field.name) for field in fields(value)]  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            check(part, sizes)
 
 
 def _loaded_state(tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> MethodState:
     name, version = data["state"], data.get("version")
-    kind = _KINDS.get(name)
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None or kind.version != version:
         known = f"version {kind.version}" if kind is not None else "no such state, only " + ", ".join(sorted(_KINDS))
         raise SaccadeError(
@@ -156,9 +174,14 @@ def _loaded_state(tensors: Mapping[str, Tensor], data: Mapping[str, Any]) -> Met
         )
     parts = data.get("fields", {})
     wanted = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if set(parts) != wanted:
-        raise SaccadeError(f"a saved {name} has the fields {sorted(parts)}, not {sorted(wanted)}: it is damaged")
-    return kind(**{field: load(tensors, part) for field, part in parts.items()})
+    if not isinstance(parts, Mapping) or set(parts) != wanted:
+        raise SaccadeError(f"a saved {name} has the fields {shown(parts, 120)}, not {sorted(wanted)}: it is damaged")
+    loaded = {field: load(tensors, part) for field, part in parts.items()}
+    hints = get_type_hints(kind)
+    for field, value in loaded.items():
+        if not is_of(value, hints[field]):
+            raise SaccadeError(f"a saved {name} has {field}={shown(value, 60)}: it is damaged")
+    return kind(**loaded)
 
 
 def _mapped(value: Any, tensors: Callable[[Tensor], Tensor], states: Callable[[MethodState], MethodState]) -> Any:

@@ -20,6 +20,7 @@ from saccade.models import attention
 from saccade.models.checkpoint import Checkpoint, first_line, open_checkpoint
 from saccade.models.families import FAMILIES, Family
 from saccade.models.headers import refuse_more_layers, refuse_other_shapes
+from saccade.models.identity import FoundOnce, ModelIdentity, digest_weights, identity_of
 from saccade.models.interface import ModelSpec
 from saccade.models.llama import LlamaDecoder
 from saccade.models.llama_fp8 import Fp8Kernels
@@ -49,6 +50,12 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     device: torch.device
     notes: tuple[str, ...]
+    found: FoundOnce
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What the model computes with. On a CPU the first who asks waits for all weights to be read once."""
+        return self.found.get()
 
     @property
     def weight_bytes(self) -> int:
@@ -88,6 +95,8 @@ def load_model(
             Fp8Kernels.of(quantize, target, run_dtype)
         model = _load_weights(checkpoint, config, run_dtype)
         tokenizer = load_tokenizer(checkpoint.path)
+    # Weights that leave the host, or their type, are digested while they are there; others when somebody asks.
+    digest = None if target.type == "cpu" and quantize is None else digest_weights(model)
     model.to(target)
     model.eval()
     spec = _spec(model, family, run_dtype)
@@ -108,6 +117,7 @@ def load_model(
         eos_token_ids=tuple(sorted({*_ids(generation_config.eos_token_id), *tokenizer.eos_token_ids})),
         device=target,
         notes=tuple(notes),
+        found=FoundOnce(lambda: identity_of(model, spec, digest or digest_weights(model), quantize)),
     )
 
 

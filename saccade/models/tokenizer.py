@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from saccade.errors import ModelError, RequestError, shown
+from saccade.errors import ModelError, RequestError, half_pair, shown
 from saccade.models.checkpoint import first_line
 from saccade.models.control_tokens import Change, ControlTokens
 from saccade.models.templates import render
@@ -96,7 +96,7 @@ class Tokenizer:
         try:
             return list(hf.encode(text, add_special_tokens=add_special_tokens))
         except (UnicodeError, TypeError) as error:
-            why = _lone_surrogate(text) or first_line(error)
+            why = half_pair(text) or first_line(error)
             raise RequestError(f"the prompt is not valid Unicode text: {why}") from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -196,14 +196,6 @@ def _backend(hf: Any) -> Any:
     kind, usual = type(hf), PreTrainedTokenizerFast
     plain = isinstance(hf, usual) and (kind.decode, kind._decode) == (usual.decode, usual._decode)
     return hf.backend_tokenizer if plain else None
-
-
-def _lone_surrogate(text: str) -> str | None:
-    """Where the half of a pair stands that no UTF-8 can hold, and the way out; None where there is none."""
-    place = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
-    if place is None:
-        return None
-    return f"U+{ord(text[place]):04X} at character {place} is half of a surrogate pair; remove it, or give both halves"
 
 
 def _checked_list(messages: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from saccade.errors import shown
+from saccade.errors import half_pair, shown
 from saccade.server.admission import Caller
 from saccade.server.engines import EngineFace
 from saccade.server.errors import ApiError, bad_request
@@ -103,6 +103,8 @@ class Sessions:
     def check(name: str) -> None:
         if not 1 <= len(name) <= LONGEST:
             raise bad_request(f"session_id must have 1 to {LONGEST} characters, got {len(name)}", "session_id")
+        if (why := half_pair(name)) is not None:  # stored names are files, by a digest of their UTF-8
+            raise bad_request(f"session_id={shown(name, 80)}: {why}", "session_id")
 
     def _expire(self) -> None:
         oldest = time.monotonic() - self._seconds

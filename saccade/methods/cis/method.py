@@ -35,6 +35,7 @@ from saccade.methods.cis.host import HostAnchors
 from saccade.methods.cis.recorded import RecordedAnchors, SharedKeys
 from saccade.methods.cis.sharing import Anchors, keep, leave_out, share
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.host_state import HostState
 from saccade.methods.options import require, require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
@@ -54,6 +55,12 @@ class CISState(MethodState):
     block: int = -1
     anchors: Anchors | None = None
     fresh: Tensor | None = None
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.within("block", self.block, -1, sizes.length)
+        if self.fresh is not None:
+            fitting.tensor("fresh", self.fresh, torch.bool, sizes.units)
 
 
 @dataclass(frozen=True)

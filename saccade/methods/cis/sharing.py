@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.errors import SaccadeError
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.state import MethodState
 from saccade.ops import cpu, triton
 from saccade.ops.cpu_structs import STORAGE, address, native
@@ -41,6 +42,24 @@ class Anchors(MethodState):
     moving: Tensor
     count: int = 0
     first: int = 0
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        directions = fitting.tensor("directions", self.directions, torch.float32, None, sizes.units, None)
+        room, units, channels = directions.shape
+        wide = sizes.head_dim if units == sizes.heads else sizes.head_dim * (sizes.heads // sizes.kv_heads)
+        fitting.require(channels == wide, f"has directions of {channels} channels, not {wide}")
+        fitting.tensor("has", self.has, torch.bool, room, units)
+        keys = fitting.tensor("keys", self.keys, torch.int32, room, units, None)
+        counts = fitting.tensor("counts", self.counts, torch.int32, room, units)
+        fitting.within("counts", counts, 0, keys.shape[2])
+        shared = torch.arange(keys.shape[2], device=keys.device) < counts[..., None]
+        fitting.within("keys", keys[shared], 0, sizes.length - 1)
+        positions = fitting.tensor("positions", self.positions, torch.int64, room)
+        fitting.within("positions", positions, 0, sizes.length)
+        fitting.within("moving", fitting.tensor("moving", self.moving, torch.int32, room, units, None), 0, 2**31 - 1)
+        fitting.within("count", self.count, 0, room)
+        fitting.within("first", self.first, 0, sizes.length)
 
     @classmethod
     def empty(cls, units: int, channels: int, capacity: int = 0, most: int = 0, device: torch.device = CPU) -> Anchors:

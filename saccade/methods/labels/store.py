@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.state import MethodState
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native, pool_of, table_of
@@ -41,6 +42,27 @@ class Labels(MethodState):
     begun: int = 0  # keys that were there when labelling began: those of the prompt that chose the channels
     _codes: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     _range: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        heads, width = sizes.kv_heads, sizes.head_dim
+        channels = fitting.tensor("channels", self.channels, torch.int64, heads, None)
+        fitting.within("channels", channels, 0, width - 1)
+        fitting.within("the number of channels", channels.shape[1], 1, width)
+        fitting.within("bits", self.bits, 1, WHOLE_BITS)
+        fitting.within("length", self.length, 0, sizes.length)
+        fitting.within("begun", self.begun, 0, sizes.length)
+        if self.basis is not None:
+            fitting.tensor("basis", self.basis, torch.float32, heads, width, width)
+        if not self.length:
+            return
+        count, tiles = channels.shape[1], -(-self.length // TILE)
+        if self.whole:
+            fitting.tensor("codes", self._codes, torch.float32, heads, self.length, count)
+            return
+        planes = (count + 1) // 2 if self.packed else count
+        fitting.tensor("codes", self._codes, torch.uint8, heads, tiles, planes, TILE)
+        fitting.tensor("ranges", self._range, torch.float32, heads, tiles, 2, TILE)
 
     def holds(self, length: int) -> bool:
         return length >= self.begun

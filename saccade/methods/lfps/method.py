@@ -40,6 +40,7 @@ from torch import Tensor
 from saccade.errors import whole_number
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.host_state import HostState
 from saccade.methods.lfps import device
 from saccade.methods.lfps.host import HostTables
@@ -66,6 +67,18 @@ class LFPSState(MethodState):
     spread: Tensor  # fp32 [heads]: variance of the last prompt row's logits over the square of its query's norm
     seen: int  # the last row that the tables know of
     idle: Tensor | None = None  # bool [heads]: who was bypassed in the step at hand
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        for name in ("mean_key", "mean_value"):
+            fitting.tensor(name, getattr(self, name), torch.float32, sizes.kv_heads, sizes.head_dim)
+        fitting.tensor("spread", self.spread, torch.float32, sizes.heads)
+        if self.idle is not None:
+            fitting.tensor("idle", self.idle, torch.bool, sizes.heads)
+        fitting.within("counted", self.counted, 0, sizes.length)
+        fitting.within("seen", self.seen, -1, sizes.length - 1)
+        known, room = self.seen + 1 - self.tables.first, self.tables.vertical.shape[-1]
+        fitting.require(known <= room, f"knows of {known} positions and has room for {room}")
 
     def holds(self, length: int) -> bool:
         return length == self.seen + 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from saccade.errors import SaccadeError
 from saccade.machine import ask_for_huge_pages
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.lfps import cpu
 from saccade.methods.options import LARGEST
 from saccade.methods.state import MethodState
@@ -64,6 +65,20 @@ class ScoreTables(MethodState):
         tables = cls(first, vertical, slash, bounds[0], bounds[1], sums, scale, rows)
         tables.refresh(slice(None))
         return tables
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        vertical = fitting.tensor("vertical", self.vertical, torch.float32, sizes.units, None)
+        units, capacity = vertical.shape
+        fitting.tensor("slash", self.slash, torch.float32, units, capacity)
+        for name in ("vertical_max", "slash_max"):
+            fitting.tensor(name, getattr(self, name), torch.float32, units, capacity // BLOCK)
+        fitting.tensor("sums", self.sums, torch.float64, units, 2, 4)
+        fitting.tensor("scale", self.scale, torch.float64, units)
+        fitting.within("row", fitting.tensor("row", self.row, torch.int64, units), -1, sizes.length)
+        fitting.within("first", self.first, 0, sizes.length)
+        fitting.within("steps", self.steps, 0, sizes.length)
+        fitting.require(capacity % BLOCK == 0, f"has room for {capacity} positions, no whole blocks")
 
     def cloned(self, name: str, tensor: Tensor) -> Tensor:
         if name not in ("vertical", "slash"):

@@ -54,6 +54,7 @@ from torch import Tensor
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.device_state import DeviceState, Opening
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.loopserve import device
 from saccade.methods.loopserve.blocks import select_blocks
 from saccade.methods.loopserve.line_cover import cover_rows
@@ -78,6 +79,14 @@ class LoopServeState(MethodState):
     chosen: Tensor | None = None
     until: int = 0
 
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.tensor("rows", self.rows, sizes.dtype, sizes.heads, None, sizes.head_dim)
+        fitting.within("until", self.until, 0, sizes.length)
+        if self.chosen is not None:
+            chosen = fitting.tensor("chosen", self.chosen, torch.int64, sizes.units, None)
+            fitting.within("chosen", chosen, 0, 2 * self.until)
+
 
 @dataclass
 class AnsweringState(LoopServeState):
@@ -87,6 +96,13 @@ class AnsweringState(LoopServeState):
 
     answer: Tensor | None = None
     end: int = 0
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        super().fit(sizes, fitting)
+        fitting.within("end", self.end, 0, sizes.length)
+        if self.answer is not None:
+            fitting.tensor("answer", self.answer, sizes.dtype, sizes.heads, None, sizes.head_dim)
 
 
 @dataclass(frozen=True)

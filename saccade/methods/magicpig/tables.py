@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.state import MethodState
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import Call, address, native
@@ -34,6 +35,23 @@ class HashTables(MethodState):
     mean: Tensor
     codes: Tensor
     buckets: tuple[Tensor, Tensor] | None = None
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.within("length", self.length, 0, sizes.length)
+        fitting.within("last", self.last, 0, self.length)
+        fitting.within("first", self.first, 0, self.last)
+        fitting.within("bits", self.bits, 1, 15)
+        heads, keys = sizes.kv_heads, self.last - self.first
+        fitting.tensor("mean", self.mean, torch.float32, heads, sizes.head_dim)
+        stored = keys if self.buckets is None else 0
+        codes = fitting.tensor("codes", self.codes, torch.int16, heads, None, stored)
+        if self.buckets is not None:
+            starts, order = self.buckets
+            fitting.tensor("starts", starts, torch.int32, heads, codes.shape[1], 2**self.bits + 1)
+            fitting.within("starts", starts, 0, keys)
+            fitting.require(bool((starts.diff(dim=2) >= 0).all()), "has starts out of order")
+            fitting.within("keys", fitting.tensor("keys", order, torch.int32, heads, codes.shape[1], keys), 0, keys - 1)
 
     @classmethod
     def of(cls, q: Tensor, kv: KVView, first: int, last: int, bits: int, mean: Tensor, codes: Tensor) -> HashTables:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.methods.base import Query
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.state import MethodState
 from saccade.methods.vattention.places import Middle, Read, counted, draws, ordered
 from saccade.ops.scores import row_logits
@@ -51,6 +52,13 @@ class ValueNorms(MethodState):
     bounds: Tensor
     size: int
     begun: int
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.within("size", self.size, 1, 2**31)
+        fitting.within("begun", self.begun, 0, sizes.length)
+        bounds = fitting.tensor("bounds", self.bounds, torch.float32, 2, sizes.kv_heads, None)
+        fitting.within("blocks", bounds.shape[2], 0, sizes.length // self.size)
 
     @classmethod
     def of(cls, kv: KVView, size: int) -> ValueNorms:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from saccade.methods.base import Chunk, Method, Query
 from saccade.methods.dial import Dial
+from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.options import budget_keys, require, require_budget, require_choice, require_number, require_whole
 from saccade.methods.state import MethodState
 from saccade.methods.vattention.certified import Certifier, ValueNorms
@@ -32,6 +33,13 @@ class Heaviest(MethodState):
 
     keys: Tensor
     length: int = 0
+
+    def fit(self, sizes: Sizes, fitting: Fitting) -> None:
+        """See MethodState."""
+        fitting.within("length", self.length, 0, sizes.length)
+        fitting.within(
+            "keys", fitting.tensor("keys", self.keys, torch.int64, sizes.kv_heads, None), -1, self.length - 1
+        )
 
 
 @dataclass(frozen=True)

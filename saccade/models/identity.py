@@ -1,0 +1,175 @@
+"""What a model computes with: its weights, its types, and what of its config changes a result. Two folders of the same
+have one identity, wherever they lie, whatever they are called, and whichever version of a library wrote them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from saccade.errors import shown
+from saccade.models.interface import ModelSpec
+
+VERSION = 1
+PIECE = 1 << 23  # bytes that are hashed at a time: other threads run in between
+_THREADS = 8
+
+# Fields of a family's config that change no answer: training, dropout, what generation ends with, and what the weights'
+# names and shapes say already.
+_DROPOUT = "attention_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout"
+_TRAINING = "initializer_range", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "pretraining_tp"
+_TOKENS = "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"
+_OTHERS = "use_cache", "tie_word_embeddings", "num_mtp_layers", "num_nextn_predict_layers"
+_WITHOUT_MEANING = frozenset((*_DROPOUT, *_TRAINING, *_TOKENS, *_OTHERS))
+# Whose factors hang on the trained length; for all others that length is a limit alone.
+_ROPE_OF_LENGTH = ("dynamic", "longrope", "yarn")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """``family``: its model_type. ``dtype``: of activations. ``quantize``: what the layers' products run in besides.
+    ``weights``: a digest of all of them in that dtype, before they are quantized. ``config``: fields that change a
+    result. As :attr:`data` it can be stored as JSON."""
+
+    family: str
+    dtype: str
+    quantize: str | None
+    weights: str
+    config: dict[str, Any]
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """Plain data, equal for equal models."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"version": VERSION, **own}
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hexadecimal digits for all of it."""
+        return xxhash.xxh3_128(json.dumps(self.data, sort_keys=True).encode()).hexdigest()
+
+    def differences(self, stored: Mapping[str, Any]) -> list[str]:
+        """What the model of ``stored``, another one's :attr:`data`, has otherwise: ``name=its, not ours`` each. Weights
+        are named where the types are equal; in other types all of them differ."""
+        ours, theirs = dict(_leaves(self.data)), dict(_leaves(stored))
+        names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+        told = [
+            f"{name}={shown(theirs.get(name), 80)}, not {shown(ours.get(name), 80)}"
+            for name in names
+            if name != "weights"
+        ]
+        if "weights" in names and not {"dtype", "quantize"} & set(names):
+            told.append("other weights")
+        return told
+
+
+class FoundOnce:
+    """An identity that is found when it is first asked for, by any thread."""
+
+    def __init__(self, find: Callable[[], ModelIdentity]) -> None:
+        self._find, self._lock = find, threading.Lock()
+        self._found: ModelIdentity | None = None
+
+    def get(self) -> ModelIdentity:
+        with self._lock:
+            if self._found is None:
+                self._found = self._find()
+            return self._found
+
+
+def identity_of(model: nn.Module, spec: ModelSpec, weights: str, quantize: str | None) -> ModelIdentity:
+    """The identity of a loaded model whose weights have the digest ``weights``."""
+    return ModelIdentity(
+        family=spec.family,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        quantize=None if quantize is None else "fp8",  # the reference computes in the same types
+        weights=weights,
+        config=meaningful(model.config)
+        | {
+            "num_attention_heads": spec.heads,
+            "num_key_value_heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            **({"windows": list(spec.windows)} if any(spec.windows) else {}),
+        },
+    )
+
+
+def meaningful(config: Any) -> dict[str, Any]:
+    """The fields of a config that change what a model answers, as JSON holds them: those of its family that are
+    switched on. What a library adds to every config, or leaves switched off, is no part."""
+    if is_dataclass(config) and is_dataclass(PreTrainedConfig):
+        names = {one.name for one in fields(config)} - {one.name for one in fields(PreTrainedConfig)}
+    else:
+        names = set(config.to_dict()) - set(PreTrainedConfig().to_dict())
+    kept = {name: _plain(getattr(config, name, None)) for name in sorted(names - _WITHOUT_MEANING)}
+    if not any(kind in _ROPE_OF_LENGTH for kind in _rope_types(kept.get("rope_parameters"))):
+        kept.pop("max_position_embeddings", None)
+    return {name: value for name, value in kept.items() if not _is_off(value)}
+
+
+def digest_weights(model: nn.Module) -> str:
+    """32 hexadecimal digits of XXH3 over names, shapes, types and bytes of all weights, in any order. A tensor of
+    several names is read once."""
+    weights = model.state_dict()
+    places = {name: (one.data_ptr(), tuple(one.shape), one.stride()) for name, one in weights.items()}
+    once = {place: name for name, place in places.items()}
+    with ThreadPoolExecutor(max(1, min(_THREADS, torch.get_num_threads()))) as pool:
+        digests = dict(zip(once, pool.map(lambda name: _of_tensor(weights[name]), once.values())))
+    whole = xxhash.xxh3_128()
+    for name in sorted(weights):
+        whole.update(f"{name} {digests[places[name]]}\n".encode())
+    return whole.hexdigest()
+
+
+def _of_tensor(tensor: Tensor) -> str:
+    digest = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE):
+        digest.update(memoryview(flat[start : start + PIECE].cpu().numpy()))  # type: ignore[arg-type]
+    return digest.hexdigest()
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Of one kind of layer, or of several."""
+    if isinstance(parameters, Mapping):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for part in parameters.values():
+            yield from _rope_types(part)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON holds it, one number written one way, without parts that are switched off."""
+    if isinstance(value, Mapping):
+        parts = {str(name): _plain(part) for name, part in value.items() if name != "type" or "rope_type" not in value}
+        return {name: parts[name] for name in sorted(parts) if not _is_off(parts[name])}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value == {} or value == []
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested data by its path; lists whole."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if key != "config" or name:
+                yield from _leaves(part, f"{name}.{key}" if name else str(key))
+            else:
+                yield from _leaves(part)
+    else:
+        yield name, value
