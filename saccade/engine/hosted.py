@@ -34,6 +34,7 @@ from saccade.ops import cpu_rows
 from saccade.ops.down import Lane
 from saccade.ops.merge import merge_state
 from saccade.ops.reference import logits
+from saccade.selection import Selection
 from saccade.selection.pieces import read_blocks
 
 
@@ -169,7 +170,9 @@ class HostedRows:
             if number in fixed:
                 parts = self._joined.planned.touched(number)
             elif result.error is None:
-                parts = int(read_blocks(result.calls[-1].used, hosted.pool.format.block_size).sum())
+                used = result.calls[-1].used
+                assert isinstance(used, Selection)  # a single row's: its lists are kept
+                parts = int(read_blocks(used, hosted.pool.format.block_size).sum())
             else:
                 parts = 0
             parts *= hosted.heads

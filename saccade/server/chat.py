@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from saccade.engine.messages import StepOutput
@@ -11,7 +12,7 @@ from saccade.server.admission import Caller
 from saccade.server.endpoint import JSON, Choices
 from saccade.server.errors import ApiError, bad_request, renamed
 from saccade.server.generation import Ask, Generation
-from saccade.server.grammar import LONGEST, Grammar, constraint_of, grammar_of
+from saccade.server.grammar import Grammar, constraint_of, grammar_of
 from saccade.server.grammar_parts import after_thoughts
 from saccade.server.logprobs import chat_logprobs, prompt_logprobs
 from saccade.server.params import sampling_params
@@ -84,17 +85,17 @@ class Chat(Choices):
         # What a response format asks for is no call, whatever it looks like.
         self.calls = bool(self.tools.tools) and (grammar is None or grammar[1] != "response_format")
         self.exact, self.begins, named = grammar is not None, "answer", serving.config.reasoning_parser
+        wrap: Callable[[str], str] | None = None
         if named is not None:
             format, end = reasoning.FORMATS[named], serving.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
             self.begins = reasoning.beginning(format, end, variables, self.exact)
             opened = self.begins == "thoughts"
             if grammar is not None and (opened or (self.begins == "either" and reasoning.switched(variables, True))):
-                grammar = after_thoughts(grammar[0], format.begin, format.end, opened), grammar[1]
+                wrap = partial(after_thoughts, begin=format.begin, end=format.end, opened=opened)
         try:
-            return await constraint_of(serving, grammar)
+            return await constraint_of(serving, grammar, wrap)
         except ApiError as error:
-            fault = await serving.off_loop(LONGEST, lambda: self.tools.fault(serving))
-            raise fault or error from error
+            raise await self.tools.fault(serving) or error from error
 
     def _reader(self) -> Reader:
         config, choice = self.serving.config, self.tools

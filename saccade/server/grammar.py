@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher
@@ -85,13 +86,18 @@ def _check_size(body: Sampling) -> None:
             raise bad_request(f"a grammar may have {LONGEST} characters at most", name)
 
 
-async def constraint_of(serving: Serving, found: tuple[str, str] | None) -> Grammar | None:
-    """``grammar_of``'s finding, once it was compiled in another process. 400 where it cannot be, or not in time."""
+async def constraint_of(
+    serving: Serving, found: tuple[str, str] | None, wrap: Callable[[str], str] | None = None
+) -> Grammar | None:
+    """``grammar_of``'s finding, once it was compiled in another process. ``wrap`` makes it part of another grammar, as
+    llguidance writes it. 400 where it cannot be compiled, or not in time."""
     if found is None:
         return None
     source, param = found
     try:
         checked = await serving.grammars.checked(source)
+        if wrap is not None:
+            checked = await serving.grammars.checked(wrap(checked))
     except SaccadeError as error:
         raise bad_request(f"{param} cannot be compiled: {error}", param) from error
     return Grammar(checked, f"the grammar of {param}", serving.grammars.compiler)

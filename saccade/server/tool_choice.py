@@ -9,7 +9,7 @@ from typing import Any
 
 from saccade.errors import shown
 from saccade.server.errors import ApiError, bad_request
-from saccade.server.grammar import json_grammar
+from saccade.server.grammar import constraint_of, json_grammar
 from saccade.server.grammar_parts import arguments_grammar, arguments_schema, calls_grammar
 from saccade.server.protocol import ChatRequest
 from saccade.server.serving import Serving
@@ -41,14 +41,13 @@ class ToolChoice:
         except (ValueError, RecursionError) as error:
             raise bad_request(f"the parameters of the tools cannot be read: {error}", "tools") from error
 
-    def fault(self, serving: Serving) -> ApiError | None:
+    async def fault(self, serving: Serving) -> ApiError | None:
         """The first of the tools whose parameters no grammar can be made of."""
         for index, tool in enumerate(self.tools):
             if any(tool["function"] is one for one in self.called):
+                found = json_grammar(arguments_schema(tool["function"])), f"tools[{index}].function.parameters"
                 try:
-                    serving.grammars.compile(
-                        json_grammar(arguments_schema(tool["function"])), f"tools[{index}].function.parameters"
-                    )
+                    await constraint_of(serving, found)
                 except ApiError as error:
                     return ApiError(error.status, error.message, error.code, "tools")
         return None
