@@ -127,7 +127,9 @@ class Worker:
     def begin(self, step: StepInput) -> None:
         """Plan the pass of ``step``, a chunk of one request's prefill, which runs as :meth:`advance` says. The request
         is in no other step until then."""
-        result = StepResult({one.request_id: RequestResult.of(one) for one in step.scheduled})
+        (one,) = step.scheduled
+        self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
+        result = StepResult({one.request_id: RequestResult.of(one)})
         (request,) = step.request_ids
         given, asked = self._asked(step, result)
         self._suspended[request] = SuspendedPass(
@@ -152,6 +154,9 @@ class Worker:
             raise
         if told.result is not None:
             del self._suspended[request]
+            if told.result.requests[request].is_good:
+                (one,) = held.step.scheduled
+                self.memories[one.sequence_id].end_step()
         return told
 
     def drop(self, request: int) -> None:
