@@ -179,9 +179,11 @@ class Worker:
     def _pass(self, step: StepInput, result: StepResult) -> None:
         """The layers over all rows of ``step`` in one pass."""
         context = self.host.plan(step, self.memories, result.requests)
+        looks = self.setting.watch.logits
         segments: list[Segment] = []
         wanted: list[int] = []  # packed rows whose logits choose tokens
         scored: list[tuple[int, int, int, ScheduledRequest]] = []
+        shown: list[tuple[int, int, int]] = []  # decode rows that are looked at: packed row, request, position
         for one, first in zip(step.scheduled, step.query_start_loc):
             segments.append(Segment(first, one.length, one.rope_length))
             scored += [(first + row - one.start, row + 1, token, one) for row, token in one.scored]
@@ -189,12 +191,16 @@ class Worker:
                 wanted += range(first, first + one.length)
             elif one.wants_logits:
                 wanted.append(first + one.length - 1)
+            if looks is not None and one.phase == "decode":
+                shown += [(first + at, one.request_id, one.start + at) for at in range(one.length)]
         logits = self.runner.run(
             step.input_ids,
             step.positions,
             context,
             segments=segments,
-            logit_rows=torch.from_numpy(np.array(wanted, dtype=np.int64)),  # torch looks at every number by itself
+            logit_rows=torch.from_numpy(  # torch looks at every number of a list by itself
+                np.array([*wanted, *(row for row, _, _ in shown)], dtype=np.int64)
+            ),
             scored=_prompt_scores(scored, result) if scored else None,
             frozen=context.frozen,
             ahead=context.ahead_rows(),
@@ -202,7 +208,10 @@ class Worker:
             parts=context.parts(),
             whole=context.whole(),
         )
-        take_logits(step, result, logits, there=logits.is_cuda)
+        for (_, request, position), row in zip(shown, logits[len(wanted) :]):
+            assert looks is not None, "rows are shown to those who look"
+            looks(request, position, row)
+        take_logits(step, result, logits[: len(wanted)], there=logits.is_cuda)
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:
