@@ -26,6 +26,7 @@ from saccade.eval.stats import Interval, stretch_interval
 from saccade.methods.policy import Policy, split_policies
 from saccade.selection import Band, Shape
 
+LONG = " ".join(f"line {at}," for at in range(400))
 TEXT = " ".join(f"the {word} of line {at} is {at * at % 97};" for at in range(12) for word in ("sum", "name", "end"))
 STREAMING = "prefill=dense, decode=streaming(sinks=3, window=20)"
 LENGTH, STEPS = 200, 12
@@ -398,13 +399,14 @@ def test_the_command_prints_a_table_and_a_recommendation(capsys, tiny_llama, tmp
     [
         (["--methods", "quets"], "did you mean 'quest'"),
         (["--length", "5000"], "tokens, and --length 5000 takes 5001"),
+        (["--length", "2100"], "2048"),
         (["--bound", "0"], "bound=0.0 must be a number of nats above 0"),
         (["--tokens", "0"], "at least one token is forced"),
     ],
 )
 def test_the_command_refuses_in_one_line(capsys, tiny_llama, tmp_path, more, says):
     file = tmp_path / "text.txt"
-    file.write_text(TEXT)
+    file.write_text(TEXT + LONG)
     out = tmp_path / "out"
     code, _, err = command(capsys, "-m", str(tiny_llama), "-f", str(file), "-o", str(out), "--methods", "lfps", *more)
     assert code == 2

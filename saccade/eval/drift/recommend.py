@@ -32,7 +32,8 @@ def recommend(rows: Sequence[Row], bound: float = BOUND) -> Advice:
     rounded = [row for row in usable if row.over is not None and row.over.high <= 0]
     bounded = [row for row in usable if row.kl.high <= bound]
     if rounded:
-        best, within, what = _sparsest(rounded), "rounding", "what the rounding of bfloat16 costs"
+        cost = "" if rounding is None else f" ({rounding.kl.mean:.2g} nats)"
+        best, within, what = _sparsest(rounded), "rounding", f"what the rounding of bfloat16 costs{cost}"
         before = ""
     elif bounded:
         best, within, what = _sparsest(bounded), "bound", f"{bound:g} nats"

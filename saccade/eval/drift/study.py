@@ -60,6 +60,7 @@ def measure_drift(
         for name in names:
             llm.engine.checks.policy(Policy.parse(name))
         text, passage = source(llm)
+        llm.engine.checks.prompt(list(passage.ids[:-1]))
         setting = _setting(llm, config, text, passage, seed, weights)
         rounding = rounding and _has_rounding(llm, config, note)
         open_folder(out, setting)
