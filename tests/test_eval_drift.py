@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from engine_helpers import EVERY, GREEDY, tokens
 from eval_calls import make_call
 from helpers import brute_force, planted_heads
 from tiny_models import one_thread, oracle, oracle_logits  # noqa: F401
@@ -112,8 +113,6 @@ def test_a_sparse_prefill_is_part_of_the_drift(llm):
 
 def test_logits_of_forced_tokens_are_those_of_a_run_that_nobody_looks_at(llm):
     """The seam changes no token, shows each decode row once and lets go afterwards."""
-    from engine_helpers import GREEDY, tokens
-
     seen: list[int] = []
     prompt = llm.encode(TEXT)[:100]
     with observing_logits(llm.engine, lambda request, position, row: seen.append(position)):
@@ -121,6 +120,19 @@ def test_logits_of_forced_tokens_are_those_of_a_run_that_nobody_looks_at(llm):
     assert seen == list(range(100, 109))
     assert tokens(shown) == tokens(llm.generate(prompt, GREEDY)[0])
     assert len(seen) == 9
+
+
+def test_every_method_is_measured(llm):
+    """What drifts keeps less than all, in prefill or decode, and nothing keeps more."""
+    given = passage_of(TEXT, llm.encode, LENGTH, 3)
+    dense, _ = run(llm, given, Policy())
+    for policy in [*EVERY, Policy.parse("lossless(draft=psa(epsilon=0.3), tokens=4)")]:
+        logits, ran = run(llm, given, policy)
+        drift = max(compared(logits, dense, given)["kl"])
+        kept = [ran[phase]["kept"]["mean"] for phase in ("prefill", "decode") if ran[phase]["kept"] is not None]
+        assert all(0 < weight <= 1 for weight in kept), policy.text
+        assert drift < 1e-6 or min(kept) < 1, policy.text
+        assert 0 < ran["decode"]["density"] <= 1, policy.text
 
 
 def test_kept_weight_is_that_of_brute_force():

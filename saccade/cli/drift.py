@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from saccade.eval.drift.passage import Passage
     from saccade.llm import LLM
 
-METHODS = "topp,lfps,cis,arkvale,psa,quest,twilight,snapkv,flexprefill+lfps", "decode=streaming"
+METHODS = "topp, lfps, cis, arkvale, psa, quest, twilight, snapkv, flexprefill+lfps", "decode=streaming"
 
 
 @takes_engine(model="reference", dtype="float32")
