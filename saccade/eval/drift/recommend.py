@@ -52,8 +52,8 @@ def recommend(rows: Sequence[Row], bound: float = BOUND) -> Advice:
     return Advice(
         best.id,
         within,
-        f"{best.id}. {before}Of the policies whose drift lies within {what} ({len(rounded or bounded)} of "
-        f"{len(usable)}) it reads least: {100 * best.record['decode']['reads']:.1f} % of what dense reads in decode, "
+        f"{best.id}. {before}{len(rounded or bounded)} of {len(usable)} policies drift by no more than {what}; "
+        f"of these it reads least: {100 * best.record['decode']['reads']:.1f} % of what dense reads in decode, "
         f"{100 * best.record['prefill']['reads']:.1f} % in prefill. Its KL is {said(best.kl)} nats.{weight}{doubt}",
     )
 
