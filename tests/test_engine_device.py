@@ -253,6 +253,9 @@ def test_who_is_not_served_is_told_why(runner):
     for policy in ("streaming(sinks=1, window=4)", "dense+psaw(start_layer=1)", "dense+etf"):
         assert "read everything" in reason(policy, phase="prefill")
     assert "log-probabilities" in reason("dense", scored=((40, 5),))
+    device.watch.logits = lambda request, position, row: None
+    assert reason("dense") == "somebody looks at the logits of decode rows"
+    device.watch.logits = None
     assert "window" in reason("arkvale+psaw(start_layer=1)")
     assert "share of the weight" in reason("topp")
     assert "no device plan" in reason("quest(current=competes)")

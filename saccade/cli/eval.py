@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from saccade.cli.board import board
+from saccade.cli.drift import drift
 from saccade.cli.model_card import model_card
 from saccade.cli.multiturn import multiturn
 from saccade.cli.options import HELP_NAMES, MODEL, say_device, takes_engine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, context_settings=HELP_NAMES, pretty_exceptions_enable=False)
 app.command("board")(board)
+app.command("drift")(drift)
 app.command("model-card")(model_card)
 app.command("multiturn")(multiturn)
 

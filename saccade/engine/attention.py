@@ -12,7 +12,7 @@ from saccade.engine.audit import RowAudit
 from saccade.engine.bounds import Bounds
 from saccade.engine.clock import Clock
 from saccade.engine.memory import SequenceMemory
-from saccade.engine.observe import AttentionCall, Observer
+from saccade.engine.observe import AttentionCall, LogitsObserver, Observer
 from saccade.engine.pulse import Pulse
 from saccade.engine.step import RequestResult, StepInput
 from saccade.models.interface import LayerAttention
@@ -23,6 +23,7 @@ class Watch:
     """Who looks on: they see what every step runs, on whichever backend."""
 
     observer: Observer | None = None  # see engine.observe
+    logits: LogitsObserver | None = None  # see engine.observe; the worker shows decode rows to it
     clock: Clock | None = None  # see engine.clock
     maps: Mapping[int, Observer] = field(default_factory=dict)  # those of single requests in this step, by id
     audits: Mapping[int, RowAudit] = field(default_factory=dict)  # of this step's rows, by request; they change nothing
@@ -40,7 +41,7 @@ class Watch:
     @property
     def idle(self) -> bool:
         """Whether nobody looks on."""
-        return self.clock is None and not self.sees_calls
+        return self.clock is None and self.logits is None and not self.sees_calls
 
     @property
     def sees_calls(self) -> bool:

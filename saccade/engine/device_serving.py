@@ -44,6 +44,8 @@ class DeviceServing:
             return "the model's rotary factors hang on more than a row's position"
         if one.scored:
             return "log-probabilities of its tokens are wanted"
+        if self.watch.logits is not None:
+            return "somebody looks at the logits of decode rows"
         if one.request_id in self.watch.bounds:
             return "bounds of its errors are wanted"
         if one.phase == "decode" and goes_to_host(memory.kv.pool, one.policy):

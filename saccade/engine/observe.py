@@ -1,4 +1,5 @@
-"""Watching attention calls from outside: what a call was asked, what it really read, and what came out."""
+"""Watching from outside: what attention calls were asked, what they really read, what came out, and the logits of
+decode steps."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ class AttentionCall:
 
 
 Observer = Callable[[AttentionCall], None]
+LogitsObserver = Callable[[int, int, Tensor], None]  # request, position of the row, its logits fp32 [vocab]
 
 
 @contextmanager
@@ -51,3 +53,19 @@ def observing(engine: Engine, observer: Observer) -> Iterator[None]:
         yield
     finally:
         watch.observer = before
+
+
+@contextmanager
+def observing_logits(engine: Engine, observer: LogitsObserver) -> Iterator[None]:
+    """Call ``observer`` with the logits of every decode row of ``engine`` within the block, those of forced tokens too,
+    from which no token is chosen. They lie on the model's device. What it raises fails the requests of the pass.
+
+    Decode rows run on the host path meanwhile, a GPU's too. Rows that are computed again after a preemption are seen
+    again. Observers nest: each block restores the one before.
+    """
+    watch = engine.watch
+    before, watch.logits = watch.logits, observer
+    try:
+        yield
+    finally:
+        watch.logits = before

@@ -131,7 +131,7 @@ class Worker:
         self.memories[one.sequence_id].begin_step(one.start, one.phase == "decode")
         result = StepResult({one.request_id: RequestResult.of(one)})
         (request,) = step.request_ids
-        given, asked = self._asked(step, result)
+        given, asked, _ = self._asked(step, result)  # a prefill's rows: nobody looks at them
         self._suspended[request] = SuspendedPass(
             step, result, self.runner.steps(*given, **asked), torch.device(self.runner.device)
         )
@@ -227,18 +227,25 @@ class Worker:
     @torch.inference_mode()  # planning makes summaries, too
     def _pass(self, step: StepInput, result: StepResult) -> None:
         """The layers over all rows of ``step`` in one pass."""
-        given, asked = self._asked(step, result)
-        logits = self.runner.run(*given, **asked)
-        take_logits(step, result, logits, there=logits.is_cuda)
+        given, asked, shown = self._asked(step, result)
+        logits, looks = self.runner.run(*given, **asked), self.setting.watch.logits
+        wanted = len(logits) - len(shown)
+        for (_, request, position), row in zip(shown, logits[wanted:]):
+            assert looks is not None, "rows are shown to those who look"
+            looks(request, position, row)
+        take_logits(step, result, logits[:wanted], there=logits.is_cuda)
 
     def _asked(
         self, step: StepInput, result: StepResult
-    ) -> tuple[tuple[Tensor, Tensor, HostAttention], dict[str, Any]]:
-        """What a pass over ``step`` asks of the runner, its attention planned."""
+    ) -> tuple[tuple[Tensor, Tensor, HostAttention], dict[str, Any], list[tuple[int, int, int]]]:
+        """What a pass over ``step`` asks of the runner, its attention planned; and the decode rows that are looked at:
+        packed row, request, position. Their logits come last."""
         context = self.host.plan(step, self.memories, result.requests)
+        looks = self.setting.watch.logits
         segments: list[Segment] = []
         wanted: list[int] = []  # packed rows whose logits choose tokens
         scored: list[tuple[int, int, int, ScheduledRequest]] = []
+        shown: list[tuple[int, int, int]] = []  # decode rows that are looked at: packed row, request, position
         for one, first in zip(step.scheduled, step.query_start_loc):
             segments.append(Segment(first, one.length, one.rope_length))
             scored += [(first + row - one.start, row + 1, token, one) for row, token in one.scored]
@@ -246,9 +253,12 @@ class Worker:
                 wanted += range(first, first + one.length)
             elif one.wants_logits:
                 wanted.append(first + one.length - 1)
+            if looks is not None and one.phase == "decode":
+                shown += [(first + at, one.request_id, one.start + at) for at in range(one.length)]
+        rows = np.array([*wanted, *(row for row, _, _ in shown)], dtype=np.int64)
         asked = {
             "segments": segments,
-            "logit_rows": torch.from_numpy(np.array(wanted, dtype=np.int64)),  # torch looks at every number by itself
+            "logit_rows": torch.from_numpy(rows),  # torch looks at every number of a list by itself
             "scored": _prompt_scores(scored, result) if scored else None,
             "frozen": context.frozen,
             "ahead": context.ahead_rows(),
@@ -256,7 +266,7 @@ class Worker:
             "parts": context.parts(),
             "whole": context.whole(),
         }
-        return (step.input_ids, step.positions, context), asked
+        return (step.input_ids, step.positions, context), asked, shown
 
 
 def _prompt_scores(scored: list[tuple[int, int, int, ScheduledRequest]], result: StepResult) -> ScoredRows:

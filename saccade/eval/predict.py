@@ -79,21 +79,8 @@ def configuration(data: Path, llm: LLM, model: EngineConfig, setting: Setting) -
     """Everything a result depends on, as plain data."""
     manifest = data.with_suffix(".json")
     described = read_json(manifest) if manifest.is_file() else {}
-    spec = llm.model.spec
     return {
-        "model": {
-            "name": str(model.model),
-            **{key: getattr(model, key) for key in ("prefill_chunk", "backend", "device")},
-            "path": str(llm.model.path),
-            "weights_sha256": _weights(llm),
-            "identity": llm.model.identity.digest,
-            "tokenizer_hash": _tokenizer_hash(llm),
-            "dtype": str(spec.dtype).removeprefix("torch."),
-            **({} if model.quantize is None else {"quantize": model.quantize}),
-            "threads": model.threads or torch.get_num_threads(),  # sums are rounded in an order that depends on it
-            "max_model_len": llm.max_model_len,
-            "shape": {"layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim},
-        },
+        "model": described_model(llm, model),
         "policy": setting.policy.text,
         "protocol": setting.letter,
         "history": setting.history,
@@ -103,6 +90,24 @@ def configuration(data: Path, llm: LLM, model: EngineConfig, setting: Setting) -
             **{key: described.get(key) for key in ("name", "seed", "sources")},
         },
         **environment(str(llm.model.device)),
+    }
+
+
+def described_model(llm: LLM, model: EngineConfig) -> dict[str, Any]:
+    """What a result depends on of the model that runs, as plain data."""
+    spec = llm.model.spec
+    return {
+        "name": str(model.model),
+        **{key: getattr(model, key) for key in ("prefill_chunk", "backend", "device")},
+        "path": str(llm.model.path),
+        "weights_sha256": _weights(llm),
+        "identity": llm.model.identity.digest,
+        "tokenizer_hash": _tokenizer_hash(llm),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        **({} if model.quantize is None else {"quantize": model.quantize}),
+        "threads": model.threads or torch.get_num_threads(),  # sums are rounded in an order that depends on it
+        "max_model_len": llm.max_model_len,
+        "shape": {"layers": spec.layers, "heads": spec.heads, "kv_heads": spec.kv_heads, "head_dim": spec.head_dim},
     }
 
 

@@ -64,6 +64,37 @@ def paired_difference(
     return mean_interval(difference.tolist(), confidence, seed, resamples)
 
 
+def stretch_interval(
+    values: Sequence[float], stretch: int, confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
+    """Mean of a series whose neighbours are alike, and its interval by the circular block bootstrap (Politis and
+    Romano, 1992): stretches of ``stretch`` neighbours are drawn, the series' end going on at its beginning. Of two
+    series over the same tokens, give the differences: they are paired then.
+
+    Raises RequestError for no values, a stretch that is not from 1 to their number, and as ``mean_interval``.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if data.ndim != 1 or data.size == 0:
+        raise RequestError(f"values of shape {data.shape} must be a list of at least one number")
+    if not 1 <= stretch <= data.size:
+        raise RequestError(f"stretch={stretch} must be from 1 to {data.size}, the number of values")
+    if not 0 < confidence < 1 or resamples < 1:
+        raise RequestError(f"confidence={confidence} must be between 0 and 1, resamples={resamples} at least 1")
+    count, rest = divmod(data.size, stretch)  # the last stretch of a draw is cut to the series' length
+    sums = np.concatenate(([0.0], np.cumsum(np.concatenate((data, data)))))
+    starts = np.arange(data.size)
+    whole, cut = sums[starts + stretch] - sums[starts], sums[starts + rest] - sums[starts]
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    step = max(1, _CELLS // (count + 1))
+    for start in range(0, resamples, step):
+        drawn = rng.integers(0, data.size, (min(step, resamples - start), count + 1))
+        totals = whole[drawn[:, :count]].sum(axis=1) + cut[drawn[:, count]]
+        means[start : start + len(drawn)] = totals / data.size
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(data.mean()), float(low), float(high), int(data.size))
+
+
 def mcnemar(values: Sequence[float], dense: Sequence[float]) -> float:
     """Two-sided exact p of McNemar's test: could as many one-sided changes come from a fair coin?
 

@@ -249,6 +249,13 @@ def _value(text: str, option: str, node: ast.expr) -> Any:
     return value
 
 
+def split_policies(text: str) -> list[str]:
+    """Policies that are separated by commas outside brackets; a text that assigns phases (``decode=streaming``) is one
+    policy. PolicyError for an empty one."""
+    parts = [part.strip() for part in _split(text, ",")]
+    return [text.strip()] if any("=" in part.partition("(")[0] for part in parts) else parts
+
+
 def _split(text: str, separators: str) -> list[str]:
     """Split at separators outside brackets."""
     parts, depth = [""], 0

@@ -1,0 +1,1 @@
+"""Drift: how far policies lie from dense attention over a text, teacher-forced, beside bfloat16's rounding."""
