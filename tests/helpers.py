@@ -478,6 +478,7 @@ MATRIX = (
             {"epsilon": 0.0, "block_size": 64, "microbatch": 2},
             {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "minmax"},
             {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "mean", "unit": "layer"},
+            {"epsilon": 0.6, "block_size": 16, "microbatch": 1, "rank": "keys", "rest": "estimate"},
         ),
         {"epsilon": 1.0},
         boundary=(16, 32, 64, 128, 160, 192),

@@ -25,19 +25,21 @@ STEP_KEYS = 8192  # keys labelled at once
 class Labels(MethodState):
     """``channels`` int64 [kv_heads, r] of the keys of one sequence and layer, quantized by token over its channels,
     from the least to the greatest (Double Sparsity, HShare), or whole (InfiniGen's partial keys). ``basis`` fp32
-    [kv_heads, head_dim, head_dim]: what queries and keys are multiplied by before channels are taken. Grows with the
-    keys.
+    [kv_heads, head_dim, head_dim]: what queries and keys are multiplied by before channels are taken. ``frame`` fp32
+    [2, kv_heads, r]: what is taken from each channel of a key, and what it is divided by, before it is quantized. Grows
+    with the keys.
 
     Codes are uint8 [kv_heads, tiles, planes, 16], a plane being one channel or two in 4 bits each, beside fp32
     [kv_heads, tiles, 2, 16], the least value and the step of each key; whole labels are fp32 [kv_heads, keys, r].
     """
 
-    replaced: ClassVar[frozenset[str]] = frozenset({"channels", "basis"})
+    replaced: ClassVar[frozenset[str]] = frozenset({"channels", "basis", "frame"})
     grown: ClassVar[frozenset[str]] = frozenset({"_codes", "_range"})
 
     channels: Tensor
     bits: int
     basis: Tensor | None = None
+    frame: Tensor | None = None
     length: int = 0
     begun: int = 0  # keys that were there when labelling began: those of the prompt that chose the channels
     _codes: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
@@ -97,7 +99,7 @@ class Labels(MethodState):
         self.begun = self.begun or kv.length
         paged = kv.layout()
         readable = kv.dtype in STORAGE and kv.head_dim % 16 == 0 and not kv.in_pieces
-        if self._serves(paged.k) is None and self.basis is None and readable:
+        if self._serves(paged.k) is None and self.basis is None and self.frame is None and readable:
             self._extend(kv)
             return
         tile = 1 if self.whole else TILE
@@ -106,6 +108,9 @@ class Labels(MethodState):
             keys = kv.keys(start, stop).float()
             keys = keys if self.basis is None else keys @ self.basis
             labels = keys.gather(2, self.channels[:, None].expand(-1, keys.shape[1], -1))
+            if self.frame is not None:
+                mean, deviation = self.frame[:, :, None]
+                labels = (labels - mean) / deviation
             rows = slice(start // tile, -(-stop // tile))
             if self.whole:
                 self._codes = self._with_room(self._codes, rows.stop, labels)
@@ -134,6 +139,14 @@ class Labels(MethodState):
         """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of
         a ``kv_head`` its group's mean."""
         picked = self._picked(q, unit, query_bits)
+        if self.frame is not None:
+            means = (picked @ self.frame[0, :, :, None]).flatten(0, 1)  # [units, 1]: of every key the same
+            picked = picked * self.frame[1, :, None]
+            return self._products(picked).add_(means)
+        return self._products(picked)
+
+    def _products(self, picked: Tensor) -> Tensor:
+        """Of rows [kv_heads, rows, r] with what the labels hold: fp32 [kv_heads * rows, length]."""
         if self._serves(self._codes) is None:
             scores = torch.empty(picked.shape[0] * picked.shape[1], self.length, device="cpu")
             self._run(picked, scores=scores)
@@ -153,6 +166,7 @@ class Labels(MethodState):
         count], rising."""
         if 0 < count < last - first and self._serves(self._codes) is None:
             picked = self._picked(q, unit, query_bits)
+            picked = picked if self.frame is None else picked * self.frame[1, :, None]
             best = torch.empty(picked.shape[0] * picked.shape[1], count + 1, dtype=torch.int32, device="cpu")
             self._run(picked, first=first, last=last, best=best)
             return best[:, :count]

@@ -1,5 +1,5 @@
 """What blocks will weigh for a decode step's query, guessed from the mean and the variance of their keys (summary
-``moments``, kv/summaries.py), and blocks ranked by it.
+``moments``, kv/summaries.py) or from every key in a few bits, and blocks ranked by it.
 
 Were a block's logits independent normal draws with the mean mu and the deviation sigma that the moments give (channels
 taken as uncorrelated), the log of their sum of exponentials would be mu + log(n) + sigma^2 / 2 while many of the n keys
@@ -14,7 +14,14 @@ import math
 import torch
 from torch import Tensor
 
+from saccade.kv.view import KVView
+from saccade.methods.base import Query
+from saccade.methods.labels import Labels
 from saccade.ops import cpu_blocks
+from saccade.ops.reference import soft_capped
+
+FRAME_KEYS = 8192  # looked at once
+FRAMED = 64  # keys from which on their channels have a mean and a deviation worth the name
 
 
 def block_estimates(q: Tensor, summary: Tensor, size: int, scale: float, softcap: float | None = None) -> Tensor:
@@ -42,3 +49,32 @@ def ranked_by_estimate(estimates: Tensor, units: int) -> tuple[Tensor, Tensor]:
     order = torch.sort(shares.unflatten(0, (units, -1)).amax(1), dim=1, descending=True, stable=True).indices
     per_unit = estimates.shape[0] // units
     return order.to(torch.int32), estimates.gather(1, order.repeat_interleave(per_unit, 0))
+
+
+def keys_in_few_bits(kv: KVView, bits: int) -> Labels:
+    """Every channel of the keys in ``bits`` bits, each less its mean and over its deviation, both of the keys that
+    there are: a few channels of wide range would take the bits of all others. Of fewer than 64 keys the channels
+    themselves."""
+    channels = torch.arange(kv.head_dim, device=kv.device).repeat(kv.kv_heads, 1)
+    labels = Labels(channels, bits, frame=_frame(kv) if kv.length >= FRAMED else None)
+    labels.extend(kv)
+    return labels
+
+
+def _frame(kv: KVView) -> Tensor:
+    """Mean and deviation of each channel: fp32 [2, kv_heads, head_dim]."""
+    count, total, squares = kv.length, 0.0, 0.0
+    for start in range(0, count, FRAME_KEYS):
+        keys = kv.keys(start, min(start + FRAME_KEYS, count)).double()
+        total, squares = total + keys.sum(1), squares + keys.square().sum(1)
+    mean = total / count
+    deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
+    floor = deviation.mean(-1, keepdim=True) / 1024 + 1e-6
+    return torch.stack([mean, torch.maximum(deviation, floor)]).float()
+
+
+def weights_by_labels(query: Query, labels: Labels, size: int) -> Tensor:
+    """The log of what each full block of ``size`` keys weighs by its labels: fp32 [heads, full blocks]."""
+    full = query.shape.k_len // size
+    scores = soft_capped(labels.scores(query.q[:, 0])[:, : full * size] * query.scale, query.softcap)
+    return torch.logsumexp(scores.unflatten(1, (full, size)), -1)

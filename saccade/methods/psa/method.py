@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from saccade.errors import PolicyError
-from saccade.methods.base import Query
+from saccade.methods.base import Chunk, Query
 from saccade.methods.dial import Dial
+from saccade.methods.labels import Labels
 from saccade.methods.options import require_choice, require_number, require_whole
-from saccade.methods.psa.estimates import block_estimates, ranked_by_estimate
+from saccade.methods.psa.estimates import block_estimates, keys_in_few_bits, ranked_by_estimate, weights_by_labels
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
@@ -25,6 +26,7 @@ from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
 SINK_BLOCKS, LAST_BLOCKS = 2, 1
 FIRST_RANKED = 256  # blocks that a ranking of very many begins with
 RANKS = {"cuboid": "cuboid", "minmax": "minmax", "mean": "stored_mean", "moments": "moments"}  # and their summaries
+MARGINS = {"moments": 3.0, "keys": 0.5}  # standard deviations, where a policy names none
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class PSA(BlockMethod):
     ``rank="cuboid"`` is ArkVale's criticality, the cuboid-mean score averaged over the unit's query heads, as in the
     paper; ``"minmax"`` averages Quest's bound of the block's dot products, ``"mean"`` that of its mean key.
     ``"moments"`` guesses from the mean and the variance of a block's keys what it will weigh, and ranks by the
-    largest share of any head (methods/psa/estimates.py). ``unit`` is ``kv_head``, or ``layer`` as in the paper.
+    largest share of any head (methods/psa/estimates.py). ``"keys"`` guesses from every key in ``bits`` bits, and ranks
+    by the same; it reads a ``bits``/16th of the keys' bytes, and misses no single heavy key in a block of light ones.
+    ``unit`` is ``kv_head``, or ``layer`` as in the paper.
 
     ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too high stops the reading for
     good. ``"last_max"``, the default, takes the heaviest block of the last microbatch. ``"estimate"`` takes what
-    ``moments`` guess of each unread block, raised by as much as the blocks read so far lay above their guesses on
-    average, and ``margin`` standard deviations of that on top.
+    ``moments`` or ``keys`` guess of each unread block, raised by as much as the blocks read so far lay above their
+    guesses on average, and ``margin`` standard deviations of that on top (default: 3 of moments, 0.5 of keys). What
+    any of the three says is covered is an estimate; that of ``keys`` held on every model that it was measured on.
 
     ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
     """
@@ -56,7 +61,8 @@ class PSA(BlockMethod):
     rest: str = "last_max"
     stop: str = "all"
     rank: str = "cuboid"
-    margin: float = 3.0
+    margin: float | None = None
+    bits: int = 4
 
     def __post_init__(self) -> None:
         require_number("epsilon", self.epsilon, 0.0, 1.0)
@@ -65,18 +71,25 @@ class PSA(BlockMethod):
         require_choice("unit", self.unit, ("kv_head", "layer"))
         require_choice("rest", self.rest, ("min", "last_max", "estimate"))
         require_choice("stop", self.stop, ("all", "mean"))
-        require_choice("rank", self.rank, tuple(RANKS))
-        require_number("margin", self.margin, 0.0, 100.0)
+        require_choice("rank", self.rank, (*RANKS, "keys"))
+        require_choice("bits", self.bits, (2, 4, 8))
+        if self.margin is not None:
+            require_number("margin", self.margin, 0.0, 100.0)
         self.check_tail()
-        if self.rest == "estimate" and self.rank != "moments":
-            raise PolicyError(f"rest=estimate goes by what rank=moments guesses, got rank={self.rank}; give both")
+        if self.rest == "estimate" and self.rank not in MARGINS:
+            raise PolicyError(
+                f"rest=estimate goes by what rank=moments or rank=keys guesses, got rank={self.rank}; give both"
+            )
 
     @property
     def dense_upto(self) -> int:
         """Rows of up to so many keys read everything: what is always read and one microbatch are all that there is."""
         return (SINK_BLOCKS + LAST_BLOCKS + 1 + self.microbatch) * self.block_size - 1
 
-    def select_decode(self, query: Query, state: Any) -> Selection:
+    def begin(self, segment: Chunk) -> Labels | None:
+        return keys_in_few_bits(segment.kv, self.bits) if self.rank == "keys" else None
+
+    def select_decode(self, query: Query, state: Labels | None) -> Selection:
         shape, size = query.shape, self.block_size
         if shape.k_len <= self.dense_upto:
             return Dense(shape)
@@ -84,9 +97,15 @@ class PSA(BlockMethod):
         stop = full - LAST_BLOCKS
         units = shape.kv_heads if self.unit == "kv_head" else 1
         estimates, begun, complete = None, None, None
-        if self.rank == "moments":
-            summary = query.kv.summary("moments", size)[SINK_BLOCKS:stop]
-            guess = block_estimates(query.q[:, 0], summary, size, query.scale, query.softcap)
+        if self.rank in MARGINS:
+            if state is not None:
+                state.extend(query.kv)
+                guess = weights_by_labels(query, state, size)[:, SINK_BLOCKS:stop]
+                query.cost.estimated += shape.k_len
+            else:
+                summary = query.kv.summary("moments", size)[SINK_BLOCKS:stop]
+                guess = block_estimates(query.q[:, 0], summary, size, query.scale, query.softcap)
+                query.cost.estimated += stop - SINK_BLOCKS
             order, estimates = ranked_by_estimate(guess, units)
             order += SINK_BLOCKS
         else:
@@ -96,7 +115,7 @@ class PSA(BlockMethod):
             begun = first_ranked(q, summary, units, some, SINK_BLOCKS, stop, codes) if some else None
             complete = partial(ranked_blocks, q, summary, units, SINK_BLOCKS, stop)
             order = complete() if begun is None else begun
-        query.cost.estimated += stop - SINK_BLOCKS
+            query.cost.estimated += stop - SINK_BLOCKS
         count = SINK_BLOCKS + LAST_BLOCKS + (rest > 0)
         always = torch.arange(count, dtype=torch.int32, device=order.device)  # a list from the host would wait for it
         always[SINK_BLOCKS:] += stop - SINK_BLOCKS
@@ -110,14 +129,14 @@ class PSA(BlockMethod):
             rest=self.rest,
             stop=self.stop,
             estimates=estimates if self.rest == "estimate" else None,
-            margin=self.margin,
+            margin=MARGINS.get(self.rank, 0.0) if self.margin is None else self.margin,
             ranked=stop - SINK_BLOCKS if begun is not None else None,
             complete=complete if begun is not None else None,
         )
         return self.with_tail(query, ranking, size)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        if self.stands_in:
+        if self.stands_in or self.rank == "keys":  # no kernel of recorded steps ranks blocks by labels
             return None
         units = spec.kv_heads if self.unit == "kv_head" else 1
         ranked = RankedBlocks(
