@@ -56,6 +56,8 @@ class Labels(MethodState):
         fitting.within("begun", self.begun, 0, sizes.length)
         if self.basis is not None:
             fitting.tensor("basis", self.basis, torch.float32, heads, width, width)
+        if self.frame is not None:
+            fitting.tensor("frame", self.frame, torch.float32, 2, heads, channels.shape[1])
         if not self.length:
             return
         count, tiles = channels.shape[1], -(-self.length // TILE)
