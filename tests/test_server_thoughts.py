@@ -12,6 +12,7 @@ from server_helpers import serving
 from tiny_models import CHAT_TEMPLATE, byte_tokenizer, make_checkpoint
 
 from saccade.server import grammar_parts, reasoning
+from saccade.server.matchers import Grammar
 from saccade.server.messages import conversation
 
 PARAMETERS = {
@@ -161,7 +162,7 @@ def test_a_model_may_think_before_a_grammar_where_it_is_told_to(server, monkeypa
     fields = asked("choice", "free", "qwen3", structured_outputs={"choice": [said]})
     assert chat_answer(server, False, fields) == ("hm", "ok")
     source = grammar_parts.after_thoughts('start: "ok"', "<think>", "</think>", opened=False)
-    compiled = server.serving.grammars.compile(source, "grammar")
+    compiled = Grammar(source, "grammar", server.serving.grammars.compiler)
     tokens = server.serving.tokenizer.encode(said, add_special_tokens=False)
     for answer in (tokens, tokens[-2:]):
         matcher = compiled.begin()

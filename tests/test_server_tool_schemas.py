@@ -14,12 +14,13 @@ from test_server_structured import template_with_tools
 from tiny_models import EOS, VOCAB, byte_tokenizer, make_checkpoint
 
 from saccade.server.errors import ApiError
-from saccade.server.grammar import Grammars, json_grammar
+from saccade.server.grammar import json_grammar
+from saccade.server.matchers import Compiler, Grammar
 from saccade.server.protocol import ChatRequest
 from saccade.server.tool_choice import tool_choice
 
 TOKENIZER = byte_tokenizer()
-GRAMMARS = Grammars(TOKENIZER, VOCAB, [EOS])
+COMPILER = Compiler(TOKENIZER, VOCAB, [EOS])
 ENDS = TOKENIZER.encode(']},"', add_special_tokens=False)
 NO_SPACE = {str(token): -100.0 for token in TOKENIZER.encode(" \n\t", add_special_tokens=False)}
 
@@ -106,7 +107,7 @@ def tool(name: str, schema: Any) -> dict[str, Any]:
 
 def grammar(tools: list[Any], choice: Any, **fields: Any):
     body = ChatRequest.model_validate({"messages": [{}], "tools": tools, "tool_choice": choice, **fields})
-    return GRAMMARS.compile(*tool_choice(body).grammar())
+    return Grammar(*tool_choice(body).grammar(), COMPILER)
 
 
 def follows(grammar, text: str) -> bool:
@@ -128,7 +129,7 @@ def test_references_mean_the_same_among_other_tools(index):
     name = f"t{index}"
     required, named = grammar(ALL, "required"), grammar(ALL, {"type": "function", "function": {"name": name}})
     single = grammar(ALL, "required", parallel_tool_calls=False)
-    alone = None if schema is None else GRAMMARS.compile(json_grammar(schema), "x")
+    alone = None if schema is None else Grammar(json_grammar(schema), "x", COMPILER)
     for arguments in valid:
         assert follows(named, json.dumps(arguments))
         assert alone is None or follows(alone, json.dumps(arguments))

@@ -43,9 +43,11 @@ def read_weights(model: Any, family: Family, head_dim: int, join: bool | None = 
     if shape is None or model.config.hidden_act != "silu":
         return None
     decoder, output = model.get_decoder(), model.get_output_embeddings()
-    if gather_weights([module for module in model.modules() if isinstance(module, nn.Linear)]):
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if gather_weights(linears):
+        moved = {id(module.weight) for module in linears}
         for weight in model.parameters():
-            if weight.device.type == "cpu" and _bytes(weight) < SMALL:
+            if id(weight) not in moved and weight.device.type == "cpu" and _bytes(weight) < SMALL:
                 weight.data = weight.data.clone()  # the last ones by which the file would stay mapped beside its copy
     joined = None
     try:
