@@ -30,6 +30,12 @@ POLICIES = (
     *(Policy.parse(case.methods()[0]).text for case in MATRIX),
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+psa(epsilon=0.4, block_size=16, microbatch=1)",
     "flexprefill(gamma=0.5, block_size=64, min_budget=0)+lfps(k=16, blocks=2, least=16, history=keep)",
+    # States of other widths, and states within states.
+    "cis(k=16, sinks=2, local=8, unit=kv_head, by=key)",
+    "cis(k=16, sinks=2, local=8, by=hidden)",
+    "auto(least=1, method=lfps)",
+    "lossless(draft=h2o(budget=32), tokens=2)",
+    "psa(epsilon=0.4, block_size=16, microbatch=1, rank=keys, rest=estimate)",
 )
 FIRST, SECOND, THIRD = random_ids(201, seed=1), random_ids(33, seed=2), random_ids(70, seed=3)
 

@@ -89,4 +89,6 @@ def is_of(value: Any, hint: Any) -> bool:
         return whole_number(value, -(2**63))
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return not isinstance(hint, type) or isinstance(value, NoneType if hint is None else hint)
+    if hint is Any or not isinstance(hint, type):
+        return True
+    return isinstance(value, NoneType if hint is None else hint)

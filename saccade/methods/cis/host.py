@@ -32,7 +32,11 @@ class HostAnchors(HostState):
         units = heads if method.unit == "q_head" else opening.spec.kv_heads
         self._channels = heads * opening.kv.pool.format.head_dim // units
         self._units, self._block = units, opening.states[0].block
-        self._anchors = [state.anchors or Anchors.empty(units, self._channels) for state in opening.states]
+        known = [state.anchors for state in opening.states]
+        self._anchors = [
+            Anchors.empty(units, self._channels) if own is None or not own.of(units, self._channels) else own
+            for own in known
+        ]
         self._counts = torch.tensor([one.count for one in self._anchors], device="cpu")
         self._window = torch.zeros(layers, 2, dtype=torch.int64, device="cpu")
         self._cones: tuple[WindowMethod | None, list[Cone | None]] = None, [None] * layers

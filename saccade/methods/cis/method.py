@@ -165,7 +165,7 @@ class CIS(Method):
             return None
         n, asked, anchors = query.shape.k_len, query.q[:, 0].float(), state.anchors
         best = self.budget(n)
-        if n > self.sinks + best + self.local and anchors is not None and anchors.count:
+        if n > self.sinks + best + self.local and anchors is not None and anchors.count and anchors.of(*asked.shape):
             direction = asked / asked.norm(dim=-1, keepdim=True).clamp(min=1e-38)
             cosines = (anchors.directions[: anchors.count] * direction).sum(-1)
             alike = anchors.has[: anchors.count] & (cosines > self.tau - ROUNDING)
@@ -180,6 +180,8 @@ class CIS(Method):
         """Those of the query's block of steps."""
         shape = query.shape
         block = (query.step if self.align == "step" else shape.q_start) // self.s
+        if state.anchors is not None and not state.anchors.of(units, channels):
+            state.anchors = None
         if state.anchors is None or block != state.block:
             state.anchors = state.anchors or Anchors.empty(units, channels, device=query.q.device)
             state.block, state.anchors.count = block, 0

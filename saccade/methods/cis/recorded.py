@@ -155,7 +155,7 @@ class RecordedAnchors(DeviceState):
         """Anchors with a place for each step of a block, of which ``anchors`` take the first."""
         one = Anchors.empty(self._units, channels, self._capacity, self._most, self._device)
         own = _joined([part.repeat_interleave(self._method.s, 0) for part in _parts(one)])
-        if anchors is not None:
+        if anchors is not None and anchors.of(self._units, channels):
             count = anchors.count
             for mine, theirs in zip(_parts(own), _parts(anchors)):
                 if theirs.dim() == 3:

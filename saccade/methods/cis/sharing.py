@@ -47,8 +47,7 @@ class Anchors(MethodState):
         """See MethodState."""
         directions = fitting.tensor("directions", self.directions, torch.float32, None, sizes.units, None)
         room, units, channels = directions.shape
-        wide = sizes.head_dim if units == sizes.heads else sizes.head_dim * (sizes.heads // sizes.kv_heads)
-        fitting.require(channels == wide, f"has directions of {channels} channels, not {wide}")
+        fitting.require(channels > 0, "has directions of no channels")  # how many is the method's: see of()
         fitting.tensor("has", self.has, torch.bool, room, units)
         keys = fitting.tensor("keys", self.keys, torch.int32, room, units, None)
         counts = fitting.tensor("counts", self.counts, torch.int32, room, units)
@@ -73,6 +72,10 @@ class Anchors(MethodState):
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.full((1, units, most), _NONE, dtype=torch.int32, device=device),
         )
+
+    def of(self, units: int, channels: int) -> bool:
+        """Whether it holds directions of so many units and channels: a saved one may be of another method's options."""
+        return self.directions.shape[1:] == (units, channels)
 
     @property
     def units(self) -> int:
