@@ -128,6 +128,7 @@ def test_a_prompt_that_can_never_fit_the_pool_is_refused(tiny_llama):
         ({"block_size": 0}, "block_size=0 is not one of"),
         ({"block_size": "32"}, "block_size='32' is not one of"),
         ({"dtype": "int8"}, "int8"),
+        ({"quantize": torch.ones(2)}, "quantize=tensor"),  # has no truth of its own
     ],
 )
 def test_bad_engine_options_are_named(tiny_llama, options, message):

@@ -130,7 +130,7 @@ class EngineConfig:
                 f"generation_config={shown(source)} must be 'auto', 'none' or a folder that holds "
                 "generation_config.json"
             )
-        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+        if self.quantize is not None and (not isinstance(self.quantize, str) or self.quantize not in QUANTIZATIONS):
             raise SaccadeError(
                 f"quantize={shown(self.quantize)} is unknown; known: {', '.join(QUANTIZATIONS)}, or None for none"
             )

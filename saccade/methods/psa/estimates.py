@@ -63,7 +63,9 @@ def keys_in_few_bits(kv: KVView, bits: int) -> Labels:
 
 def _frame(kv: KVView) -> Tensor:
     """Mean and deviation of each channel: fp32 [2, kv_heads, head_dim]."""
-    count, total, squares = kv.length, 0.0, 0.0
+    count = kv.length
+    total = torch.zeros(kv.kv_heads, kv.head_dim, dtype=torch.float64, device=kv.device)
+    squares = torch.zeros_like(total)
     for start in range(0, count, FRAME_KEYS):
         keys = kv.keys(start, min(start + FRAME_KEYS, count)).double()
         total, squares = total + keys.sum(1), squares + keys.square().sum(1)
