@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from saccade.methods.base import Chunk, Method, Query
-from saccade.methods.labels import Labels
+from saccade.methods.labels import Labels, labels_note
 from saccade.methods.options import budget_keys, require_budget, require_choice, require_number, require_whole
 from saccade.methods.pages import page_choice, top_pages
 from saccade.ops.reference import soft_capped
@@ -56,7 +56,7 @@ class Twilight(Method):
 
     @property
     def extra_memory(self) -> str | None:
-        return f"labels take {self.bits} bits for each channel of each key, and 8 bytes a key, beside kv_memory"
+        return labels_note(self.bits)
 
     def begin(self, segment: Chunk) -> Labels | None:
         if segment.layer < self.dense_layers:

@@ -10,7 +10,7 @@ from saccade.methods.labels.channels import (
     heaviest_channels,
     top_tokens,
 )
-from saccade.methods.labels.store import WHOLE_BITS, Labels
+from saccade.methods.labels.store import WHOLE_BITS, Labels, labels_note
 
 __all__ = [
     "CALIBRATION",
@@ -21,5 +21,6 @@ __all__ = [
     "Labels",
     "around",
     "heaviest_channels",
+    "labels_note",
     "top_tokens",
 ]

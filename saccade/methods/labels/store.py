@@ -271,6 +271,11 @@ class Labels(MethodState):
         )
 
 
+def labels_note(bits: int) -> str:
+    """What labels of every channel take (Method.extra_memory)."""
+    return f"labels take {bits} bits for each channel of each key, and 8 bytes a key, beside kv_memory"
+
+
 def _tiles(rows: Tensor) -> Tensor:
     """[G, m, r] -> [G, ceil(m / 16), r, 16]."""
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % TILE))

@@ -14,7 +14,7 @@ import torch
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Query
 from saccade.methods.dial import Dial
-from saccade.methods.labels import Labels
+from saccade.methods.labels import Labels, labels_note
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.psa.estimates import block_estimates, keys_in_few_bits, ranked_by_estimate, weights_by_labels
 from saccade.methods.tails import BlockMethod
@@ -85,6 +85,10 @@ class PSA(BlockMethod):
     def dense_upto(self) -> int:
         """Rows of up to so many keys read everything: what is always read and one microbatch are all that there is."""
         return (SINK_BLOCKS + LAST_BLOCKS + 1 + self.microbatch) * self.block_size - 1
+
+    @property
+    def extra_memory(self) -> str | None:
+        return labels_note(self.bits) if self.rank == "keys" else None
 
     def begin(self, segment: Chunk) -> Labels | None:
         return keys_in_few_bits(segment.kv, self.bits) if self.rank == "keys" else None
