@@ -6,7 +6,6 @@ table: each function is one of its tests.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 
@@ -55,27 +54,29 @@ def preempted(tiny_llama, llm, **_):
 
 
 @report("vllm#7845", "the same answer when a prompt comes again and its prefix is stored")
-def again(llm, **_):
-    ids = random_ids(200, 4)
+def again(tiny_llama, **_):
+    engine, ids = make(tiny_llama, enable_prefix_caching=True), random_ids(200, 4)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
-    first, second = (llm.generate(ids, params)[0] for _ in range(2))
-    assert second.num_cached_tokens >= 192 or second.num_cached_tokens == 0
+    first, second = (engine.generate(ids, params)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens >= 192 - 32
     assert tokens(first) == tokens(second)
     for one, other in zip(first.outputs[0].logprobs, second.outputs[0].logprobs):
         (a,), (b,) = one.values(), other.values()
         assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+    engine.close()
 
 
 @report("vllm#49449", "prefixes of a session whose last token was taken back")
 def taken_back(tiny_llama, **_):
-    prompt, other = [10] * 31, [11, 13]
+    prompt, other = [10] * 47, [11, 13]
     fresh = make(tiny_llama)
-    want = tokens(fresh.generate([*prompt, 28, *other], GREEDY)[0])
-    engine = make(tiny_llama)
+    engine = make(tiny_llama, enable_prefix_caching=True)
     with engine.session() as session:
-        session.generate(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-        session.generate(other, GREEDY)
-    assert tokens(engine.generate([*prompt, 28, *other], GREEDY)[0]) == want
+        said = tokens(session.generate(prompt, SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)))
+        session.complete([*prompt, *other], GREEDY)  # the answer is taken back, and something else stands there
+    for ids in ([*prompt, *said[:17], *other], [*prompt, *other, *said], [*prompt, *said, 28]):
+        assert tokens(engine.generate(ids, GREEDY)[0]) == tokens(fresh.generate(ids, GREEDY)[0])
     fresh.close()
     engine.close()
 
@@ -334,7 +335,6 @@ def test_what_was_reported_elsewhere_does_not_happen_here(source, lost, holds, r
 def test_the_table_names_each_report_once():
     sources = [source for source, *_ in REPORTS]
     assert len(set(sources)) == len(sources) >= 26
-    assert json.dumps(sources)
 
 
 def test_a_request_error_is_one_line():
