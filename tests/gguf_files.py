@@ -80,7 +80,7 @@ def write(
         out.add_tokenizer_pre(pre)
         out.add_token_list(TOKENS)
         out.add_token_types([3 if token in TOKENS[257:261] else 5 if "PAD" in token else 1 for token in TOKENS])
-        out.add_token_merges(["Ġ Ġ"])
+        out.add_token_merges(["Ġ Ġ", "Ġ Ġ"])  # of one alone some versions of transformers make a text
         out.add_bos_token_id(BOS)
         out.add_eos_token_id(EOS)
         out.add_chat_template(CHAT_TEMPLATE)
