@@ -24,7 +24,9 @@ void check_estimates(const BlockEstimates& e) {
 }
 
 void check_labels(const LabelScores& c) {
-    if (!c.scores && !c.best) throw std::invalid_argument("scores or best must be an address");
+    if (!c.scores && !c.weights && !c.best) throw std::invalid_argument("scores, weights or best must be an address");
+    if (c.weights && (c.block < 8 || c.block > 1024 || (c.block & (c.block - 1))))
+        throw std::invalid_argument("block=" + std::to_string(c.block) + " must be a power of two from 8 to 1024");
     if (c.best && (c.first > c.last || c.last > c.length || c.count > c.last - c.first))
         throw std::invalid_argument("count must lie within the keys from first to last, and these within length");
 }
@@ -92,7 +94,10 @@ void bind_blocks(nb::module_& m, KernelSetClass& set) {
          field<&LabelScores::channels>("channels").at_least(1), field<&LabelScores::tiles>("tiles"),
          field<&LabelScores::length>("length"), field<&LabelScores::packed>("packed"),
          field<&LabelScores::codes>("codes"), field<&LabelScores::range>("range"),
-         field<&LabelScores::scores>("scores").optional(), field<&LabelScores::first>("first").optional(),
+         field<&LabelScores::scores>("scores").optional(), field<&LabelScores::weights>("weights").optional(),
+         field<&LabelScores::block>("block").optional(), field<&LabelScores::scale>("scale").optional(),
+         field<&LabelScores::cap>("cap").optional(), field<&LabelScores::added>("added").optional(),
+         field<&LabelScores::first>("first").optional(),
          field<&LabelScores::last>("last").optional(), field<&LabelScores::count>("count").optional(),
          field<&LabelScores::best>("best").optional()},
         &check_labels);
@@ -101,7 +106,8 @@ void bind_blocks(nb::module_& m, KernelSetClass& set) {
         {field<&LabelKeys::threads>("threads").at_least(1), field<&LabelKeys::channel>("channel"),
          field<&LabelKeys::channels>("channels").at_least(1), field<&LabelKeys::bits>("bits").within(1, 8),
          field<&LabelKeys::tiles>("tiles"), field<&LabelKeys::first>("first"), field<&LabelKeys::last>("last"),
-         field<&LabelKeys::codes>("codes"), field<&LabelKeys::range>("range")});
+         field<&LabelKeys::codes>("codes"), field<&LabelKeys::range>("range"),
+         field<&LabelKeys::frame>("frame").optional()});
     bind_struct<HashBuckets>(
         m, "HashBuckets",
         {field<&HashBuckets::threads>("threads").at_least(1), field<&HashBuckets::rows>("rows").at_least(1),

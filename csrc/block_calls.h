@@ -61,9 +61,13 @@ struct LabelScores {
     bool packed;
     const uint8_t* codes;
     const float* range;
-    float* scores;                // [kv_heads * rows, length], or null
+    float* scores;    // [kv_heads * rows, length], or null
+    float* weights;   // else [kv_heads * rows, length / block]: the log of what full blocks of keys weigh, or null
+    int64_t block;    // keys, 8 .. 1024 and a power of two
+    double scale, cap;  // of the logits that are weighed: cap * tanh(x * scale / cap), or x * scale where cap is 0
     int64_t first, last, count;  // else the best of keys first .. last - 1, rising
-    int32_t* best;                // [kv_heads * rows, count + 1]
+    int32_t* best;               // [kv_heads * rows, count + 1]
+    const float* added;          // [kv_heads * rows]: to every score of a row, or null
     int threads;
 };
 

@@ -210,6 +210,7 @@ struct LabelKeys {
     int64_t channels, bits, tiles, first, last;
     uint8_t* codes;
     float* range;
+    const float* frame;  // [2, kv_heads, channels]: taken from each channel, then divided by; or null
     int threads;
 };
 

@@ -12,6 +12,8 @@ void label_head(const LabelKeys& c, int64_t kv_head) {
     const int64_t planes = c.bits <= 4 ? (c.channels + 1) / 2 : c.channels;
     const KeyRows rows(c.kv, kv_head);
     const int64_t* channel = c.channel + kv_head * c.channels;
+    const float* mean = c.frame ? c.frame + kv_head * c.channels : nullptr;
+    const float* deviation = c.frame ? mean + c.kv.kv_heads * c.channels : nullptr;
     const float levels = static_cast<float>((1 << c.bits) - 1);
     uint8_t* codes = c.codes + (kv_head * c.tiles + c.first / kLabelTile) * planes * kLabelTile;
     float* range = c.range + (kv_head * c.tiles + c.first / kLabelTile) * 2 * kLabelTile;
@@ -29,6 +31,7 @@ void label_head(const LabelKeys& c, int64_t kv_head) {
                 } else {
                     x[n] = key[channel[n]];
                 }
+                if (mean) x[n] = (x[n] - mean[n]) / deviation[n];
                 low = x[n] < low ? x[n] : low;
                 high = x[n] > high ? x[n] : high;
             }

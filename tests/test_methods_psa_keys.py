@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covered
 from helpers import generator
 from torch import Tensor
 
@@ -13,18 +14,22 @@ from saccade.methods.base import Chunk, Query
 from saccade.methods.labels import Labels, store
 from saccade.methods.policy import Policy
 from saccade.methods.psa import PSA
-from saccade.methods.psa.estimates import FRAMED, keys_in_few_bits, weights_by_labels
+from saccade.methods.psa.estimates import FRAMED, keys_in_few_bits
 from saccade.ops import cpu
 from saccade.ops.progressive import attend_ranking
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
 
 
-@pytest.fixture(params=["torch", "cpu"], autouse=True)
+@pytest.fixture(params=["torch", *cpu.supported_isas()], autouse=True)
 def backend(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(cpu, "available", lambda: False)
-    return request.param
+        yield "torch"
+        return
+    cpu.set_isa(request.param)
+    yield request.param
+    cpu.set_isa(None)
 
 
 def wide_keys(length: int, seed: int) -> Tensor:
@@ -36,7 +41,7 @@ def wide_keys(length: int, seed: int) -> Tensor:
     return k
 
 
-def covered(method: PSA, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
+def truly_read(method: PSA, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, float]:
     """True weight read by each head, the rule's estimate for each unit, and the share of keys read."""
     kv = KVView.from_tensors(k, k)
     query = Query.of(q, kv)
@@ -66,11 +71,11 @@ def induction(seed: int, length: int = 1500) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("epsilon", [0.8, 0.9])
 def test_one_heavy_key_among_light_ones_is_read(seed, epsilon):
     q, k = induction(seed)
-    true, _, density = covered(PSA(epsilon, rank="keys", rest="estimate"), q, k)
+    true, _, density = truly_read(PSA(epsilon, rank="keys", rest="estimate"), q, k)
     assert float(true.min()) > epsilon
     assert density < 0.2
     for rest in ("last_max", "min"):  # what the heads' mean ranks last is left unread, and the estimate does not know
-        true, estimate, _ = covered(PSA(epsilon, rest=rest), q, k)
+        true, estimate, _ = truly_read(PSA(epsilon, rest=rest), q, k)
         assert float(true.min()) < 0.05
         assert float(estimate.min()) > epsilon
 
@@ -81,7 +86,7 @@ def test_what_is_said_to_be_covered_is_covered_of_wide_channels_too(length):
     for seed in range(12):
         k, q = wide_keys(length, seed), torch.randn(HEADS, 1, DIM, generator=generator(100 + seed))
         q[..., (3, 17)] *= 0.1
-        true, estimate, _ = covered(PSA(0.9, block_size=16, rank="keys", rest="estimate"), q, k)
+        true, estimate, _ = truly_read(PSA(0.9, block_size=16, rank="keys", rest="estimate"), q, k)
         short.append(0.9 - true)
         assert (true.unflatten(0, (KV_HEADS, -1)).amin(1) - estimate).abs().max() < 0.05
     short = torch.cat(short)
@@ -118,16 +123,40 @@ def test_labels_with_a_frame_grow_as_if_made_at_once(backend, monkeypatch):
     torch.testing.assert_close(grown.scores(q), whole.scores(q), atol=1e-4, rtol=1e-5)
 
 
-def test_weights_are_those_of_the_labels():
-    k = wide_keys(333, 5)
-    view, q = KVView.from_tensors(k, k), torch.randn(HEADS, 1, DIM, generator=generator(6))
-    query = Query.of(q, view, softcap=20.0)
-    labels = keys_in_few_bits(view, 8)
-    got = weights_by_labels(query, labels, 32)
-    logits = 20 * torch.tanh(labels.scores(q[:, 0]).double() * query.scale / 20)
-    for block in range(10):
-        want = torch.logsumexp(logits[:, 32 * block : 32 * block + 32], 1)
+@covered(
+    {
+        ("length", "size"): [(64, 8), (333, 32), (1023, 8), (1024, 128), (1025, 32), (2300, 64), (5, 8)],
+        "softcap": [None, 20.0],
+        "bits": [2, 4, 8],
+    }
+)
+def test_weights_are_those_of_the_labels(backend, length, size, softcap, bits):
+    k = wide_keys(length, length)
+    view, q = KVView.from_tensors(k, k, shuffle_seed=1), torch.randn(HEADS, DIM, generator=generator(6))
+    labels = keys_in_few_bits(view, bits)
+    got = labels.block_weights(q, size, 0.3, softcap)
+    logits = 0.3 * labels.scores(q).double()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    assert got.shape == (HEADS, length // size)
+    for block in range(length // size):
+        want = torch.logsumexp(logits[:, size * block : size * (block + 1)], 1)
         torch.testing.assert_close(got[:, block].double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_in_a_frame_are_those_of_torch(backend, dtype, monkeypatch):
+    """Bit for bit: pages in any order, a tile begun, halves too."""
+    k = wide_keys(531, 8).to(dtype)
+    view = KVView.from_tensors(k, k, shuffle_seed=2)
+    begun = keys_in_few_bits(view.upto(300), 4)
+    for length in (309, 531):
+        begun.extend(view.upto(length))
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu, "available", lambda: False)
+        made = Labels(begun.channels, 4, frame=begun.frame)
+        made.extend(view)
+    got, want = begun.saved_fields(), made.saved_fields()
+    assert all(torch.equal(got[name], want[name]) for name in ("_codes", "_range"))
 
 
 @pytest.mark.parametrize("length", [1, 2, FRAMED - 1, FRAMED])

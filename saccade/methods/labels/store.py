@@ -13,6 +13,7 @@ from saccade.methods.fitting import Fitting, Sizes
 from saccade.methods.state import MethodState
 from saccade.ops import cpu
 from saccade.ops.cpu_structs import STORAGE, address, native, pool_of, table_of
+from saccade.ops.reference import soft_capped
 from saccade.ops.scores import top_places
 
 WHOLE_BITS = 16  # labels are then stored as they are
@@ -101,7 +102,7 @@ class Labels(MethodState):
         self.begun = self.begun or kv.length
         paged = kv.layout()
         readable = kv.dtype in STORAGE and kv.head_dim % 16 == 0 and not kv.in_pieces
-        if self._serves(paged.k) is None and self.basis is None and self.frame is None and readable:
+        if self._serves(paged.k) is None and self.basis is None and readable:
             self._extend(kv)
             return
         tile = 1 if self.whole else TILE
@@ -140,19 +141,34 @@ class Labels(MethodState):
     def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
         """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of
         a ``kv_head`` its group's mean."""
-        picked = self._picked(q, unit, query_bits)
-        if self.frame is not None:
-            means = (picked @ self.frame[0, :, :, None]).flatten(0, 1)  # [units, 1]: of every key the same
-            picked = picked * self.frame[1, :, None]
-            return self._products(picked).add_(means)
-        return self._products(picked)
+        picked, added = self._framed(self._picked(q, unit, query_bits))
+        if self._serves(self._codes) is None:
+            scores = torch.empty(picked.shape[0] * picked.shape[1], self.length, device="cpu")
+            self._run(picked, scores=scores, added=added)
+            return scores
+        products = self._products(picked)
+        return products if added is None else products.add_(added)
+
+    def block_weights(self, q: Tensor, size: int, scale: float, softcap: float | None = None) -> Tensor:
+        """The log of what each full block of ``size`` keys (8 to 1024, a power of two) weighs by its labels for each
+        query head: ``q`` [heads, head_dim] -> fp32 [heads, full blocks]."""
+        full = self.length // size
+        if self._serves(self._codes) is None and full:
+            picked, added = self._framed(self._picked(q, "q_head", WHOLE_BITS))
+            weights = torch.empty(q.shape[0], full, device="cpu")
+            self._run(picked, added=added, weights=weights, block=size, scale=scale, cap=softcap or 0.0)
+            return weights
+        scores = soft_capped(self.scores(q)[:, : full * size] * scale, softcap)
+        return torch.logsumexp(scores.unflatten(1, (full, size)), -1)
+
+    def _framed(self, picked: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows for labels in a frame, and what is added to all their products [kv_heads * rows, 1]: the means'."""
+        if self.frame is None:
+            return picked, None
+        return picked * self.frame[1, :, None], (picked @ self.frame[0, :, :, None]).flatten(0, 1)
 
     def _products(self, picked: Tensor) -> Tensor:
         """Of rows [kv_heads, rows, r] with what the labels hold: fp32 [kv_heads * rows, length]."""
-        if self._serves(self._codes) is None:
-            scores = torch.empty(picked.shape[0] * picked.shape[1], self.length, device="cpu")
-            self._run(picked, scores=scores)
-            return scores
         if self.whole:
             return (picked @ self._codes[:, : self.length].transpose(1, 2)).flatten(0, 1)
         codes = self._codes[:, : -(-self.length // TILE)]
@@ -167,8 +183,7 @@ class Labels(MethodState):
         """The ``count`` keys of highest ``scores`` among ``first .. last - 1``, ties to the lower: int32 [units,
         count], rising."""
         if 0 < count < last - first and self._serves(self._codes) is None:
-            picked = self._picked(q, unit, query_bits)
-            picked = picked if self.frame is None else picked * self.frame[1, :, None]
+            picked, _ = self._framed(self._picked(q, unit, query_bits))
             best = torch.empty(picked.shape[0] * picked.shape[1], count + 1, dtype=torch.int32, device="cpu")
             self._run(picked, first=first, last=last, best=best)
             return best[:, :count]
@@ -220,7 +235,8 @@ class Labels(MethodState):
         codes = torch.empty(kv_heads, 0, planes, TILE, dtype=torch.uint8, device="cpu")
         extent = torch.empty(kv_heads, 0, 2, TILE, device="cpu")
         self._make_room(-(-kv.length // TILE), codes, extent)
-        channels, paged = self.channels.contiguous(), kv.paged(self.length // TILE * TILE)
+        channels, frame = self.channels.contiguous(), None if self.frame is None else self.frame.contiguous()
+        paged = kv.paged(self.length // TILE * TILE)
         wanted = native.LabelKeys(
             threads=torch.get_num_threads(),
             channel=channels.data_ptr(),
@@ -231,6 +247,7 @@ class Labels(MethodState):
             last=kv.length,
             codes=address(self._codes),
             range=address(self._range),
+            frame=address(frame),
         )
         cpu.kernels().label_keys(pool_of(paged.k, paged.v), table_of(paged.block_table), wanted)
         self.length = kv.length
@@ -245,9 +262,8 @@ class Labels(MethodState):
             return f"keys and codes must be contiguous and lie on the CPU, not on {of.device}"
         return None
 
-    def _run(
-        self, picked: Tensor, scores: Tensor | None = None, first: int = 0, last: int = 0, best: Tensor | None = None
-    ) -> None:
+    def _run(self, picked: Tensor, *, added: Tensor | None = None, best: Tensor | None = None, **wanted: Any) -> None:
+        """Score ``picked`` by the kernel. ``wanted``: the other fields of its call, tensors by their addresses."""
         picked = picked.contiguous()
         kv_heads, rows, channels = picked.shape
         cpu.kernels().label_scores(
@@ -262,11 +278,10 @@ class Labels(MethodState):
                 packed=self.packed,
                 codes=address(self._codes),
                 range=address(self._range),
-                scores=address(scores),
-                first=first,
-                last=last,
+                added=address(added),
                 count=0 if best is None else best.shape[1] - 1,
                 best=address(best),
+                **{name: address(value) if isinstance(value, Tensor) else value for name, value in wanted.items()},
             )
         )
 

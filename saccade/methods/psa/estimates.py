@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from saccade.kv.view import KVView
-from saccade.methods.base import Query
 from saccade.methods.labels import Labels
 from saccade.ops import cpu_blocks
-from saccade.ops.reference import soft_capped
 
 FRAME_KEYS = 8192  # looked at once
 FRAMED = 64  # keys from which on their channels have a mean and a deviation worth the name
@@ -73,10 +71,3 @@ def _frame(kv: KVView) -> Tensor:
     deviation = (squares / count - mean.square()).clamp(min=0).sqrt()
     floor = deviation.mean(-1, keepdim=True) / 1024 + 1e-6
     return torch.stack([mean, torch.maximum(deviation, floor)]).float()
-
-
-def weights_by_labels(query: Query, labels: Labels, size: int) -> Tensor:
-    """The log of what each full block of ``size`` keys weighs by its labels: fp32 [heads, full blocks]."""
-    full = query.shape.k_len // size
-    scores = soft_capped(labels.scores(query.q[:, 0])[:, : full * size] * query.scale, query.softcap)
-    return torch.logsumexp(scores.unflatten(1, (full, size)), -1)

@@ -16,7 +16,7 @@ from saccade.methods.base import Chunk, Query
 from saccade.methods.dial import Dial
 from saccade.methods.labels import Labels, labels_note
 from saccade.methods.options import require_choice, require_number, require_whole
-from saccade.methods.psa.estimates import block_estimates, keys_in_few_bits, ranked_by_estimate, weights_by_labels
+from saccade.methods.psa.estimates import block_estimates, keys_in_few_bits, ranked_by_estimate
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
@@ -104,7 +104,7 @@ class PSA(BlockMethod):
         if self.rank in MARGINS:
             if state is not None:
                 state.extend(query.kv)
-                guess = weights_by_labels(query, state, size)[:, SINK_BLOCKS:stop]
+                guess = state.block_weights(query.q[:, 0], size, query.scale, query.softcap)[:, SINK_BLOCKS:stop]
                 query.cost.estimated += shape.k_len
             else:
                 summary = query.kv.summary("moments", size)[SINK_BLOCKS:stop]
