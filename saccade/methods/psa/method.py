@@ -26,6 +26,7 @@ from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
 SINK_BLOCKS, LAST_BLOCKS = 2, 1
 FIRST_RANKED = 256  # blocks that a ranking of very many begins with
 RANKS = {"cuboid": "cuboid", "minmax": "minmax", "mean": "stored_mean", "moments": "moments"}  # and their summaries
+RESTS = ("min", "last_max", "estimate")
 MARGINS = {"moments": 3.0, "keys": 0.5}  # standard deviations, where a policy names none
 
 
@@ -33,18 +34,20 @@ MARGINS = {"moments": 3.0, "keys": 0.5}  # standard deviations, where a policy n
 class PSA(BlockMethod):
     """Read ranked blocks of ``block_size`` keys in microbatches until estimated coverage exceeds ``epsilon``.
 
-    ``rank="cuboid"`` is ArkVale's criticality, the cuboid-mean score averaged over the unit's query heads, as in the
-    paper; ``"minmax"`` averages Quest's bound of the block's dot products, ``"mean"`` that of its mean key.
-    ``"moments"`` guesses from the mean and the variance of a block's keys what it will weigh, and ranks by the
-    largest share of any head (methods/psa/estimates.py). ``"keys"`` guesses from every key in ``bits`` bits, and ranks
-    by the same; it reads a ``bits``/16th of the keys' bytes, and misses no single heavy key in a block of light ones.
+    ``rank="keys"``, the default, guesses what each block weighs from every key in ``bits`` bits, and ranks by the
+    largest share of any of the unit's heads; it reads a ``bits``/16th of the keys' bytes, and misses no single heavy
+    key in a block of light ones (methods/psa/estimates.py). ``"moments"`` guesses from the mean and the variance of a
+    block's keys. ``"cuboid"`` is the paper's: ArkVale's criticality, the cuboid-mean score averaged over the unit's
+    query heads; ``"minmax"`` averages Quest's bound of the block's dot products, ``"mean"`` that of its mean key.
     ``unit`` is ``kv_head``, or ``layer`` as in the paper.
 
-    ``rest="min"`` is Alg. 1's estimate of the unread blocks: one light block ranked too high stops the reading for
-    good. ``"last_max"``, the default, takes the heaviest block of the last microbatch. ``"estimate"`` takes what
-    ``moments`` or ``keys`` guess of each unread block, raised by as much as the blocks read so far lay above their
-    guesses on average, and ``margin`` standard deviations of that on top (default: 3 of moments, 0.5 of keys). What
-    any of the three says is covered is an estimate; that of ``keys`` held on every model that it was measured on.
+    ``rest`` is what unread blocks count for. ``"estimate"``, the default with ``keys`` and ``moments``, takes what these
+    guess of each, raised by as much as the blocks read so far lay above their guesses on average, and ``margin``
+    standard deviations of that on top (default: 3 of moments, 0.5 of keys). ``"last_max"``, the default with the
+    others, takes the heaviest block of the last microbatch, and ``"min"`` is Alg. 1's: either stops for good at a
+    light block ranked too high. What any of them says is covered is an estimate: that of ``keys`` held on every model
+    that it was measured on (docs/psa.md), the others' does not where one key outweighs its block. The paper's own
+    form is ``psa(rank=cuboid, rest=min, unit=layer)``.
 
     ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
     """
@@ -58,9 +61,9 @@ class PSA(BlockMethod):
     block_size: int = 32
     microbatch: int = 4
     unit: str = "kv_head"
-    rest: str = "last_max"
+    rest: str | None = None
     stop: str = "all"
-    rank: str = "cuboid"
+    rank: str = "keys"
     margin: float | None = None
     bits: int = 4
 
@@ -69,7 +72,8 @@ class PSA(BlockMethod):
         require_choice("block_size", self.block_size, (8, 16, 32, 64, 128))
         require_whole("microbatch", self.microbatch, 1)
         require_choice("unit", self.unit, ("kv_head", "layer"))
-        require_choice("rest", self.rest, ("min", "last_max", "estimate"))
+        if self.rest is not None:
+            require_choice("rest", self.rest, RESTS)
         require_choice("stop", self.stop, ("all", "mean"))
         require_choice("rank", self.rank, (*RANKS, "keys"))
         require_choice("bits", self.bits, (2, 4, 8))
@@ -78,8 +82,14 @@ class PSA(BlockMethod):
         self.check_tail()
         if self.rest == "estimate" and self.rank not in MARGINS:
             raise PolicyError(
-                f"rest=estimate goes by what rank=moments or rank=keys guesses, got rank={self.rank}; give both"
+                f"rest=estimate goes by what rank=moments or rank=keys guesses, got rank={self.rank}; give one of these, "
+                "or rest=last_max"
             )
+
+    @property
+    def rule(self) -> str:
+        """``rest``, or what stands for it where a policy names none."""
+        return self.rest or ("estimate" if self.rank in MARGINS else "last_max")
 
     @property
     def dense_upto(self) -> int:
@@ -130,9 +140,9 @@ class PSA(BlockMethod):
             order,
             epsilon=self.epsilon,
             microbatch=self.microbatch,
-            rest=self.rest,
+            rest=self.rule,
             stop=self.stop,
-            estimates=estimates if self.rest == "estimate" else None,
+            estimates=estimates if self.rule == "estimate" else None,
             margin=MARGINS.get(self.rank, 0.0) if self.margin is None else self.margin,
             ranked=stop - SINK_BLOCKS if begun is not None else None,
             complete=complete if begun is not None else None,
@@ -150,7 +160,7 @@ class PSA(BlockMethod):
             SINK_BLOCKS,
             LAST_BLOCKS,
             microbatch=self.microbatch,
-            rest=self.rest,
+            rest=self.rule,
             stop=self.stop,
             epsilon=self.epsilon,
             dense_upto=self.dense_upto,
