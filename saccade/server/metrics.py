@@ -172,8 +172,7 @@ class Metrics:
             self.audited_steps.labels(self._model, method).inc(agreement["samples"])
             agreed = round(agreement["samples"] * agreement["mean"])
             self.audited_agreed.labels(self._model, method).inc(agreed)
-        if audit["contradiction"] is not None:
-            self.audit_contradictions.labels(self._model, method).inc()
+        self.audit_contradictions.labels(self._model, method).inc(audit["contradiction"] is not None)
         self._audits.setdefault(method, AuditTotals()).add(audit)
 
     def tokens(self, seconds: float, count: int) -> None:
