@@ -377,7 +377,7 @@ def test_batches_have_the_tokens_and_reports_of_rows_that_select(folder, monkeyp
     for left, right in zip(planned, answers()):
         assert tokens(left) == tokens(right)
         reports = [{**one.report["decode"], "seconds": 0, "tokens_per_second": 0} for one in (left, right)]
-        for name in ("coverage", "coverage_least"):
+        for name in ("coverage_estimated", "coverage_estimated_least"):
             assert reports[0].pop(name) == pytest.approx(reports[1].pop(name), abs=1e-6)
         assert reports[0] == reports[1]
         assert left.report["notes"] == right.report["notes"]

@@ -92,5 +92,5 @@ def test_a_request_that_was_pickled_gives_the_same_answer(llm, prompts):
 
 
 def test_an_empty_report_pickles():
-    report = Report("dense", 2).as_dict()
+    report = Report(Policy.parse("dense"), 2).as_dict()
     assert again(report) == report

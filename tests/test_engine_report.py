@@ -1,4 +1,4 @@
-"""What the report says of coverage, against a count of one's own over the keys that were read."""
+"""What the report says of estimated coverage, against a count of one's own over the keys that were read."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_the_coverage_of_the_report_is_the_stopping_rules(llm, observed, epsilon
     estimates = [estimate for call in observed for estimate in call]
     assert len(estimates) == 9 * 3 * 2  # steps, layers, KV heads
     assert report["density"] < 0.9
-    assert report["coverage"] == pytest.approx(sum(estimates) / len(estimates), rel=1e-4)
-    assert report["coverage_least"] == pytest.approx(min(estimates), rel=1e-4)
-    assert report["coverage_least"] > epsilon
+    assert report["coverage_estimated"] == pytest.approx(sum(estimates) / len(estimates), rel=1e-4)
+    assert report["coverage_estimated_least"] == pytest.approx(min(estimates), rel=1e-4)
+    assert report["coverage_estimated_least"] > epsilon
 
 
-def test_methods_without_a_stopping_rule_report_no_coverage(llm):
+def test_methods_without_a_stopping_rule_report_no_estimate_of_coverage(llm):
     report = llm.generate(random_ids(100, seed=3), GREEDY, policy="topk(k=20)")[0].report
     for phase in ("prefill", "decode"):
-        assert report[phase]["coverage"] is None
-        assert report[phase]["coverage_least"] is None
+        assert report[phase]["coverage_estimated"] is None
+        assert report[phase]["coverage_estimated_least"] is None
 
 
 def test_density_is_attended_over_causal_pairs_everywhere(llm, tiny_llama):
@@ -100,7 +100,7 @@ def test_times_of_a_request_are_what_its_user_waits_for(llm):
 
 def test_time_is_split_between_phases_without_rest():
     """By a clock of one's own: steps of 1, of 2 after a rest of 3, and of 1, the first two of them prefill."""
-    report = Report("dense", 1)
+    report = Report(Policy.parse("dense"), 1)
     report.schedule(10.0)
     for phase, length, ended in (("prefill", 64, 11.0), ("prefill", 36, 16.0), ("decode", 1, 17.0)):
         rows = ScheduledRequest(1, 1, 0, length, phase, Policy.parse("dense"), 0, length, length)
@@ -115,7 +115,7 @@ def test_rates_of_a_batch_add_up():
     """Four requests that share ten steps of a second each make forty tokens in ten seconds: one a second each."""
     rates = []
     for _ in range(4):
-        report = Report("dense", 1)
+        report = Report(Policy.parse("dense"), 1)
         report.schedule(0.0)
         for step in range(10):
             rows = ScheduledRequest(1, 1, step, step + 1, "decode", Policy.parse("dense"), 0, 1, 1)

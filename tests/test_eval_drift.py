@@ -57,7 +57,7 @@ def test_dense_drifts_by_nothing_and_keeps_all(llm):
     assert set(compared(logits, logits, given)["kl"]) == {0.0}
     kept = ran["decode"]["kept"]
     assert (kept["mean"], kept["worst_head"]["mean"], kept["least"]["weight"]) == (1.0, 1.0, 1.0)
-    assert (ran["decode"]["density"], ran["decode"]["reads"], ran["coverage"]) == (1.0, 1.0, None)
+    assert (ran["decode"]["density"], ran["decode"]["reads"], ran["coverage_estimated"]) == (1.0, 1.0, None)
 
 
 def test_oracles_drift_less_the_more_they_read(llm):

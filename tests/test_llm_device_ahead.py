@@ -211,7 +211,7 @@ def test_methods_that_count_or_learn_go_on(engines, asked, policy):
     for left, right in zip(*answers):
         same(left, right)
         if "psa" in policy:
-            for name in ("coverage", "coverage_least"):
+            for name in ("coverage_estimated", "coverage_estimated_least"):
                 one, other = (part.report["decode"][name] for part in (left, right))
                 assert one == pytest.approx(other, abs=1e-5), name
     assert asked.count(True) >= 3

@@ -85,6 +85,15 @@ def test_a_request_is_a_span_in_the_trace_of_its_client_and_its_samples_are_span
         assert 0 < inside[2].attributes["saccade.density"] <= 1
 
 
+def test_spans_call_an_estimate_of_coverage_one(server, spans):
+    policy = "psa(epsilon=0.5, block_size=16, microbatch=1, rank=cuboid, rest=last_max)"
+    answer = server.complete(list(range(5, 205)), policy=policy).json()
+    (decode,) = (span for span in spans(5) if span.name == "decode")
+    estimated = answer["usage"]["saccade"]["coverage_estimated"]["decode"]
+    assert decode.attributes["saccade.coverage_estimated"] == pytest.approx(estimated)
+    assert "saccade.coverage" not in decode.attributes
+
+
 def test_a_failure_marks_its_span_and_probes_have_none(server, spans, monkeypatch):
     def fail(*_):
         raise KeyError("planted")
@@ -211,7 +220,7 @@ def exported(server) -> dict[str, set[str]]:
 
 
 def test_every_metric_of_the_dashboard_is_exported(server):
-    server.complete(list(range(5, 205)), policy="psa(epsilon=0.4, block_size=16, microbatch=1)")
+    server.complete(list(range(5, 205)), policy="psa(epsilon=0.4, block_size=16, microbatch=1)", audit=1.0)
     board = json.loads((Path(__file__).parent.parent / "deploy/grafana/saccade.json").read_text())
     names = exported(server)
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
@@ -311,6 +320,44 @@ def test_audits_are_told_in_usage_and_added_up_in_metrics(server):
     }
     told = server.client.post("/v1/completions", json=sure).json()["usage"]["saccade"]["certified"]
     assert told["heads"] == told["bounds"] + told["sample"] + told["exact"] == 2 * 2 * 3 * 4  # samples, steps, layers
+
+
+def test_an_estimate_that_an_audit_contradicts_is_told_everywhere(server, caplog):
+    wrong = "psa(epsilon=0.95, block_size=16, microbatch=1, rank=cuboid, rest=min)"
+    asked = {"prompt": list(range(5, 255)) * 2, **GREEDY, "max_tokens": 12, "audit": 1.0, "report": True}
+
+    def counted() -> float:
+        found = re.search(
+            r'saccade:audit_contradictions_total\{method="psa",.*\} (\S+)', server.client.get("/metrics").text
+        )
+        return 0.0 if found is None else float(found[1])
+
+    before = counted()
+    with caplog.at_level(logging.WARNING, "saccade.engine.contradiction"):
+        for count in (1, 2):
+            got = server.client.post("/v1/completions", json={**asked, "policy": wrong, "n": count}).json()
+            said, parts = got["usage"]["saccade"], [choice["report"] for choice in got["choices"]]
+            found = [part["audit"]["contradiction"] for part in parts]
+            assert said["audit"]["contradiction"] == max(found, key=lambda one: one["estimated"] - one["mean"])
+            assert said["coverage_estimated"]["decode"] > 0.95 > found[0]["mean"] + 0.02
+            assert f"estimated that {found[0]['estimated']:.3f} of the attention weight was read" in said["notes"][0]
+    assert counted() == before + 3
+    (line,) = (record for record in caplog.records if record.name == "saccade.engine.contradiction")
+    told = json.loads(JsonLines().format(line))
+    assert (told["level"], told["policy"]) == ("warning", Policy.parse(wrong).text)
+    ended = server.client.get("/v1/requests").json()["ended"]
+    assert ended[0]["contradiction"] in found
+    assert ended[0]["decode"]["coverage_estimated"] == pytest.approx(said["coverage_estimated"]["decode"], abs=0.02)
+    right = wrong.replace("rank=cuboid, rest=min", "rank=keys, rest=estimate")
+    for policy in (right, "dense", "topk(k=24)"):
+        got = server.client.post("/v1/completions", json={**asked, "policy": policy}).json()["usage"]["saccade"]
+        assert got["audit"]["contradiction"] is None
+        assert (got["coverage_estimated"]["decode"] is None) == (policy != right)
+        assert not any("estimated that" in note for note in got["notes"])
+    assert counted() == before + 3
+    text = server.client.get("/metrics").text
+    assert "saccade:coverage_estimated_bucket{" in text
+    assert "saccade:coverage_bucket{" not in text
 
 
 def test_recorded_steps_are_shown_where_there_are_any():

@@ -57,12 +57,12 @@ def test_places_of_a_batch_are_compared_with_true_attention(dtype, width, heads,
     )
     wanted = Audit(AuditOptions(1.0), 0)
     kept = []
-    wanted.found = lambda values, whole: kept.append(values[0])
+    wanted.found = lambda values, whole, places: kept.append(values[0])
     for layer, row, head, window in PLACES:
         kv = KVView(Paged(pages.k, pages.v, tables[layer, row].contiguous(), LENGTHS[row], fmt.format))
         group = slice(head * heads // 2, (head + 1) * heads // 2)
         truth = by_torch(q[layer, row, group], kv, head, scale=0.2, softcap=softcap, window=window or None)
-        wanted.observe(out[layer, row, group], lse[layer, row, group], truth, True)
+        wanted.observe(out[layer, row, group], lse[layer, row, group], truth, True, (layer, head))
     torch.testing.assert_close(found, torch.stack(kept), rtol=1e-4, atol=1e-5)
     assert found.isfinite().all()
     pool[0, tables[0, 2, 0, 3], :, 5] = float("nan")  # in pages too, where the first table row finds it

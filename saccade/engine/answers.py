@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from saccade.engine.contradiction import Warnings
 from saccade.engine.messages import RequestOutcome, StepOutput, TokenLogprob
 from saccade.engine.request import Request
 from saccade.engine.sampler import top_logprobs
@@ -28,6 +29,7 @@ class Answers:
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
+        self._warnings = Warnings()
 
     def take_token(self, request: Request, result: RequestResult, output: StepOutput) -> str | None:
         """Choose the next token, add it to the sequence, and to ``output`` what of the text may be shown. Returns why
@@ -106,6 +108,8 @@ class Answers:
         """How a request ended, as plain data."""
         assert request.finish_reason is not None
         wanted = request.params.logprobs is not None
+        if (found := request.report.contradicted()) is not None:
+            self._warnings.tell(found, request.policy)
         return RequestOutcome(
             request.prompt,
             request.text,

@@ -9,7 +9,7 @@ observation: their mean. The estimates are of the mean over all places.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from saccade.copied import Copied
+from saccade.engine.contradiction import Contradiction, contradiction
 from saccade.engine.estimates import CONFIDENCE, Mean, Share, departures
 from saccade.engine.params import SamplingParams
+from saccade.engine.phase_stats import LayerStats
 from saccade.errors import SaccadeError
 from saccade.kv.view import KVView
 from saccade.models.interface import LayerAttention
@@ -30,6 +32,7 @@ TOGETHER = 16  # places of several steps that are drawn at once, about: few draw
 WAITING = 256  # observations that may lie on a device before they are fetched
 RAREST = 1e-300  # of rates: a quotient by a lower one is no number any more
 LONGEST = 2.0**40  # steps that are drawn for together
+Place = tuple[int, int]  # layer, KV head
 STEPS_FOR_TARGET = 0.05  # of steps replayed for a target, where nothing else is said
 
 
@@ -64,14 +67,17 @@ class Audit:
     left_out: int = 0  # of the drawn ones, those that could not be audited
     steps: int = 0  # that might have been drawn
     mass: Mean = field(default_factory=Mean)
+    masses: dict[Place, Mean] = field(default_factory=dict)  # the same by place
     error: Mean = field(default_factory=Mean)
     scaled: Mean = field(default_factory=Mean)
     agreement: Share = field(default_factory=Share)
     divergence: Mean = field(default_factory=Mean)
     controlled: Any = None  # what says where a target's dial stands
-    _waiting: list[tuple[Tensor, bool]] = field(default_factory=list)
+    _waiting: list[tuple[Tensor, bool, Sequence[Place]]] = field(default_factory=list)
     _held: int = 0  # observations that wait
-    _coming: tuple[Copied, list[bool]] | None = None  # those on their way from a device
+    _coming: tuple[Copied, list[tuple[bool, Place]]] | None = None  # those on their way from a device
+    _heads: int = 1  # KV heads of a layer
+    _rows: int = 0  # that might have been drawn from
     _window: tuple[int, int, int] | None = None  # the steps drawn for last
     _drawn: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # in them
 
@@ -79,6 +85,7 @@ class Audit:
         """The KV heads drawn for the step of the row at ``position``, by layer."""
         count, rate = layers * kv_heads, self.options.rate
         self.places += count
+        self._heads, self._rows = kv_heads, self._rows + 1
         if rate <= 0:
             return {}
         steps = 1 << int(math.log2(min(max(1.0, TOGETHER / max(rate * count, RAREST)), LONGEST)))
@@ -105,18 +112,19 @@ class Audit:
         """The draw of the step of the row at ``position``: it is replayed where that is below a request's ``steps``."""
         return uniform(self.seed ^ STEPS, self.sample, position)
 
-    def observe(self, out: Tensor, lse: Tensor, truth: Truth, whole: bool) -> None:
-        """One group: ``out`` [group, head_dim] of the step, ``lse`` [group] over the keys that it read; not
-        ``whole`` where something stands for those that it did not."""
+    def observe(self, out: Tensor, lse: Tensor, truth: Truth, whole: bool, place: Place) -> None:
+        """The group of ``place``: ``out`` [group, head_dim] of the step, ``lse`` [group] over the keys that it read;
+        not ``whole`` where something stands for those that it did not."""
         off = (out.float() - truth.out).norm(dim=-1)
         tiny = torch.finfo(torch.float32).tiny
         error, scaled = off / truth.out.norm(dim=-1).clamp(min=tiny), off / truth.scale.clamp(min=tiny)
         mass = torch.exp(lse.float() - truth.lse)
-        self.found(torch.stack([mass, error, scaled]).clamp(max=1.0).mean(1)[None], whole)
+        self.found(torch.stack([mass, error, scaled]).clamp(max=1.0).mean(1)[None], whole, [place])
 
-    def found(self, values: Tensor, whole: bool) -> None:
-        """``values`` fp32 [n, 3] of n groups: retained mass (where ``whole``), error and scaled error."""
-        self._waiting.append((values, whole))
+    def found(self, values: Tensor, whole: bool, places: Sequence[Place]) -> None:
+        """``values`` fp32 [n, 3] of the groups of n ``places``: retained mass (where ``whole``), error and scaled
+        error."""
+        self._waiting.append((values, whole, places))
         self._held += len(values)
         if not values.is_cuda or self._held >= WAITING:
             self._send()
@@ -133,20 +141,21 @@ class Audit:
         """Have what waits brought to the host, and count what came before: nothing waits for steps that still run."""
         self._count()
         waiting, self._waiting, self._held = self._waiting, [], 0
-        whole = [whole for values, whole in waiting for _ in range(len(values))]
-        self._coming = Copied(torch.cat([values for values, _ in waiting])), whole
+        known = [(whole, place) for _, whole, places in waiting for place in places]
+        self._coming = Copied(torch.cat([values for values, _, _ in waiting])), known
 
     def _count(self) -> None:
         coming, self._coming = self._coming, None
         if coming is None:
             return
-        copied, whole = coming
-        for (mass, error, scaled), knows in zip(copied.wait(), whole):
+        copied, known = coming
+        for (mass, error, scaled), (knows, place) in zip(copied.wait(), known):
             if math.isnan(error + scaled) or (knows and math.isnan(mass)):  # of numbers that are not finite
                 self.left_out += 1
                 continue
             if knows:
                 self.mass.add(mass)
+                self.masses.setdefault(place, Mean()).add(mass)
             self.error.add(error)
             self.scaled.add(scaled)
 
@@ -160,6 +169,11 @@ class Audit:
         self.agreement.add(agrees)
         self.divergence.add(divergence)
         return agrees
+
+    def contradiction(self, layers: Sequence[LayerStats]) -> Contradiction | None:
+        """What of the estimates that stopping rules made in ``layers`` the true weights contradict."""
+        self.settle()
+        return contradiction(self.masses, layers, self._heads, self._rows, not self.left_out)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, see docs/audit.md."""
@@ -209,7 +223,7 @@ class RowAudit:
                 truth = group_truth(q, kv, kv_head, **asked, threads=threads)
                 if spec.sinks is not None:
                     truth = truth.with_sinks(spec.sinks[heads])
-                self.audit.observe(out[heads], lse[heads], truth, self.whole)
+                self.audit.observe(out[heads], lse[heads], truth, self.whole, (layer, kv_head))
             except (SaccadeError, ValueError, RuntimeError) as error:
                 self.audit.left_out += 1
                 return f"audit: a sample of layer {layer} was left out: {error}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from saccade.engine.audit import RowAudit
+from saccade.engine.audit import Place, RowAudit
 from saccade.engine.device_graphs import StepKind
 from saccade.engine.device_replays import Compared
 from saccade.engine.device_rows import RowBuffers
@@ -41,7 +41,7 @@ class StepAudits:
         self._compared: Compared | None = None
         rows = [(number, row, audits.get(row.scheduled.request_id)) for number, row in held]
         self._rows = [(number, row, audit) for number, row, audit in rows if audit is not None]
-        self._found: list[tuple[Tensor, list[tuple[RowAudit, int]]]] = []
+        self._found: list[tuple[Tensor, list[tuple[RowAudit, list[Place]]]]] = []
         self._failed: str | None = None
 
     @property
@@ -66,10 +66,10 @@ class StepAudits:
         try:
             for (scale, softcap), listed in asked.items():
                 found = self._compare(self._tap, self._buffers, [place for place, _ in listed], scale, softcap)
-                counts: dict[int, tuple[RowAudit, int]] = {}
-                for _, audit in listed:
-                    counts[id(audit)] = audit, counts.get(id(audit), (audit, 0))[1] + 1
-                self._found.append((found, list(counts.values())))
+                parts: dict[int, tuple[RowAudit, list[Place]]] = {}
+                for (layer, _, head, _), audit in listed:
+                    parts.setdefault(id(audit), (audit, []))[1].append((layer, head))
+                self._found.append((found, list(parts.values())))
         except Exception as error:
             self._failed = f"audit: a step's samples were left out: {type(error).__name__}: {error}"
 
@@ -91,8 +91,8 @@ class StepAudits:
         if self._compared is not None:
             self._compared.settle()
         for found, parts in self._found:
-            for (audit, _), own in zip(parts, found.split([count for _, count in parts])):
-                audit.audit.found(own, audit.whole)
+            for (audit, places), own in zip(parts, found.split([len(places) for _, places in parts])):
+                audit.audit.found(own, audit.whole, places)
         for number, row, audit in self._rows:
             if row.result.error is not None:
                 continue

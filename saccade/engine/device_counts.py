@@ -22,7 +22,7 @@ class LayerCounts:
     ``calls`` rows saw ``causal`` keys in all. Every query head read ``keys`` of them; ``extra`` int64 [units], on the
     CPU, is what those of each unit read on top. ``estimated`` block summaries and ``scored`` keys were scored, in
     ``retrievals`` of the calls; ``searches`` of ``searchable`` query heads looked for keys anew. ``covered`` is the sum
-    of ``estimates`` stopping rules' estimates of what they had covered, ``least`` the least of them.
+    of ``estimates`` stopping rules' estimates of what they had covered, of ``units`` in a call; ``least`` the least.
     """
 
     layer: int
@@ -34,6 +34,7 @@ class LayerCounts:
     retrievals: int = 0
     covered: float = 0.0
     estimates: int = 0
+    units: int = 0
     least: float = 1.0
     scored: int = 0
     searches: int = 0
@@ -129,7 +130,8 @@ class LateCounts:
             if isinstance(reading, RankedBlocks) and self._ruled is not None:
                 ruled = self._ruled
                 counts.extra, counts.covered = ruled.keys[layer], float(ruled.covered[layer].sum())
-                counts.estimates = sums.retrievals * ruled.keys.shape[1]
+                counts.units = ruled.keys.shape[1]
+                counts.estimates = sums.retrievals * counts.units
                 counts.least = float(ruled.least[layer].min())
             if isinstance(reading, OwnReading):
                 counts.scored, counts.searchable = sums.scored, sums.searchable * self.heads

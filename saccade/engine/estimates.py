@@ -52,6 +52,11 @@ class Mean:
             self.squares += max(0, count - 1) * part["variance"] + count * mean * mean
         return self
 
+    def merge(self, part: Mean) -> None:
+        """Count the samples of another one too."""
+        self.samples, self.total = self.samples + part.samples, self.total + part.total
+        self.squares += part.squares
+
     @property
     def mean(self) -> float:
         return self.total / self.samples if self.samples else math.nan
@@ -71,6 +76,18 @@ class Mean:
         log = math.log(4.0 / (1.0 - confidence))
         half = math.sqrt(2 * self.variance * log / self.samples) + 7 * log / (3 * (self.samples - 1))
         return max(0.0, self.mean - half), min(1.0, self.mean + half)
+
+    def bounds(self, population: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+        """Two-sided bounds of the mean of ``population`` values from 0 to 1, of which the samples were drawn without
+        replacement: by Chernoff's bound (Hoeffding 1963, Theorem 1 and Section 6), which says much of few samples whose
+        mean is far off, and no further off than values that were not sampled can be: none where all were."""
+        if not self.samples:
+            return 0.0, 1.0
+        mean, share = min(1.0, max(0.0, self.mean)), min(1.0, self.samples / max(1, population))
+        limit = math.log(2.0 / (1.0 - confidence)) / self.samples
+        high = min(_chernoff(mean, limit), share * mean + (1.0 - share))
+        low = max(1.0 - _chernoff(1.0 - mean, limit), share * mean)
+        return low, high
 
     def as_dict(self) -> dict[str, Any] | None:
         """Plain data; None without a sample. ``variance`` is of one value: with it estimates can be joined."""
@@ -129,6 +146,18 @@ def at_most(hits: int, trials: int, chance: float) -> float:
     logs = trials * math.log1p(-chance) + np.concatenate(([0.0], np.cumsum(steps)))
     top = float(logs.max())
     return min(1.0, math.exp(top) * float(np.exp(logs - top).sum()))
+
+
+def _chernoff(mean: float, limit: float) -> float:
+    """The greatest chance p >= ``mean`` whose divergence KL(mean, p), of Bernoulli variables, is at most ``limit``."""
+
+    def left(p: float) -> float:
+        if p <= mean:
+            return limit
+        off = 0.0 if mean <= 0.0 else mean * math.log(mean / p)
+        return limit - off - (1.0 - mean) * (math.log1p(-mean) - math.log1p(-p)) if p < 1.0 else -math.inf
+
+    return 1.0 if mean >= 1.0 else _solve(left)
 
 
 def _solve(falling: Any) -> float:

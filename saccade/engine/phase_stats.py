@@ -32,6 +32,7 @@ class LayerStats:
     searchable: int = 0
     covered: float = 0.0  # sum of `estimates` stopping rules' estimates of what they had covered
     estimates: int = 0
+    units: int = 0  # rules in a call, at most
     least_covered: float = 1.0
     late: dict[str, Tensor] = field(default_factory=dict)  # see Cost.late
     certified: dict[str, int] = field(default_factory=dict)  # see Cost.certified
@@ -53,6 +54,8 @@ class LayerStats:
         if cost.searches is not None:
             self.searches += cost.searches
             self.searchable += used.shape.heads
+        if coverage is not None:
+            self.units = max(self.units, len(coverage))
         if coverage is not None and coverage.is_cuda:  # asking for it now would wait for the device
             self.estimates += len(coverage)
             fresh = coverage.double().sum(), coverage.double().min()
@@ -84,6 +87,7 @@ class LayerStats:
         self.retrievals += counts.retrievals
         self.covered += counts.covered
         self.estimates += counts.estimates
+        self.units = max(self.units, counts.units)
         self.least_covered = min(self.least_covered, counts.least)
 
     def _attend(self, used: Selection | ReadPairs) -> None:
@@ -175,13 +179,17 @@ class PhaseStats:
         counts = {name: sum(layer.get(name, 0) for layer in layers) for name in ("bounds", "sample", "exact")}
         return {"heads": sum(counts.values()), **counts}
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. Densities are attended over causal pairs, in ``density`` of all layers together; keys
-        are per query head and row."""
+    def settle(self) -> None:
+        """Take over what was counted elsewhere since the last time."""
         for late in self.late.values():
             self._add_late(late.take())
         for layer in self.layers:
             layer.settle()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Densities are attended over causal pairs, in ``density`` of all layers together; keys
+        are per query head and row."""
+        self.settle()
         active = [layer for layer in self.layers if layer.causal]
         heads = max((layer.heads for layer in active if layer.calls), default=1)
         for layer in active:
@@ -211,8 +219,8 @@ class PhaseStats:
             "searches": searches,
             "searchable": searchable,
             "search_ratio": searches / searchable if searchable else None,
-            "coverage": sum(layer.covered for layer in active) / estimates if estimates else None,
-            "coverage_least": min(layer.least_covered for layer in active) if estimates else None,
+            "coverage_estimated": sum(layer.covered for layer in active) / estimates if estimates else None,
+            "coverage_estimated_least": min(layer.least_covered for layer in active) if estimates else None,
             "certified": self._certified(),
             "density_per_layer": [round(mean / layer.causal, 6) for layer, (mean, _) in zip(active, shares)],
             "density_per_head": [heads for _, heads in shares],

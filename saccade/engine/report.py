@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from saccade.engine.contradiction import Contradiction
 from saccade.engine.messages import RequestMetrics
 from saccade.engine.phase_stats import LayerStats, PhaseStats
 from saccade.engine.step import RequestResult, ScheduledRequest
 from saccade.kv.tier import TierCounts
+from saccade.methods.policy import Policy
 
 
 class Speculated(Protocol):
@@ -25,6 +27,12 @@ class Audited(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
 
+class AuditedRule(Audited, Protocol):
+    """An audit, which measures what stopping rules estimate."""
+
+    def contradiction(self, layers: Sequence[LayerStats]) -> Contradiction | None: ...
+
+
 class Report:
     """Per request: what ran in prefill and decode, when, and anything that ran otherwise than asked.
 
@@ -33,7 +41,7 @@ class Report:
     a user waits for, and the rates of requests that run side by side add up to the engine's.
     """
 
-    def __init__(self, policy: str, layers: int) -> None:
+    def __init__(self, policy: Policy, layers: int) -> None:
         self.policy = policy
         self.prefill = PhaseStats([LayerStats() for _ in range(layers)])
         self.decode = PhaseStats([LayerStats() for _ in range(layers)])
@@ -50,7 +58,7 @@ class Report:
         self.tiers: TierCounts | None = None
         self._step_bytes: int | None = None  # of keys and values that the last decode step asked for
         self.speculation: Speculated | None = None
-        self.audit: Audited | None = None
+        self.audit: AuditedRule | None = None
         self.bounds: Audited | None = None
         self.dialed: str | None = None  # the decode method, where its dial may turn
         self.notes: list[str] = []
@@ -120,6 +128,13 @@ class Report:
         if text not in self.notes:
             self.notes.append(text)
 
+    def contradicted(self) -> Contradiction | None:
+        """What of the estimates of decode's stopping rules the audit contradicts, of what was counted so far."""
+        if self.audit is None:
+            return None
+        self.decode.settle()
+        return self.audit.contradiction(self.decode.layers)
+
     def metrics(self) -> RequestMetrics:
         """When what happened, as callers of vLLM know it."""
         places = (self._scheduled, self._first_token, self._last_token, self._finished)
@@ -129,8 +144,14 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         started = self._scheduled if self._scheduled is not None else self._finished
         ended = self._finished if self._finished is not None else self._counted
+        found = self.contradicted()
+        audit = None if self.audit is None else self.audit.as_dict()
+        if audit is not None:
+            audit["contradiction"] = None if found is None else found.as_dict()
+        # A sentence about a request that runs is told anew each time: its numbers still move.
+        contradicts = [] if found is None else [found.sentence(self.policy)]
         return {
-            "policy": self.policy,
+            "policy": self.policy.text,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "cached_bytes": self.cached_tokens * self.token_bytes,
@@ -148,7 +169,7 @@ class Report:
             "decode": self.decode.as_dict(),
             "speculation": None if self.speculation is None else self.speculation.as_dict(),
             "tiers": None if self.tiers is None else self.tiers.as_dict() | {"step_bytes": self._step_bytes},
-            "audit": None if self.audit is None else self.audit.as_dict(),
+            "audit": audit,
             "bounds": None if self.bounds is None else self.bounds.as_dict(),
-            "notes": list(self.notes),
+            "notes": self.notes + contradicts,
         }

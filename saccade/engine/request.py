@@ -42,7 +42,7 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.policy = policy
-        self.report = Report(policy.text, layers)
+        self.report = Report(policy, layers)
         for part in (policy.window, policy.freeze):
             if part is not None and not part.acts(layers):
                 self.report.note(f"'{part.text}' leaves a model of {layers} layers as it is")

@@ -24,16 +24,18 @@ JSON = dict[str, Any]
 
 
 def summary(report: JSON) -> JSON:
-    """A request's report, short: shares with three digits, by phase those of each layer's heads."""
+    """A request's report, short: shares with three digits, by phase those of each layer's heads. ``contradiction``:
+    where an audit contradicts what the method estimates (docs/audit.md), or null."""
     said = {name: report[name] for name in ("policy", "prompt_tokens", "cached_tokens", "output_tokens")}
     said |= {name: report[name] for name in ("queue_seconds", "first_token_seconds", "total_seconds")}
+    said["contradiction"] = None if report["audit"] is None else report["audit"]["contradiction"]
     for phase in ("prefill", "decode"):
         stats = report[phase]
         said[phase] = {
             "tokens": stats["tokens"],
             "seconds": stats["seconds"],
             "density": stats["density"],
-            "coverage": stats["coverage"],
+            "coverage_estimated": stats["coverage_estimated"],
             "keys_read_per_token": stats["keys_attended_per_row"],
             "density_per_head": [[round(value, 3) for value in heads] for heads in stats["density_per_head"]],
         }

@@ -98,7 +98,9 @@ class Metrics:
         self.answers = histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         phases = ("phase", "method")
         self.density = histogram("density", "Keys read over keys that dense attention reads.", _SHARES, *phases)
-        self.coverage = histogram("coverage", "Attention weight that a stopping rule covered.", _SHARES, *phases)
+        self.coverage_estimated = histogram(
+            "coverage_estimated", "Attention weight that a stopping rule estimated as read.", _SHARES, *phases
+        )
         self.keys_read = counter("keys_attended", "Keys read, a query head, over rows and layers.", *phases)
         self.keys_dense = counter("keys_causal", "Keys that dense attention reads, likewise.", *phases)
         self.keys_scored = counter("keys_scored", "Scores computed to choose keys, likewise.", *phases)
@@ -111,6 +113,9 @@ class Metrics:
         self.audited_places = counter("audited_groups", "Groups of query heads in a step audited.", *audited)
         self.audited_steps = counter("audited_steps", "Steps replayed densely.", *audited)
         self.audited_agreed = counter("audited_steps_agreed", "Those whose likeliest token was dense's.", *audited)
+        self.audit_contradictions = counter(
+            "audit_contradictions", "Samples whose audit contradicts their method's estimate of coverage.", *audited
+        )
         self._audits: dict[str, AuditTotals] = {}
         self.registry.register(_Audits(self._audits, model))
         self.http = counter("http_requests", "Requests over HTTP.", "route", "status")
@@ -152,7 +157,7 @@ class Metrics:
                 continue
             seconds.observe(stats["seconds"])
             labels = (self._model, phase, method)
-            for name, measure in (("density", self.density), ("coverage", self.coverage)):
+            for name, measure in (("density", self.density), ("coverage_estimated", self.coverage_estimated)):
                 if stats[name] is not None:
                     measure.labels(*labels).observe(stats[name])
             self.keys_read.labels(*labels).inc(stats["keys_attended"])
@@ -167,6 +172,7 @@ class Metrics:
             self.audited_steps.labels(self._model, method).inc(agreement["samples"])
             agreed = round(agreement["samples"] * agreement["mean"])
             self.audited_agreed.labels(self._model, method).inc(agreed)
+        self.audit_contradictions.labels(self._model, method).inc(audit["contradiction"] is not None)
         self._audits.setdefault(method, AuditTotals()).add(audit)
 
     def tokens(self, seconds: float, count: int) -> None:

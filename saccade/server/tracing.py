@@ -113,7 +113,7 @@ class Tracing:
             if start is None or end is None or (name == "decode" and not report["decode"]["tokens"]):
                 continue
             costs = report.get(name, {})
-            keys = ("policy", "tokens", "density", "coverage", "keys_attended", "keys_scored")
+            keys = ("policy", "tokens", "density", "coverage_estimated", "keys_attended", "keys_scored")
             attributes = _known({f"saccade.{key}": costs.get(key) for key in keys})
             self._tracer.start_span(name, inside, attributes=attributes, start_time=_ns(start)).end(_ns(end))
         if outcome.error is not None:

@@ -32,17 +32,17 @@ def usage(outcomes: Sequence[RequestOutcome], prompt: int, answer: int, samples:
 
 def costs(reports: Sequence[JSON], policy: str) -> JSON:
     """``density``: keys read over keys that dense attention reads; ``keys_read_per_token``: by a query head, a layer;
-    ``coverage``: what stopping rules say that they covered, null where none ran. Each by phase, null for one that did
-    not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what audits found,
-    ``bounds``: what PrHS's certificates said; null without any.
+    ``coverage_estimated``: the share of the weight that stopping rules estimated as read, null where none ran. Each by
+    phase, null for one that did not run. ``certified``: (head, step) pairs whose error has a bound, ``audit``: what
+    audits found, ``bounds``: what PrHS's certificates said; null without any.
     """
-    phases: dict[str, JSON] = {"density": {}, "keys_read_per_token": {}, "coverage": {}}
+    phases: dict[str, JSON] = {"density": {}, "keys_read_per_token": {}, "coverage_estimated": {}}
     for phase in ("prefill", "decode"):
         ran = [report[phase] for report in reports if report[phase]["tokens"]]
         active = [one for one in ran if one["density"] is not None]
         causal = sum(one["keys_causal"] for one in active)
         tokens = sum(one["tokens"] for one in ran)
-        covered = [one for one in ran if one["coverage"] is not None]
+        covered = [one for one in ran if one["coverage_estimated"] is not None]
         weight = sum(one["tokens"] for one in covered)
         phases["density"][phase] = (
             sum(one["density"] * one["keys_causal"] for one in active) / causal if causal else None
@@ -50,7 +50,9 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
         phases["keys_read_per_token"][phase] = (
             round(sum(one["keys_attended_per_row"] * one["tokens"] for one in ran) / tokens, 2) if tokens else None
         )
-        phases["coverage"][phase] = sum(one["coverage"] * one["tokens"] for one in covered) / weight if weight else None
+        phases["coverage_estimated"][phase] = (
+            sum(one["coverage_estimated"] * one["tokens"] for one in covered) / weight if weight else None
+        )
     audits = [report["audit"] for report in reports if report["audit"] is not None]
     notes = list(dict.fromkeys(note for report in reports for note in report["notes"]))
     bounds = [report["bounds"] for report in reports if report["bounds"] is not None]
@@ -67,7 +69,8 @@ def costs(reports: Sequence[JSON], policy: str) -> JSON:
 
 
 def audited(audits: Sequence[JSON]) -> JSON:
-    """What audits of several samples found, as of one (docs/audit.md). A target is told of as the last one left it."""
+    """What audits of several samples found, as of one (docs/audit.md). A target is told of as the last one left it;
+    ``contradiction`` is the worst one."""
     means = ("retained_mass", "output_error", "output_error_scaled", "divergence")
     whole, agreement = {name: Mean() for name in means}, Share()
     for one in audits:
@@ -76,4 +79,6 @@ def audited(audits: Sequence[JSON]) -> JSON:
             mean.join(one[name])
     counts = {name: sum(one[name] for one in audits) for name in ("places", "left_out", "steps")}
     estimates = {name: mean.as_dict() for name, mean in whole.items()}
-    return {**audits[-1], **counts, **estimates, "agreement": agreement.as_dict()}
+    contradictions = [one["contradiction"] for one in audits if one["contradiction"] is not None]
+    worst = max(contradictions, key=lambda one: one["estimated"] - one["mean"], default=None)
+    return {**audits[-1], **counts, **estimates, "agreement": agreement.as_dict(), "contradiction": worst}

@@ -55,7 +55,7 @@ def test_tokens_and_counts_equal_those_of_the_own_path(engines, policy):
         assert tokens(left) == tokens(middle) == tokens(right)
         assert counts(left) == counts(middle) == counts(right)
         assert right.report["notes"] == left.report["notes"]
-        for name in ("coverage", "coverage_least"):
+        for name in ("coverage_estimated", "coverage_estimated_least"):
             estimates = [one.report["decode"][name] for one in (left, middle, right)]
             assert estimates == pytest.approx([estimates[0]] * 3, abs=1e-4)
             assert policy != "psa(epsilon=0.9)" or estimates[0] is not None or len(left.prompt_token_ids) < 100

@@ -24,7 +24,7 @@ from saccade.outputs import finished
 
 PREFILL_ROWS = 32  # whose kept weight is measured
 ROWS_AT_ONCE = 16  # of logits that are compared in float64
-# A reported coverage is contradicted where the measured weight lies below it by more than this: on average, in more
+# An estimate of coverage is contradicted where the measured weight lies below it by more than this: on average, in more
 # than RARE of the (head, step) pairs, or in a single one.
 OFF_MEAN, OFF_STEP, RARE, OFF_ANY = 0.02, 0.05, 0.001, 0.3
 
@@ -32,7 +32,7 @@ OFF_MEAN, OFF_STEP, RARE, OFF_ANY = 0.02, 0.05, 0.001, 0.3
 def run(llm: LLM, passage: Passage, policy: Policy, *, seed: int = 0, weights: bool = True) -> tuple[Tensor, dict]:
     """Prefill a passage's context and force its other tokens as decode steps, under ``policy``. Returns logits fp32
     [steps, vocab] on the CPU, and plain data on what ran: ``decode`` and ``prefill`` (densities, and with ``weights``
-    the weight kept), ``coverage`` and ``notes``. RequestError where the run fails."""
+    the weight kept), ``coverage_estimated`` and ``notes``. RequestError where the run fails."""
     ids, context = list(passage.ids[:-1]), passage.context
     logits = torch.empty(passage.steps, llm.model.spec.vocab_size)
     seen = torch.zeros(passage.steps, dtype=torch.bool)
@@ -79,21 +79,21 @@ def compared(logits: Tensor, dense: Tensor, passage: Passage) -> dict[str, list[
     return {"kl": kl, "agree": agree, "nll": nll}
 
 
-def contradiction(coverage: Mapping[str, float], kept: Any) -> str | None:
+def contradiction(estimated: Mapping[str, float], kept: Any) -> str | None:
     """A sentence where measured weights (``Kept``) contradict what a method estimates to cover; else None."""
     mean, least = kept.as_dict()["mean"], kept.as_dict()["least"]
-    low = kept.below(coverage["least"] - OFF_STEP)
-    if mean >= coverage["mean"] - OFF_MEAN and low <= RARE and least["weight"] >= coverage["least"] - OFF_ANY:
+    low = kept.below(estimated["least"] - OFF_STEP)
+    if mean >= estimated["mean"] - OFF_MEAN and low <= RARE and least["weight"] >= estimated["least"] - OFF_ANY:
         return None
     return (
-        f"it estimates to cover {coverage['mean']:.3f} of the weight, {coverage['least']:.3f} at least; measured are "
+        f"it estimates to cover {estimated['mean']:.3f} of the weight, {estimated['least']:.3f} at least; measured are "
         f"{mean:.3f} on average and {least['weight']:.3f} at least (layer {least['layer']}, head {least['head']}), and "
-        f"{100 * low:.2g} % of head-steps lie more than {OFF_STEP:g} below the least that it reports"
+        f"{100 * low:.2g} % of head-steps lie more than {OFF_STEP:g} below the least that it estimates"
     )
 
 
 def _what_ran(report: dict[str, Any], kept: KeptWeight, sparse_prefill: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"coverage": None, "contradiction": None}
+    found: dict[str, Any] = {"coverage_estimated": None, "contradiction": None}
     for phase in ("prefill", "decode"):
         counts, measured = report[phase], kept.of(phase)
         causal = counts["keys_causal"]
@@ -103,9 +103,12 @@ def _what_ran(report: dict[str, Any], kept: KeptWeight, sparse_prefill: bool) ->
             "reads": 1.0 if dense else (counts["keys_attended"] + counts["keys_scored"] / 2) / causal,
             "kept": None if measured is None else measured.as_dict(),
         }
-        if phase == "decode" and counts["coverage"] is not None:
-            found["coverage"] = {"mean": counts["coverage"], "least": counts["coverage_least"]}
-            found["contradiction"] = None if measured is None else contradiction(found["coverage"], measured)
+        if phase == "decode" and counts["coverage_estimated"] is not None:
+            found["coverage_estimated"] = said = {
+                "mean": counts["coverage_estimated"],
+                "least": counts["coverage_estimated_least"],
+            }
+            found["contradiction"] = None if measured is None else contradiction(said, measured)
     found["notes"] = report["notes"]
     return found
 

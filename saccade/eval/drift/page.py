@@ -56,7 +56,7 @@ def page(config: Mapping[str, Any], rows: Sequence[Row], advice: Advice) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Sentences on policies: coverage that measured weights contradict, and what ran otherwise than asked."""
+    """Sentences on policies: estimates that measured weights contradict, and what ran otherwise than asked."""
     said = [f"{row.id}: {row.record['contradiction']}." for row in rows if row.record.get("contradiction")]
     return said + [f"{row.id}: {note}." for row in rows for note in row.record.get("notes", ())]
 

@@ -13,7 +13,7 @@ function cost(usage, first, all) {
     cells.forEach((cell) => { line.insertCell().textContent = cell; }); };
   row("density", percent(said.density.prefill), percent(said.density.decode));
   row("keys read a token", said.keys_read_per_token.prefill ?? "–", said.keys_read_per_token.decode ?? "–");
-  row("attention covered", percent(said.coverage.prefill), percent(said.coverage.decode));
+  row("attention weight read, estimated", percent(said.coverage_estimated.prefill), percent(said.coverage_estimated.decode));
   row("tokens", `${whole(usage.prompt_tokens)}, ${whole(usage.prompt_tokens_details.cached_tokens)} cached`, whole(usage.completion_tokens));
   row("seconds", first === null ? "–" : first.toFixed(2) + " to the first", all.toFixed(2) + " in all");
   const made = [table];

@@ -9,6 +9,11 @@ function showRequests(found) {
   drawHeat();
 }
 
+function contradicted(found) {
+  const where = found.layer === null ? "over all layers" : `in layer ${found.layer}` + (found.kv_head === null ? "" : ` KV head ${found.kv_head}`);
+  return `An audit contradicts the estimate ${where}: ${percent(found.estimated)} was estimated, ${percent(found.mean)} measured.`;
+}
+
 function drawHeat() {
   const all = [...requests.running, ...requests.ended], chosen = all.find((one) => one.id === at("request").value) ?? all[0];
   const place = at("heat"), said = at("heatsaid");
@@ -24,9 +29,10 @@ function drawHeat() {
     if (value < least[0]) least = [value, layer, head];
   }));
   said.textContent = `${chosen.finish_reason === null ? "Running" : "Ended"}, ${chosen.policy}, ${phase}: ${percent(stats.density)} of dense`
-    + (stats.coverage === null ? "" : `, ${percent(stats.coverage)} of the attention covered`)
+    + (stats.coverage_estimated === null ? "" : `, by the method's estimate ${percent(stats.coverage_estimated)} of the attention weight`)
     + `, ${whole(Math.round(stats.keys_read_per_token))} keys a token. Most: layer ${most[1]} head ${most[2]}, ${percent(most[0])};`
-    + ` least: layer ${least[1]} head ${least[2]}, ${percent(least[0])}.`;
+    + ` least: layer ${least[1]} head ${least[2]}, ${percent(least[0])}.`
+    + (chosen.contradiction === null ? "" : ` ${contradicted(chosen.contradiction)}`);
   const size = heads > 24 ? 14 : 24, left = 58, high = rows.length * size + 46;
   const wide = Math.max(left + heads * size + 4, left + 266);
   const svg = shape("svg", { viewBox: `0 0 ${wide} ${high}`, width: wide, height: high, role: "img", "aria-label": said.textContent });

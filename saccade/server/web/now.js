@@ -32,7 +32,7 @@ function draw(found, now) {
   at("bytes").textContent = tiers.map(([, value]) => bytes(value)).join(" + ") || "–";
   at("hits").textContent = percent(share(total(found, "prefix_cache_hits_total"), total(found, "prefix_cache_queries_total")));
   at("density").textContent = percent(share(total(found, "keys_attended_total"), total(found, "keys_causal_total")));
-  at("coverage").textContent = percent(share(total(found, "coverage_sum"), total(found, "coverage_count")));
+  at("coverage").textContent = percent(share(total(found, "coverage_estimated_sum"), total(found, "coverage_estimated_count")));
   for (const [name, value] of Object.entries({ speed: speed ?? 0, running, waiting })) {
     past[name].push(value);
     if (past[name].length > KEPT) past[name].shift();
