@@ -129,9 +129,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     policies = args.policy or [f"psa(epsilon={e})" for e in (0.9, 0.95, 0.98)]
-    print(
-        "| model | length | policy | worst head's mean | below epsilon - 0.05 | least | read | oracle's blocks | ratio |"
-    )
+    print("| model | length | policy | worst head's mean | below epsilon - 0.05 | least | read | oracle | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in args.models:
         longest = max(args.length or [4096])

@@ -41,7 +41,7 @@ class PSA(BlockMethod):
     query heads; ``"minmax"`` averages Quest's bound of the block's dot products, ``"mean"`` that of its mean key.
     ``unit`` is ``kv_head``, or ``layer`` as in the paper.
 
-    ``rest`` is what unread blocks count for. ``"estimate"``, the default with ``keys`` and ``moments``, takes what these
+    ``rest`` is what unread blocks count for. ``"estimate"``, the default with ``keys`` and ``moments``, takes their
     guess of each, raised by as much as the blocks read so far lay above their guesses on average, and ``margin``
     standard deviations of that on top (default: 3 of moments, 0.5 of keys). ``"last_max"``, the default with the
     others, takes the heaviest block of the last microbatch, and ``"min"`` is Alg. 1's: either stops for good at a
@@ -82,8 +82,8 @@ class PSA(BlockMethod):
         self.check_tail()
         if self.rest == "estimate" and self.rank not in MARGINS:
             raise PolicyError(
-                f"rest=estimate goes by what rank=moments or rank=keys guesses, got rank={self.rank}; give one of these, "
-                "or rest=last_max"
+                f"rest=estimate goes by what rank=moments or rank=keys guesses, got rank={self.rank}; give one of "
+                "these, or rest=last_max"
             )
 
     @property
