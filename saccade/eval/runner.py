@@ -158,12 +158,14 @@ def run_policies(
     oracle: str = "decode",
     mix: bool = False,
     workers: int = 1,
+    together: int = 1,
     metrics: Mapping[str, Metric] | None = None,
     note: Note = lambda text: None,
 ) -> list[Path]:
     """Predict and score dense, every policy, and the oracle at the budget measured for it; the folders in that order.
 
     ``protocol`` B holds for policies with a dense prefill; the others keep the letter that follows from them.
+    ``workers`` and ``together`` as in ``predict``.
     ``oracle``: ``decode`` runs exact top-k beside every selective decode method, ``both`` also beside prefill methods
     (slow), ``none`` runs neither it nor, unless it is listed, dense.
     """
@@ -176,7 +178,16 @@ def run_policies(
     def run(setting: Setting) -> Path:
         note(f"{setting.policy.text} (protocol {setting.letter})")
         folder = predict(
-            data, llm, model, setting, results, limit=limit, mix=mix, workers=workers, progress=_progress(note)
+            data,
+            llm,
+            model,
+            setting,
+            results,
+            limit=limit,
+            mix=mix,
+            workers=workers,
+            together=together,
+            progress=_progress(note),
         )
         score_folder(folder, data, metrics)
         return folder
