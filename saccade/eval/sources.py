@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saccade.errors import RequestError
 from saccade.eval.samples import Sample
+
+if TYPE_CHECKING:
+    from saccade.eval.lengths import Lengths
 
 CountTokens = Callable[[str], int]
 Make = Callable[[str, int, int, int], Sample]
@@ -85,6 +88,22 @@ def _ruler(given: Given) -> Source:
     return Source("ruler", ruler.VERSION, (*ruler.TASKS, *own), make)
 
 
+def _natural(given: Given) -> Source:
+    from saccade.eval import natural
+
+    make = partial(natural.make, lengths=_lengths(given, "natural tasks"), haystack=given.haystack)
+    return Source("natural", natural.VERSION, tuple(natural.TASKS), make)
+
+
+def _lengths(given: Given, what: str) -> Lengths:
+    """How samples are measured: as the model reads them."""
+    from saccade.eval.lengths import Lengths
+
+    if given.count_tokens is None:
+        raise RequestError(f"{what} fit a length to a tokenizer; name its model with --model")
+    return Lengths(given.count_tokens, None if given.codec is None else given.codec())
+
+
 def _longbench(given: Given) -> Source:
     from saccade.eval import file_sources
 
@@ -107,6 +126,7 @@ _TEMPLATE = 32  # tokens left free for a chat template
 SOURCES: dict[str, Loader] = {
     "suite": _suite,
     "facts": _facts,
+    "natural": _natural,
     "ruler": _ruler,
     "longbench": _longbench,
     "infinitebench": _infinitebench,

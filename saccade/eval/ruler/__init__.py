@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from saccade.errors import RequestError
+from saccade.eval.haystack import file_of, read_text
 from saccade.eval.ruler import counting, needles, questions
 from saccade.eval.ruler.fit import LEAST_SHARE, Plan, fit
 from saccade.eval.ruler.needles import Niah
@@ -97,10 +98,10 @@ def _plan(
     if task in _NIAH:
         return needles.plan(_NIAH[task], rng("task"), rng("haystack"), index, None), 128, "string_match_all"
     if task in _FILE:
-        kind, _, path = haystack.partition(":")
-        if kind != "file" or not path:
+        path = file_of(haystack)
+        if path is None:
             raise RequestError(f"{task} needs haystack='file:PATH', not {haystack!r}")
-        text = needles.read_text(Path(path))
+        text = read_text(path)
         return needles.plan(_FILE[task], rng("task"), rng("haystack"), index, text), 128, "string_match_all"
     if task in _COUNTING:
         draw, new_tokens = _COUNTING[task]
