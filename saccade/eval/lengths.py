@@ -19,7 +19,7 @@ _AIM = 0.995
 
 @dataclass(frozen=True)
 class Lengths:
-    """``tokenizer``: a model's, whose chat template is counted if it has one; without it ``count_tokens`` counts texts,
+    """How samples are measured. ``tokenizer``: a model's, whose chat template is counted if it has one; without it ``count_tokens`` counts texts,
     and no template."""
 
     count_tokens: Callable[[str], int]
@@ -44,13 +44,13 @@ class Lengths:
     def _prompt(self, history: Sequence[Exchange], turn: Turn) -> int:
         if self.tokenizer is not None:
             return len(render(self.tokenizer, history, turn, keep=False).ids)
-        said = [part for exchange in history for part in (exchange.message, exchange.answer) if part]
-        return self.count_tokens("\n".join([*said, turn.message() + (f" {turn.prefix}" if turn.prefix else "")]))
+        said = [part for exchange in history for part in (exchange.message, exchange.answer)]
+        return self.count_tokens(" ".join([*said, turn.message(), turn.prefix]))
 
 
 def fit(measure: Callable[[int], int], budget: int, least: int = 0, most: int | None = None) -> tuple[int, int]:
-    """(size, tokens): of the sizes from ``least`` to ``most`` one whose ``measure`` in tokens is at most ``budget``, and
-    at least 99 % of it if sizes are fine enough, else the largest found.
+    """(size, tokens): a size from ``least`` to ``most`` whose ``measure`` in tokens is at most ``budget``, and at least
+    99 % of it if sizes are fine enough, else the largest found.
 
     ``measure`` grows with the size, but for a few tokens. Raises RequestError if the least size is too long.
     """

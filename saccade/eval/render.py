@@ -43,8 +43,8 @@ def render(tokenizer: Any, history: Sequence[Exchange], turn: Turn, keep: bool =
     """The prompt of ``turn`` after ``history``, through the model's chat template if it has one, else as plain text;
     ``meta["chat"]`` false asks for plain text.
 
-    The ids do not depend on where they are cut; a token that straddles the border belongs to the question. In plain text
-    the answer's opening stands on a line of its own. ``keep``: remember what was encoded, for prompts that come again.
+    The ids do not depend on where they are cut; a token that straddles the border belongs to the question. ``keep``:
+    remember what was encoded, for prompts that come again.
     """
     before, after = turn.split()
     chat_ids, text_ids = (_chat_ids, _text_ids) if keep else (_chat_ids.__wrapped__, _text_ids.__wrapped__)
@@ -54,17 +54,11 @@ def render(tokenizer: Any, history: Sequence[Exchange], turn: Turn, keep: bool =
         ids += tokenizer.encode(turn.prefix, add_special_tokens=False) if turn.prefix else []
         context = chat_ids(tokenizer, (*said, ("user", before)))
     else:
-        text = "".join(f"{_opened(exchange.message, exchange.answer)}\n" for exchange in history)
-        ids = list(text_ids(tokenizer, text + before + _opened(after, turn.prefix)))
+        text = "".join(f"{exchange.message}{exchange.answer}\n" for exchange in history)
+        ids = list(text_ids(tokenizer, text + before + after + turn.prefix))
         context = text_ids(tokenizer, text + before)
     cut = next((at for at, (one, other) in enumerate(zip(ids, context)) if one != other), min(len(ids), len(context)))
     return Prompt(ids, min(cut, len(ids) - 1), after == turn.question)
-
-
-def _opened(message: str, answer: str) -> str:
-    """What was asked and what stands of the answer, a line break between them where there is no white space."""
-    apart = not message or not answer or message[-1].isspace() or answer[0].isspace()
-    return message + answer if apart else f"{message}\n{answer}"
 
 
 # A board asks the same samples under hundreds of settings, and a long context takes longer to encode than a GPU takes

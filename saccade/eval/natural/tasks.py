@@ -45,8 +45,8 @@ def make(task: str, length: int, index: int, seed: int = 0, *, lengths: Lengths,
     """Sample ``index`` of a task, of 99 to 100 % of ``length`` tokens as ``lengths`` counts them.
 
     A function of its arguments alone. ``haystack``: "prose", or "file:PATH" (UTF-8). The sample's ``meta`` has
-    ``version``, ``tokens`` (the length reached) and ``words`` (of its texts); a turn's has ``depth``, where the fact lies
-    in its text, 0..1, and ``about``, which turn's text it is.
+    ``version``, ``tokens`` (the length reached) and ``words`` (of its texts); a turn's has ``depth``, where in its text
+    the fact lies, 0..1, and ``about``, which turn's text that is.
 
     Raises RequestError for an unknown task, a length that is too short, or a text that runs out.
     """
@@ -130,5 +130,5 @@ def _turn(text: str, position: str, fact: Fact, depth: float, about: int, chat: 
         }[position]
     question = {"begin": f"{asked}\n\n", "middle": f"\n\n{asked}\n\n", "end": f"\n\n{asked}"}[position]
     meta = {"depth": depth, "about": about, **({} if chat else {"stop": ["\n"]})}
-    prefix = "" if chat else fact.question
+    prefix = "" if chat else f"\n{fact.question}"
     return Turn(context, question, (fact.value,), _METRIC, _ANSWER, position, prefix, meta)

@@ -17,8 +17,9 @@ class Words:
     """A text as its first so many words. ``most``: how many there are."""
 
     def __init__(self, haystack: str, length: int, start: int, part: int = 0, parts: int = 1) -> None:
-        """``haystack``: "prose", or "file:PATH" (UTF-8), of which each of ``parts`` has a stretch of its own. ``length``:
-        in tokens; more prose is never needed. ``start``: a random number that decides where the text begins."""
+        """``haystack``: "prose", or "file:PATH" (UTF-8), of which each of ``parts`` has a stretch of its own.
+        ``length``: in tokens; more prose is never needed. ``start``: a random number that decides where the text
+        begins."""
         path = file_of(haystack)
         if path is not None:
             sentences = read_text(path)
