@@ -19,8 +19,8 @@ _AIM = 0.995
 
 @dataclass(frozen=True)
 class Lengths:
-    """How samples are measured. ``tokenizer``: a model's, whose chat template is counted if it has one; without it ``count_tokens`` counts texts,
-    and no template."""
+    """How samples are measured. ``tokenizer``: a model's, whose chat template is counted if it has one. Without it
+    ``count_tokens`` counts texts, and no template."""
 
     count_tokens: Callable[[str], int]
     tokenizer: Any | None = None

@@ -17,6 +17,7 @@ from saccade.eval.score import Metric, score_folder
 from saccade.eval.setting import Setting, sparse_in
 from saccade.eval.sources import Given, Loader, find_tasks
 from saccade.eval.summary import Group, Run
+from saccade.eval.weak import dense_score
 from saccade.llm import LLM
 from saccade.methods.dense import DenseMethod
 from saccade.methods.policy import Policy
@@ -165,7 +166,8 @@ def run_policies(
 
     ``protocol`` B holds for policies with a dense prefill; the others keep the letter that follows from them.
     ``oracle``: ``decode`` runs exact top-k beside every selective decode method, ``both`` also beside prefill methods
-    (slow), ``none`` runs neither it nor, unless it is listed, dense.
+    (slow), ``none`` runs neither it nor, unless it is listed, dense. A dense run that scores below half of what is
+    possible is noted at once.
     """
     if oracle not in ORACLES:
         raise RequestError(f"oracle={oracle!r} is unknown; known: {', '.join(ORACLES)}")
@@ -179,6 +181,7 @@ def run_policies(
             data, llm, model, setting, results, limit=limit, mix=mix, workers=workers, progress=_progress(note)
         )
         score_folder(folder, data, metrics)
+        say_weak(folder, note)
         return folder
 
     folders = [run(setting) for setting in settings]
@@ -188,6 +191,14 @@ def run_policies(
         ]
         folders += [run(twin) for twin in dict.fromkeys(twins) if twin not in settings]
     return folders
+
+
+def say_weak(folder: Path, note: Note) -> None:
+    """Note at once that dense attention scores too low for comparisons, if ``folder`` is dense's."""
+    run = Run.load(folder)
+    dense = dense_score(run) if run.policy == Policy().text else None
+    if dense is not None and dense.warning is not None:
+        note(f"warning: {dense.warning}")
 
 
 def oracle_twin(setting: Setting, folder: Path, policies: Sequence[Policy], oracle: str) -> Setting | None:
