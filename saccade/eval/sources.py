@@ -79,12 +79,9 @@ def _facts(given: Given) -> Source:
 def _ruler(given: Given) -> Source:
     from saccade.eval import ruler
 
-    if given.count_tokens is None:
-        raise RequestError("RULER's tasks fit a length to a tokenizer; name its model with --model")
     own = ruler.DATA_TASKS if given.haystack != "prose" or given.corpus is not None else ()
-    make = partial(
-        ruler.make, count_tokens=given.count_tokens, haystack=given.haystack, data=given.corpus, reserve=_TEMPLATE
-    )
+    lengths = _lengths(given, "RULER's tasks")
+    make = partial(ruler.make, lengths=lengths, haystack=given.haystack, data=given.corpus)
     return Source("ruler", ruler.VERSION, (*ruler.TASKS, *own), make)
 
 
@@ -122,7 +119,6 @@ def _multi_turn(given: Given) -> Source:
     return file_sources.multi_turn(given)
 
 
-_TEMPLATE = 32  # tokens left free for a chat template
 SOURCES: dict[str, Loader] = {
     "suite": _suite,
     "facts": _facts,

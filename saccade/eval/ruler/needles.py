@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from saccade.eval import prose
 from saccade.eval.haystack import split_sentences
-from saccade.eval.ruler.fit import Draft, Plan, halves, place
+from saccade.eval.ruler.drafts import REPEATED, Draft, Plan, halves, place
 from saccade.eval.ruler.words import ADJECTIVES, NOUNS
 from saccade.eval.suite.rng import Rng
 
-REPEATED = "The road is long. The river is wide. The wind is cold. On we walk. Night comes and goes."
 Units = Callable[[int], Sequence[str]]
 _NAMES = {"number": "access number", "uuid": "security code"}
 
@@ -72,7 +71,8 @@ def plan(niah: Niah, rng: Rng, lines_rng: Rng, index: int, text: Sequence[str] |
     units, joint = _units(niah, name, items, lines_rng, text)
 
     def render(size: int) -> Draft:
-        return Draft(halves(head, place(units(size), needles, depths), joint), question, prefix, answers, meta)
+        context = halves(head, place(units(size), needles, depths), joint)
+        return Draft(context, question, prefix, answers, meta, joint)
 
     return Plan(render, 1, len(text) if niah.haystack == "text" and text is not None else None)
 
