@@ -10,12 +10,13 @@ from typing import Any
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
+from saccade.eval.haystack import PROSE, file_of
 from saccade.eval.predict import predict
 from saccade.eval.results import differences, file_hash, read_json, slug, write_json
 from saccade.eval.samples import write_jsonl
 from saccade.eval.score import Metric, score_folder
 from saccade.eval.setting import Setting, sparse_in
-from saccade.eval.sources import Given, Loader, find_tasks
+from saccade.eval.sources import Given, Loader, find_tasks, is_fitted
 from saccade.eval.summary import Group, Run
 from saccade.eval.weak import dense_score
 from saccade.llm import LLM
@@ -25,12 +26,14 @@ from saccade.methods.random_choice import RandomChoice
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.models.folders import checkpoint_folder
+from saccade.models.reference import NAME as RETRIEVER
+from saccade.models.reference import NAMES as BUILT_IN
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. ``tasks`` of the suite, ``samples`` of each task and length."""
+    """How much is run. ``tasks``: of the suite, for the built-in models; ``samples`` of each task and length."""
 
     lengths: tuple[int, ...]
     samples: int
@@ -42,6 +45,8 @@ SIZES = {
     "core": Size((2048, 4096, 8192), 100),
     "full": Size((2048, 4096, 8192, 16384, 32768), 200),
 }
+# What a pretrained model is asked where no task is named, at every size: sources of other abilities are added here.
+MODEL_TASKS = ("natural:all", "ruler:all")
 # Besides dense, and the oracle at the budget that was measured for each.
 POLICIES = ("streaming(sinks=4, window=256)", "flexprefill(block_size=64, min_budget=256)", "psa")
 ORACLES = ("decode", "both", "none")
@@ -55,21 +60,42 @@ def size_named(name: str) -> Size:
     return SIZES[name]
 
 
-def data_name(size: str, tasks: Sequence[str], lengths: Sequence[int] | None, samples: int | None, seed: int) -> str:
-    """A readable name of what was asked for: the size, and what replaces its values."""
+def default_tasks(tasks: Sequence[str], model: str | None) -> list[str]:
+    """What ``model`` is asked where no task is named. ``tasks``: of the suite, which is in the language of the built-in
+    reference model. The built-in retriever is asked its facts, and any other model MODEL_TASKS."""
+    if model == RETRIEVER:
+        return ["facts:all"]
+    return list(tasks if model is None or model in BUILT_IN else MODEL_TASKS)
+
+
+def data_name(
+    size: str,
+    tasks: Sequence[str],
+    lengths: Sequence[int] | None,
+    samples: int | None,
+    seed: int,
+    model: str | None = None,
+    haystack: str = PROSE,
+) -> str:
+    """A readable name of what was asked for: the size, and what replaces its values; of samples that are fitted to a
+    tokenizer, also the model and the text."""
     parts = [size]
-    if tuple(tasks) != size_named(size).tasks:
+    if tuple(tasks) not in (size_named(size).tasks, MODEL_TASKS):
         parts.append("+".join(slug(task) for task in tasks))
     parts += ["+".join(map(str, lengths))] if lengths else []
     parts += [f"n{samples}"] if samples is not None else []
     parts += [f"seed{seed}"] if seed else []
+    if is_fitted(tasks):
+        path = file_of(haystack)
+        parts += [slug(Path(model).name)] if model is not None else []
+        parts += [slug(path.stem)] if path is not None else []
     return "-".join(parts)
 
 
 def given_by(
     model: str | None,
     longbench: Path | None = None,
-    haystack: str = "prose",
+    haystack: str = PROSE,
     corpus: Path | None = None,
     allow_unknown: bool = False,
     infinitebench: Path | None = None,
@@ -111,7 +137,9 @@ def prepare(
     if not lengths or not tasks:
         raise RequestError("give at least one task and one length")
     found = find_tasks(tasks, given, sources)
+    fitted = {"fitted_to": given.fitted_to()} if given is not None and is_fitted(task.name for task in found) else {}
     wanted: dict[str, Any] = {
+        **fitted,
         "name": name,
         "tasks": [task.name for task in found],
         "lengths": list(lengths),

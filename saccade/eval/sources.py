@@ -7,13 +7,14 @@ nothing else, so that a prefix of a longer run is the shorter run.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from saccade.errors import RequestError
+from saccade.eval.haystack import file_of
 from saccade.eval.samples import Sample
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ class Given:
     corpus: Path | None = None
     allow_unknown: bool = False
     infinitebench: Path | None = None
+
+    def fitted_to(self) -> dict[str, str | None]:
+        """What samples of FITTED sources depend on beside their key, as plain data."""
+        from saccade.eval.results import file_hash, tokenizer_hash
+
+        path = file_of(self.haystack)
+        return {
+            "tokenizer": None if self.codec is None else tokenizer_hash(self.codec().hf),
+            "haystack": self.haystack if path is None or not path.is_file() else file_hash(path),
+            "corpus": None if self.corpus is None or not self.corpus.is_file() else file_hash(self.corpus),
+        }
 
 
 Loader = Callable[[Given], Source]
@@ -129,6 +141,12 @@ SOURCES: dict[str, Loader] = {
     "mtlb": _multi_turn,
 }
 DEFAULT = "suite"
+FITTED = ("natural", "ruler")  # sources whose samples depend on the model's tokenizer and the user's haystack
+
+
+def is_fitted(names: Iterable[str]) -> bool:
+    """Whether one of the tasks is of a source whose samples are fitted to a tokenizer."""
+    return any(name.partition(":")[0] in FITTED for name in names if ":" in name)
 
 
 def find_tasks(

@@ -18,7 +18,7 @@ from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
 from saccade.eval.results import PREDICTIONS, read_json, write_json
-from saccade.eval.runner import Note, data_name, given_by, prepare
+from saccade.eval.runner import Note, data_name, default_tasks, given_by, prepare
 from saccade.eval.score import score_folder
 from saccade.eval.setting import sparse_in
 from saccade.eval.summary import Group, Run
@@ -90,10 +90,10 @@ def room(model: EngineConfig, workers: int) -> int | None:
 
 def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:
     """The samples of each length, a file each. RequestError as ``runner.prepare``."""
-    tasks = ["facts:all"] if model == "retriever" and grid.tasks == ("all",) else list(grid.tasks)
+    tasks = default_tasks(grid.tasks, model) if grid.tasks == ("all",) else list(grid.tasks)
     made = {}
     for length in grid.lengths:
-        name = "board-" + data_name("core", ("all",) if tasks == ["all"] else tasks, [length], grid.samples, seed)
+        name = "board-" + data_name("core", tasks, [length], grid.samples, seed, model)
         made[length] = prepare(out, tasks, [length], grid.samples, seed, name=name, given=given_by(model))
     return made
 
