@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from saccade.errors import RequestError
-from saccade.eval.facts import Fact, make_facts, plant
+from saccade.eval.facts import BOUNDARY, Fact, make_facts, plant
 from saccade.eval.haystack import PROSE
 from saccade.eval.lengths import LEAST, Lengths, fit
 from saccade.eval.natural.texts import Words
@@ -121,14 +121,20 @@ def _turn(text: str, position: str, fact: Fact, depth: float, about: int, chat: 
     asked = f"What is the {fact.subject}? Answer with the value alone."
     context: tuple[str, ...] = ()
     if text:
-        head = f"Here is {'a' if number == 0 else 'another'} text.\n\n"
-        middle = text.find(" ", len(text) // 2) + 1
+        head = f"Read this text{' carefully' if number == 0 else ', too'}. You will be asked about it.\n\n"
+        middle = _middle(text)
         context = {
             "begin": (head, text),
-            "middle": (head + text[:middle].rstrip(" "), text[middle:]),
+            "middle": (head + text[:middle].rstrip(), text[middle:]),
             "end": (head, text),
         }[position]
     question = {"begin": f"{asked}\n\n", "middle": f"\n\n{asked}\n\n", "end": f"\n\n{asked}"}[position]
     meta = {"depth": depth, "about": about, **({} if chat else {"stop": ["\n"]})}
     prefix = "" if chat else f"\n{fact.question}"
     return Turn(context, question, (fact.value,), _METRIC, _ANSWER, position, prefix, meta)
+
+
+def _middle(text: str) -> int:
+    """Where a sentence begins next after half of the text; half of it where none does."""
+    found = BOUNDARY.search(text, len(text) // 2)
+    return len(text) // 2 if found is None else found.end()

@@ -10,6 +10,7 @@ from saccade.eval.haystack import PROSE, file_of, read_text
 
 _CLOSING = ".!?\"'”’)"
 _SPACE = re.compile(r"\s+")
+_LEAST = 12  # sentences of a file
 _CHARACTERS = 16  # of prose for a token of the length: more than any tokenizer takes together
 
 
@@ -23,6 +24,11 @@ class Words:
         path = file_of(haystack)
         if path is not None:
             sentences = read_text(path)
+            if len(sentences) < _LEAST:
+                raise RequestError(
+                    f"haystack={haystack} has {len(sentences)} sentences, which end in . ! or ? and white space; facts "
+                    f"are planted between at least {_LEAST}"
+                )
             begin = (start + part * len(sentences) // parts) % len(sentences)
             stretch = -(-len(sentences) // parts)
             self._text = " ".join([*sentences, *sentences][begin : begin + stretch])
