@@ -25,6 +25,8 @@ from saccade.eval.board.page import write_board
 from saccade.eval.board.pictures import look
 from saccade.eval.board.play import Placed, Play, _known, jobs, play, prepare_data
 from saccade.eval.board.rows import BY_NAME, equal_bytes, equal_recall, fold
+from saccade.eval.metrics import METRICS
+from saccade.eval.samples import write_jsonl
 from saccade.eval.setting import load
 from saccade.methods.registry import AROUND, METHODS, MODIFIERS
 
@@ -267,6 +269,39 @@ def run(*words: object) -> int:
     return int(end.value.code or 0)
 
 
+@pytest.fixture
+def always_right(monkeypatch):
+    """Random weights answer nothing, and no board is made of that."""
+    for name in METRICS:
+        monkeypatch.setitem(METRICS, name, lambda prediction, references, **options: 1.0)
+
+
+def test_no_board_where_dense_attention_scores_below_half(tmp_path, tiny_llama, made, capsys):
+    """Said as soon as dense has run, with the tasks and a way out; and of boards that are joined."""
+    command = [
+        *("eval", "board", "--quick", "--model", tiny_llama, "--method", "quest", "-t", "single", "--length", 256),
+        *("--samples", 1, "--protocol", "B", "--dtype", "float32", "--kv-memory", "8MiB", "--out", tmp_path / "out"),
+    ]
+    assert run(*command) == 2
+    said = capsys.readouterr().err
+    assert "no board can be made" in said
+    assert "256 tokens, protocol B" in said
+    assert "Dense attention scores 0.0 of 100 here, below half" in said
+    assert "Tasks below half: single 0.0. Take a model that can do these tasks, or tasks that this one can do" in said
+    assert [folder.name.split("__")[1] for folder in (tmp_path / "out" / "results").iterdir()] == ["dense"]
+    assert not (tmp_path / "out" / "board.html").exists()
+
+    dense = made[0].folder
+    rows = [row("one", at, float(at < 4), 1000, protocol="B") for at in range(8)]
+    write_jsonl(dense / "scores.jsonl", rows)
+    assert write_board(made, GRID, tmp_path / "half")  # exactly half is no weakness
+    write_jsonl(dense / "scores.jsonl", [row("one", at, float(at < 3), 1000, protocol="B") for at in range(8)])
+    with pytest.raises(RequestError, match=r"\(2048 tokens, protocol B\): Dense attention scores 37.5 of 100"):
+        write_board(made, GRID, tmp_path / "below")
+    assert not (tmp_path / "below").exists()
+
+
+@pytest.mark.usefixtures("always_right")
 def test_three_methods_of_a_users_checkpoint_are_ranked_and_a_cut_run_goes_on(tmp_path, tiny_llama, capsys):
     out = tmp_path / "out"
     command = [
@@ -306,6 +341,7 @@ def test_three_methods_of_a_users_checkpoint_are_ranked_and_a_cut_run_goes_on(tm
     assert str(tmp_path) not in page
 
 
+@pytest.mark.usefixtures("always_right")
 def test_prefill_methods_are_matched_by_what_their_prefill_reads(tmp_path, tiny_llama):
     model = EngineConfig(str(tiny_llama), dtype="float32", kv_memory="8MiB")
     grid = grids.QUICK.changed(

@@ -10,10 +10,11 @@ from functools import cache
 import pytest
 
 from saccade.errors import RequestError
+from saccade.eval.haystack import split_sentences
+from saccade.eval.lengths import Lengths
 from saccade.eval.metrics import METRICS
 from saccade.eval.ruler import DATA_TASKS, TASKS, make
-from saccade.eval.ruler.fit import place
-from saccade.eval.ruler.needles import split_sentences
+from saccade.eval.ruler.drafts import SENTENCES, place
 from saccade.eval.ruler.questions import _FAMILY, _TOWN
 from saccade.eval.ruler.words import ADJECTIVES, GIVEN_NAMES, NOUNS
 from saccade.eval.samples import Sample
@@ -26,9 +27,12 @@ def count_tokens(text: str) -> int:
     return len(re.findall(r"\w{1,4}|[^\w\s]", text))
 
 
+LENGTHS = Lengths(count_tokens)
+
+
 @cache
 def sample(task: str, index: int = 0, length: int = 4096, seed: int = 0) -> Sample:
-    return make(task, length, index, seed, count_tokens=count_tokens)
+    return make(task, length, index, seed, lengths=LENGTHS)
 
 
 def noted(text: str) -> dict[str, list[str]]:
@@ -153,21 +157,57 @@ def test_length_reached(task, length):
     tokens = count_tokens(turn.message() + " " + turn.prefix)
     assert turn.max_new_tokens == next(new for name, new in NEW_TOKENS.items() if task.startswith(name))
     assert one.meta["tokens"] == tokens + turn.max_new_tokens
-    assert 0.9 * length <= one.meta["tokens"] <= length
-    reserved = make(task, length, 1, count_tokens=count_tokens, reserve=50)
-    assert 0.9 * length <= reserved.meta["tokens"] <= length
-    assert count_tokens(reserved.turns[0].message()) <= length - turn.max_new_tokens - 50
+    assert 0.99 * length <= one.meta["tokens"] <= length
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_sample_depends_on_its_key_alone(task):
     one = sample(task, 2)
-    again = make(task, 4096, 2, 0, count_tokens=count_tokens)
+    again = make(task, 4096, 2, 0, lengths=LENGTHS)
     assert json.dumps(one.as_dict()) == json.dumps(again.as_dict())
     others = [sample(task, 3), sample(task, 2, seed=1), sample(task, 2, length=4097)]
     assert len({one.turns[0].answers, *(other.turns[0].answers for other in others)}) == 4
     assert (one.task, one.length, one.index, one.seed) == (task, 4096, 2, 0)
     assert Sample.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+
+
+class Templated:
+    """A tokenizer whose chat template takes 40 tokens, or that has none; tokens are those of ``count_tokens``."""
+
+    def __init__(self, template: bool) -> None:
+        self.has_chat_template = template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * (count_tokens(text) + (2 if add_special_tokens else 0))
+
+    def apply_chat_template(self, messages) -> list[int]:
+        return [0] * (40 + sum(count_tokens(message["content"]) for message in messages))
+
+
+@pytest.mark.parametrize("length", [1500, 4096])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_length_is_that_of_the_prompt_as_rendered(task, length):
+    for tokenizer, more in ((Templated(True), 40), (Templated(False), 2)):
+        one = make(task, length, 3, lengths=Lengths(count_tokens, tokenizer))
+        (turn,) = one.turns
+        tokens = count_tokens(turn.message()) + count_tokens(turn.prefix) + more + turn.max_new_tokens
+        assert one.meta["tokens"] == tokens
+        assert 0.99 * length <= tokens <= length
+        assert turn.prefix.startswith("\n") != tokenizer.has_chat_template  # else it stands right behind the question
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multivalue_prose", "vt", "qa_syn_2"])
+def test_sentences_that_fill_up_change_nothing_that_is_asked(task):
+    """Some samples of these tasks are filled up, after the haystack."""
+    filled = [one for index in range(12) if (one := sample(task, index, 1000)).meta["filled"]]
+    assert filled
+    for one in filled:
+        (turn,) = one.turns
+        text = "".join(turn.context)
+        wanted = " ".join(SENTENCES[at % len(SENTENCES)] for at in range(one.meta["filled"]))
+        assert re.search(rf"[.\n:][ \n]{re.escape(wanted)}$", text)
+        found = [answer for answer in solve(task, text, turn.question) if answer]
+        assert sorted(found) == sorted(turn.answers)
 
 
 def test_lists_are_shuffled_afresh_in_every_sample():
@@ -181,8 +221,8 @@ def test_lists_are_shuffled_afresh_in_every_sample():
 
 def test_bytes_as_tokens_fit_too():
     for task in TASKS:
-        one = make(task, 12_000, 0, count_tokens=lambda text: len(text.encode()))
-        assert 10_800 <= one.meta["tokens"] <= 12_000
+        one = make(task, 12_000, 0, lengths=Lengths(lambda text: len(text.encode())))
+        assert 11_880 <= one.meta["tokens"] <= 12_000
 
 
 def test_words():
@@ -207,7 +247,7 @@ def test_sentences_of_a_users_text(tmp_path):
     assert split_sentences(text) == ['He said: "Go on!"', "Then he left.", "Dr.", "No?", "It was 3.5 km.", "end"]
     path = tmp_path / "book.txt"
     path.write_text(" ".join(f"This is sentence number {number} of the book." for number in range(900)))
-    one = make("niah_single_2_file", 4096, 4, count_tokens=count_tokens, haystack=f"file:{path}")
+    one = make("niah_single_2_file", 4096, 4, lengths=LENGTHS, haystack=f"file:{path}")
     assert one.task == "niah_single_2_file"
     (turn,) = one.turns
     assert solve("niah", turn.message(), turn.question) == list(turn.answers)
@@ -215,7 +255,7 @@ def test_sentences_of_a_users_text(tmp_path):
     start = numbers[0]
     assert numbers == [(start + step) % 900 for step in range(len(numbers))]
     with pytest.raises(RequestError, match="run out"):
-        make("niah_single_2_file", 65536, 0, count_tokens=count_tokens, haystack=f"file:{path}")
+        make("niah_single_2_file", 65536, 0, lengths=LENGTHS, haystack=f"file:{path}")
 
 
 def squad(tmp_path):
@@ -247,7 +287,7 @@ def squad(tmp_path):
 def test_squad_questions_in_file_order_with_the_articles_own_paragraphs(tmp_path):
     path = squad(tmp_path)
     for index in (0, 5):
-        one = make("qa_1", 4096, index, count_tokens=count_tokens, data=path)
+        one = make("qa_1", 4096, index, lengths=LENGTHS, data=path)
         (turn,) = one.turns
         article, number = divmod(index, 4)
         assert f"What of {article}.{number}?" in turn.question
@@ -258,7 +298,7 @@ def test_squad_questions_in_file_order_with_the_articles_own_paragraphs(tmp_path
         assert turn.meta["depth"] == [round(gold / len(documents), 4)]
         assert all(any(f"Article {article} paragraph {near} " in text for text in documents) for near in range(4))
     with pytest.raises(RequestError, match="beyond the 240 questions"):
-        make("qa_1", 4096, 240, count_tokens=count_tokens, data=path)
+        make("qa_1", 4096, 240, lengths=LENGTHS, data=path)
 
 
 def test_hotpot_questions_keep_their_ten_paragraphs(tmp_path):
@@ -272,7 +312,7 @@ def test_hotpot_questions_keep_their_ten_paragraphs(tmp_path):
     ]
     path = tmp_path / "hotpot.json"
     path.write_text(json.dumps(records))
-    one = make("qa_2", 8192, 3, count_tokens=count_tokens, data=path)
+    one = make("qa_2", 8192, 3, lengths=LENGTHS, data=path)
     text = one.turns[0].message()
     assert all(f"Title 3.{number}\nOne 3.{number}." in text for number in range(10))
     assert one.turns[0].answers == ("Answer3",)
@@ -290,12 +330,12 @@ def test_hotpot_questions_keep_their_ten_paragraphs(tmp_path):
         ("qa_2", 4096, {"data": "/nowhere/x.json"}, "cannot be read as JSON"),
         ("cwe", 500, {}, "do not fit"),
         ("fwe", 300, {}, "at least 400"),
-        ("niah_single_1", 150, {}, "do not fit the 22"),
+        ("niah_single_1", 150, {}, "do not fit the 150"),
     ],
 )
 def test_bad_requests(task, length, options, message):
     with pytest.raises(RequestError, match=re.escape(message)):
-        make(task, length, 0, count_tokens=count_tokens, **options)
+        make(task, length, 0, lengths=LENGTHS, **options)
 
 
 def test_wrong_data_is_named(tmp_path):
@@ -303,7 +343,7 @@ def test_wrong_data_is_named(tmp_path):
         path = tmp_path / f"{task}{len(content)}.json"
         path.write_text(content)
         with pytest.raises(RequestError, match=r"is not|beyond the 0"):
-            make(task, 4096, 0, count_tokens=count_tokens, data=path)
+            make(task, 4096, 0, lengths=LENGTHS, data=path)
     assert set(DATA_TASKS) == {*(f"{name}_file" for name in
                                  ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue",
                                   "niah_multiquery")), "qa_1", "qa_2"}  # fmt: skip

@@ -75,6 +75,7 @@ def board(
     from saccade.eval.board import grid as grids
     from saccade.eval.board import kept, play
     from saccade.eval.board.page import write_board
+    from saccade.eval.runner import default_tasks
     from saccade.eval.setting import load
     from saccade.eval.workers import positive
 
@@ -94,7 +95,8 @@ def board(
     # Hundreds of settings read the same contexts, which are computed once by each worker.
     config = replace(config, enable_prefix_caching=True, kv_memory=config.kv_memory or play.room(config, workers))
     base = grids.QUICK if quick else grids.FULL if full else grids.FIXED
-    grid = base.changed(budget, length, protocol, samples, task, recall, method)
+    tasks = task or default_tasks(base.tasks, str(config.model))
+    grid = base.changed(budget, length, protocol, samples, tasks, recall, method)
     data = play.prepare_data(grid, str(config.model), out / "data")
     until = None if seconds is None else begun + seconds
     what = play.Play(grid, config, out / kept.RESULTS, mix, limit, until, together, kept.settings(like or ()))

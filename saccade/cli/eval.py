@@ -30,7 +30,12 @@ app.command("multiturn")(multiturn)
 
 OUT = typer.Option("--out", "-o", help="Folder to write to.")
 SIZE = typer.Option("--suite", "--size", help="smoke, core or full.")
-TASK = typer.Option("--task", "-t", help="A task (single), one of another source (ruler:vt) or all of one (ruler:all).")
+TASK = typer.Option(
+    "--task",
+    "-t",
+    help="A task (natural:facts, ruler:vt) or all of a source (natural:all); names without a source are of the suite, "
+    "which only the built-in reference model knows.",
+)
 LENGTH = typer.Option("--length", help="Length in tokens; may be given several times.")
 SAMPLES = typer.Option("--samples", help="Samples of each task and length.")
 SEED = typer.Option("--seed", help="Seed of the samples.")
@@ -44,7 +49,7 @@ WORKERS = typer.Option("--workers", help="Processes that answer side by side, ea
 LIMIT = typer.Option("--limit", help="Take the first N samples of each task and length.")
 LONGBENCH = typer.Option("--longbench", help="Folder of LongBench's files, for longbench: and mtlb: tasks.")
 INFINITEBENCH = typer.Option("--infinitebench", help="Folder of InfiniteBench's files, for infinitebench: tasks.")
-HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH for RULER's tasks over a text of yours.")
+HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH for natural: and RULER's tasks over a text of yours.")
 UNKNOWN = typer.Option("--allow-unknown", help="Build mtlb: tasks from LongBench files whose SHA-256 is not known.")
 CORPUS = typer.Option("--corpus", help="SQuAD's or HotpotQA's JSON, for ruler:qa_1 and ruler:qa_2.")
 MICRO = typer.Option("--micro", min=0, help="Samples of each task and length to take micro metrics of.")
@@ -159,6 +164,11 @@ def run(
     limit: Annotated[int | None, LIMIT] = None,
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
+    longbench: Annotated[Path | None, LONGBENCH] = None,
+    haystack: Annotated[str, HAYSTACK] = "prose",
+    corpus: Annotated[Path | None, CORPUS] = None,
+    allow_unknown: Annotated[bool, UNKNOWN] = False,
+    infinitebench: Annotated[Path | None, INFINITEBENCH] = None,
     oracle: Annotated[
         str, typer.Option(help="decode: exact top-k at each decode method's measured density; both; none.")
     ] = "decode",
@@ -174,7 +184,8 @@ def run(
 
     for text in policy or ():
         Policy.parse(text)
-    data = _prepare(out / "data", size, task, length, samples, seed, str(config.model))
+    given = runner.given_by(str(config.model), longbench, haystack, corpus, allow_unknown, infinitebench)
+    data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
     folders = runner.run_policies(
         data,
         say_device(load(config)),
@@ -212,19 +223,22 @@ def target(
     limit: Annotated[int | None, LIMIT] = None,
     mix: Annotated[bool, MIX] = False,
     workers: Annotated[int, WORKERS] = 1,
+    haystack: Annotated[str, HAYSTACK] = "prose",
     out: Annotated[Path, OUT] = RESULTS,
     *,
     config: EngineConfig,
 ) -> None:
     """Find the sparsest setting of a method that keeps a share of dense's score; probes are kept and used again."""
     from saccade.eval.results import slug, write_json
+    from saccade.eval.runner import given_by
     from saccade.eval.setting import load
     from saccade.eval.target import find_target, grid
     from saccade.methods.policy import Policy
 
     points = grid(values)
     Policy.parse(method)
-    data = _prepare(out / "data", size, task, length, samples, seed, str(config.model))
+    given = given_by(str(config.model), haystack=haystack)
+    data = _prepare(out / "data", size, task, length, samples, seed, str(config.model), given)
     found = find_target(
         data,
         say_device(load(config)),
@@ -255,20 +269,20 @@ def _prepare(
     samples: int | None,
     seed: int,
     model: str | None,
-    given: Given | None = None,
+    given: Given,
 ) -> Path:
     from saccade.eval import runner
 
     chosen = runner.size_named(size)
-    default = ["facts:all"] if model == "retriever" else list(chosen.tasks)
+    wanted = tasks or runner.default_tasks(chosen.tasks, model)
     return runner.prepare(
         out,
-        tasks or default,
+        wanted,
         lengths or chosen.lengths,
         chosen.samples if samples is None else samples,
         seed,
-        name=runner.data_name(size, tasks or default, lengths, samples, seed),
-        given=given or runner.given_by(model),
+        name=runner.data_name(size, wanted, lengths, samples, seed, model, given.haystack),
+        given=given,
     )
 
 

@@ -101,7 +101,7 @@ def make_facts(count: int, seed: int) -> list[Fact]:
 
 
 # Where a sentence begins: after a full stop, a closing quote it may have, and white space.
-_BOUNDARY = re.compile(r"[.!?][\"'”’)]?\s+(?=\S)")
+BOUNDARY = re.compile(r"[.!?][\"'”’)]?\s+(?=\S)")
 
 
 def plant(text: str, facts: Sequence[Fact], seed: int) -> str:
@@ -114,7 +114,7 @@ def plant(text: str, facts: Sequence[Fact], seed: int) -> str:
         return text
     rng = random.Random(seed)
     order = _shuffled(rng, facts)
-    boundaries = [match.end() for match in _BOUNDARY.finditer(text)]
+    boundaries = [match.end() for match in BOUNDARY.finditer(text)]
     if text and not text[-1].isspace():
         text += " "
     places = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from saccade.eval.results import (
     open_folder,
     read_json,
     slug,
+    tokenizer_hash,
     weights_hash,
 )
 from saccade.eval.samples import Sample, read_jsonl
@@ -102,7 +101,7 @@ def described_model(llm: LLM, model: EngineConfig) -> dict[str, Any]:
         "path": str(llm.model.path),
         "weights_sha256": _weights(llm),
         "identity": llm.model.identity.digest,
-        "tokenizer_hash": _tokenizer_hash(llm),
+        "tokenizer_hash": tokenizer_hash(llm.get_tokenizer()),
         "dtype": str(spec.dtype).removeprefix("torch."),
         **({} if model.quantize is None else {"quantize": model.quantize}),
         "threads": model.threads or torch.get_num_threads(),  # sums are rounded in an order that depends on it
@@ -152,16 +151,6 @@ def _weights(llm: LLM) -> str:
     if path not in _HASHES:
         _HASHES[path] = weights_hash(llm.model.path)
     return _HASHES[path]
-
-
-def _tokenizer_hash(llm: LLM) -> str | None:
-    """Of what a tokenizer does and of its chat template, however their files are written; None without one."""
-    hf = llm.get_tokenizer()
-    if hf is None:
-        return None
-    backend = getattr(hf, "backend_tokenizer", None)
-    does = json.dumps(sorted(hf.get_vocab().items())) if backend is None else backend.to_str()
-    return hashlib.sha256(json.dumps([does, hf.chat_template]).encode()).hexdigest()
 
 
 def _data_hash(data: Path) -> str:

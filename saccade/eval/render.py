@@ -39,22 +39,24 @@ def gold_answer(turn: Turn) -> str:
     return str(turn.meta.get("gold", gold))
 
 
-def render(tokenizer: Any, history: Sequence[Exchange], turn: Turn) -> Prompt:
+def render(tokenizer: Any, history: Sequence[Exchange], turn: Turn, keep: bool = True) -> Prompt:
     """The prompt of ``turn`` after ``history``, through the model's chat template if it has one, else as plain text;
     ``meta["chat"]`` false asks for plain text.
 
-    The ids do not depend on where they are cut; a token that straddles the border belongs to the question.
+    The ids do not depend on where they are cut; a token that straddles the border belongs to the question. ``keep``:
+    remember what was encoded, for prompts that come again.
     """
     before, after = turn.split()
+    chat_ids, text_ids = (_chat_ids, _text_ids) if keep else (_chat_ids.__wrapped__, _text_ids.__wrapped__)
     if tokenizer.has_chat_template and turn.meta.get("chat", True):
         said = [one for exchange in history for one in (("user", exchange.message), ("assistant", exchange.answer))]
-        ids = list(_chat_ids(tokenizer, (*said, ("user", before + after))))
+        ids = list(chat_ids(tokenizer, (*said, ("user", before + after))))
         ids += tokenizer.encode(turn.prefix, add_special_tokens=False) if turn.prefix else []
-        context = _chat_ids(tokenizer, (*said, ("user", before)))
+        context = chat_ids(tokenizer, (*said, ("user", before)))
     else:
         text = "".join(f"{exchange.message}{exchange.answer}\n" for exchange in history)
-        ids = list(_text_ids(tokenizer, text + before + after + turn.prefix))
-        context = _text_ids(tokenizer, text + before)
+        ids = list(text_ids(tokenizer, text + before + after + turn.prefix))
+        context = text_ids(tokenizer, text + before)
     cut = next((at for at, (one, other) in enumerate(zip(ids, context)) if one != other), min(len(ids), len(context)))
     return Prompt(ids, min(cut, len(ids) - 1), after == turn.question)
 

@@ -18,6 +18,7 @@ from saccade.eval.multiturn.sets import SCORED
 from saccade.eval.results import ENVIRONMENT, MIXED, machine_name
 from saccade.eval.summary import Cell, Group, Run, load_groups, position_scores
 from saccade.eval.tables import OVERALL, PER_TASK, Line, to_csv, to_markdown
+from saccade.eval.weak import dense_score
 from saccade.files import write_text
 
 NAMES = ("task", "length", "policy", "protocol")
@@ -49,7 +50,7 @@ def write_report(folders: Iterable[Path], out: Path) -> list[Path]:
 
 
 def print_summary(folders: Iterable[Path]) -> None:
-    """The overall table on the terminal."""
+    """The overall table on the terminal, and what must be known to read it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -63,6 +64,8 @@ def print_summary(folders: Iterable[Path]) -> None:
         for line in _overall(group):
             table.add_row(*line.labels, *(column.text(line.cell) for column in OVERALL))
         console.print(table)
+        for line in _warnings(group):
+            console.print(line, style="yellow", markup=False, highlight=False)
 
 
 def _overall(group: Group) -> list[Line]:
@@ -123,7 +126,9 @@ _GAP_NAMES = ("policy", "begin", "middle", "end", "end − begin", "the same min
 def _markdown(groups: Sequence[Group]) -> str:
     parts = ["# Evaluation report\n"]
     for group in groups:
-        parts += [f"## {_title(group)}\n", _about(group) + "\n", _PROTOCOLS + "\n"]
+        parts += [f"## {_title(group)}\n", _about(group) + "\n"]
+        parts += ["\n".join(f"* **{line}**" for line in _warnings(group)) + "\n"] if _warnings(group) else []
+        parts += [_PROTOCOLS + "\n"]
         parts.append(to_markdown(("policy", "protocol"), _overall(group), OVERALL))
         if rows := _gap_rows(group):
             rule = ["---", *["---:"] * 5]
@@ -193,7 +198,16 @@ def _warnings(group: Group) -> list[str]:
     """What a reader must know before comparing rows."""
     lines = []
     if not any(run.policy == "dense" for run in group.runs):
-        lines.append("No dense run among these results: nothing to compare with.")
+        lines.append(
+            "No dense run among these results: nothing can be said against dense. saccade eval run adds one unless it "
+            "is told --oracle none; --policy dense adds it to the same folder."
+        )
+    for run in group.runs:
+        if run.policy == "dense" and (dense := dense_score(run)) is not None:
+            if dense.warning:
+                lines.append(dense.warning if run.protocol == "A" else f"Protocol {run.protocol}: {dense.warning}")
+            elif dense.low:
+                lines.append(f"Dense attention scores below half on {dense.listed}: these rows say little against it.")
     lines += [
         f"{run.policy} was begun and continued in unlike environments; its config names them."
         for run in group.runs

@@ -153,6 +153,15 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_hash(hf: Any | None) -> str | None:
+    """Of what transformers' tokenizer does and of its chat template, however their files are written; None for None."""
+    if hf is None:
+        return None
+    backend = getattr(hf, "backend_tokenizer", None)
+    does = json.dumps(sorted(hf.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.sha256(json.dumps([does, hf.chat_template]).encode()).hexdigest()
+
+
 def weights_hash(folder: Path) -> str:
     """sha256 over the names and contents of a checkpoint's config, tokenizer and weights."""
     digest = hashlib.sha256()

@@ -10,13 +10,15 @@ from typing import Any
 
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
+from saccade.eval.haystack import PROSE, file_of
 from saccade.eval.predict import predict
 from saccade.eval.results import differences, file_hash, read_json, slug, write_json
 from saccade.eval.samples import write_jsonl
 from saccade.eval.score import Metric, score_folder
 from saccade.eval.setting import Setting, sparse_in
-from saccade.eval.sources import Given, Loader, find_tasks
+from saccade.eval.sources import Given, Loader, find_tasks, is_fitted
 from saccade.eval.summary import Group, Run
+from saccade.eval.weak import dense_score
 from saccade.llm import LLM
 from saccade.methods.dense import DenseMethod
 from saccade.methods.policy import Policy
@@ -24,12 +26,14 @@ from saccade.methods.random_choice import RandomChoice
 from saccade.methods.streaming import Streaming
 from saccade.methods.topk import TopK
 from saccade.models.folders import checkpoint_folder
+from saccade.models.reference import NAME as RETRIEVER
+from saccade.models.reference import NAMES as BUILT_IN
 from saccade.models.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. ``tasks`` of the suite, ``samples`` of each task and length."""
+    """How much is run. ``tasks``: of the suite, for the built-in models; ``samples`` of each task and length."""
 
     lengths: tuple[int, ...]
     samples: int
@@ -41,6 +45,8 @@ SIZES = {
     "core": Size((2048, 4096, 8192), 100),
     "full": Size((2048, 4096, 8192, 16384, 32768), 200),
 }
+# What a pretrained model is asked where no task is named, at every size: sources of other abilities are added here.
+MODEL_TASKS = ("natural:all", "ruler:all")
 # Besides dense, and the oracle at the budget that was measured for each.
 POLICIES = ("streaming(sinks=4, window=256)", "flexprefill(block_size=64, min_budget=256)", "psa")
 ORACLES = ("decode", "both", "none")
@@ -54,21 +60,42 @@ def size_named(name: str) -> Size:
     return SIZES[name]
 
 
-def data_name(size: str, tasks: Sequence[str], lengths: Sequence[int] | None, samples: int | None, seed: int) -> str:
-    """A readable name of what was asked for: the size, and what replaces its values."""
+def default_tasks(tasks: Sequence[str], model: str | None) -> list[str]:
+    """What ``model`` is asked where no task is named. ``tasks``: of the suite, which is in the language of the built-in
+    reference model. The built-in retriever is asked its facts, and any other model MODEL_TASKS."""
+    if model == RETRIEVER:
+        return ["facts:all"]
+    return list(tasks if model is None or model in BUILT_IN else MODEL_TASKS)
+
+
+def data_name(
+    size: str,
+    tasks: Sequence[str],
+    lengths: Sequence[int] | None,
+    samples: int | None,
+    seed: int,
+    model: str | None = None,
+    haystack: str = PROSE,
+) -> str:
+    """A readable name of what was asked for: the size, and what replaces its values; of samples that are fitted to a
+    tokenizer, also the model and the text."""
     parts = [size]
-    if tuple(tasks) != size_named(size).tasks:
+    if tuple(tasks) not in (size_named(size).tasks, MODEL_TASKS):
         parts.append("+".join(slug(task) for task in tasks))
     parts += ["+".join(map(str, lengths))] if lengths else []
     parts += [f"n{samples}"] if samples is not None else []
     parts += [f"seed{seed}"] if seed else []
+    if is_fitted(tasks):
+        path = file_of(haystack)
+        parts += [slug(Path(model).name)] if model is not None else []
+        parts += [slug(path.stem)] if path is not None else []
     return "-".join(parts)
 
 
 def given_by(
     model: str | None,
     longbench: Path | None = None,
-    haystack: str = "prose",
+    haystack: str = PROSE,
     corpus: Path | None = None,
     allow_unknown: bool = False,
     infinitebench: Path | None = None,
@@ -110,7 +137,9 @@ def prepare(
     if not lengths or not tasks:
         raise RequestError("give at least one task and one length")
     found = find_tasks(tasks, given, sources)
+    fitted = {"fitted_to": given.fitted_to()} if given is not None and is_fitted(task.name for task in found) else {}
     wanted: dict[str, Any] = {
+        **fitted,
         "name": name,
         "tasks": [task.name for task in found],
         "lengths": list(lengths),
@@ -167,7 +196,8 @@ def run_policies(
     ``protocol`` B holds for policies with a dense prefill; the others keep the letter that follows from them.
     ``workers`` and ``together`` as in ``predict``.
     ``oracle``: ``decode`` runs exact top-k beside every selective decode method, ``both`` also beside prefill methods
-    (slow), ``none`` runs neither it nor, unless it is listed, dense.
+    (slow), ``none`` runs neither it nor, unless it is listed, dense. A dense run that scores below half of what is
+    possible is noted at once.
     """
     if oracle not in ORACLES:
         raise RequestError(f"oracle={oracle!r} is unknown; known: {', '.join(ORACLES)}")
@@ -190,6 +220,7 @@ def run_policies(
             progress=_progress(note),
         )
         score_folder(folder, data, metrics)
+        say_weak(folder, note)
         return folder
 
     folders = [run(setting) for setting in settings]
@@ -199,6 +230,14 @@ def run_policies(
         ]
         folders += [run(twin) for twin in dict.fromkeys(twins) if twin not in settings]
     return folders
+
+
+def say_weak(folder: Path, note: Note) -> None:
+    """Note at once that dense attention scores too low for comparisons, if ``folder`` is dense's."""
+    run = Run.load(folder)
+    dense = dense_score(run) if run.policy == Policy().text else None
+    if dense is not None and dense.warning is not None:
+        note(f"warning: {dense.warning}")
 
 
 def oracle_twin(setting: Setting, folder: Path, policies: Sequence[Policy], oracle: str) -> Setting | None:

@@ -7,14 +7,18 @@ nothing else, so that a prefix of a longer run is the shorter run.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from saccade.errors import RequestError
+from saccade.eval.haystack import file_of
 from saccade.eval.samples import Sample
+
+if TYPE_CHECKING:
+    from saccade.eval.lengths import Lengths
 
 CountTokens = Callable[[str], int]
 Make = Callable[[str, int, int, int], Sample]
@@ -43,6 +47,17 @@ class Given:
     corpus: Path | None = None
     allow_unknown: bool = False
     infinitebench: Path | None = None
+
+    def fitted_to(self) -> dict[str, str | None]:
+        """What samples of FITTED sources depend on beside their key, as plain data."""
+        from saccade.eval.results import file_hash, tokenizer_hash
+
+        path = file_of(self.haystack)
+        return {
+            "tokenizer": None if self.codec is None else tokenizer_hash(self.codec().hf),
+            "haystack": self.haystack if path is None or not path.is_file() else file_hash(path),
+            "corpus": None if self.corpus is None or not self.corpus.is_file() else file_hash(self.corpus),
+        }
 
 
 Loader = Callable[[Given], Source]
@@ -76,13 +91,26 @@ def _facts(given: Given) -> Source:
 def _ruler(given: Given) -> Source:
     from saccade.eval import ruler
 
-    if given.count_tokens is None:
-        raise RequestError("RULER's tasks fit a length to a tokenizer; name its model with --model")
     own = ruler.DATA_TASKS if given.haystack != "prose" or given.corpus is not None else ()
-    make = partial(
-        ruler.make, count_tokens=given.count_tokens, haystack=given.haystack, data=given.corpus, reserve=_TEMPLATE
-    )
+    lengths = _lengths(given, "RULER's tasks")
+    make = partial(ruler.make, lengths=lengths, haystack=given.haystack, data=given.corpus)
     return Source("ruler", ruler.VERSION, (*ruler.TASKS, *own), make)
+
+
+def _natural(given: Given) -> Source:
+    from saccade.eval import natural
+
+    make = partial(natural.make, lengths=_lengths(given, "natural tasks"), haystack=given.haystack)
+    return Source("natural", natural.VERSION, tuple(natural.TASKS), make)
+
+
+def _lengths(given: Given, what: str) -> Lengths:
+    """How samples are measured: as the model reads them."""
+    from saccade.eval.lengths import Lengths
+
+    if given.count_tokens is None:
+        raise RequestError(f"{what} fit a length to a tokenizer; name its model with --model")
+    return Lengths(given.count_tokens, None if given.codec is None else given.codec())
 
 
 def _longbench(given: Given) -> Source:
@@ -103,16 +131,22 @@ def _multi_turn(given: Given) -> Source:
     return file_sources.multi_turn(given)
 
 
-_TEMPLATE = 32  # tokens left free for a chat template
 SOURCES: dict[str, Loader] = {
     "suite": _suite,
     "facts": _facts,
+    "natural": _natural,
     "ruler": _ruler,
     "longbench": _longbench,
     "infinitebench": _infinitebench,
     "mtlb": _multi_turn,
 }
 DEFAULT = "suite"
+FITTED = ("natural", "ruler")  # sources whose samples depend on the model's tokenizer and the user's haystack
+
+
+def is_fitted(names: Iterable[str]) -> bool:
+    """Whether one of the tasks is of a source whose samples are fitted to a tokenizer."""
+    return any(name.partition(":")[0] in FITTED for name in names if ":" in name)
 
 
 def find_tasks(

@@ -246,14 +246,22 @@ def _place(run: Run) -> tuple[Any, ...]:
 
 
 def depth_table(run: Run, bins: int = 10) -> dict[tuple[int, int], float]:
-    """Mean turn score by (length, depth bin), over turns whose depth is known."""
+    """Mean turn score by (length, depth bin), over turns whose answer lies in one known place."""
     scores: dict[tuple[int, int], list[float]] = {}
     for row in run.rows.values():
         for turn in row["turns"]:
-            if turn["depth"] is not None and turn["score"] is not None:
-                place = (row["length"], min(bins - 1, int(turn["depth"] * bins)))
+            depth = _one_depth(turn["depth"])
+            if depth is not None and turn["score"] is not None:
+                place = (row["length"], min(bins - 1, int(depth * bins)))
                 scores.setdefault(place, []).append(turn["score"])
     return {place: sum(values) / len(values) for place, values in scores.items()}
+
+
+def _one_depth(depth: Any) -> float | None:
+    """Where what is asked for lies, as samples have it: a number, or a list of them. None where it is unknown or in
+    several places, of which the turn's one score says nothing."""
+    places = depth if isinstance(depth, (list, tuple)) else [depth]
+    return float(places[0]) if len(places) == 1 and places[0] is not None else None
 
 
 def position_scores(run: Run) -> dict[str, float]:

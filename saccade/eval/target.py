@@ -10,7 +10,7 @@ from typing import Any
 from saccade.engine.config import EngineConfig
 from saccade.errors import RequestError
 from saccade.eval.predict import predict
-from saccade.eval.runner import Note
+from saccade.eval.runner import Note, say_weak
 from saccade.eval.score import Metric, score_folder
 from saccade.eval.setting import Setting, sparse_in
 from saccade.eval.summary import Cell, Group, Run
@@ -106,6 +106,7 @@ def find_target(
     base = Setting(Policy(), protocol, history)
     note(f"dense (protocol {base.letter})")
     dense = measure(base)
+    say_weak(dense.folder, note)
 
     def probe(value: str) -> Probe:
         setting = settings[value]

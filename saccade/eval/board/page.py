@@ -18,7 +18,7 @@ from saccade.eval.board.entries import EXCLUDED, KINDS
 from saccade.eval.board.grid import Grid
 from saccade.eval.board.matching import MATCHED
 from saccade.eval.board.pictures import marker, panels
-from saccade.eval.board.play import Placed
+from saccade.eval.board.play import Placed, refuse_weak
 from saccade.eval.board.rows import RECALLS, Equal, Row, equal_bytes, equal_recall, fold
 from saccade.eval.plots import in_k
 from saccade.eval.stats import Interval
@@ -55,10 +55,11 @@ class Table:
 
 def write_board(placed: Sequence[Placed], grid: Grid, out: Path, command: str = "", missing: int = 0) -> list[Path]:
     """Write board.html, board.json and board.md to ``out`` and return their paths. Without matplotlib the page has its
-    tables and no figures. ``missing``: settings that are not finished. RequestError where nothing is, or
-    ``out`` cannot be written."""
+    tables and no figures. ``missing``: settings that are not finished. RequestError where nothing is, where dense
+    attention scores below half of what is possible, or if ``out`` cannot be written."""
     if all(one.folder is None for one in placed):
         raise RequestError("nothing of the board is finished yet; the same command goes on where it stopped")
+    refuse_weak(placed)
     lengths = sorted({one.length for one in placed})
     rows = fold(placed, lengths)
     sections = [_section(rows, letter, grid, lengths) for letter in grid.protocols]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from saccade.engine.config import EngineConfig
-from saccade.errors import SaccadeError
+from saccade.errors import RequestError, SaccadeError
 from saccade.eval.board.entries import Entry
 from saccade.eval.board.grid import PROTOCOLS, Grid
 from saccade.eval.board.matching import distance, nearest
 from saccade.eval.micro import micro_samples, micro_table
 from saccade.eval.predict import Setting, configuration, folder_name, predict, take
 from saccade.eval.results import PREDICTIONS, read_json, write_json
-from saccade.eval.runner import Note, data_name, given_by, prepare
+from saccade.eval.runner import Note, data_name, default_tasks, given_by, prepare
 from saccade.eval.score import score_folder
 from saccade.eval.setting import sparse_in
 from saccade.eval.summary import Group, Run
+from saccade.eval.weak import dense_score
 from saccade.eval.workers import in_order
 from saccade.llm import LLM
 from saccade.machine import available_bytes
@@ -89,10 +90,10 @@ def room(model: EngineConfig, workers: int) -> int | None:
 
 def prepare_data(grid: Grid, model: str, out: Path, seed: int = 0) -> dict[int, Path]:
     """The samples of each length, a file each. RequestError as ``runner.prepare``."""
-    tasks = ["facts:all"] if model == "retriever" and grid.tasks == ("all",) else list(grid.tasks)
+    tasks = default_tasks(grid.tasks, model) if grid.tasks == ("all",) else list(grid.tasks)
     made = {}
     for length in grid.lengths:
-        name = "board-" + data_name("core", ("all",) if tasks == ["all"] else tasks, [length], grid.samples, seed)
+        name = "board-" + data_name("core", tasks, [length], grid.samples, seed, model)
         made[length] = prepare(out, tasks, [length], grid.samples, seed, name=name, given=given_by(model))
     return made
 
@@ -109,12 +110,26 @@ def jobs(grid: Grid, data: dict[int, Path]) -> list[Job]:
 
 def play(todo: Sequence[Job], llm: LLM, play: Play, workers: int = 1, note: Note = print) -> Iterator[list[Placed]]:
     """Run jobs, side by side with ``workers``; what a job placed comes as it ends. What lies in the results already is
-    used again. Jobs that ``play.until`` cut off give what they had finished."""
+    used again. Jobs that ``play.until`` cut off give what they had finished. RequestError as ``refuse_weak``."""
     work = _Work(play)
     for job, placed in zip(todo, in_order(work, todo, llm, play.model, workers, play.together)):
+        refuse_weak(placed)
         name = job.entry.name if job.entry else "dense"
         note(f"{name} ({job.protocol}, {job.length} tokens): {len(placed)} of {wanted(job, play.grid)} settings")
         yield placed
+
+
+def refuse_weak(placed: Iterable[Placed]) -> None:
+    """RequestError if dense attention scores below half of what is possible in one of these: the order of rows that are
+    compared with it would be chance."""
+    for one in placed:
+        if one.name == "dense" and one.folder is not None:
+            dense = dense_score(Run.load(one.folder))
+            if dense is not None and dense.warning is not None:
+                raise RequestError(
+                    f"no board can be made of {one.folder.name} ({one.length} tokens, protocol {one.protocol}): "
+                    f"{dense.warning}"
+                )
 
 
 @dataclass(frozen=True)

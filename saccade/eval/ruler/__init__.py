@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from saccade.errors import RequestError
+from saccade.eval.haystack import PROSE, file_of, read_text
+from saccade.eval.lengths import LEAST, Lengths, fit
 from saccade.eval.ruler import counting, needles, questions
-from saccade.eval.ruler.fit import LEAST_SHARE, Plan, fit
+from saccade.eval.ruler.drafts import Plan
 from saccade.eval.ruler.needles import Niah
 from saccade.eval.ruler.public import compat
 from saccade.eval.samples import Sample, Turn
@@ -22,7 +24,8 @@ from saccade.eval.suite.rng import Rng
 
 __all__ = ["DATA_TASKS", "TASKS", "VERSION", "compat", "make"]
 
-VERSION = "1"
+VERSION = "2"
+LEAST_SHARE = 0.9  # of the nominal length that a sample must reach
 
 _ESSAYS = {
     "niah_single_2": Niah("text"),
@@ -56,35 +59,43 @@ def make(
     index: int,
     seed: int = 0,
     *,
-    count_tokens: Callable[[str], int],
-    haystack: str = "prose",
+    lengths: Lengths,
+    haystack: str = PROSE,
     data: Path | str | None = None,
-    reserve: int = 0,
 ) -> Sample:
-    """Sample ``index`` of a task, of 90 to 100 % of ``length`` tokens, those to be generated included.
+    """Sample ``index`` of a task, of 99 to 100 % of ``length`` tokens as ``lengths`` counts them, those to be generated
+    included.
 
-    A function of its arguments alone. ``count_tokens``: number of tokens of a text by the tokenizer of the model to be
-    tested. ``haystack``: "prose", or "file:PATH" (UTF-8) for the tasks that end in ``_file``. ``data``: SQuAD v2's or
-    HotpotQA's JSON, for ``qa_1`` and ``qa_2``. ``reserve``: tokens to leave free for a chat template. The sample's
-    ``meta`` has ``version``, ``tokens`` (the length reached) and ``haystack`` (the size found); the turn's has
-    ``depth``: where the needles or gold documents lie, 0..1.
+    A function of its arguments alone. Where a task's lines, sentences or documents are coarser than that, a few short
+    sentences fill it up; the word counts (cwe, fwe) cannot be filled up and may stay further below at short lengths, as
+    may a text or a corpus that runs out. ``haystack``: "prose", or "file:PATH" (UTF-8) for the tasks that end in
+    ``_file``. ``data``: SQuAD v2's or HotpotQA's JSON, for ``qa_1`` and ``qa_2``. The sample's ``meta`` has
+    ``version``, ``tokens`` (the length reached), ``haystack`` (the size found) and ``filled`` (sentences added); the
+    turn's has ``depth``: where the needles or gold documents lie, 0..1.
 
     Raises RequestError for an unknown task, data that is missing or unreadable, a length that the task cannot be made
-    as short as, or a text or corpus that runs out before the length is reached.
+    as short as, or less than 90 % of it.
     """
     plan, new_tokens, metric = _plan(task, length, index, seed, haystack, data)
-    budget = length - new_tokens - reserve
+
+    def turn(size: int, filled: int = 0) -> Turn:
+        draft = plan.render(size).filled(filled)
+        # In plain text the answer's opening would stand right behind the question.
+        prefix = draft.prefix if lengths.chat else f"\n{draft.prefix}"
+        return Turn(draft.context, draft.question, draft.answers, metric, new_tokens, "end", prefix, draft.meta)
+
+    filled = 0
     try:
-        size, draft, tokens = fit(plan, budget, count_tokens)
+        size, tokens = fit(lambda size: lengths.of([turn(size)]), length, plan.least, plan.most)
     except RequestError as error:
         raise RequestError(f"{task} at length={length}: {error}") from None
-    reached = length - budget + tokens
-    if reached < LEAST_SHARE * length:
+    if tokens < LEAST * length and size != plan.most and plan.render(size).joint is not None:
+        filled, tokens = fit(lambda count: lengths.of([turn(size, count)]), length)
+    if tokens < LEAST_SHARE * length:
         why = "its text or documents run out" if size == plan.most else "its units are too long"
-        raise RequestError(f"{task} reaches only {reached} of length={length} tokens: {why}; ask for another length")
-    turn = Turn(draft.context, draft.question, draft.answers, metric, new_tokens, "end", draft.prefix, draft.meta)
-    meta = {"version": VERSION, "tokens": reached, "haystack": size}
-    return Sample(task, length, index, seed, (turn,), meta=meta)
+        raise RequestError(f"{task} reaches only {tokens} of length={length} tokens: {why}; ask for another length")
+    meta = {"version": VERSION, "tokens": tokens, "haystack": size, "filled": filled}
+    return Sample(task, length, index, seed, (turn(size, filled),), meta=meta)
 
 
 def _plan(
@@ -97,10 +108,10 @@ def _plan(
     if task in _NIAH:
         return needles.plan(_NIAH[task], rng("task"), rng("haystack"), index, None), 128, "string_match_all"
     if task in _FILE:
-        kind, _, path = haystack.partition(":")
-        if kind != "file" or not path:
+        path = file_of(haystack)
+        if path is None:
             raise RequestError(f"{task} needs haystack='file:PATH', not {haystack!r}")
-        text = needles.read_text(Path(path))
+        text = read_text(path)
         return needles.plan(_FILE[task], rng("task"), rng("haystack"), index, text), 128, "string_match_all"
     if task in _COUNTING:
         draw, new_tokens = _COUNTING[task]

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import string
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 from saccade.errors import RequestError
-from saccade.eval.ruler.fit import Draft, Plan, halves, place
-from saccade.eval.ruler.needles import REPEATED
+from saccade.eval.ruler.drafts import REPEATED, Draft, Plan, halves, place
 from saccade.eval.ruler.words import ADJECTIVES, NOUNS
 from saccade.eval.suite.rng import Rng
 
@@ -32,7 +31,7 @@ def tracking(rng: Rng, length: int) -> Plan:
 
     def render(size: int) -> Draft:
         draft = _tracked(names, value, depths, size)
-        return Draft((shown + draft.context[0], draft.context[1]), *_rest(draft))
+        return replace(draft, context=(shown + draft.context[0], draft.context[1]))
 
     return Plan(render, _VARIABLES)
 
@@ -52,13 +51,8 @@ def _tracked(names: list[str], value: str, depths: list[float], size: int) -> Dr
     head = "The text below sets variables, each to a number or to what another one holds. Follow them.\n\n"
     question = f"\n\nWhich variables hold {value}? Name all {_VARIABLES}."
     meta = {"depth": [round(depth, 4) for depth in sorted(depths)]}
-    return Draft(
-        halves(head, lines, "\n"), question, f"The {_VARIABLES} variables that hold {value} are", tuple(names), meta
-    )
-
-
-def _rest(draft: Draft) -> tuple[str, str, tuple[str, ...], dict[str, Any]]:
-    return draft.question, draft.prefix, draft.answers, draft.meta
+    prefix = f"The {_VARIABLES} variables that hold {value} are"
+    return Draft(halves(head, lines, "\n"), question, prefix, tuple(names), meta, "\n")
 
 
 def common_words(rng: Rng, length: int) -> Plan:
@@ -77,7 +71,7 @@ def common_words(rng: Rng, length: int) -> Plan:
 
     def render(size: int) -> Draft:
         draft = _listed(Rng("order", order), words[:size], *((6, 1) if small else (30, 3)))
-        return Draft((shown + draft.context[0], draft.context[1]), *_rest(draft))
+        return replace(draft, context=(shown + draft.context[0], draft.context[1]))
 
     return Plan(render, 2 * _COMMON, len(words) - len(spare))
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
-from saccade.errors import RequestError
 from saccade.eval import prose
-from saccade.eval.ruler.fit import Draft, Plan, halves, place
+from saccade.eval.haystack import split_sentences
+from saccade.eval.ruler.drafts import REPEATED, Draft, Plan, halves, place
 from saccade.eval.ruler.words import ADJECTIVES, NOUNS
 from saccade.eval.suite.rng import Rng
 
-REPEATED = "The road is long. The river is wide. The wind is cold. On we walk. Night comes and goes."
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)]*\s+")
 Units = Callable[[int], Sequence[str]]
 _NAMES = {"number": "access number", "uuid": "security code"}
 
@@ -76,7 +71,8 @@ def plan(niah: Niah, rng: Rng, lines_rng: Rng, index: int, text: Sequence[str] |
     units, joint = _units(niah, name, items, lines_rng, text)
 
     def render(size: int) -> Draft:
-        return Draft(halves(head, place(units(size), needles, depths), joint), question, prefix, answers, meta)
+        context = halves(head, place(units(size), needles, depths), joint)
+        return Draft(context, question, prefix, answers, meta, joint)
 
     return Plan(render, 1, len(text) if niah.haystack == "text" and text is not None else None)
 
@@ -132,22 +128,3 @@ def _turned(text: Sequence[str], rng: Rng) -> Units:
     start = rng.below(len(text))
     around = [*text[start:], *text[:start]]
     return lambda size: around[:size]
-
-
-def split_sentences(text: str) -> list[str]:
-    """Sentences by rule: cut after ``.``, ``!`` or ``?`` with what closes a quotation; white space made single."""
-    cuts = [match.start() + len(match[0].rstrip()) for match in _SENTENCE_END.finditer(text)]
-    parts = (text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)]))
-    return [sentence for part in parts if (sentence := " ".join(part.split()))]
-
-
-@lru_cache(maxsize=4)
-def read_text(path: Path) -> tuple[str, ...]:
-    """The sentences of a user's text file. Raises RequestError if it cannot be read or is empty."""
-    try:
-        sentences = tuple(split_sentences(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"haystack=file:{path} cannot be read as UTF-8 text: {error}") from None
-    if not sentences:
-        raise RequestError(f"haystack=file:{path} is empty")
-    return sentences

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.errors import RequestError
-from saccade.eval.ruler.fit import Draft, Plan, halves
+from saccade.eval.ruler.drafts import Draft, Plan, halves
 from saccade.eval.ruler.words import ADJECTIVES, GIVEN_NAMES, NOUNS
 from saccade.eval.suite.rng import Rng
 
@@ -118,7 +118,8 @@ def _plan(
         order = sorted(range(len(texts)), key=[*places, *more_places[:size]].__getitem__)
         documents = [f"Document {rank}:\n{texts[number]}" for rank, number in enumerate(order, 1)]
         depth = [round(order.index(number) / len(order), 4) for number in range(len(gold))]
-        return Draft(halves(head, documents, "\n\n"), asked, "Answer:", answers, {"depth": depth})
+        joint = f"\n\nDocument {len(order) + 1}:\n"
+        return Draft(halves(head, documents, "\n\n"), asked, "Answer:", answers, {"depth": depth}, joint)
 
     return Plan(render, 0, most)
 
