@@ -88,6 +88,11 @@ class Auto(Method):
     def stands_in(self) -> bool:
         return any(one.stands_in for name, one in CANDIDATES.items() if self.method in (None, name))
 
+    @property
+    def extra_memory(self) -> str | None:
+        taking = [one for name, one in CANDIDATES.items() if self.method in (None, name) and one.extra_memory]
+        return "; ".join(f"where auto chooses {one.name}, {one.extra_memory}" for one in taking) or None
+
     def __post_init__(self) -> None:
         require_number("gain", self.gain, 1.0, 1000.0)
         if self.least is not None:

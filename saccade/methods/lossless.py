@@ -52,7 +52,7 @@ class Lossless(Verified):
     phases: ClassVar[tuple[str, ...]] = ("decode",)
     means_dense: ClassVar[bool] = True
 
-    draft: Method = field(default=PSA(epsilon=0.3))
+    draft: Method = field(default=PSA(epsilon=0.3, rank="cuboid"))  # what a draft misses costs time alone
     tokens: int = 0
     lookup: int = 3
     carried: float = 0.5
@@ -72,6 +72,10 @@ class Lossless(Verified):
     @property
     def calibration(self) -> str | None:
         return self.draft.calibration
+
+    @property
+    def extra_memory(self) -> str | None:
+        return self.draft.extra_memory
 
     @property
     def looks_ahead(self) -> bool:

@@ -127,7 +127,8 @@ ENTRIES = (
     _decode("topp", "topp(p={value})", THRESHOLD, kind="oracle"),
     _decode("streaming", "streaming(sinks=4, window={value})", _keys(forced=4), kind="baseline"),
     _decode("random", "random(k={value})", SHARE, kind="baseline"),
-    _decode("psa", "psa(epsilon={value})", THRESHOLD, 2.0),
+    _decode("psa", "psa(epsilon={value})", THRESHOLD, 0.25),
+    _decode("psa, cuboids", "psa(rank=cuboid, epsilon={value})", THRESHOLD, 2.0),
     _decode(
         "psa, moments",
         "psa(block_size=16, microbatch=8, rank=moments, rest=estimate, epsilon={value})",
@@ -160,7 +161,7 @@ ENTRIES = (
         2.0,
     ),
     _decode("vattention, certified", "vattention(certify=true, epsilon=0.2, delta=0.1)", None, 2.0, "certified"),
-    _decode("lossless", "lossless(draft=psa(epsilon=0.3), tokens=4)", None, 2.0, "lossless"),
+    _decode("lossless", "lossless(draft=psa(epsilon=0.3, rank=cuboid), tokens=4)", None, 2.0, "lossless"),
     _prefill("flexprefill", "flexprefill(gamma={value}, min_budget=128)", THRESHOLD),
     _prefill("flexprefill, blocks", "flexprefill(gamma={value}, min_budget=128, lines=block)", THRESHOLD),
     _prefill("loopserve, prefill", "loopserve(alpha={value})", THRESHOLD),
