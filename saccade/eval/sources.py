@@ -85,6 +85,15 @@ def _ruler(given: Given) -> Source:
     return Source("ruler", ruler.VERSION, (*ruler.TASKS, *own), make)
 
 
+def _long(given: Given) -> Source:
+    from saccade.eval import longgen
+
+    if given.count_tokens is None:
+        raise RequestError("tasks of long generation fit a length to a tokenizer; name its model with --model")
+    make = partial(longgen.make, count_tokens=given.count_tokens, codec=given.codec, haystack=given.haystack)
+    return Source("long", longgen.VERSION, tuple(longgen.TASKS), make)
+
+
 def _longbench(given: Given) -> Source:
     from saccade.eval import file_sources
 
@@ -108,6 +117,7 @@ SOURCES: dict[str, Loader] = {
     "suite": _suite,
     "facts": _facts,
     "ruler": _ruler,
+    "long": _long,
     "longbench": _longbench,
     "infinitebench": _infinitebench,
     "mtlb": _multi_turn,

@@ -1,0 +1,105 @@
+"""Tasks of long generation with a checkable end: hundreds of lines' worth of looking up, adding, and copying.
+
+A needle is one look-up. Here an answer of 512 to 2,048 tokens needs its material again at every line, and its own last
+line too, so a cache that has lost either shows it. The material lies among prose, or a user's text, in pieces at several
+depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from saccade.errors import RequestError
+from saccade.eval.longgen.filler import Filler, fitted
+from saccade.eval.longgen.tasks import SHOWN, TASKS, Draft
+from saccade.eval.render import render
+from saccade.eval.ruler.needles import made_up, read_text, turned
+from saccade.eval.samples import Sample, Turn
+from saccade.eval.suite.rng import Rng
+
+__all__ = ["TASKS", "VERSION", "make"]
+
+VERSION = "1"
+
+_SHORT, _LONG = 512, 1536  # tokens of an answer: at 2K, and at most; a fifth of the length between them
+_LEAST_LINES = 8
+_MOST_NEW = 2048
+
+
+def make(
+    task: str,
+    length: int,
+    index: int,
+    seed: int = 0,
+    *,
+    count_tokens: Callable[[str], int],
+    codec: Callable[[], Any] | None = None,
+    haystack: str = "prose",
+) -> Sample:
+    """Sample ``index`` of a task: one turn that is ``length`` tokens long, within 1 %, with what is to be generated.
+
+    A function of its arguments alone. ``count_tokens``: tokens of a text by the tokenizer of the model to be tested;
+    ``codec``: that tokenizer, whose chat template counts too (without it, there is none). ``haystack``: "prose", or
+    "file:PATH" (UTF-8). The turn's ``answers`` are the lines that should be generated, its ``meta`` has their ``gold``
+    text, ``depth`` (where the pieces of the material lie, 0..1) and ``steps`` (lines to be generated); the sample's
+    has ``version`` and ``tokens``, the length reached.
+
+    Raises RequestError for an unknown task, a length that holds fewer than eight lines, or a text that runs out.
+    """
+    if task not in TASKS:
+        raise RequestError(f"task={task!r} is unknown; known: {', '.join(TASKS)}")
+    chosen = TASKS[task]
+    rng = Rng("longgen", VERSION, task, length, seed, index)
+    filler = Filler(_units(haystack, rng), haystack)
+    drawn = chosen.drawn(rng, index)
+    draft = drawn(_lines(drawn, chosen.most, length, count_tokens))
+    answers = draft.lines[SHOWN:]
+    gold = count_tokens(_text(answers))
+    new_tokens = min(gold + gold // 8 + 16, length // 2, _MOST_NEW)
+    meta = {"depth": [round(depth, 4) for depth in draft.depths], "gold": _text(answers), "steps": len(answers)}
+
+    def turn(words: int) -> Turn:
+        context = (filler.around(words, draft.head, draft.blocks, draft.depths),)
+        opening = _text(draft.lines[:SHOWN])
+        return Turn(context, f"{draft.question}\n\n", answers, chosen.metric, new_tokens, "end", opening, meta)
+
+    def tokens(words: int) -> int:
+        tried = turn(words)
+        return count_tokens(tried.message() + tried.prefix) + new_tokens + template
+
+    template = 0
+    if codec is not None:
+        template = len(render(codec(), [], turn(0)).ids) + new_tokens - tokens(0)
+    try:
+        words, reached = fitted(tokens, length)
+    except RequestError as error:
+        raise RequestError(f"{task} at length={length}: {error}") from None
+    return Sample(task, length, index, seed, (turn(words),), meta={"version": VERSION, "tokens": reached})
+
+
+def _units(haystack: str, rng: Rng) -> Callable[[int], Any]:
+    if haystack == "prose":
+        return made_up(rng)
+    kind, _, path = haystack.partition(":")
+    if kind != "file" or not path:
+        raise RequestError(f"haystack={haystack!r} is neither prose nor file:PATH")
+    return turned(read_text(Path(path)), rng)
+
+
+def _lines(drawn: Callable[[int], Draft], most: int, length: int, count_tokens: Callable[[str], int]) -> int:
+    """As many lines as fit the tokens that an answer may have at this length."""
+    limit = min(_LONG, max(length // 5, min(_SHORT, length // 4)))
+    used = 0
+    for count, line in enumerate(drawn(most).lines[SHOWN:], 1):
+        used += count_tokens(line + "\n")
+        if used > limit:
+            if count <= _LEAST_LINES:
+                raise RequestError(f"length={length} leaves {limit} tokens for {count - 1} lines; ask for at least 1024")
+            return SHOWN + count - 1
+    return most
+
+
+def _text(lines: tuple[str, ...]) -> str:
+    return "".join(line + "\n" for line in lines)

@@ -1,0 +1,115 @@
+"""Scorers of long answers in numbered lines: how far a model got, ``(prediction, references) -> 0..1``.
+
+References are the lines that the answer should have, each with its number ("12. ..."). Only lines that begin with a
+number count, so what stands around them (a preamble, a fence, remarks) neither helps nor hurts. Words are compared
+without case and punctuation. No line counts twice, and what counts stands in the references' order: a loop earns its
+first round at most.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+_NUMBERED = re.compile(r"^[\s>*`#|-]*(\d+)[*`]*[.):|](?!\d)(.*)$")
+_WORD = re.compile(r"[^\W_]+")
+_VALUE = re.compile(r"-?\d+")
+
+
+def numbered_lines(prediction: str, references: Sequence[str]) -> float:
+    """Share of the references that are written under their own number, in order."""
+    wanted = {number: _words(text) for number, text in map(_parsed, references)}
+    found = (number for number, text in _firsts(prediction).items() if _words(text) == wanted.get(number))
+    return _rising(found) / len(references)
+
+
+def running_lines(prediction: str, references: Sequence[str]) -> float:
+    """Share of the steps that are right, in order. A line is "NUMBER. LABEL: VALUES".
+
+    A step is right if its label is the reference's and its values follow from those of the step that the prediction
+    wrote before it: one slip costs one step, not all that build on it. Without a step before it, or with one that has
+    other values than the reference has, the values must be the reference's own. ``last_line`` says whether the end is
+    right.
+    """
+    written = _firsts(prediction)
+    wanted = dict(map(_parsed, references))
+    right = []
+    for number, text in written.items():
+        if number not in wanted or _label(text) != _label(wanted[number]):
+            continue
+        got, gold = _values(text), _values(wanted[number])
+        before, gold_before = (_values(lines.get(number - 1, "")) for lines in (written, wanted))
+        if len(got) == len(gold) == len(before) == len(gold_before):
+            gold = [old + new - old_gold for old, new, old_gold in zip(before, gold, gold_before)]
+        if got == gold:
+            right.append(number)
+    return _rising(right) / len(references)
+
+
+def copied_lines(prediction: str, references: Sequence[str]) -> float:
+    """Share of the references that are written, in order: the longest common subsequence of whole lines.
+
+    A line's number must follow that of the numbered line before it (the first one's is the first reference's), not be
+    the reference's own: a line that was left out costs one line, not all after it.
+    """
+    numbers = [number for number, _ in map(_parsed, references)]
+    wanted = [_words(text) for _, text in map(_parsed, references)]
+    before = numbers[0] - 1
+    kept: list[list[str]] = []
+    for number, text in _lines(prediction):
+        if number == before + 1:
+            kept.append(_words(text))
+        before = number
+    row = [0] * (len(wanted) + 1)
+    for line in kept:
+        new = [0]
+        for at, reference in enumerate(wanted):
+            new.append(max(new[at], row[at + 1], row[at] + 1 if line == reference else 0))
+        row = new
+    return row[-1] / len(references)
+
+
+def last_line(prediction: str, references: Sequence[str]) -> float:
+    """1 if the last reference is written under its own number: whether the end of the task is right."""
+    number, text = _parsed(references[-1])
+    return float(_words(_firsts(prediction).get(number, "")) == _words(text))
+
+
+def _lines(prediction: str) -> list[tuple[int, str]]:
+    """The numbered lines: (number, what stands after it)."""
+    return [(int(match[1]), match[2]) for line in prediction.splitlines() if (match := _NUMBERED.match(line))]
+
+
+def _firsts(prediction: str) -> dict[int, str]:
+    """What stands under each number where it comes first."""
+    found: dict[int, str] = {}
+    for number, text in _lines(prediction):
+        found.setdefault(number, text)
+    return found
+
+
+def _parsed(reference: str) -> tuple[int, str]:
+    ((number, text),) = _lines(reference)
+    return number, text
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+def _label(text: str) -> list[str]:
+    return _words(text.partition(":")[0])
+
+
+def _values(text: str) -> list[int]:
+    return [int(value) for value in _VALUE.findall(text.partition(":")[2])]
+
+
+def _rising(numbers: Iterable[int]) -> int:
+    """Length of the longest rising subsequence."""
+    ends: list[int] = []
+    for number in numbers:
+        place = bisect_left(ends, number)
+        ends[place : place + 1] = [number]
+    return len(ends)
