@@ -96,7 +96,9 @@ def _lines(drawn: Callable[[int], Draft], most: int, length: int, count_tokens: 
         used += count_tokens(line + "\n")
         if used > limit:
             if count <= _LEAST_LINES:
-                raise RequestError(f"length={length} leaves {limit} tokens for {count - 1} lines; ask for at least 1024")
+                raise RequestError(
+                    f"length={length} leaves {limit} tokens for {count - 1} lines; ask for at least 1024"
+                )
             return SHOWN + count - 1
     return most
 

@@ -15,7 +15,7 @@ from saccade.eval.ruler.needles import split_sentences
 from saccade.eval.ruler.words import ADJECTIVES, GIVEN_NAMES, NOUNS
 from saccade.eval.suite.rng import Rng
 
-SHOWN = 2  # lines of the answer that are given
+SHOWN = 4  # lines of the answer that are given
 _PARTS = 4  # stretches of the context that a list is spread over
 
 
@@ -43,58 +43,52 @@ def _arithmetic(rng: Rng, index: int) -> Callable[[int], Draft]:
     start = rng.between(100, 199)
     names = [NOUNS[number] for number in rng.distinct(len(NOUNS), TASKS["arithmetic"].most)]
     steps = [rng.between(1, 9) for _ in names]
-    totals = [start + sum(steps[: number + 1]) for number in range(len(steps))]
+    totals = [start + sum(steps[:number]) for number in range(len(steps) + 1)]
     within = [rng.random() for _ in range(_PARTS)]
 
     def draft(count: int) -> Draft:
-        entries = [f"{number}. {name} +{step}" for number, (name, step) in enumerate(zip(names, steps), 1)]
-        blocks = _parts("Ledger, entries", entries[:count])
+        entries = [f"{number}. {name}: {step}" for number, (name, step) in enumerate(zip(names, steps), 1)]
+        lines = [
+            f"{number}. {name}: {before} + {step} = {after}"
+            for number, (name, before, step, after) in enumerate(zip(names, totals, steps, totals[1:]), 1)
+        ]
         question = (
-            f"The ledger stands in parts in the text above and has {count} entries. Its total is {start} before the "
-            "first entry, and every entry adds to it. Go through the entries in order and write one line for each: "
-            f"the entry, a colon, and the total after it. Stop after entry {count}."
+            f"The ledger in the text above has {count} entries. Its total is {start} before the first entry, and every "
+            "entry adds to it. Go through all entries in order and write one line for each: its number, its name, and "
+            f"the total before it plus its amount, which makes the total after it. Stop after entry {count}."
         )
-        lines = tuple(f"{entry}: {total}" for entry, total in zip(entries[:count], totals))
-        return Draft(_head("the entries of a ledger"), blocks, _spread(within), question, lines)
+        blocks = _parts("Ledger, entries", entries[:count])
+        return Draft(_head("the entries of a ledger"), blocks, _spread(within), question, tuple(lines[:count]))
 
     return draft
 
 
-_MOVES = {"right": (1, 0), "left": (-1, 0), "up": (0, 1), "down": (0, -1)}
-_PROGRAM = """x, y = 50, 50
-for number, (turn, steps) in sorted(moves.items()):
-    if turn == "right":
-        x = x + steps
-    if turn == "left":
-        x = x - steps
-    if turn == "up":
-        y = y + steps
-    if turn == "down":
-        y = y - steps
-    print(f"{number}. {turn} {steps}: x={x} y={y}")"""
+_VARIABLES = "abc"
+_PROGRAM = """state = {"a": 10, "b": 20, "c": 30}
+for number, (target, source) in sorted(steps.items()):
+    state[target] = state.get(source, source)
+    print(f"{number}. {target} = {source}:", state["a"], state["b"], state["c"])"""
 
 
 def _tracing(rng: Rng, index: int) -> Callable[[int], Draft]:
-    moves: list[str] = []
+    state = {"a": "10", "b": "20", "c": "30"}
+    steps: list[str] = []
     printed: list[str] = []
-    x = y = 50
-    while len(moves) < TASKS["tracing"].most:
-        turn, steps = rng.choice(tuple(_MOVES)), rng.between(1, 9)
-        to_x, to_y = x + steps * _MOVES[turn][0], y + steps * _MOVES[turn][1]
-        if not (10 <= to_x <= 99 and 10 <= to_y <= 99):  # two digits each
-            continue
-        x, y = to_x, to_y
-        moves.append(f'moves[{len(moves) + 1}] = "{turn}", {steps}')
-        printed.append(f"{len(moves)}. {turn} {steps}: x={x} y={y}")
+    for number in range(1, TASKS["tracing"].most + 1):
+        target = rng.choice(_VARIABLES)
+        source = rng.choice(_VARIABLES.replace(target, "")) if rng.random() < 0.25 else str(rng.between(10, 99))
+        state[target] = state.get(source, source)
+        steps.append(f"{number}. {target} = {source}")
+        printed.append(f"{steps[-1]}: {' '.join(state.values())}")
     within = [rng.random() for _ in range(_PARTS)]
 
     def draft(count: int) -> Draft:
         question = (
-            f"The text above sets moves[1] to moves[{count}], in parts. This program reads them:\n\n{_PROGRAM}\n\n"
-            f"Write what it prints, line by line, up to move {count}."
+            f"The text above has {count} steps. This program reads them:\n\n{_PROGRAM}\n\n"
+            f"Write what it prints, line by line, for all {count} steps."
         )
-        blocks = _parts("Moves", moves[:count])
-        return Draft(_head("the data of a program"), blocks, _spread(within), question, tuple(printed[:count]))
+        blocks = _parts("Steps", steps[:count])
+        return Draft(_head("the steps of a program"), blocks, _spread(within), question, tuple(printed[:count]))
 
     return draft
 
@@ -156,7 +150,7 @@ def _copying(rng: Rng, index: int) -> Callable[[int], Draft]:
 
 TASKS: dict[str, Task] = {
     "arithmetic": Task("running_lines", _arithmetic, 100),
-    "tracing": Task("running_lines", _tracing, 100),
+    "tracing": Task("numbered_lines", _tracing, 100),
     "sorting": Task("numbered_lines", _sorting, 100),
     "copying": Task("copied_lines", _copying, 48),
 }
@@ -170,7 +164,9 @@ def _parts(title: str, entries: Sequence[str]) -> tuple[str, ...]:
     """The entries in ``_PARTS`` stretches of equal length, each under a title that says which they are."""
     cuts = [len(entries) * part // _PARTS for part in range(_PARTS + 1)]
     return tuple(
-        f"{title} {low + 1} to {high}:\n" + "\n".join(entries[low:high]) for low, high in zip(cuts, cuts[1:]) if low < high
+        f"{title} {low + 1} to {high}:\n" + "\n".join(entries[low:high])
+        for low, high in zip(cuts, cuts[1:])
+        if low < high
     )
 
 

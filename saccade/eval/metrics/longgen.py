@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 _NUMBERED = re.compile(r"^[\s>*`#|-]*(\d+)[*`]*[.):|](?!\d)(.*)$")
 _WORD = re.compile(r"[^\W_]+")
-_VALUE = re.compile(r"-?\d+")
+_SUM = re.compile(r"[\s*`]*(\d+)\s*\+\s*(\d+)\s*=\s*(\d+)")
 
 
 def numbered_lines(prediction: str, references: Sequence[str]) -> float:
@@ -25,24 +25,22 @@ def numbered_lines(prediction: str, references: Sequence[str]) -> float:
 
 
 def running_lines(prediction: str, references: Sequence[str]) -> float:
-    """Share of the steps that are right, in order. A line is "NUMBER. LABEL: VALUES".
+    """Share of the steps that are right, in order. A line is "NUMBER. LABEL: BEFORE + STEP = AFTER".
 
-    A step is right if its label is the reference's and its values follow from those of the step that the prediction
-    wrote before it: one slip costs one step, not all that build on it. Without a step before it, or with one that has
-    other values than the reference has, the values must be the reference's own. ``last_line`` says whether the end is
-    right.
+    A step is right if its label and step are the reference's, the sum is right, and it begins with the total that the
+    prediction wrote under the number before: one slip costs one step, not all that build on it. ``last_line`` says
+    whether the end is right. Without a line before it a step begins with the reference's own total.
     """
     written = _firsts(prediction)
     wanted = dict(map(_parsed, references))
     right = []
     for number, text in written.items():
-        if number not in wanted or _label(text) != _label(wanted[number]):
+        sums, gold = _sum(text), _sum(wanted.get(number, ""))
+        if sums is None or gold is None or _label(text) != _label(wanted[number]):
             continue
-        got, gold = _values(text), _values(wanted[number])
-        before, gold_before = (_values(lines.get(number - 1, "")) for lines in (written, wanted))
-        if len(got) == len(gold) == len(before) == len(gold_before):
-            gold = [old + new - old_gold for old, new, old_gold in zip(before, gold, gold_before)]
-        if got == gold:
+        earlier = _sum(written.get(number - 1, ""))
+        begins = gold[0] if earlier is None else earlier[2]
+        if sums == (begins, gold[1], begins + gold[1]):
             right.append(number)
     return _rising(right) / len(references)
 
@@ -102,8 +100,10 @@ def _label(text: str) -> list[str]:
     return _words(text.partition(":")[0])
 
 
-def _values(text: str) -> list[int]:
-    return [int(value) for value in _VALUE.findall(text.partition(":")[2])]
+def _sum(text: str) -> tuple[int, int, int] | None:
+    """(before, step, after) of "LABEL: BEFORE + STEP = AFTER"; None for other text."""
+    match = _SUM.match(text.partition(":")[2])
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
 def _rising(numbers: Iterable[int]) -> int:
