@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -61,17 +62,16 @@ def solve(task: str, text: str) -> list[str]:
             total += int(step)
         return lines
     if task == "tracing":
-        program = re.search(r"^state = .*?(?=\n\n)", text, re.M | re.S)[0]
-        steps = {
-            int(number): (target, source)
-            for number, target, source in re.findall(r"^(\d+)\. ([abc]) = (\w+)$", text, re.M)
-        }
+        program = re.search(r"^x = .*?(?=\n\n)", text, re.M | re.S)[0]
+        data = [(name, kind, int(n)) for name, kind, n in re.findall(r"^\d+\. (\w+) (in|out) (\d)$", text, re.M)]
         printed: list[str] = []
-        exec(program, {"steps": steps, "print": lambda *parts: printed.append(" ".join(map(str, parts)))})
+        exec(program, {"data": data, "print": printed.append})
         return printed
     if task == "sorting":
-        cards = sorted((int(number), held) for number, held in re.findall(r"^Card (\d+): (.+)$", text, re.M))
-        return [f"{number}. {held}" for number, held in cards]
+        cards = dict(re.findall(r"^(\w+ \w+): (\w+ \w+)$", text, re.M))
+        order = re.search(r"the order of the people\.\n\n(.*)\.\n", text)[1].split(", ")
+        assert sorted(order) == sorted(cards)
+        return [f"{number}. {who}: {cards[who]}" for number, who in enumerate(order, 1)]
     record = re.search(r"^Record:\n(.*)\nEnd of the record\.$", text, re.M | re.S)[1].split("\n")
     return [f"{number}. {line.replace('lantern', 'teapot')}" for number, line in enumerate(record, 1)]
 
@@ -127,13 +127,18 @@ def test_material_lies_where_meta_says(task):
     for index in range(10):
         turn = one_turn(task, index, 16384)
         text = turn.message()
-        found = [match.start() for match in re.finditer(r"^(?:Ledger|Steps|Card|Record).*:", text, re.M)]
+        found = [
+            match.start()
+            for match in re.finditer(r"^(?:(?:Ledger|Data|Record).*:$|[A-Z][a-z]+ [A-Z][a-z]+: )", text, re.M)
+        ]
         assert len(found) == len(turn.meta["depth"])
-        filler = 0.15 if task == "copying" else 0.25  # material itself shifts what follows
-        for place, depth in zip(found, turn.meta["depth"]):
-            assert place / len(text) == pytest.approx(depth, abs=filler)
+        for place, depth in zip(found, turn.meta["depth"]):  # depths are shares of the text around the material
+            assert place / len(text) == pytest.approx(depth, abs=0.15)
         depths.add(int(10 * turn.meta["depth"][0]))
-    assert len(depths) == 10 if task == "copying" else len(depths) >= 1
+        if task == "sorting":
+            gaps = [after - before for before, after in pairwise([0.0, *turn.meta["depth"], 1.0])]
+            assert 0 <= min(gaps) <= max(gaps) < 2.01 / len(found)
+    assert len(depths) == (1 if task == "sorting" else 10)
 
 
 def test_a_longer_run_begins_as_a_shorter_one(tmp_path):
@@ -219,13 +224,13 @@ def test_numbers_off_by_one(task):
 
 
 def test_one_slip_of_a_running_total_costs_one_step():
-    references = ["5. oak: 20 + 3 = 23", "6. elm: 23 + 9 = 32", "7. ash: 32 + 1 = 33", "8. fir: 33 + 2 = 35"]
+    references = ["5. oak: 20 + 3 = 23", "6. elm: 23 + 9 = 32", "7. ash: 32 + 1 = 33", "8. fir: 33 - 2 = 31"]
 
     def score(*lines: str) -> float:
         return METRICS["running_lines"]("\n".join(lines), references)
 
     assert score(*references) == 1.0
-    slipped = ("5. oak: 20 + 3 = 23", "6. elm: 23 + 9 = 31", "7. ash: 31 + 1 = 32", "8. fir: 32 + 2 = 34")
+    slipped = ("5. oak: 20 + 3 = 23", "6. elm: 23 + 9 = 31", "7. ash: 31 + 1 = 32", "8. fir: 32 - 2 = 30")
     assert score(*slipped) == 0.75
     assert last_line("\n".join(slipped), references) == 0.0
     assert score("5. oak: 20 + 3 = 23", "6. elm: 24 + 9 = 33", "7. ash: 33 + 1 = 34") == 0.5  # the total was lost
@@ -233,6 +238,8 @@ def test_one_slip_of_a_running_total_costs_one_step():
     assert score("5. elm: 20 + 3 = 23") == 0.0  # another entry's name
     assert score("6. elm: 10 + 9 = 19") == 0.0  # begins nowhere
     assert score("6. elm: 23 + 9 = 32") == 0.25
+    assert score("8. fir: 33 + 2 = 35", "8. fir: 33 - 2 = 31") == 0.0  # a wrong sign, and only the first try counts
+    assert score("**7. ash:** `32+1=33`") == 0.25
     assert score("5. oak: 3", "6. elm: +9: 32") == 0.0
 
 

@@ -1,8 +1,8 @@
 """Tasks of long generation with a checkable end: hundreds of lines' worth of looking up, adding, and copying.
 
-A needle is one look-up. Here an answer of 512 to 2,048 tokens needs its material again at every line, and its own last
-line too, so a cache that has lost either shows it. The material lies among prose, or a user's text, in pieces at several
-depths.
+A needle is one look-up. Here an answer of 500 to 2,000 tokens needs its material again at every line, and its own last
+line too, so a cache that has lost either shows it. The material lies among prose, or a user's text: in one piece whose
+depth goes round the tenths of the context with the index, or scattered over all of it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from saccade.eval import prose
 from saccade.eval.ruler.needles import split_sentences
@@ -16,7 +17,6 @@ from saccade.eval.ruler.words import ADJECTIVES, GIVEN_NAMES, NOUNS
 from saccade.eval.suite.rng import Rng
 
 SHOWN = 4  # lines of the answer that are given
-_PARTS = 4  # stretches of the context that a list is spread over
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Task:
 
 def _arithmetic(rng: Rng, index: int) -> Callable[[int], Draft]:
     start = rng.between(100, 199)
-    names = [NOUNS[number] for number in rng.distinct(len(NOUNS), TASKS["arithmetic"].most)]
+    names = _nouns(rng, TASKS["arithmetic"].most)
     steps = [rng.between(1, 9) for _ in names]
-    totals = [start + sum(steps[:number]) for number in range(len(steps) + 1)]
-    within = [rng.random() for _ in range(_PARTS)]
+    totals = list(accumulate(steps, initial=start))
+    depth = _depth(rng, index)
 
     def draft(count: int) -> Draft:
         entries = [f"{number}. {name}: {step}" for number, (name, step) in enumerate(zip(names, steps), 1)]
@@ -57,62 +57,67 @@ def _arithmetic(rng: Rng, index: int) -> Callable[[int], Draft]:
             "entry adds to it. Go through all entries in order and write one line for each: its number, its name, and "
             f"the total before it plus its amount, which makes the total after it. Stop after entry {count}."
         )
-        blocks = _parts("Ledger, entries", entries[:count])
-        return Draft(_head("the entries of a ledger"), blocks, _spread(within), question, tuple(lines[:count]))
+        block = _listed(f"Ledger, entries 1 to {count}", entries[:count])
+        return Draft(_head("a ledger"), (block,), (depth,), question, tuple(lines[:count]))
 
     return draft
 
 
-_VARIABLES = "abc"
-_PROGRAM = """state = {"a": 10, "b": 20, "c": 30}
-for number, (target, source) in sorted(steps.items()):
-    state[target] = state.get(source, source)
-    print(f"{number}. {target} = {source}:", state["a"], state["b"], state["c"])"""
+_PROGRAM = """x = {start}
+for number, (name, kind, n) in enumerate(data, 1):
+    before = x
+    if kind == "in":
+        x = before + n
+        print(f"{{number}}. {{name}} in: {{before}} + {{n}} = {{x}}")
+    else:
+        x = before - n
+        print(f"{{number}}. {{name}} out: {{before}} - {{n}} = {{x}}")"""
 
 
 def _tracing(rng: Rng, index: int) -> Callable[[int], Draft]:
-    state = {"a": "10", "b": "20", "c": "30"}
-    steps: list[str] = []
+    start = x = rng.between(300, 399)
+    data: list[str] = []
     printed: list[str] = []
-    for number in range(1, TASKS["tracing"].most + 1):
-        target = rng.choice(_VARIABLES)
-        source = rng.choice(_VARIABLES.replace(target, "")) if rng.random() < 0.25 else str(rng.between(10, 99))
-        state[target] = state.get(source, source)
-        steps.append(f"{number}. {target} = {source}")
-        printed.append(f"{steps[-1]}: {' '.join(state.values())}")
-    within = [rng.random() for _ in range(_PARTS)]
+    for number, name in enumerate(_nouns(rng, TASKS["tracing"].most), 1):
+        kind, sign = rng.choice((("in", 1), ("out", -1)))
+        step = rng.between(1, 9)
+        before, x = x, x + sign * step
+        data.append(f"{number}. {name} {kind} {step}")
+        printed.append(f"{number}. {name} {kind}: {before} {'+' if sign > 0 else '-'} {step} = {x}")
+    depth = _depth(rng, index)
 
     def draft(count: int) -> Draft:
         question = (
-            f"The text above has {count} steps. This program reads them:\n\n{_PROGRAM}\n\n"
-            f"Write what it prints, line by line, for all {count} steps."
+            f"The data in the text above has {count} items: name, kind, n. This program reads them:\n\n"
+            f"{_PROGRAM.format(start=start)}\n\nWrite what it prints, line by line, for all {count} items."
         )
-        blocks = _parts("Steps", steps[:count])
-        return Draft(_head("the steps of a program"), blocks, _spread(within), question, tuple(printed[:count]))
+        block = _listed(f"Data, items 1 to {count}", data[:count])
+        return Draft(_head("the data of a program"), (block,), (depth,), question, tuple(printed[:count]))
 
     return draft
 
 
 def _sorting(rng: Rng, index: int) -> Callable[[int], Draft]:
     most = TASKS["sorting"].most
-    people = [GIVEN_NAMES[number] for number in rng.distinct(len(GIVEN_NAMES), len(GIVEN_NAMES))]
-    things = [
-        f"{ADJECTIVES[number // len(NOUNS)]} {NOUNS[number % len(NOUNS)]}"
-        for number in rng.distinct(len(ADJECTIVES) * len(NOUNS), most)
-    ]
-    held = [f"{people[number % len(people)]}, {thing}" for number, thing in enumerate(things)]
-    keys = [rng.random() for _ in held]
-    within = [rng.random() for _ in held]
+    given = rng.distinct(len(GIVEN_NAMES), len(GIVEN_NAMES))
+    nouns = _nouns(rng, 2 * most)
+    people = [f"{GIVEN_NAMES[given[at % len(given)]]} {noun.title()}" for at, noun in enumerate(nouns[:most])]
+    adjectives = rng.distinct(len(ADJECTIVES), most)
+    cards = [f"{who}: {ADJECTIVES[at]} {noun}" for who, at, noun in zip(people, adjectives, nouns[most:])]
+    keys = [rng.random() for _ in cards]
+    within = [rng.random() for _ in cards]
 
     def draft(count: int) -> Draft:
         order = sorted(range(count), key=keys.__getitem__)
-        blocks = tuple(f"Card {number + 1}: {held[number]}" for number in order)
         question = (
-            f"The text above has {count} cards in it, in no order. Write the cards in the order of their numbers, from "
-            f"1 to {count}, one in a line: the number, the name and the thing."
+            f"The text above has the cards of {count} people in it, in no order. A card says whose it is and what that "
+            f"person brings. Sort them: this is the order of the people.\n\n{', '.join(people[:count])}.\n\n"
+            "Write the cards in this order, one in a line, with a number: who, and what that person brings."
         )
-        lines = tuple(f"{number}. {text}" for number, text in enumerate(held[:count], 1))
-        return Draft(_head("numbered cards"), blocks, _spread(within[:count]), question, lines)
+        lines = tuple(f"{number}. {card}" for number, card in enumerate(cards[:count], 1))
+        blocks = tuple(cards[number] for number in order)
+        depths = tuple((number + share) / count for number, share in enumerate(within[:count]))
+        return Draft(_head("the cards of some people"), blocks, depths, question, lines)
 
     return draft
 
@@ -133,7 +138,7 @@ def _copying(rng: Rng, index: int) -> Callable[[int], Draft]:
         for number, sentence in enumerate(sentence for sentence in short if _THING.search(sentence))
     ][:most]
     copy = [sentence.replace("lantern", "teapot") for sentence in source]
-    depth = (index % 10 + rng.random()) / 10
+    depth = _depth(rng, index)
 
     def draft(count: int) -> Draft:
         block = "Record:\n" + "\n".join(source[:count]) + "\nEnd of the record."
@@ -150,7 +155,7 @@ def _copying(rng: Rng, index: int) -> Callable[[int], Draft]:
 
 TASKS: dict[str, Task] = {
     "arithmetic": Task("running_lines", _arithmetic, 100),
-    "tracing": Task("numbered_lines", _tracing, 100),
+    "tracing": Task("running_lines", _tracing, 100),
     "sorting": Task("numbered_lines", _sorting, 100),
     "copying": Task("copied_lines", _copying, 48),
 }
@@ -160,16 +165,14 @@ def _head(what: str) -> str:
     return f"The text below has {what} in it, among other things. You will be asked to work with them at its end."
 
 
-def _parts(title: str, entries: Sequence[str]) -> tuple[str, ...]:
-    """The entries in ``_PARTS`` stretches of equal length, each under a title that says which they are."""
-    cuts = [len(entries) * part // _PARTS for part in range(_PARTS + 1)]
-    return tuple(
-        f"{title} {low + 1} to {high}:\n" + "\n".join(entries[low:high])
-        for low, high in zip(cuts, cuts[1:])
-        if low < high
-    )
+def _listed(title: str, entries: Sequence[str]) -> str:
+    return "\n".join([f"{title}:", *entries])
 
 
-def _spread(within: Sequence[float]) -> tuple[float, ...]:
-    """One depth in each of equal shares of the context."""
-    return tuple((number + share) / len(within) for number, share in enumerate(within))
+def _nouns(rng: Rng, count: int) -> list[str]:
+    return [NOUNS[number] for number in rng.distinct(len(NOUNS), count)]
+
+
+def _depth(rng: Rng, index: int) -> float:
+    """In the tenth of the context that ``index`` names, modulo ten."""
+    return (index % 10 + rng.random()) / 10

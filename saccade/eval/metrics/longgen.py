@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 _NUMBERED = re.compile(r"^[\s>*`#|-]*(\d+)[*`]*[.):|](?!\d)(.*)$")
 _WORD = re.compile(r"[^\W_]+")
-_SUM = re.compile(r"[\s*`]*(\d+)\s*\+\s*(\d+)\s*=\s*(\d+)")
+_SUM = re.compile(r"[\s*`]*(-?\d+)\s*([+-])\s*(\d+)\s*=\s*(-?\d+)")
 
 
 def numbered_lines(prediction: str, references: Sequence[str]) -> float:
@@ -25,7 +25,7 @@ def numbered_lines(prediction: str, references: Sequence[str]) -> float:
 
 
 def running_lines(prediction: str, references: Sequence[str]) -> float:
-    """Share of the steps that are right, in order. A line is "NUMBER. LABEL: BEFORE + STEP = AFTER".
+    """Share of the steps that are right, in order. A line is "NUMBER. LABEL: BEFORE + STEP = AFTER" (or BEFORE - STEP).
 
     A step is right if its label and step are the reference's, the sum is right, and it begins with the total that the
     prediction wrote under the number before: one slip costs one step, not all that build on it. ``last_line`` says
@@ -101,9 +101,9 @@ def _label(text: str) -> list[str]:
 
 
 def _sum(text: str) -> tuple[int, int, int] | None:
-    """(before, step, after) of "LABEL: BEFORE + STEP = AFTER"; None for other text."""
+    """(before, signed step, after) of "LABEL: BEFORE + STEP = AFTER"; None for other text."""
     match = _SUM.match(text.partition(":")[2])
-    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
+    return None if match is None else (int(match[1]), int(match[2] + match[3]), int(match[4]))
 
 
 def _rising(numbers: Iterable[int]) -> int:
