@@ -16,6 +16,7 @@ from saccade.eval.metrics import METRICS, last_line
 from saccade.eval.render import gold_answer, render
 from saccade.eval.runner import prepare
 from saccade.eval.samples import Sample, Turn
+from saccade.eval.score import score_record
 from saccade.eval.sources import Given, find_tasks
 
 LENGTHS = (1024, 2048, 4096, 16384)
@@ -63,7 +64,7 @@ def solve(task: str, text: str) -> list[str]:
         return lines
     if task == "tracing":
         program = re.search(r"^x = .*?(?=\n\n)", text, re.M | re.S)[0]
-        data = [(name, kind, int(n)) for name, kind, n in re.findall(r"^\d+\. (\w+) (in|out) (\d)$", text, re.M)]
+        data = [(name, kind, int(n)) for name, kind, n in re.findall(r"^\d+\. (\w+) (plus|minus) (\d)$", text, re.M)]
         printed: list[str] = []
         exec(program, {"data": data, "print": printed.append})
         return printed
@@ -264,3 +265,21 @@ def test_bad_requests(tmp_path):
             make(task, length, 0, count_tokens=count_tokens, haystack=haystack)
     with pytest.raises(RequestError, match="--model"):
         find_tasks(["long:copying"])
+
+
+def test_score_rows_say_whether_the_end_is_right():
+    one = sample("copying")
+    (turn,) = one.turns
+    half = "\n".join(turn.answers[: len(turn.answers) // 2])
+    for said, end in ((gold_answer(turn), 1.0), (half, 0.0)):
+        answered = {
+            **{"prediction": said, "finish": "stop", "prompt_tokens": 9, "notes": []},
+            **{phase: {"tokens": 1} for phase in ("prefill", "decode")},
+        }
+        record = {
+            **{"id": one.id, "task": one.task, "length": 4096, "index": 0, "protocol": "A"},
+            **{"turns": [answered], "context": None, "error": None, "failed": False},
+        }
+        row = score_record(one, record, METRICS)
+        assert row["turns"][0]["end"] == end
+        assert row["score"] == scored(turn, said)

@@ -66,12 +66,12 @@ def _arithmetic(rng: Rng, index: int) -> Callable[[int], Draft]:
 _PROGRAM = """x = {start}
 for number, (name, kind, n) in enumerate(data, 1):
     before = x
-    if kind == "in":
+    if kind == "plus":
         x = before + n
-        print(f"{{number}}. {{name}} in: {{before}} + {{n}} = {{x}}")
+        print(f"{{number}}. {{name}} plus: {{before}} + {{n}} = {{x}}")
     else:
         x = before - n
-        print(f"{{number}}. {{name}} out: {{before}} - {{n}} = {{x}}")"""
+        print(f"{{number}}. {{name}} minus: {{before}} - {{n}} = {{x}}")"""
 
 
 def _tracing(rng: Rng, index: int) -> Callable[[int], Draft]:
@@ -79,7 +79,8 @@ def _tracing(rng: Rng, index: int) -> Callable[[int], Draft]:
     data: list[str] = []
     printed: list[str] = []
     for number, name in enumerate(_nouns(rng, TASKS["tracing"].most), 1):
-        kind, sign = rng.choice((("in", 1), ("out", -1)))
+        drawn = rng.below(2) if number > SHOWN else number % 2  # both are shown
+        kind, sign = (("plus", 1), ("minus", -1))[drawn]
         step = rng.between(1, 9)
         before, x = x, x + sign * step
         data.append(f"{number}. {name} {kind} {step}")

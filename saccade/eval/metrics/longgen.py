@@ -19,7 +19,7 @@ _SUM = re.compile(r"[\s*`]*(-?\d+)\s*([+-])\s*(\d+)\s*=\s*(-?\d+)")
 
 def numbered_lines(prediction: str, references: Sequence[str]) -> float:
     """Share of the references that are written under their own number, in order."""
-    wanted = {number: _words(text) for number, text in map(_parsed, references)}
+    wanted = {number: _words(text) for number, text in _parsed(references)}
     found = (number for number, text in _firsts(prediction).items() if _words(text) == wanted.get(number))
     return _rising(found) / len(references)
 
@@ -32,7 +32,7 @@ def running_lines(prediction: str, references: Sequence[str]) -> float:
     whether the end is right. Without a line before it a step begins with the reference's own total.
     """
     written = _firsts(prediction)
-    wanted = dict(map(_parsed, references))
+    wanted = dict(_parsed(references))
     right = []
     for number, text in written.items():
         sums, gold = _sum(text), _sum(wanted.get(number, ""))
@@ -51,8 +51,8 @@ def copied_lines(prediction: str, references: Sequence[str]) -> float:
     A line's number must follow that of the numbered line before it (the first one's is the first reference's), not be
     the reference's own: a line that was left out costs one line, not all after it.
     """
-    numbers = [number for number, _ in map(_parsed, references)]
-    wanted = [_words(text) for _, text in map(_parsed, references)]
+    numbers = [number for number, _ in _parsed(references)]
+    wanted = [_words(text) for _, text in _parsed(references)]
     before = numbers[0] - 1
     kept: list[list[str]] = []
     for number, text in _lines(prediction):
@@ -68,9 +68,12 @@ def copied_lines(prediction: str, references: Sequence[str]) -> float:
     return row[-1] / len(references)
 
 
+LINE_METRICS = tuple(scorer.__name__ for scorer in (numbered_lines, running_lines, copied_lines))
+
+
 def last_line(prediction: str, references: Sequence[str]) -> float:
     """1 if the last reference is written under its own number: whether the end of the task is right."""
-    number, text = _parsed(references[-1])
+    number, text = _parsed(references)[-1]
     return float(_words(_firsts(prediction).get(number, "")) == _words(text))
 
 
@@ -87,9 +90,9 @@ def _firsts(prediction: str) -> dict[int, str]:
     return found
 
 
-def _parsed(reference: str) -> tuple[int, str]:
-    ((number, text),) = _lines(reference)
-    return number, text
+def _parsed(references: Sequence[str]) -> list[tuple[int, str]]:
+    """Number and text of every reference; one that has no number is taken by its place, from 1."""
+    return [(_lines(reference) or [(place, reference)])[0] for place, reference in enumerate(references, 1)]
 
 
 def _words(text: str) -> list[str]:
