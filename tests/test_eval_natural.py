@@ -175,8 +175,11 @@ def test_what_a_model_is_asked_where_no_task_is_named():
     assert runner.default_tasks(("single", "vt"), None) == runner.default_tasks(("single", "vt"), "reference")
     assert runner.default_tasks(("single", "vt"), "reference") == ["single", "vt"]
     assert runner.default_tasks(("all",), "retriever") == ["facts:all"]
-    assert runner.default_tasks(("all",), "some/checkpoint") == ["natural:all", "ruler:all"]
-    assert runner.data_name("smoke", ["natural:all", "ruler:all"], None, None, 0, "my/Model-1B") == "smoke-Model-1B"
+    assert runner.default_tasks(("all",), "some/checkpoint") == ["natural:all", "ruler:all", "long:all"]
+    assert (
+        runner.data_name("smoke", ["natural:all", "ruler:all", "long:all"], None, None, 0, "my/Model-1B")
+        == "smoke-Model-1B"
+    )
     name = runner.data_name("core", ["natural:facts"], [4096], 3, 1, "my/Model-1B", "file:/x/dracula.txt")
     assert name == "core-natural_facts-4096-n3-seed1-Model-1B-dracula"
     assert runner.data_name("smoke", ["facts:all"], None, None, 0, "retriever") == "smoke-facts_all"

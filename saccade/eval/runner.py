@@ -46,7 +46,7 @@ SIZES = {
     "full": Size((2048, 4096, 8192, 16384, 32768), 200),
 }
 # What a pretrained model is asked where no task is named, at every size: sources of other abilities are added here.
-MODEL_TASKS = ("natural:all", "ruler:all")
+MODEL_TASKS = ("natural:all", "ruler:all", "long:all")
 # Besides dense, and the oracle at the budget that was measured for each.
 POLICIES = ("streaming(sinks=4, window=256)", "flexprefill(block_size=64, min_budget=256)", "psa")
 ORACLES = ("decode", "both", "none")

@@ -8,6 +8,7 @@ from typing import Any
 
 from saccade.errors import RequestError
 from saccade.eval.metrics import METRICS
+from saccade.eval.metrics.longgen import LINE_METRICS, last_line
 from saccade.eval.predict import take
 from saccade.eval.results import CONFIG, PREDICTIONS, SCORES, Log, file_hash, read_json
 from saccade.eval.samples import Sample, Turn, write_jsonl
@@ -39,19 +40,23 @@ def score_folder(folder: Path, data: Path | None = None, metrics: Mapping[str, M
 def score_record(sample: Sample, record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, Any]:
     """One sample's scores (0 to 1; the mean of its turns), what stood where, and its cost.
 
+    Lines of a long answer also have ``end``: 1 where the last one is right.
     A sample that could not be asked (too long, say) has no score; one that failed while it ran scores 0.
     """
     answered: list[dict[str, Any]] = record["turns"]
     scores: list[float | None] = []
+    ends: list[float] = []
     for turn, said in zip(sample.turns, answered):
         if turn.metric not in metrics:
             known = ", ".join(sorted(metrics))
             raise RequestError(
                 f"sample '{sample.id}' wants the metric '{turn.metric}', which is unknown; known: {known}"
             )
+        ends.append(last_line(said["prediction"], turn.answers) if turn.metric in LINE_METRICS else 0.0)
         scores.append(0.0 if said["finish"] == "error" else _score(turn, said["prediction"], metrics[turn.metric]))
     if record["failed"]:
-        scores += [0.0] * (len(sample.turns) - len(scores))
+        missing = [0.0] * (len(sample.turns) - len(scores))
+        scores, ends = [*scores, *missing], [*ends, *missing]
     complete = len(scores) == len(sample.turns)
     return {
         **{key: record[key] for key in ("id", "task", "length", "index", "protocol", "error")},
@@ -61,8 +66,9 @@ def score_record(sample: Sample, record: Mapping[str, Any], metrics: Mapping[str
                 "score": score if complete else None,
                 "position": turn.position,
                 "depth": turn.meta.get("depth", sample.meta.get("depth")),
+                **({"end": end} if turn.metric in LINE_METRICS else {}),
             }
-            for turn, score in zip(sample.turns, scores)
+            for turn, score, end in zip(sample.turns, scores, ends)
         ],
         "prompt_tokens": max((part["prompt_tokens"] for part in answered), default=0),
         "empty": sum(not said["prediction"].strip() for said in answered),

@@ -113,6 +113,13 @@ def _lengths(given: Given, what: str) -> Lengths:
     return Lengths(given.count_tokens, None if given.codec is None else given.codec())
 
 
+def _long(given: Given) -> Source:
+    from saccade.eval import longgen
+
+    make = partial(longgen.make, lengths=_lengths(given, "tasks of long generation"), haystack=given.haystack)
+    return Source("long", longgen.VERSION, tuple(longgen.TASKS), make)
+
+
 def _longbench(given: Given) -> Source:
     from saccade.eval import file_sources
 
@@ -136,12 +143,13 @@ SOURCES: dict[str, Loader] = {
     "facts": _facts,
     "natural": _natural,
     "ruler": _ruler,
+    "long": _long,
     "longbench": _longbench,
     "infinitebench": _infinitebench,
     "mtlb": _multi_turn,
 }
 DEFAULT = "suite"
-FITTED = ("natural", "ruler")  # sources whose samples depend on the model's tokenizer and the user's haystack
+FITTED = ("natural", "ruler", "long")  # sources whose samples depend on the model's tokenizer and the user's haystack
 
 
 def is_fitted(names: Iterable[str]) -> bool:

@@ -9,6 +9,7 @@
 | `qa_f1_score`, `rouge_score`, `rouge_l_recall`, `count_score`, `retrieval_score`, `code_sim_score` | LongBench's (the best over the references) |
 | `classification_score` | LongBench's; needs `all_classes` |
 | `first_digits`, `first_number`, `holds_word`, `names_word`, `option_letter`, `marked_option`, `qa_f1_characters`, `rouge_lsum` | InfiniteBench's |
+| `numbered_lines`, `running_lines`, `copied_lines` | lines of a long answer that are right, in order |
 """  # noqa: E501 - a table row
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from saccade.eval.metrics.longbench import (
     retrieval_score,
     rouge_score,
 )
+from saccade.eval.metrics.longgen import copied_lines, last_line, numbered_lines, running_lines
 from saccade.eval.metrics.rouge import rouge_l, rouge_l_recall
 from saccade.eval.metrics.suite import (
     exact,
@@ -55,13 +57,16 @@ __all__ = [
     "METRICS",
     "classification_score",
     "code_sim_score",
+    "copied_lines",
     "count_score",
     "dataset2metric",
     "exact",
     "f1_score",
     "iou",
+    "last_line",
     "longbench_score",
     "normalize_answer",
+    "numbered_lines",
     "ordered",
     "prefix",
     "qa_f1_score",
@@ -70,6 +75,7 @@ __all__ = [
     "rouge_l",
     "rouge_l_recall",
     "rouge_score",
+    "running_lines",
     "score",
     "string_match_all",
     "string_match_part",
@@ -92,6 +98,7 @@ METRICS: dict[str, Callable[..., float]] = {
         scorer.__name__: _whole(scorer)
         for scorer in (exact, prefix, recall, iou, ordered, token_accuracy, string_match_all, string_match_part)
     },
+    **{scorer.__name__: _whole(scorer) for scorer in (numbered_lines, running_lines, copied_lines)},
     **{
         scorer.__name__: _best(scorer)
         for scorer in (

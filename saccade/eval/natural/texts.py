@@ -26,8 +26,8 @@ class Words:
             sentences = read_text(path)
             if len(sentences) < _LEAST:
                 raise RequestError(
-                    f"haystack={haystack} has {len(sentences)} sentences, which end in . ! or ? and white space; facts "
-                    f"are planted between at least {_LEAST}"
+                    f"haystack={haystack} has {len(sentences)} sentences, which end in . ! or ? and white space; at "
+                    f"least {_LEAST} are needed"
                 )
             begin = (start + part * len(sentences) // parts) % len(sentences)
             stretch = -(-len(sentences) // parts)
