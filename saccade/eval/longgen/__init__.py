@@ -68,8 +68,8 @@ def make(
         raise RequestError(f"{task} at length={length}: {error}") from None
     if reached < LEAST * length:
         raise RequestError(
-            f"{task} reaches only {reached} of length={length} tokens: {haystack} runs out after {words} words; ask for a "
-            "shorter length"
+            f"{task} reaches only {reached} of length={length} tokens: {haystack} runs out after {words} words; ask "
+            "for a shorter length"
         )
     return Sample(task, length, index, seed, (turn(words),), meta={"version": VERSION, "tokens": reached})
 
