@@ -49,7 +49,7 @@ WORKERS = typer.Option("--workers", help="Processes that answer side by side, ea
 LIMIT = typer.Option("--limit", help="Take the first N samples of each task and length.")
 LONGBENCH = typer.Option("--longbench", help="Folder of LongBench's files, for longbench: and mtlb: tasks.")
 INFINITEBENCH = typer.Option("--infinitebench", help="Folder of InfiniteBench's files, for infinitebench: tasks.")
-HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH for natural:, ruler: and long: tasks over a text of yours.")
+HAYSTACK = typer.Option("--haystack", help="prose, or file:PATH: a text of yours for natural:, ruler: and long: tasks.")
 UNKNOWN = typer.Option("--allow-unknown", help="Build mtlb: tasks from LongBench files whose SHA-256 is not known.")
 CORPUS = typer.Option("--corpus", help="SQuAD's or HotpotQA's JSON, for ruler:qa_1 and ruler:qa_2.")
 MICRO = typer.Option("--micro", min=0, help="Samples of each task and length to take micro metrics of.")

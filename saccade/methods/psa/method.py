@@ -46,8 +46,8 @@ class PSA(BlockMethod):
     standard deviations of that on top (default: 3 of moments, 0.5 of keys). ``"last_max"``, the default with the
     others, takes the heaviest block of the last microbatch, and ``"min"`` is Alg. 1's: either stops for good at a
     light block ranked too high. What any of them says is covered is an estimate: that of ``keys`` held on every model
-    that it was measured on (docs/real-models.md), the others' does not where one key outweighs its block. The paper's own
-    form is ``psa(rank=cuboid, rest=min, unit=layer)``.
+    that it was measured on (docs/real-models.md), the others' does not where one key outweighs its block. The paper's
+    own form is ``psa(rank=cuboid, rest=min, unit=layer)``.
 
     ``stop`` says whether all heads of a unit must be covered or their mean. ``epsilon=1`` reads everything.
     """
