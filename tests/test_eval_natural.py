@@ -50,7 +50,10 @@ def test_a_reader_finds_the_answers(task, lengths):
             else:
                 assert turn.prefix == ""
         assert len(one.turns) == {"facts": 1, "questions": 8}.get(task, 3)
-        assert len(read) == (12 if task.startswith("turns") else 8)
+        assert len(read) == {"facts": 4, "questions": 8}.get(task, 12)
+        kinds = [subject.split(" of the ")[0] for subject in read]
+        assert len(set(kinds)) == 4  # of each as many
+        assert len(kinds) == 4 * kinds.count("birthplace")
 
 
 def test_where_facts_lie_and_what_turns_ask_about():
@@ -58,7 +61,7 @@ def test_where_facts_lie_and_what_turns_ask_about():
     for index, turn in enumerate(deep):
         text = turn.context[-1]
         assert text.index(turn.answers[0]) / len(text) == pytest.approx(turn.meta["depth"], abs=0.05)
-        assert int(8 * turn.meta["depth"]) == pytest.approx(index % 8, abs=1)  # an eighth of the text each
+        assert turn.meta["depth"] == pytest.approx((index % 4 + 0.5) / 4, abs=0.2)  # a quarter of the text each
     many = sample("questions")
     assert many.shared
     assert [turn.context for turn in many.turns[1:]] == [()] * 7

@@ -15,10 +15,12 @@ import pytest
 from saccade.errors import RequestError
 from saccade.eval import plots
 from saccade.eval.report import print_summary, write_report
+from saccade.eval.runner import say_weak
 from saccade.eval.samples import write_jsonl
 from saccade.eval.stats import paired_difference
 from saccade.eval.summary import Group, Run, depth_table, load_groups, position_scores
 from saccade.eval.tables import OVERALL
+from saccade.eval.weak import WAY_OUT, dense_score
 
 SHAPE = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
 PNG = base64.b64decode(
@@ -305,3 +307,40 @@ def test_the_page_names_files_without_their_folders(tmp_path):
     pages = [path.read_text() for path in write_report([tmp_path / "dense"], tmp_path / "out")]
     assert not any("/home/me" in page for page in pages)
     assert any("d.jsonl" in page for page in pages)
+
+
+def test_a_dense_score_below_half_stands_beside_the_table(tmp_path, capsys):
+    """Below half: named with its tasks and a way out, in the page, the Markdown and the summary; at half: not."""
+    for name, scores, said in (("low", (0.0, 0.9), True), ("half", (0.1, 0.9), False)):
+        for policy in ("dense", "psa"):
+            rows = [row("one", 0, scores[0]), row("two", 0, scores[1])]
+            write(tmp_path / name / policy, config(policy), rows)
+        files = write_report([tmp_path / name], tmp_path / name / "out")
+        print_summary([tmp_path / name])
+        texts = [files[0].read_text(), files[1].read_text(), capsys.readouterr().out]
+        for text in texts:
+            text = " ".join(text.split())
+            assert ("Dense attention scores 45.0 of 100 here, below half" in text) == said
+            assert ("Tasks below half: one 0.0. Take a model" in text) == said
+            assert ("Dense attention scores below half on one 10.0" in text) != said
+    assert run_notes(tmp_path / "low" / "dense") == [
+        "warning: Dense attention scores 45.0 of 100 here, below half, so these samples cannot tell what a sparse "
+        f"method loses. Tasks below half: one 0.0. {WAY_OUT}."
+    ]
+    assert run_notes(tmp_path / "low" / "psa") == run_notes(tmp_path / "half" / "dense") == []
+
+
+def run_notes(folder: Path) -> list[str]:
+    notes: list[str] = []
+    say_weak(folder, notes.append)
+    return notes
+
+
+def test_without_dense_nothing_can_be_said_against_it(tmp_path, capsys):
+    write(tmp_path / "psa", config("psa"), [row("one", 0, 1.0)])
+    files = write_report([tmp_path / "psa"], tmp_path / "out")
+    print_summary([tmp_path / "psa"])
+    for text in (files[0].read_text(), files[1].read_text(), capsys.readouterr().out):
+        assert "nothing can be said against dense" in " ".join(text.split())
+    empty = Run.load(write(tmp_path / "dense", config("dense"), [row("one", 0, None)]))
+    assert dense_score(empty) is None

@@ -15,7 +15,7 @@ from saccade.eval.suite.rng import Rng
 
 VERSION = "1"
 TASKS = {
-    "facts": "one of eight facts in a text, each tenth of the samples from another depth",
+    "facts": "one of four facts in a text, one of a kind, each from another quarter of it in turn",
     "questions": "eight facts in a text, each asked on its own over one context",
     **{
         f"turns_{position}": f"three turns with a text each, the question at the {position} of the message; the second "
@@ -23,8 +23,9 @@ TASKS = {
         for position in POSITIONS
     },
 }
-FACTS = 8  # of a text; a conversation's three texts have four each
-_TURNS, _TURN_FACTS = 3, 4
+FACTS = 4  # of a text; four neighbours of saccade.eval.facts are of four kinds
+_ASKED = 8  # facts of the text of many questions, two of a kind
+_TURNS = 3
 _NEAR = 24  # sizes tried beyond the first that is too long
 _ANSWER = 24  # tokens
 _METRIC = "string_match_part"
@@ -55,7 +56,7 @@ def make(task: str, length: int, index: int, seed: int = 0, *, lengths: Lengths,
     rng = Rng("natural", VERSION, task, length, seed, index)
     parts = _TURNS if task.startswith("turns") else 1
     key = rng.below(2**32)
-    facts = make_facts(_TURN_FACTS * parts if parts > 1 else FACTS, key)
+    facts = make_facts(_ASKED if task == "questions" else FACTS * parts, key)
     start = rng.below(2**32)
     texts = [Words(haystack, length, start, part, parts) for part in range(parts)]
     most = parts * min(text.most for text in texts)
@@ -111,7 +112,7 @@ def _conversation(documents: Sequence[_Document], position: str, index: int, cha
     for number, document in enumerate(documents):
         about = (0, 0, index % _TURNS)[number]
         source = documents[about]
-        fact = source.facts[(index + number) % _TURN_FACTS]
+        fact = source.facts[(index + number) % FACTS]
         made.append(_turn(document.text, position, fact, source.depth(fact), about, chat, number))
     return tuple(made)
 
