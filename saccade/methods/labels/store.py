@@ -137,6 +137,13 @@ class Labels(MethodState):
         ranges = 0 if self.whole else self._range.data_ptr()
         return self.channels.data_ptr(), self._codes.data_ptr(), ranges, self._codes.shape[1]
 
+    def frame_address(self) -> int:
+        """For kernels: the address of the frame, 0 where there is none."""
+        if self.frame is None:
+            return 0
+        self.frame = self.frame.contiguous()
+        return self.frame.data_ptr()
+
     def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
         """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of
         a ``kv_head`` its group's mean."""
