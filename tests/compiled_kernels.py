@@ -249,7 +249,11 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     found.append((batched_labels._label, {**decoding, "COUNT": 16, "HALF": 8, "BITS": 4}, {"num_warps": 1}))
     guessing = {"UNITS": 8, "HEADS": 32, "SPAN": 1024, "EARLY": True}
     found += [
-        (batched_guesses._share, {**guessing, "EACH": 4, "SIZE": 32, "FIRST": 2, "LAST": 1}, {"num_warps": 4}),
+        (
+            batched_guesses._share,
+            {**guessing, "EACH": 4, "MEMBERS": 4, "SIZE": 32, "FIRST": 2, "LAST": 1},
+            {"num_warps": 8},
+        ),
         (batched_guesses._in_order, {**guessing, "MICROBATCH": 4}, {"num_warps": 4}),
     ]
     found += [

@@ -96,7 +96,11 @@ def test_labels_of_some_channels_are_made_without_a_frame():
 
 @pytest.mark.parametrize(
     ("stop", "heads", "kv_heads", "size", "microbatch", "epsilon"),
-    [("all", 6, 2, 16, 1, 0.5), ("mean", 3, 1, 16, 3, 0.85), ("all", 2, 2, 32, 2, 0.7)],
+    [
+        ("mean", 3, 1, 16, 3, 0.85),
+        pytest.param("all", 6, 2, 16, 1, 0.5, marks=pytest.mark.thorough),
+        pytest.param("all", 2, 2, 32, 2, 0.7, marks=pytest.mark.thorough),
+    ],
 )
 def test_what_is_read_is_what_the_host_reads(stop, heads, kv_heads, size, microbatch, epsilon):
     method = PSA(epsilon, size, microbatch, stop=stop, **KEYS)
@@ -135,7 +139,7 @@ def test_the_rule_goes_by_guesses_as_the_loop_does(case, monkeypatch):
     heads whose blocks are too light for float32 beside the first."""
     monkeypatch.setattr(progressive, "WINDOW", 8)
     monkeypatch.setattr(progressive, "WINDOW_AT_END", 16)
-    rng, size, blocks = generator(7), 16, {"few": 2, "far": 14, "light": 12, "wrong": 20}[case]
+    rng, size, blocks = generator(7), 16, {"few": 2, "far": 12, "light": 10, "wrong": 14}[case]
     k, v = torch.randn(2, 1, size * (blocks + 2), 32, generator=rng)
     q = 2 * torch.randn(3, 1, 32, generator=rng)
     if case == "light":
@@ -147,7 +151,7 @@ def test_the_rule_goes_by_guesses_as_the_loop_does(case, monkeypatch):
     for count in (1, 2) if case == "few" else (blocks,):
         order = torch.randperm(blocks, generator=rng)[:count]
         stopped = 0
-        for microbatch, margin, epsilon in ((1, 0.5, 0.6), (1, 0.0, 0.9), (3, 2.0, 0.8)):
+        for microbatch, margin, epsilon in ((1, 0.5, 0.6), (3, 1.0, 0.8)):
             ranking = Ranking(
                 Shape.suffix(3, 1, 1, view.length), size, torch.tensor([[0, 1]], dtype=torch.int32),
                 (order + 2)[None].to(torch.int32), epsilon, microbatch, "estimate", estimates=guess[:, order],
@@ -159,14 +163,14 @@ def test_the_rule_goes_by_guesses_as_the_loop_does(case, monkeypatch):
             torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(got.coverage, expected.coverage, atol=1e-4, rtol=1e-4)
             stopped += int(expected.used.block_mask().sum()) < count + 2
-        assert stopped or count == 1
+        assert (stopped > 0) == (case != "few")  # one block has no deviation: the second one is read
     assert not kept_zeros(q.device, 1).any()
 
 
-@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("readers", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_any_number_of_readers_and_what_the_last_step_needed_give_the_same(readers):
     method = PSA(0.5, 16, 1, **KEYS)
-    rows = LabelledRows(method, [method.dense_upto + 150], [200], 2, 1, 32)
+    rows = LabelledRows(method, [method.dense_upto + 100], [100], 2, 1, 32)
     ranked = rank_rows(rows.q, rows.pages, None, rows.words, rows.choice, rows.dense_upto, 0.3, None)
     call = (rows.q, rows.pages, ranked.always, ranked.order, 16, Rule(0.5, 1, "estimate", "all", 0.5))
     options = {"scale": 0.3, "counts": ranked.counts, "guesses": ranked.guesses}

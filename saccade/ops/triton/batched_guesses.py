@@ -38,9 +38,12 @@ def largest_shares(estimates: Tensor, pages: Pages, choice: RankedBlocks, dense_
     of up to ``dense_upto`` keys (int32 [rows])."""
     rows, heads, blocks = estimates.shape
     scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=estimates.device)
+    each = heads // choice.units
+    members = triton.next_power_of_2(each)
     _share[(choice.units, rows)](
-        estimates, pages.lengths, dense_upto, scores, blocks, UNITS=choice.units, EACH=heads // choice.units,
-        SIZE=choice.size, FIRST=choice.first, LAST=choice.last, SPAN=1024, num_warps=4, **launched(estimates.device),
+        estimates, pages.lengths, dense_upto, scores, blocks, UNITS=choice.units, EACH=each, MEMBERS=members,
+        SIZE=choice.size, FIRST=choice.first, LAST=choice.last, SPAN=max(128, 4096 // members), num_warps=8,
+        **launched(estimates.device),
     )  # fmt: skip
     return scores
 
@@ -63,37 +66,35 @@ def ordered_guesses(estimates: Tensor, order: Tensor, counts: Tensor, microbatch
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "denses", "estimates", "scores"])
 def _share(
     estimates, lengths, denses, scores, blocks,
-    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    SPAN: tl.constexpr, EARLY: tl.constexpr,
+    UNITS: tl.constexpr, EACH: tl.constexpr, MEMBERS: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     unit, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     stop = tl.where(length > tl.load(denses + row), length // SIZE - LAST, 0)
-    at = tl.arange(0, SPAN)
+    at, member = tl.arange(0, SPAN), tl.arange(0, MEMBERS)
+    real = (member < EACH)[:, None]
+    lines = estimates + ((row * UNITS + unit) * EACH + member).to(tl.int64)[:, None] * blocks
+    top = tl.full([MEMBERS, SPAN], float("-inf"), tl.float32)
+    weight = tl.zeros([MEMBERS, SPAN], tl.float32)
+    for start in tl.range(FIRST, stop, SPAN):
+        block = start + at
+        guess = tl.load(lines + block[None, :], mask=real & (block < stop)[None, :], other=float("-inf"))
+        higher = tl.maximum(top, guess)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = weight * tl.exp(top - anchor) + tl.exp(guess - anchor)
+        top = higher
+    peak = tl.max(top, 1)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(weight * tl.exp(top - peak[:, None]), 1)
+    log = peak + tl.log(tl.where(total > 0.0, total, 1.0))
     out = scores + (row * UNITS + unit).to(tl.int64) * blocks
     for start in tl.range(0, blocks, SPAN):
-        tl.store(out + start + at, tl.full([SPAN], float("-inf"), tl.float32), mask=start + at < blocks)
-    for number in tl.range(0, EACH):
-        line = estimates + ((row * UNITS + unit) * EACH + number).to(tl.int64) * blocks
-        top = tl.full([SPAN], float("-inf"), tl.float32)
-        weight = tl.zeros([SPAN], tl.float32)
-        for start in tl.range(FIRST, stop, SPAN):
-            guess = tl.load(line + start + at, mask=start + at < stop, other=float("-inf"))
-            higher = tl.maximum(top, guess)
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = weight * tl.exp(top - anchor) + tl.exp(guess - anchor)
-            top = higher
-        peak = tl.max(top, 0)
-        peak = tl.where(peak == float("-inf"), 0.0, peak)
-        total = tl.sum(weight * tl.exp(top - peak), 0)
-        log = peak + tl.log(tl.where(total > 0.0, total, 1.0))
-        tl.debug_barrier()  # other threads have written the scores
-        for start in tl.range(FIRST, stop, SPAN):
-            inside = start + at < stop
-            share = tl.load(line + start + at, mask=inside, other=0.0) - log
-            have = tl.load(out + start + at, mask=inside, other=float("-inf"))
-            tl.store(out + start + at, tl.maximum(have, share), mask=inside)
+        block = start + at
+        inside = (block >= FIRST) & (block < stop)
+        guess = tl.load(lines + block[None, :], mask=real & inside[None, :], other=float("-inf"))
+        tl.store(out + block, tl.max(guess - log[:, None], 0), mask=block < blocks)
 
 
 @triton.jit(

@@ -272,7 +272,7 @@ def _read(
                 listed = mine[:, None] & also((among < MICROBATCH) & (entry < ranked), at >= ahead)[None, :]
                 guess = tl.load(guesses + head[:, None] * guess_row + entry[None, :], mask=listed, other=0.0)
                 # Of a block too light for float32 beside the others its heaviest key stands for it.
-                above = tl.maximum(base[:, None] + tl.log2(tl.maximum(by_block, 1e-38)), tops) - guess
+                above = tl.maximum(base[:, None] + tl.log2(tl.maximum(by_block, 1.2e-38)), tops) - guess
                 first = tl.sum(tl.where(listed & (among == 0)[None, :], above, 0.0), 1)
                 pivot = tl.where(start == 0, first, pivot)  # sums count from the first one: they lie close together
                 above = tl.where(listed, above - pivot[:, None], 0.0)
