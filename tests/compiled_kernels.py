@@ -25,6 +25,8 @@ from saccade.ops.triton import (
     batched_best,
     batched_choice,
     batched_decode,
+    batched_guesses,
+    batched_labels,
     batched_rank,
     best_parts,
     block_pairs,
@@ -218,7 +220,8 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     listing = {"PARTS": 4, "KNOWN_WORDS": best_parts.WORDS, "SPAN": batched_best.SPAN}
     found.append((triton_keeping._list_and_keep, {**decoding, **WORDS, **listing}, {"num_warps": 8, "maxnreg": 64}))
     rule = {
-        "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "MEAN": False,
+        "SIZE": 32, "BLOCKS": 4, "TILE": 64, "GROUP": 4, "FEW": 4, "MICROBATCH": 4, "LEAST": False, "GUESSED": False,
+        "MEAN": False,
         **{name: getattr(progressive, name) for name in ("WINDOW", "SHARE", "LONGEST", "NEARLY")},
         "AT_END": progressive.WINDOW_AT_END, "KNOWN": True, "RAGGED": True, "EACH": True,
     }  # fmt: skip
@@ -234,7 +237,25 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         )
         for rows, splits, gated in ((16, 1, True), (32, 2, True), (16, 2, False), (32, 1, False))
     ]  # fmt: skip
-    found.append((progressive._read, {**decoding, **rule}, {"num_warps": 4, "num_stages": 2, "maxnreg": 128}))
+    reading = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    found += [(progressive._read, {**decoding, **rule, "GUESSED": one}, reading) for one in (False, True)]
+    ranking = {**decoding, "FIRST": 2, "LAST": 1, "TILE": batched_labels.TILE, "OPERAND": triton.language.bfloat16}
+    for head_dim, kv_heads, bits, size in ((128, 8, 4, 32), (64, 4, 2, 8), (256, 32, 8, 128)):
+        members = triton.next_power_of_2(32 // kv_heads)
+        own = {"D": head_dim, "KV_HEADS": kv_heads, "BITS": bits, "SIZE": size, "MEMBERS": members}
+        parts = max(batched_labels.PARTS, 16 // members)
+        own |= {"HALF": head_dim // 2, "PARTS": parts, "CAPPED": head_dim == 64}
+        found.append((batched_labels._estimate, {**ranking, **own}, {"num_warps": 4 if head_dim < 256 else 8}))
+    found.append((batched_labels._label, {**decoding, "COUNT": 16, "HALF": 8, "BITS": 4}, {"num_warps": 1}))
+    guessing = {"UNITS": 8, "HEADS": 32, "SPAN": 1024, "EARLY": True}
+    found += [
+        (
+            batched_guesses._share,
+            {**guessing, "EACH": 4, "MEMBERS": 4, "SIZE": 32, "FIRST": 2, "LAST": 1},
+            {"num_warps": 8},
+        ),
+        (batched_guesses._in_order, {**guessing, "MICROBATCH": 4}, {"num_warps": 4}),
+    ]
     found += [
         (
             decode._decode,

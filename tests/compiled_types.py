@@ -9,6 +9,8 @@ from saccade.ops.triton import (
     antidiagonals,
     batched_choice,
     batched_decode,
+    batched_guesses,
+    batched_labels,
     batched_rank,
     block_pairs,
     block_rows,
@@ -108,8 +110,16 @@ OTHERS = {
     },
     progressive._read: {
         **dict.fromkeys(("tables", "lengths", "always", "order", "counts", "before", "used"), "*i32"),
-        **dict.fromkeys(("epsilons", "part_out", "part_lse"), "*fp32"), "epsilon": "fp32",
-        **dict.fromkeys(("published", "arrived"), "*i64"),
+        **dict.fromkeys(("epsilons", "guesses", "lefts", "part_out", "part_lse"), "*fp32"),
+        **dict.fromkeys(("epsilon", "margin"), "fp32"), **dict.fromkeys(("published", "arrived"), "*i64"),
+    },
+    batched_labels._estimate: {
+        **dict.fromkeys(("tables", "lengths", "denses"), "*i32"), "estimates": "*fp32", "scale": "fp32",
+    },
+    batched_labels._label: dict.fromkeys(("tables", "lengths"), "*i32"),
+    batched_guesses._share: {**dict.fromkeys(("lengths", "denses"), "*i32"), "estimates": "*fp32"},
+    batched_guesses._in_order: {
+        **dict.fromkeys(("order", "counts"), "*i32"), **dict.fromkeys(("estimates", "ordered", "left"), "*fp32"),
     },
 }  # fmt: skip
 ALIGNED = ("q_head", "q_row", "x_row", "weight_row", "other_row")  # strides, multiples of 16

@@ -261,7 +261,10 @@ def test_who_is_not_served_is_told_why(runner):
     assert "no device plan" in reason("quest(current=competes)")
     assert "not of 8" in reason("arkvale(block_size=8)")
     assert "units" in reason("quest(unit=q_head, dense_layers=0)")
-    assert "not estimate" in reason("psa(rank=moments, rest=estimate)")
+    assert reason("psa(rank=moments, rest=estimate)") is None
+    assert reason("psa(rank=keys, rest=estimate)") is None
+    assert "not of 8" in reason("psa(rank=keys, rest=estimate, block_size=8)")
+    assert "each KV head" in reason("psa(rank=keys, rest=estimate, unit=layer)")
     assert "each KV head" in reason("psa(unit=layer)")
     assert "microbatch" in reason("psa(microbatch=17)")
     sequences = Sequences(runner, ["dense"], [40])

@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint, random_ids
 
 from saccade import LLM, SamplingParams
 from saccade.methods.cis import triton_one_launch
+from saccade.methods.labels import recorded
 from saccade.methods.lfps import triton_row_choice
 from saccade.methods.registry import METHODS
 from saccade.ops.triton import batched_rows
@@ -66,6 +67,9 @@ WINDOW = "psaw(start_layer=1, block_size=1, sinks=3, local=8)"
 WINDOWS = [f"dense+{WINDOW}", f"streaming(sinks=6, window=150)+{WINDOW}", f"streaming(sinks=2, window=20)+{WINDOW}"]
 GUESSED = ["psa(epsilon=0.4, rank=moments, microbatch=1, block_size=16)"]
 GUESSED += ["psa(epsilon=0.6, rank=moments, microbatch=2, block_size=16, rest=min, stop=mean)"]
+GUESSED += ["psa(epsilon=0.6, rank=moments, microbatch=2, block_size=16, rest=estimate)"]
+BY_KEYS = "psa(epsilon=0.4, rank=keys, rest=estimate, microbatch=1, block_size=16)"
+GUESSED += [BY_KEYS, "psa(epsilon=0.6, rank=keys, bits=8, microbatch=2, block_size=16)"]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +96,7 @@ def same(own, batched) -> None:
 
 
 EVERY = [*EVICTING, *CHOOSING, *SHARING, *FORESEEN, *LINES, *LABELLED, *WINDOWS, *GUESSED]
-QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1]}
+QUICK = {EVICTING[1], CHOOSING[2], SHARING[2], FORESEEN[1], LINES[1], LABELLED[3], WINDOWS[1], BY_KEYS}
 
 
 def first_of(policies: list[str], count: int = 1) -> list:
@@ -109,7 +113,7 @@ def test_tokens_and_reports(engines, policy):
 
 
 @pytest.mark.parametrize(
-    "policy", first_of(["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})"])
+    "policy", first_of(["h2o(budget=40)", f"{CIS}, s=3)", f"{LFPS}, blocks=4, history=keep)", f"{LOOP})", BY_KEYS])
 )
 def test_a_second_turn_goes_on_with_what_the_first_learnt(engines, policy):
     answers = []
@@ -164,7 +168,17 @@ def test_rows_of_all_methods_join_and_leave_one_step(engines):
         same(left, right)
 
 
-@pytest.mark.parametrize("policy", first_of(LEARNING[1:3]))
+@pytest.mark.thorough
+def test_labels_outgrow_their_room(engines, monkeypatch):
+    """A prompt too short for a frame, rows that read everything at first, and room for three keys at a time."""
+    monkeypatch.setattr(recorded, "AHEAD", 3)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (own,), (batched,) = (one.generate(random_ids(60, seed=9), params, policy=BY_KEYS) for one in engines)
+    same(own, batched)
+    assert own.report["decode"]["density_per_head"] < 1
+
+
+@pytest.mark.parametrize("policy", first_of([*LEARNING[1:3], BY_KEYS]))
 def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     params = SamplingParams(temperature=1.5, max_tokens=5, ignore_eos=True, n=3, seed=7)
     (own,), (batched,) = (one.generate(random_ids(150, seed=2), params, policy=policy) for one in engines)
@@ -172,7 +186,7 @@ def test_samples_of_one_prompt_go_their_own_ways(engines, policy):
     assert len({tuple(one.token_ids) for one in own.outputs}) > 1
 
 
-@pytest.mark.parametrize("policy", first_of(LEARNING))
+@pytest.mark.parametrize("policy", first_of([*LEARNING, BY_KEYS]))
 def test_drafts_take_turns_with_recorded_steps(engines, policy):
     """Steps with drafts are the host path's: states go there and come back."""
     prompt = random_ids(120, seed=6)

@@ -26,8 +26,9 @@ POLICIES = [
     "dense",
     "topk(k=24)",
     "psa(epsilon=0.05, block_size=16, microbatch=1)",
+    "psa(epsilon=0.05, block_size=16, microbatch=1, rank=keys, rest=estimate)",
 ]
-PROMPTS = [random_ids(length, seed=length) for length in (203, 190, 170, 140, 90, 120, 180)]
+PROMPTS = [random_ids(length, seed=length) for length in (203, 190, 170, 140, 90, 120, 180, 185)]
 SOME = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -64,6 +65,7 @@ def expected(folder):
         (40, "per_layer", (0, 3), "block"),
         pytest.param(40, "lru", (0, 3), "block", marks=pytest.mark.thorough),
         pytest.param(34, "lru", (5, 0, 6), "head", marks=pytest.mark.thorough),
+        pytest.param(34, "lru", (7, 0, 6), "head", marks=pytest.mark.thorough),
     ],
 )
 def test_answers_under_a_small_device(folder, expected, slots, replacement, which, unit):
@@ -97,7 +99,12 @@ def test_what_lies_on_the_disk_comes_through_host_memory(folder, tmp_path, expec
 
 @pytest.mark.parametrize(
     ("which", "unit"),
-    [(0, "block"), (0, "head"), *(pytest.param(6, unit, marks=pytest.mark.thorough) for unit in ("block", "head"))],
+    [
+        (0, "block"),
+        (0, "head"),
+        *(pytest.param(6, unit, marks=pytest.mark.thorough) for unit in ("block", "head")),
+        *(pytest.param(7, unit, marks=pytest.mark.thorough) for unit in ("block", "head")),
+    ],
 )
 def test_one_sequence_is_served_by_its_own_steps(folder, expected, which, unit, monkeypatch):
     monkeypatch.setattr(offers, "FIRST_RANKED", 2)

@@ -291,7 +291,7 @@ class DeviceBackend(DeviceServing):
 
     def _count(self, number: int, row: PlacedRow, times: int = 1) -> None:
         """The row is stored; its counts are added up by the request and its plan. With ``times=-1`` it is not."""
-        one, choice = row.scheduled, row.plan.blocks
+        one, choice = row.scheduled, row.plan.summarized
         row.kv.appended(times * one.length)
         if one.phase == "prefill":
             return

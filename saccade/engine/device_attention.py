@@ -17,8 +17,7 @@ from saccade.models.interface import LayerAttention
 from saccade.ops.merge import merge_state
 from saccade.ops.triton.batched_choice import choose_blocks
 from saccade.ops.triton.batched_decode import Summaries, append_rows, band_lists, score_blocks
-from saccade.ops.triton.batched_moments import score_moments
-from saccade.ops.triton.batched_rank import rank_blocks
+from saccade.ops.triton.batched_ranking import Ranked, rank_rows
 from saccade.ops.triton.batched_rows import LayerRead, LayerRows, tally
 from saccade.ops.triton.decode import KeyLists, Pages, attend_decode
 from saccade.ops.triton.dispatch import BLOCK_SIZES
@@ -26,6 +25,7 @@ from saccade.ops.triton.few_rows import attend_rows
 from saccade.ops.triton.progressive import MOST_KEYS, Progress, Rule, attend_progressive
 from saccade.ops.triton.residency import bring_in, bring_in_ranked, follow_reach
 from saccade.selection.plan import (
+    LABELS,
     BestBlocks,
     DevicePlan,
     Ends,
@@ -38,7 +38,7 @@ from saccade.selection.plan import (
 )
 
 SUMMARIES = ("cuboid", "minmax")  # that the scores' kernel reads
-RESTS = ("min", "last_max")  # that the stopping rule's kernel follows
+GUESSING = ("moments", LABELS)  # by which kernels guess what blocks weigh, to rank them
 
 
 def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
@@ -51,15 +51,13 @@ def why_not(plan: DevicePlan, spec: PlanSpec) -> str | None:
         return None
     if choice.size not in BLOCK_SIZES:
         return f"the kernels read blocks of {', '.join(map(str, BLOCK_SIZES))} keys, not of {choice.size}"
-    if choice.summary not in SUMMARIES and not (isinstance(choice, RankedBlocks) and choice.summary == "moments"):
+    if choice.summary not in SUMMARIES and not (isinstance(choice, RankedBlocks) and choice.summary in GUESSING):
         return f"the kernels score the summaries {' and '.join(SUMMARIES)}, not {choice.summary}"
     if kv_heads % choice.units:
         return f"the kernels choose for whole KV heads, not for {choice.units} units of {kv_heads} of them"
     if isinstance(choice, RankedBlocks):
         if choice.units != kv_heads:
             return "the kernels stop for each KV head by itself"
-        if choice.rest not in RESTS:
-            return f"the kernels take for the rest of the blocks {' or '.join(RESTS)}, not {choice.rest}"
         if choice.microbatch * choice.size > MOST_KEYS:
             return f"a microbatch is at most {MOST_KEYS} keys, not {choice.microbatch} blocks of {choice.size}"
     return None
@@ -158,7 +156,8 @@ class DeviceAttention:
             self.storage.k, self.storage.v, self.buffers.tables[layer, rows], self.lengths[rows], self.longest
         )
         summaries = None
-        if choice is not None:  # also where the layer itself reads everything: its summaries stay complete
+        if choice is not None and not (isinstance(choice, RankedBlocks) and choice.labelled):
+            # Also where the layer itself reads everything: its summaries stay complete.
             summaries = Summaries(self.buffers.pointers[layer, rows], choice.size, choice.summary)
         append_rows(k, v, pages, summaries, limits)
         if limits is not None:
@@ -170,28 +169,24 @@ class DeviceAttention:
             return self._own(number, layer, q, pages, summaries, reading, spec)
         first, second = numbers.first[layer, rows], numbers.second[layer, rows]
         lists: KeyLists | None = None
-        ranking: tuple[Tensor, Tensor, Tensor] | None = None
+        ranking: Ranked | None = None
         progress: Progress | None = None
         if watch is not None:
             watch.begin("selection")
         if isinstance(reading, Ends):
             lists = band_lists(pages, first, second, reading.longest)
-        elif isinstance(reading, BestBlocks | RankedBlocks):
+        elif isinstance(reading, BestBlocks):
             assert summaries is not None
-            if isinstance(reading, RankedBlocks) and reading.summary == "moments":
-                scores = score_moments(q, pages, summaries, reading, spec.scale, spec.softcap)
-            else:
-                scores = score_blocks(q, pages, summaries, reading)
-            if isinstance(reading, BestBlocks):
-                lists = choose_blocks(scores, pages, reading, first, second)
-            else:
-                ranking = rank_blocks(scores, pages, reading, second)
+            lists = choose_blocks(score_blocks(q, pages, summaries, reading), pages, reading, first, second)
+        elif isinstance(reading, RankedBlocks):
+            words = numbers.own.words[layer, rows]
+            ranking = rank_rows(q, pages, summaries, words, reading, second, spec.scale, spec.softcap)
         if self.offers is not None:
             where = self.pool, self.offers, layer, self.buffers.logical[rows], pages
             if ranking is None:
                 bring_in(*where, lists)
             elif isinstance(reading, RankedBlocks):
-                bring_in_ranked(*where, ranking, reading.size)
+                bring_in_ranked(*where, ranking[:3], reading.size)
         if watch is not None:
             watch.end()
             watch.begin("attention")
@@ -201,16 +196,16 @@ class DeviceAttention:
             assert isinstance(reading, RankedBlocks)
             reach = numbers.reach[layer, rows]
             progress = _progress(q, pages, ranking, reading, numbers.share[layer, rows], reach, spec)
-            self._ruled[number][layer] = progress, ranking[2]
+            self._ruled[number][layer] = progress, ranking.counts
             if self.offers is not None:
-                follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking[2][1])
+                follow_reach(self.offers, layer, progress.used, reading.microbatch, ranking.counts[1])
             out, lse = progress.out, progress.lse
         out = _with_sinks(out, lse, spec)
         if self.tap is not None:
             self.tap.take(layer, rows, q, out, lse, spec)
         if watch is not None:
             watch.end()
-            watch.called(layer, group.first, q, out, spec, lists, ranking, progress)
+            watch.called(layer, group.first, q, out, spec, lists, ranking and ranking[:3], progress)
         return out
 
     def _own(
@@ -259,26 +254,26 @@ class DeviceAttention:
 def _progress(
     q: Tensor,
     pages: Pages,
-    ranking: tuple[Tensor, Tensor, Tensor],
+    ranking: Ranked,
     reading: RankedBlocks,
     epsilon: Tensor,
     reach: Tensor,
     spec: LayerAttention,
 ) -> Progress:
-    always, order, counts = ranking
-    rule = Rule(reading.epsilon, reading.microbatch, reading.rest, reading.stop)
+    rule = Rule(reading.epsilon, reading.microbatch, reading.rest, reading.stop, reading.margin)
     return attend_progressive(
         q,
         pages,
-        always,
-        order,
+        ranking.always,
+        ranking.order,
         reading.size,
         rule,
         scale=spec.scale,
         softcap=spec.softcap,
-        counts=counts,
+        counts=ranking.counts,
         epsilon=epsilon,
         before=reach,
+        guesses=ranking.guesses,
     )
 
 

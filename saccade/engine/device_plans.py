@@ -50,8 +50,7 @@ class DevicePlans:
         method = policy.decode
         assert isinstance(method, Verified)
         plan = self._of(method.draft, policy.window).plan
-        blocks = None if plan is None else plan.blocks
-        return self._verifying(method, each, None if blocks is None else Summarized(blocks.size, blocks.summary))
+        return self._verifying(method, each, None if plan is None else plan.summarized)
 
     def prefilling(self, each: int) -> DevicePlan | None:
         """How at most ``each`` rows of a dense prefill read; None where a layer has a window of its own."""

@@ -115,7 +115,7 @@ class RowBuffers:
     def hold(self, row: int, kv: SequenceKV, plan: DevicePlan, length: int) -> bool:
         """Make ``row`` show ``kv``, whose ``length`` th key this step stores, under ``plan``. Returns whether summaries
         of many blocks had to be made first."""
-        held, choice = self._held[row], plan.blocks
+        held, choice = self._held[row], plan.summarized
         wanted = 0 if choice is None else length // choice.size
         if held.plan is None or (held.plan is not plan and held.plan.numbers != plan.numbers):
             self._write_numbers(row, plan)

@@ -85,11 +85,12 @@ class SharedSets(OwnReading):
 
     def read(self, rows: Any) -> Any:
         from saccade.methods.labels import triton_recorded as kernels
+        from saccade.ops.triton.batched_labels import label_keys
         from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
 
         units = self.units
-        kernels.label_keys(rows, self.channels, self.bits)
+        label_keys(rows.pages, rows.words, self.channels, self.bits)
         due, active, bounds = kernels.whose_turn(rows, units)
         scores = kernels.score_labels(rows, units, self.channels, self.bits, active)
         room = new_lists(rows, units, self.room)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from saccade.errors import SaccadeError
 
 MOST = 2**31 - 1  # numbers are int32
+LABELS = "labels"  # what blocks are ranked by where every key has a label, which a row's device state holds
 
 
 class PlanSpec(Protocol):
@@ -222,10 +223,12 @@ class BestBlocks:
 class RankedBlocks:
     """Blocks of ``size`` keys for each of ``units``: the ``first`` first, the ``last`` last full ones and the partial
     one, and of the others, by falling score of their ``summary``, as many as the stopping rule of
-    :class:`saccade.selection.Ranking` lets in (``epsilon``, ``microbatch``, ``rest``, ``stop``). Rows of up to
-    ``dense_upto`` keys read everything.
+    :class:`saccade.selection.Ranking` lets in (``epsilon``, ``microbatch``, ``rest``, ``stop``, ``margin``). Rows of
+    up to ``dense_upto`` keys read everything. With the summary ``LABELS`` blocks are ranked by labels of all channels
+    of their keys, ``bits`` bits each (methods.labels.Labels), which the row's device state holds.
 
-    Numbers: none, dense_upto, epsilon. SaccadeError where ``dense_upto`` lets in rows with nothing to rank.
+    Numbers: none, dense_upto, epsilon. SaccadeError where ``dense_upto`` lets in rows with nothing to rank, and where
+    the last full block, whose last key the same step labels, is to be ranked by labels.
     """
 
     size: int
@@ -238,16 +241,24 @@ class RankedBlocks:
     stop: str
     epsilon: float
     dense_upto: int
+    margin: float = 0.0
+    bits: int = 0
 
     after_full = True  # the partial block comes on top of the last ones
 
     def __post_init__(self) -> None:
+        if self.labelled and self.last < 1:
+            raise SaccadeError(f"blocks that labels rank are not the last one: last must be at least 1, is {self.last}")
         least = (self.first + self.last + 1) * self.size - 1
         if min(self.first, self.last) < 0 or self.dense_upto < least:
             raise SaccadeError(
                 f"rows of more than dense_upto={self.dense_upto} keys in blocks of {self.size} may have none to rank "
                 f"beside first={self.first} and last={self.last}: it must be at least {least}"
             )
+
+    @property
+    def labelled(self) -> bool:
+        return self.summary == LABELS
 
     @property
     def longest(self) -> int:
@@ -267,7 +278,8 @@ class RankedBlocks:
         if length <= self.dense_upto:
             return Known("dense", length, 0)
         full, partial = divmod(length, self.size)
-        return Known("blocks", (self.first + self.last) * self.size + partial, full - self.first - self.last)
+        scored = length if self.labelled else full - self.first - self.last
+        return Known("blocks", (self.first + self.last) * self.size + partial, scored)
 
 
 Reading = Everything | Ends | BestBlocks | RankedBlocks | OwnReading
@@ -318,14 +330,22 @@ class DevicePlan:
         return blocks_of(self.layers)
 
     @cached_property
+    def summarized(self) -> Summarized | None:
+        """The block summaries that rows keep, if any."""
+        blocks = self.blocks
+        if blocks is None or (isinstance(blocks, RankedBlocks) and blocks.labelled):
+            return None
+        return Summarized(blocks.size, blocks.summary)
+
+    @cached_property
     def keeps(self) -> bool:
         """Whether rows have a device state, to whose numbers and memory their buffers point."""
-        return any(isinstance(one, OwnReading) for one in self.layers)
+        return not self.listed or any(isinstance(one, RankedBlocks) and one.labelled for one in self.layers)
 
     @cached_property
     def listed(self) -> bool:
         """Whether it is known before anything is read which keys a layer reads, or which first."""
-        return not self.keeps
+        return not any(isinstance(one, OwnReading) for one in self.layers)
 
     @property
     def ruled(self) -> bool:

@@ -27,12 +27,13 @@ class LabelledKeys(OwnReading):
     bits: int
 
     def read(self, rows: Any) -> Any:
-        from saccade.methods.labels.triton_recorded import label_keys, score_labels
+        from saccade.methods.labels.triton_recorded import score_labels
         from saccade.methods.triton_topk import bounds_of
+        from saccade.ops.triton.batched_labels import label_keys
         from saccade.ops.triton.batched_lists import choose_keys, new_lists
         from saccade.ops.triton.batched_rows import LayerRead
 
-        label_keys(rows, self.channels, self.bits)
+        label_keys(rows.pages, rows.words, self.channels, self.bits)
         scores = score_labels(rows, self.units, self.channels, self.bits)
         room = new_lists(rows, self.units, self.room.upto(rows.pages.longest))
         lists = choose_keys(scores, bounds_of(rows), rows.pages.lengths, *room)

@@ -116,20 +116,20 @@ class Labels(MethodState):
                 labels = (labels - mean) / deviation
             rows = slice(start // tile, -(-stop // tile))
             if self.whole:
-                self._codes = self._with_room(self._codes, rows.stop, labels)
+                self._codes = self._with_room(self._codes, kv.length, labels)
                 self._codes[:, rows] = labels
             else:
                 codes, extent = self._quantized(labels)
-                self._make_room(rows.stop, codes, extent)
+                self._make_room(-(-kv.length // tile), codes, extent)
                 self._codes[:, rows], self._range[:, rows] = codes, extent
             self.length = stop
 
     def reserve(self, length: int) -> None:
-        """Make room for labels of ``length`` keys, some of which there are."""
+        """Make room for labels of ``length`` keys, some of which there are, and for no more."""
         rows = length if self.whole else -(-length // TILE)
-        self._codes = self._with_room(self._codes, rows, self._codes)
+        self._codes = self._with_room(self._codes, rows, self._codes, spare=False)
         if not self.whole:
-            self._range = self._with_room(self._range, rows, self._range)
+            self._range = self._with_room(self._range, rows, self._range, spare=False)
 
     def where(self) -> tuple[int, int, int, int]:
         """For kernels: the addresses of channels, of codes and of ranges (0 where there are none), and their room in
@@ -137,6 +137,13 @@ class Labels(MethodState):
         self.channels = self.channels.contiguous()
         ranges = 0 if self.whole else self._range.data_ptr()
         return self.channels.data_ptr(), self._codes.data_ptr(), ranges, self._codes.shape[1]
+
+    def frame_address(self) -> int:
+        """For kernels: the address of the frame, 0 where there is none."""
+        if self.frame is None:
+            return 0
+        self.frame = self.frame.contiguous()
+        return self.frame.data_ptr()
 
     def scores(self, q: Tensor, unit: str = "q_head", query_bits: int = WHOLE_BITS) -> Tensor:
         """``q`` [heads, head_dim], each in ``query_bits`` bits, against every label: fp32 [units, length], unscaled; of
@@ -219,11 +226,13 @@ class Labels(MethodState):
         self._codes = self._with_room(self._codes, tiles, codes)
         self._range = self._with_room(self._range, tiles, extent)
 
-    def _with_room(self, buffer: Tensor, rows: int, like: Tensor) -> Tensor:
-        """``buffer``, or a larger one like ``like`` [G, any, ...] with its content, for ``rows`` of the second axis."""
+    def _with_room(self, buffer: Tensor, rows: int, like: Tensor, spare: bool = True) -> Tensor:
+        """``buffer``, or a larger one like ``like`` [G, any, ...] with its content, for ``rows`` of the second axis;
+        ``spare``: and for as many again as there are, as who makes room key by key needs."""
         if self.length and rows <= buffer.shape[1]:
             return buffer
-        grown = like.new_empty(like.shape[0], max(rows, 2 * buffer.shape[1] if self.length else 0), *like.shape[2:])
+        twice = 2 * buffer.shape[1] if self.length and spare else 0
+        grown = like.new_empty(like.shape[0], max(rows, twice), *like.shape[2:])
         if self.length:
             grown[:, : buffer.shape[1]] = buffer
         return grown

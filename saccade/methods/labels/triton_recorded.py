@@ -1,4 +1,4 @@
-"""Labels in recorded steps: each row's new key is labelled, all its labels are scored (see store.py)."""
+"""Labels in recorded steps: all labels of a row are scored (see store.py; ops/triton/batched_labels.py makes them)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.ops.triton.batched_labels import channel_numbers, codes_at
 from saccade.ops.triton.batched_rows import LayerRows
 from saccade.ops.triton.common import begin, launched, pad, processors
 from saccade.ops.triton.decode import KeyLists
 
 KEYS = 64  # scored in one go
-
-# Words of a row from LABELS on: the addresses of int64 channels [kv_heads, r], of codes and of ranges; their room in
-# tiles, or keys where labels are whole. Before them come the method's own.
-LABELS = 3
-
-
-def label_keys(rows: LayerRows, channels: int, bits: int) -> None:
-    """Label the last key of each row by ``channels`` of its channels in ``bits`` each (16: as they are)."""
-    _label[(rows.kv_heads, rows.count)](
-        rows.pages.k, rows.pages.tables, rows.pages.lengths, rows.words, *rows.pages.table_strides,
-        rows.words.stride(0), KV_HEADS=rows.kv_heads, D=rows.q.shape[2], PAGE=rows.pages.k.shape[2], COUNT=channels,
-        HALF=pad((channels + 1) // 2, 1), BITS=bits, num_warps=1, **launched(rows.q.device),
-    )  # fmt: skip
 
 
 def score_labels(rows: LayerRows, units: int, channels: int, bits: int, active: Tensor | None = None) -> Tensor:
@@ -41,72 +29,6 @@ def score_labels(rows: LayerRows, units: int, channels: int, bits: int, active: 
         **launched(device),
     )  # fmt: skip
     return scores
-
-
-@triton.jit
-def _channel_numbers(own, kv_head, COUNT: tl.constexpr, HALF: tl.constexpr, LABELS_AT: tl.constexpr):
-    """The channels of a KV head, the even and the odd ones, and which there are."""
-    channels = tl.load(own + LABELS_AT).to(tl.pointer_type(tl.int64)) + kv_head * COUNT
-    plane = tl.arange(0, HALF)
-    even, odd = plane * 2 < COUNT, plane * 2 + 1 < COUNT
-    one, two = tl.load(channels + plane * 2, mask=even, other=0), tl.load(channels + plane * 2 + 1, mask=odd, other=0)
-    return one, two, even, odd
-
-
-@triton.jit
-def _rounded(value):
-    """To the nearest whole number, ties to the even one, from 0 to 255."""
-    return (value + 12582912.0) - 12582912.0
-
-
-@triton.jit(
-    do_not_specialize=["table_row", "table_head", "word_row"],
-    do_not_specialize_on_alignment=["tables", "lengths", "words"],
-)
-def _label(
-    k_pool, tables, lengths, words, table_row, table_head, word_row,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr,
-    BITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    begin(EARLY)
-    kv_head, row = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lengths + row)
-    if length > 0:
-        own = words + row.to(tl.int64) * word_row
-        first, second, even, odd = _channel_numbers(own, kv_head, COUNT, HALF, 3)
-        room = tl.load(own + 6)
-        at = length - 1
-        slot = tl.load(tables + row.to(tl.int64) * table_row + kv_head.to(tl.int64) * table_head + at // PAGE)
-        key = k_pool + ((slot.to(tl.int64) * KV_HEADS + kv_head) * PAGE + at % PAGE) * D
-        one = tl.load(key + first, mask=even, other=0.0).to(tl.float32)
-        two = tl.load(key + second, mask=odd, other=0.0).to(tl.float32)
-        plane = tl.arange(0, HALF)
-        if BITS == 16:
-            whole = tl.load(own + 4).to(tl.pointer_type(tl.float32)) + (kv_head * room + at) * COUNT
-            tl.store(whole + plane * 2, one, mask=even)
-            tl.store(whole + plane * 2 + 1, two, mask=odd)
-        else:
-            low = tl.minimum(tl.min(tl.where(even, one, float("inf")), 0), tl.min(tl.where(odd, two, float("inf")), 0))
-            high = tl.maximum(
-                tl.max(tl.where(even, one, float("-inf")), 0), tl.max(tl.where(odd, two, float("-inf")), 0)
-            )
-            STEPS: tl.constexpr = 2**BITS - 1
-            step = tl.div_rn(high - low, tl.full([], STEPS, tl.float32))
-            least = tl.maximum(step, 1.1754943508222875e-38)
-            one = _rounded(tl.div_rn(one - low, tl.zeros([HALF], tl.float32) + least)).to(tl.int32)
-            two = _rounded(tl.div_rn(two - low, tl.zeros([HALF], tl.float32) + least)).to(tl.int32)
-            tile = kv_head * room + at // 16
-            codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8))
-            if BITS <= 4:
-                PLANES: tl.constexpr = (COUNT + 1) // 2
-                packed = one | (tl.where(odd, two, 0) << 4)
-                tl.store(codes + (tile * PLANES + plane) * 16 + at % 16, packed.to(tl.uint8), mask=even)
-            else:
-                tl.store(codes + (tile * COUNT + plane * 2) * 16 + at % 16, one.to(tl.uint8), mask=even)
-                tl.store(codes + (tile * COUNT + plane * 2 + 1) * 16 + at % 16, two.to(tl.uint8), mask=odd)
-            extent = tl.load(own + 5).to(tl.pointer_type(tl.float32)) + tile * 32 + at % 16
-            tl.store(extent, low)
-            tl.store(extent + 16, step)
 
 
 @triton.jit(
@@ -126,8 +48,7 @@ def _score_labels(
     if count > 0:
         own = words + row.to(tl.int64) * word_row
         kv_head = unit * PER // (HEADS // KV_HEADS)
-        first, second, even, odd = _channel_numbers(own, kv_head, COUNT, HALF, 3)
-        room = tl.load(own + 6)
+        first, second, even, odd = channel_numbers(own, kv_head, COUNT, HALF)
         one, two = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
         for number in tl.static_range(PER):
             q = q_ptr + row.to(tl.int64) * q_row + (unit * PER + number) * q_head
@@ -141,24 +62,14 @@ def _score_labels(
             key = part * KEYS + tl.arange(0, KEYS)
             there = key < count
             if BITS == 16:
+                room = tl.load(own + 6)
                 whole = tl.load(own + 4).to(tl.pointer_type(tl.float32)) + (kv_head * room + key)[None, :] * COUNT
                 a = tl.load(whole + plane[:, None] * 2, mask=even[:, None] & there[None, :], other=0.0)
                 b = tl.load(whole + plane[:, None] * 2 + 1, mask=odd[:, None] & there[None, :], other=0.0)
                 found = tl.sum(a * one[:, None] + b * two[:, None], 0)
             else:
-                tile = kv_head * room + key // 16
-                codes = tl.load(own + 4).to(tl.pointer_type(tl.uint8)) + (key % 16)[None, :]
-                if BITS <= 4:
-                    PLANES: tl.constexpr = (COUNT + 1) // 2
-                    at = codes + (tile[None, :] * PLANES + plane[:, None]) * 16
-                    both = tl.load(at, mask=even[:, None] & there[None, :], other=0).to(tl.int32)
-                    a, b = (both & 15).to(tl.float32), (both >> 4).to(tl.float32)
-                else:
-                    at = codes + (tile[None, :] * COUNT + plane[:, None] * 2) * 16
-                    a = tl.load(at, mask=even[:, None] & there[None, :], other=0).to(tl.float32)
-                    b = tl.load(at + 16, mask=odd[:, None] & there[None, :], other=0).to(tl.float32)
-                extent = tl.load(own + 5).to(tl.pointer_type(tl.float32)) + tile * 32 + key % 16
-                low, step = tl.load(extent, mask=there, other=0.0), tl.load(extent + 16, mask=there, other=0.0)
+                a, b, low, step = codes_at(own, kv_head, key, there, COUNT, HALF, BITS)
+                a, b = a.to(tl.float32), b.to(tl.float32)
                 found = tl.sum(a * one[:, None] + b * two[:, None], 0) * step + total * low
             tl.store(out + key, found, mask=there)
 

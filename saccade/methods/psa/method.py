@@ -13,14 +13,16 @@ import torch
 
 from saccade.errors import PolicyError
 from saccade.methods.base import Chunk, Query
+from saccade.methods.device_state import DeviceState, Opening
 from saccade.methods.dial import Dial
 from saccade.methods.labels import Labels, labels_note
 from saccade.methods.options import require_choice, require_number, require_whole
 from saccade.methods.psa.estimates import block_estimates, keys_in_few_bits, ranked_by_estimate
+from saccade.methods.psa.recorded import RecordedKeys
 from saccade.methods.tails import BlockMethod
 from saccade.ops.block_scores import first_ranked, ranked_blocks
 from saccade.selection import Dense, Ranking, Selection
-from saccade.selection.plan import DevicePlan, PlanSpec, RankedBlocks
+from saccade.selection.plan import LABELS, DevicePlan, PlanSpec, RankedBlocks
 
 # Blocks always read: so many first ones, so many last full ones, and the partial one (docs/algorithms.md 4.5 P2).
 SINK_BLOCKS, LAST_BLOCKS = 2, 1
@@ -150,12 +152,12 @@ class PSA(BlockMethod):
         return self.with_tail(query, ranking, size)
 
     def device_plan(self, spec: PlanSpec) -> DevicePlan | None:
-        if self.stands_in or self.rank == "keys":  # no kernel of recorded steps ranks blocks by labels
+        if self.stands_in:
             return None
-        units = spec.kv_heads if self.unit == "kv_head" else 1
+        units, by_keys = spec.kv_heads if self.unit == "kv_head" else 1, self.rank == "keys"
         ranked = RankedBlocks(
             self.block_size,
-            RANKS[self.rank],
+            LABELS if by_keys else RANKS[self.rank],
             units,
             SINK_BLOCKS,
             LAST_BLOCKS,
@@ -164,5 +166,10 @@ class PSA(BlockMethod):
             stop=self.stop,
             epsilon=self.epsilon,
             dense_upto=self.dense_upto,
+            margin=MARGINS.get(self.rank, 0.0) if self.margin is None else self.margin,
+            bits=self.bits if by_keys else 0,
         )
         return DevicePlan.alike(self, spec, ranked)
+
+    def device_state(self, opening: Opening) -> DeviceState:
+        return RecordedKeys(opening, self.bits) if self.rank == "keys" else super().device_state(opening)

@@ -1,5 +1,5 @@
-"""Blocks of many rows scored by what they are guessed to weigh, from the mean and the variance of their keys
-(methods/psa/estimates.py): for each unit the largest share of any of its heads."""
+"""What blocks of many rows are guessed to weigh, from the mean and the variance of their keys
+(methods/psa/estimates.py)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from saccade.selection.plan import RankedBlocks
 TILE = 32
 
 
-def score_moments(
+def estimate_moments(
     q: Tensor, pages: Pages, summaries: Summaries, choice: RankedBlocks, scale: float, softcap: float | None
 ) -> Tensor:
-    """``q`` [rows, heads, head_dim] -> float32 [rows, units, n]: the log of the largest share that a head of the unit
-    is guessed to give each block, -inf where a block is not to be ranked; ``n`` as for batched_decode.score_blocks."""
+    """``q`` [rows, heads, head_dim] -> float32 [rows, heads, n]: the log of what each block that ``choice`` ranks is
+    guessed to weigh; ``n`` as for batched_decode.score_blocks. What it says of other blocks means nothing."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, heads, head_dim = q.shape
     kv_heads, blocks, device = pages.k.shape[1], -(-pages.longest // choice.size), q.device
@@ -33,12 +33,7 @@ def score_moments(
         SIZE=choice.size, FIRST=choice.first, LAST=choice.last, LOG=math.log(choice.size), TILE=TILE,
         CAPPED=softcap is not None, num_warps=4, **launched(device),
     )  # fmt: skip
-    scores = torch.empty(rows, choice.units, blocks, dtype=torch.float32, device=device)
-    _share[(choice.units, rows)](
-        estimates, pages.lengths, scores, blocks, UNITS=choice.units, EACH=heads // choice.units, SIZE=choice.size,
-        FIRST=choice.first, LAST=choice.last, SPAN=1024, num_warps=4, **launched(device),
-    )  # fmt: skip
-    return scores
+    return estimates
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "pointers", "estimates"])
@@ -80,38 +75,3 @@ def _estimate(
         guess = mu + tl.where(square < 2.0 * LOG, LOG + square / 2.0, tl.sqrt(2.0 * LOG * square))
         out = estimates + (row.to(tl.int64) * HEADS + head)[None, :] * blocks + block[:, None]
         tl.store(out, guess, mask=wanted[:, None] & (member < GROUP)[None, :])
-
-
-@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["lengths", "estimates", "scores"])
-def _share(
-    estimates, lengths, scores, blocks,
-    UNITS: tl.constexpr, EACH: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    SPAN: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    begin(EARLY)
-    unit, row = tl.program_id(0), tl.program_id(1)
-    stop = tl.load(lengths + row) // SIZE - LAST
-    at = tl.arange(0, SPAN)
-    out = scores + (row * UNITS + unit).to(tl.int64) * blocks
-    for start in tl.range(0, blocks, SPAN):
-        tl.store(out + start + at, tl.full([SPAN], float("-inf"), tl.float32), mask=start + at < blocks)
-    for number in tl.range(0, EACH):
-        line = estimates + ((row * UNITS + unit) * EACH + number).to(tl.int64) * blocks
-        top = tl.full([SPAN], float("-inf"), tl.float32)
-        weight = tl.zeros([SPAN], tl.float32)
-        for start in tl.range(FIRST, stop, SPAN):
-            guess = tl.load(line + start + at, mask=start + at < stop, other=float("-inf"))
-            higher = tl.maximum(top, guess)
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = weight * tl.exp(top - anchor) + tl.exp(guess - anchor)
-            top = higher
-        peak = tl.max(top, 0)
-        peak = tl.where(peak == float("-inf"), 0.0, peak)
-        total = tl.sum(weight * tl.exp(top - peak), 0)
-        log = peak + tl.log(tl.where(total > 0.0, total, 1.0))
-        tl.debug_barrier()  # other threads have written the scores
-        for start in tl.range(FIRST, stop, SPAN):
-            inside = start + at < stop
-            share = tl.load(line + start + at, mask=inside, other=0.0) - log
-            have = tl.load(out + start + at, mask=inside, other=float("-inf"))
-            tl.store(out + start + at, tl.maximum(have, share), mask=inside)

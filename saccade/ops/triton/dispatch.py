@@ -7,6 +7,7 @@ from torch import Tensor
 
 from saccade.kv.view import KVView
 from saccade.ops.cpu import uneven
+from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.choose import compact
 from saccade.ops.triton.common import STORAGE, pad, runs_on
 from saccade.ops.triton.decode import KeyLists, attend_decode, pages_of
@@ -150,12 +151,10 @@ def _as_lines(selection: Selection, device: torch.device) -> Lines:
 
 
 def _unread_ranking(ranking: Ranking) -> str | None:
-    """Why the progressive kernel cannot follow this ranking; None where it can: a unit is a KV head, a microbatch is
-    one tile, and the rule goes by blocks read, not by estimates."""
+    """Why the progressive kernel cannot follow this ranking; None where it can: a unit is a KV head, and a microbatch
+    is one tile."""
     if ranking.units != ranking.shape.kv_heads:
         return f"its rankings have a unit for each KV head; got {ranking.units} for {ranking.shape.kv_heads}"
-    if ranking.rest == "estimate":
-        return "its stopping rule goes by blocks that were read, not by estimates (rest='estimate')"
     if not 16 <= pad(ranking.microbatch, 1) * ranking.block_size <= MOST_KEYS:
         return f"a microbatch must hold 16 to {MOST_KEYS} keys; got {ranking.microbatch} blocks of {ranking.block_size}"
     return None if ranking.order.shape[1] else "there is no block to rank"
@@ -168,7 +167,8 @@ def attend_ranking(
     unit's coverage at the end, fp32 [units], on the device."""
     ranking = ranking.to(q.device)
     pages = pages_of([kv.upto(ranking.shape.q_start + 1)])
-    rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop)
+    rule = Rule(ranking.epsilon, ranking.microbatch, ranking.rest, ranking.stop, ranking.margin)
+    guesses = None if ranking.estimates is None else Guesses.of(ranking.estimates, ranking.microbatch)
     out, lse, used, _, coverage = attend_progressive(
         q[:, 0][None],
         pages,
@@ -178,6 +178,7 @@ def attend_ranking(
         rule,
         scale=scale,
         softcap=softcap,
+        guesses=guesses,
     )
     blocks = -(-ranking.shape.k_len // ranking.block_size)
     taken = torch.zeros(ranking.units, blocks, dtype=torch.int8, device=q.device)

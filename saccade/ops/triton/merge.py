@@ -21,12 +21,13 @@ def merge(
     programs: int,
     stops: Tensor | None = None,
     words: Tensor | None = None,
+    planes: int = 1,
     rows: int = 1,
 ) -> None:
     """Merge states of ``programs`` that took turns, ``part_out`` float32 [..., turns, per, head_dim] with base-2
     ``part_lse`` [..., turns, per], into ``out`` [batch, heads, head_dim] and natural ``lse`` [batch, heads]. With
-    ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., turns *
-    per] are set to zero."""
+    ``stops`` int32 [...] only turns before the stop count, of each program its last, and ``words`` int64 [..., planes *
+    turns * per] are set to zero."""
     turns, per, head_dim = part_out.shape[-3:]
     width = min(WIDE, pad(head_dim))
     _merge[(lse.numel(), pad(head_dim) // width)](
@@ -39,6 +40,7 @@ def merge(
         programs,
         turns,
         out.shape[1] * rows // per,
+        turns * planes,
         PER=per,
         ROWS=rows,
         D=head_dim,
@@ -51,9 +53,9 @@ def merge(
     )
 
 
-@triton.jit(do_not_specialize=["programs", "turns", "units"])
+@triton.jit(do_not_specialize=["programs", "turns", "units", "cleared"])
 def _merge(
-    part_out, part_lse, stops, out, lse, words, programs, turns, units, PER: tl.constexpr, ROWS: tl.constexpr,
+    part_out, part_lse, stops, out, lse, words, programs, turns, units, cleared, PER: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STOPPED: tl.constexpr, STEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -99,6 +101,6 @@ def _merge(
     tl.store(lse + place, natural, mask=tl.program_id(1) == 0)
     if STOPPED:
         number = tl.program_id(1) * STEP + tl.arange(0, STEP)
-        for start in tl.range(0, turns, STEP * tl.num_programs(1)):
-            word = words + first - head % PER + head % PER * turns + start + number
-            tl.store(word, tl.zeros([STEP], tl.int64), mask=start + number < turns)
+        for start in tl.range(0, cleared, STEP * tl.num_programs(1)):
+            word = words + (listed * PER + head % PER) * cleared + start + number
+            tl.store(word, tl.zeros([STEP], tl.int64), mask=start + number < cleared)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.ops.layout import flat, rows
+from saccade.ops.triton.batched_guesses import Guesses
 from saccade.ops.triton.common import (
     LOG2E,
     also,
@@ -57,6 +58,7 @@ class Rule:
     microbatch: int
     rest: str
     stop: str
+    margin: float = 0.0
 
 
 class Progress(NamedTuple):
@@ -84,6 +86,7 @@ def attend_progressive(
     counts: Tensor | None = None,
     epsilon: Tensor | None = None,
     before: Tensor | None = None,
+    guesses: Guesses | None = None,
     readers: int | None = None,
     held_back: int | None = None,
     keys: int = 64,
@@ -94,6 +97,7 @@ def attend_progressive(
     """``q`` [batch, heads, head_dim]; ``always`` int32 [batch * kv_heads, a] and ``order`` int32 [batch * kv_heads, m]
     are block ids of ``size`` keys, ``order`` by criticality.
 
+    ``guesses`` of the blocks of ``order``: a rule with ``rest="estimate"`` needs them, contiguous.
     ``counts`` int32 [2, batch * kv_heads]: how many entries of ``always`` and of ``order`` count for each unit, all by
     default. ``epsilon`` float32 [batch]: of each sequence, instead of the rule's. ``before`` int32 [batch, kv_heads],
     contiguous: how many microbatches each unit needed the last time, those of ``always`` among them, 0 where nobody
@@ -119,79 +123,47 @@ def attend_progressive(
     out = torch.empty(batch, heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads, dtype=torch.float32, device=device)
     used = torch.empty(4, units, dtype=torch.int32, device=device)
-    words = kept_zeros(device, units * parts * group)
+    planes = 1
+    if rule.rest == "estimate":
+        assert guesses is not None
+        planes = 2
+    words = kept_zeros(device, planes * units * parts * group)
     _read[(readers, kv_heads, batch)](
-        q,
-        pages.k,
-        pages.v,
-        pages.tables,
-        pages.lengths,
-        always,
-        order,
+        q, pages.k, pages.v, pages.tables, pages.lengths, always, order,
         pages.lengths if counts is None else counts,  # unused pointers must still be pointers
-        lse if epsilon is None else epsilon,
-        used if before is None else before,
-        part_out,
-        part_lse,
-        words,
-        arrivals(device, units),
-        used,
-        q.stride(0),
-        q.stride(1),
-        *pages.table_strides,
-        scale * LOG2E,
-        softcap or 0.0,
-        rule.epsilon,
-        parts,
-        ahead,
-        ranked,
-        always.shape[1],
-        held_back,
-        KV_HEADS=kv_heads,
-        PER_PAD=pad(group),
-        D=head_dim,
-        D_PAD=pad(head_dim),
-        PAGE=pages.k.shape[2],
-        SIZE=size,
-        BLOCKS=pad(rule.microbatch, 1),
-        TILE=tile,
-        CAPPED=softcap is not None,
-        PRECISION=precision(q.dtype),
-        GROUP=group,
+        lse if epsilon is None else epsilon, used if before is None else before,
+        lse if guesses is None else guesses.blocks, lse if guesses is None else guesses.left, part_out, part_lse, words,
+        arrivals(device, units), used, q.stride(0), q.stride(1), *pages.table_strides, scale * LOG2E, softcap or 0.0,
+        rule.epsilon, rule.margin, parts, ahead, ranked, 0 if guesses is None else guesses.left.shape[2],
+        always.shape[1], held_back, KV_HEADS=kv_heads, PER_PAD=pad(group), D=head_dim, D_PAD=pad(head_dim),
+        PAGE=pages.k.shape[2], SIZE=size, BLOCKS=pad(rule.microbatch, 1), TILE=tile, CAPPED=softcap is not None,
+        PRECISION=precision(q.dtype), GROUP=group,
         FEW=pad(group, 256 // WINDOW),  # no two threads look at one word: they might not see the same
-        MICROBATCH=rule.microbatch,
-        LEAST=rule.rest == "min",
-        MEAN=rule.stop == "mean",
-        WINDOW=WINDOW,
-        AT_END=WINDOW_AT_END,
-        SHARE=SHARE,
-        LONGEST=LONGEST,
-        NEARLY=NEARLY,
-        KNOWN=before is not None,
-        RAGGED=counts is not None,
-        EACH=epsilon is not None,
-        num_warps=warps,
+        MICROBATCH=rule.microbatch, LEAST=rule.rest == "min", GUESSED=planes == 2, MEAN=rule.stop == "mean",
+        WINDOW=WINDOW, AT_END=WINDOW_AT_END, SHARE=SHARE, LONGEST=LONGEST, NEARLY=NEARLY, KNOWN=before is not None,
+        RAGGED=counts is not None, EACH=epsilon is not None, num_warps=warps,
         num_stages=stages if row_bytes * tile <= 1 << 15 else 1,  # two tiles of keys and of values share memory
-        maxnreg=registers if row_bytes <= 256 else None,
-        **launched(device),
-    )
-    merge(part_out, part_lse, out, lse, programs=readers, stops=used[2], words=words)
+        maxnreg=registers if row_bytes <= 256 else None, **launched(device),
+    )  # fmt: skip
+    merge(part_out, part_lse, out, lse, programs=readers, stops=used[2], words=words, planes=planes)
     return Progress(out, lse, used[0], used[1], used[3].view(torch.float32))
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "table_head", "parts", "ahead", "ranked", "always_each", "held_back"],
-    do_not_specialize_on_alignment=["epsilons", "before"],
-)
+    do_not_specialize=[
+        "table_stride", "table_head", "margin", "parts", "ahead", "ranked", "left_row", "always_each", "held_back",
+    ],
+    do_not_specialize_on_alignment=["epsilons", "before", "guesses", "lefts"],
+)  # fmt: skip
 def _read(
-    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, epsilons, before, part_out, part_lse, published,
-    arrived, used, q_batch, q_head, table_stride, table_head, scale_log2, softcap, epsilon, parts, ahead, ranked,
-    always_each, held_back,
+    q_ptr, k_pool, v_pool, tables, lengths, always, order, counts, epsilons, before, guesses, lefts, part_out, part_lse,
+    published, arrived, used, q_batch, q_head, table_stride, table_head, scale_log2, softcap, epsilon, margin, parts,
+    ahead, ranked, left_row, always_each, held_back,
     KV_HEADS: tl.constexpr, PER_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, AT_END: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr, NEARLY: tl.constexpr,
-    KNOWN: tl.constexpr, RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, FEW: tl.constexpr, MICROBATCH: tl.constexpr, LEAST: tl.constexpr, GUESSED: tl.constexpr,
+    MEAN: tl.constexpr, WINDOW: tl.constexpr, AT_END: tl.constexpr, SHARE: tl.constexpr, LONGEST: tl.constexpr,
+    NEARLY: tl.constexpr, KNOWN: tl.constexpr, RAGGED: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     TILES: tl.constexpr = BLOCKS * SIZE // TILE  # of a microbatch
@@ -207,7 +179,12 @@ def _read(
     order += unit.to(tl.int64) * ranked
     part_out += unit.to(tl.int64) * parts * GROUP * D
     part_lse += unit.to(tl.int64) * parts * GROUP
-    words = published + unit.to(tl.int64) * parts * GROUP
+    PLANES: tl.constexpr = 2 if GUESSED else 1
+    words = published + unit.to(tl.int64) * parts * GROUP * PLANES
+    more = words + parts * GROUP
+    guess_row = ranked
+    guesses += unit.to(tl.int64) * GROUP * guess_row
+    lefts += unit.to(tl.int64) * GROUP * left_row
     if RAGGED:
         always_each, ranked, ahead, parts = own_counts(counts, unit, units, MICROBATCH)
     head = tl.arange(0, PER_PAD)
@@ -226,6 +203,7 @@ def _read(
     anchor = tl.zeros([FEW], tl.float32)
     total = tl.zeros([FEW], tl.float64)
     least = tl.full([FEW], float("inf"), tl.float32)
+    excess, squares = tl.zeros([FEW], tl.float64), tl.zeros([FEW], tl.float64)
     part, looks, turns = reader, 0, 0
     key = microbatch_keys(part, 0, always, order, ahead, always_each, ranked, length, SIZE, TILE, MICROBATCH)
     valid = key < length
@@ -239,12 +217,13 @@ def _read(
     own = tl.zeros([PER_PAD], tl.float32)  # of the microbatch at hand
     top = tl.full([PER_PAD], float("-inf"), tl.float32)
     rest = tl.zeros([PER_PAD], tl.float32)
+    pivot, apart = tl.zeros([PER_PAD], tl.float32), tl.zeros([PER_PAD], tl.float32)
     while (part < parts) & (found == 0):
         followed = cursor
         if turns > 0:
-            cursor, anchor, total, least, aim, found, covered = follow(
-                words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
-                MICROBATCH, LEAST, MEAN, WINDOW,
+            cursor, anchor, total, least, excess, squares, aim, found, covered = follow(
+                words, more, lefts, margin, cursor, anchor, total, least, excess, squares, aim, covered, epsilon,
+                parts, ahead, ranked, left_row, GROUP, FEW, MICROBATCH, LEAST, GUESSED, MEAN, WINDOW,
             )  # fmt: skip
         behind = (cursor - followed) // WINDOW  # 1 where more is published than was looked at: that comes first
         left = tl.cdiv(parts - part, readers)  # of this program's turns
@@ -272,7 +251,11 @@ def _read(
             )  # fmt: skip
             scores = cap_logits(tl.dot(q, tl.trans(k), input_precision=PRECISION), scale_log2, softcap, CAPPED)
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
+            if GUESSED:
+                tops = tl.max(tl.reshape(scores, [PER_PAD, TILE // SIZE, SIZE]), 2)
+                higher = tl.maximum(top, tl.max(tops, 1))
+            else:
+                higher = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             shrink = tl.exp2(top - base)
             p = tl.exp2(scores - base[:, None])
@@ -283,7 +266,19 @@ def _read(
             top = higher
             at = part + step // TILES * readers
             own = tl.where(start == 0, 0.0, own * shrink) + new
-            if LEAST:
+            if GUESSED:
+                among = start // SIZE + tl.arange(0, TILE // SIZE)
+                entry = (at - ahead) * MICROBATCH + among
+                listed = mine[:, None] & also((among < MICROBATCH) & (entry < ranked), at >= ahead)[None, :]
+                guess = tl.load(guesses + head[:, None] * guess_row + entry[None, :], mask=listed, other=0.0)
+                # Of a block too light for float32 beside the others its heaviest key stands for it.
+                above = tl.maximum(base[:, None] + tl.log2(tl.maximum(by_block, 1.2e-38)), tops) - guess
+                first = tl.sum(tl.where(listed & (among == 0)[None, :], above, 0.0), 1)
+                pivot = tl.where(start == 0, first, pivot)  # sums count from the first one: they lie close together
+                above = tl.where(listed, above - pivot[:, None], 0.0)
+                rest = tl.where(start == 0, 0.0, rest) + tl.sum(above, 1)
+                apart = tl.where(start == 0, 0.0, apart) + tl.sum(above * above, 1)
+            elif LEAST:
                 among = start // SIZE + tl.arange(0, TILE // SIZE)
                 among = (among < MICROBATCH) & ((at - ahead) * MICROBATCH + among < ranked)
                 lightest = tl.min(tl.where(among[None, :], by_block, float("inf")), 1)
@@ -292,10 +287,17 @@ def _read(
                 rest = tl.maximum(tl.where(start == 0, float("-inf"), rest), base + tl.log2(tl.max(by_block, 1)))
             ends = also(mine, start == (TILES - 1) * TILE)  # a microbatch
             log = top + tl.log2(own)  # a listed block has a key, so a microbatch weighs something
-            word = (log.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (
-                rest.to(tl.int32, bitcast=True).to(tl.int64) << 32
-            )
             place = at * GROUP + head
+            beside = rest
+            if GUESSED:
+                count = tl.maximum(tl.minimum(MICROBATCH, ranked - (at - ahead) * MICROBATCH), 1).to(tl.float32)
+                beside = pivot + rest / count
+                spread = tl.maximum(apart - rest * rest / count, 0.0)
+                second = (spread.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (1 << 32)
+                tl.store(more + place, second, mask=ends)
+            word = (log.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (
+                beside.to(tl.int32, bitcast=True).to(tl.int64) << 32
+            )
             tl.store(words + place, tl.where(word == 0, 1, word), mask=ends)
             tl.store(part_lse + place, top + tl.log2(weight), mask=ends)
             tl.store(
@@ -310,9 +312,9 @@ def _read(
     others = tl.atomic_add(arrived + unit, (tl.cast(turns, tl.int64) << 32) + 1, sem="acq_rel", scope="gpu")
     if (others & 0xFFFFFFFF) == readers - 1:
         while (found == 0) & (cursor < parts):  # all was read before this program saw the rule hold
-            cursor, anchor, total, least, aim, found, covered = follow(
-                words, cursor, anchor, total, least, aim, covered, epsilon, parts, ahead, ranked, GROUP, FEW,
-                MICROBATCH, LEAST, MEAN, AT_END,
+            cursor, anchor, total, least, excess, squares, aim, found, covered = follow(
+                words, more, lefts, margin, cursor, anchor, total, least, excess, squares, aim, covered, epsilon,
+                parts, ahead, ranked, left_row, GROUP, FEW, MICROBATCH, LEAST, GUESSED, MEAN, AT_END,
             )  # fmt: skip
         found = tl.where(found == 0, parts, found)
         tl.store(used + unit, found - ahead)
